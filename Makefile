@@ -1,0 +1,59 @@
+# One command each: `make demo`, `make test`. Everything goes into .venv; nothing else on the machine is changed.
+#
+#   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a machine with an accelerator set
+#           your own, for example  make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+#   PYTHON  the interpreter that the virtual environment is made from
+#   TESTS   what pytest is given
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TESTS ?= tests
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: all install demo test unit lint bench clean
+
+all: install
+
+# torch first and alone: the requirement of the package would otherwise pull in the registry's newest build.
+$(VENV)/torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip setuptools wheel "cython>=3"
+	$(PY) -m pip install --quiet $(TORCH)
+	$(PY) -m pip install --quiet numpy
+	@touch $@
+
+SOURCES := setup.py pyproject.toml $(shell find taskd csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.map')
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(PY) -m pip install --quiet --no-build-isolation --force-reinstall --no-deps .
+	$(PY) -m pip install --quiet "pyzmq>=25" "msgpack>=1"
+	@touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	$(PY) -m pip install --quiet pytest hypothesis pytest-timeout pytest-randomly ruff mypy
+	@touch $@
+
+install: $(VENV)/installed
+
+demo: install
+	$(PY) examples/demo.py
+
+test: $(VENV)/tested
+	$(PY) -m pytest $(TESTS)
+
+unit: $(VENV)/tested
+	$(PY) -m pytest tests/unit tests/simulation
+
+lint: $(VENV)/tested
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: install
+	$(PY) benchmarks/recovery.py
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/death_alarm.py
+	$(PY) benchmarks/commit_cost.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

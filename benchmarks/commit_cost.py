@@ -1,0 +1,84 @@
+"""What the step boundary costs: `commit()` and the captures around it, in one process, with a real black box.
+
+    python benchmarks/commit_cost.py [--commits 20000]
+
+Prints one table and one line of JSON. Each row is the median over batches of 200 calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any, Callable
+
+import torch
+
+from taskd.native.black_box import BlackBox
+from taskd.worker import life as life_module
+from taskd.worker.life import Life
+from taskd.worker.state import TrainState
+
+BATCH = 200
+
+
+def median_us(call: Callable[[], Any], calls: int, before: Callable[[], Any] | None = None) -> float:
+    """Median over batches of the time of one call; `before` runs ahead of each and its own time is taken off."""
+    times = []
+    for _ in range(max(1, calls // BATCH)):
+        start = time.perf_counter()
+        for _ in range(BATCH):
+            if before is not None:
+                before()
+            call()
+        times.append((time.perf_counter() - start) / BATCH * 1e6)
+    own = 0.0 if before is None else median_us(before, calls)
+    return round(statistics.median(times) - own, 2)
+
+
+def make_state(layers: int, *, norm: bool = False) -> tuple[TrainState, torch.nn.Module, torch.optim.Optimizer]:
+    """A TrainState over a small network of `layers` layers, with AdamW and a scheduler, restored."""
+    life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
+    life_module.set_current(life)
+    parts = [part for _ in range(layers) for part in (torch.nn.Linear(64, 64), *([torch.nn.BatchNorm1d(64)] if norm else []))]
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0)
+    state.restore()
+    return state, model, optimizer
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commits", type=int, default=20_000)
+    calls = parser.parse_args().commits
+    torch.set_num_threads(1)
+    import numpy as np  # noqa: PLC0415 - a job with numpy loaded is the dearer case
+
+    rows = {}
+    state, _, _ = make_state(4)
+    rows["commit, 8 parameters"] = median_us(state.commit, calls)
+    state, _, _ = make_state(400)
+    rows["commit, 800 parameters"] = median_us(state.commit, calls)
+    state, _, _ = make_state(4)
+    rows["commit, python RNG used in the step"] = median_us(state.commit, calls, random.random)
+    rows["commit, numpy RNG used in the step"] = median_us(state.commit, calls // 4, np.random.rand)
+    state, _, _ = make_state(50, norm=True)
+    rows["commit, 50 batch norms"] = median_us(state.commit, calls // 10)
+    state, model, _ = make_state(4)
+    life, holding = life_module.current(), state._holding  # noqa: SLF001
+    rows["forward hook"] = median_us(lambda: holding.capture_pending(life), calls)
+    rows["optimizer hook"] = median_us(holding.begin_update, calls)
+
+    print(f"{'what':<40}{'µs':>8}")
+    for name, value in rows.items():
+        print(f"{name:<40}{value:>8.2f}")
+    print(json.dumps({"benchmark": "commit_cost", "torch": torch.__version__, "us": rows}))
+
+
+if __name__ == "__main__":
+    main()

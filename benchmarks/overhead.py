@@ -1,0 +1,110 @@
+"""What taskd costs while nothing happens: step time on against off, and the idle manager and agent.
+
+    python benchmarks/overhead.py [--pairs 8] [--steps 150] [--json FILE]
+
+Step time: pairs of runs of the same DDP workload (4 ranks, gloo), once under taskd (manager, agent, black box, commit at each
+step) and once under plain torchrun, order alternating; the figure is the median over the pairs of the ratio of median step
+times. The first steps of each run are left out. Idle cost: CPU seconds of the manager and of the torchrun process over a
+window in which 4 workers sleep, and resident memory of the manager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import recovery  # noqa: E402
+from tests.process.harness import SCRIPTS, Job, environment  # noqa: E402
+
+WARM_UP = 30
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def step_times(facts: pathlib.Path) -> list[float]:
+    commits, _, _ = recovery.read_facts(facts)
+    line = sorted(when for when, _ in commits[0])[WARM_UP:]
+    return [(b - a) / 1e6 for a, b in zip(line, line[1:])]
+
+
+def plain(directory: pathlib.Path, steps: int) -> list[float]:
+    facts = directory / "facts"
+    facts.mkdir(parents=True)
+    env = environment(MODE="checkpoint", STEPS=str(steps), FACTS=str(facts), CHECKPOINT_EVERY="1000000")
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recovery.RANKS}",
+                    recovery.WORKLOAD], env=env, check=True, capture_output=True, timeout=600)
+    return step_times(facts)
+
+
+def cpu_s(pid: int) -> float:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def idle(directory: pathlib.Path, window_s: float) -> dict:
+    """CPU of manager and agent while the workers sleep, the same for plain torchrun, and the manager's memory."""
+    job = Job(directory)
+    try:
+        manager = job.start_manager()
+        agent = job.start_agent("sleeper.py")
+        bare = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+                                 str(SCRIPTS / "sleeper.py")], env=environment(), stdout=subprocess.DEVNULL,
+                                stderr=subprocess.DEVNULL, start_new_session=True)
+        agent.wait_text("asleep", 60)
+        time.sleep(15)          # let start-up end on all sides before the window begins
+        pids = {"manager": manager.process.pid, "agent": agent.process.pid, "torchrun": bare.pid}
+        before = {name: cpu_s(pid) for name, pid in pids.items()}
+        time.sleep(window_s)
+        used = {name: 100 * (cpu_s(pid) - before[name]) / window_s for name, pid in pids.items()}
+        status = pathlib.Path(f"/proc/{manager.process.pid}/status").read_text()
+        rss_mb = int(status.split("VmRSS:")[1].split()[0]) / 1024
+        os.killpg(bare.pid, 15)
+        bare.wait(60)
+    finally:
+        job.close()
+    return {"manager_cpu_percent": round(used["manager"], 2), "agent_cpu_percent": round(used["agent"], 2),
+            "torchrun_cpu_percent": round(used["torchrun"], 2),
+            "agent_beyond_torchrun_percent": round(used["agent"] - used["torchrun"], 2), "manager_rss_mb": round(rss_mb, 1),
+            "window_s": window_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--window-s", type=float, default=30)
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    ratios, medians = [], {"on": [], "off": []}
+    with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
+        base = pathlib.Path(name)
+        for i in range(options.pairs):
+            order = ["on", "off"] if i % 2 == 0 else ["off", "on"]
+            for which in order:
+                where = base / f"{which}{i}"
+                times = (step_times(recovery.run_taskd(where, options.steps + WARM_UP, "")) if which == "on"
+                         else plain(where, options.steps + WARM_UP))
+                medians[which].append(statistics.median(times))
+            ratios.append(medians["on"][-1] / medians["off"][-1])
+        result = {
+            "conditions": recovery.conditions(), "pairs": options.pairs, "steps_per_run": options.steps,
+            "step_ms_on": round(statistics.median(medians["on"]), 3), "step_ms_off": round(statistics.median(medians["off"]), 3),
+            "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 2),
+            "overhead_percent_each": [round(100 * (ratio - 1), 2) for ratio in ratios],
+            "idle": idle(base / "idle", options.window_s),
+        }
+    print(json.dumps(result, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The training that benchmarks/recovery.py runs, under taskd and under plain torchrun alike.
+
+A DDP multi-layer perceptron (5 x 512 x 512, Adam: about 14 MB of state) on gloo. It writes one line per commit into
+FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says: "rank@step:place" separated by ";",
+place one of forward, backward, optimizer, before-commit, step. Each kill happens once per job.
+
+MODE=taskd        taskd.recoverable and TrainState
+MODE=checkpoint   neither: a checkpoint every 50 steps by rank 0, loaded at start (what a plain torchrun job does)
+"""
+
+import hashlib
+import os
+import pathlib
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+MODE = os.environ["MODE"]
+RANK = int(os.environ["RANK"])
+STEPS = int(os.environ["STEPS"])
+FACTS = pathlib.Path(os.environ["FACTS"])
+CHECKPOINT = FACTS / "checkpoint.pt"
+CHECKPOINT_EVERY = int(os.environ.get("CHECKPOINT_EVERY", "50"))
+KILLS = [spec for spec in os.environ.get("KILLS", "").split(";") if spec]
+MINE = {}
+for number, spec in enumerate(KILLS):
+    where, place = spec.split(":")
+    rank, step = (int(part) for part in where.split("@"))
+    if rank == RANK:
+        MINE[step, place] = number
+out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
+
+
+def here(place, step):
+    number = MINE.get((step, place))
+    if number is None:
+        return
+    try:
+        os.close(os.open(FACTS / f"kill-{number}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    out.write(f"kill {step} {time.monotonic_ns()} {number} {place}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build():
+    torch.manual_seed(0)
+    layers = [module for _ in range(5) for module in (torch.nn.Linear(512, 512), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-4)
+
+
+def one_step(ddp, optimizer, step, position):
+    position[0] = step
+    here("step", step)
+    generator = torch.Generator().manual_seed(1000 * step + RANK)
+    optimizer.zero_grad()
+    loss = ddp(torch.randn(8, 512, generator=generator)).square().mean()
+    here("forward", step)
+    loss.backward()
+    optimizer.step()
+    here("before-commit", step)
+
+
+def prepare():
+    dist.init_process_group("gloo")
+    model, optimizer = build()
+    position = [0]
+    model[0].weight.register_hook(lambda grad: here("backward", position[0]))
+    optimizer.register_step_pre_hook(lambda *_: here("optimizer", position[0]))
+    return model, optimizer, position
+
+
+def finish(model):
+    data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    out.write(f"digest {hashlib.sha256(data).hexdigest()[:16]} {time.monotonic_ns()}\n")
+
+
+def note(step):
+    out.write(f"commit {step} {time.monotonic_ns()}\n")
+
+
+def with_taskd():
+    import taskd
+
+    @taskd.recoverable
+    def train():
+        model, optimizer, position = prepare()
+        ddp = DistributedDataParallel(model)
+        state = taskd.TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        while state.step < STEPS:
+            one_step(ddp, optimizer, state.step, position)
+            state.commit()
+            note(state.step)
+        return model
+
+    finish(train())
+
+
+def with_checkpoints():
+    model, optimizer, position = prepare()
+    step = 0
+    if CHECKPOINT.exists():
+        loaded = torch.load(CHECKPOINT)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        step = loaded["step"]
+    ddp = DistributedDataParallel(model)
+    while step < STEPS:
+        one_step(ddp, optimizer, step, position)
+        step += 1
+        note(step)
+        if RANK == 0 and step % CHECKPOINT_EVERY == 0:
+            temporary = CHECKPOINT.with_suffix(".tmp")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+            temporary.rename(CHECKPOINT)
+    finish(model)
+    dist.destroy_process_group()
+
+
+{"taskd": with_taskd, "checkpoint": with_checkpoints}[MODE]()

@@ -1,0 +1,91 @@
+/* See internal.h. */
+#define _GNU_SOURCE /* syscall, pthread_setname_np, MADV_DONTFORK */
+#include "internal.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Address space only: pages are used when touched. Not smaller, because the C library takes the static thread-local storage
+ * of all loaded libraries out of it and refuses a stack that is too small for that. */
+#define STACK_BYTES (256 * 1024)
+
+struct taskd_box_header *taskd_map_header(int box_fd, int *error)
+{
+    struct stat status;
+    if (fstat(box_fd, &status) != 0) {
+        *error = -errno;
+        return NULL;
+    }
+    if (status.st_size < TASKD_BOX_BYTES) { /* a shorter file would answer a touch with SIGBUS */
+        *error = -EINVAL;
+        return NULL;
+    }
+    struct taskd_box_header *header =
+        mmap(NULL, TASKD_HEADER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, box_fd, 0);
+    if (header == MAP_FAILED) {
+        *error = -errno;
+        return NULL;
+    }
+    if (header->magic != TASKD_BOX_MAGIC || header->layout_version != TASKD_BOX_LAYOUT_VERSION) {
+        munmap(header, TASKD_HEADER_BYTES);
+        *error = -EINVAL;
+        return NULL;
+    }
+    madvise(header, TASKD_HEADER_BYTES, MADV_DONTFORK);
+    *error = 0;
+    return header;
+}
+
+void taskd_unmap_header(struct taskd_box_header *header)
+{
+    munmap(header, TASKD_HEADER_BYTES);
+}
+
+int taskd_start_thread(const char *name, void *(*body)(void *), void *argument)
+{
+    pthread_attr_t attributes;
+    int result = pthread_attr_init(&attributes);
+    if (result != 0) {
+        return -result;
+    }
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
+
+    /* A new thread inherits the mask: blocked before it exists, no signal of the program can ever land in it. */
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    result = pthread_create(&thread, &attributes, body, argument);
+    if (result == 0) {
+        pthread_setname_np(thread, name);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return -result;
+}
+
+uint64_t taskd_monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void taskd_futex_wait(_Atomic uint32_t *word, uint32_t seen)
+{
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, NULL, NULL, 0);
+}
+
+void taskd_futex_wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}

@@ -1,0 +1,37 @@
+/* What the guard and the watch share: mapping a box, starting a quiet thread, the futex word. Not part of the ABI. */
+#ifndef TASKD_INTERNAL_H
+#define TASKD_INTERNAL_H
+
+#include "include/taskd.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+/* A view of the header page of `box_fd`, not inherited by forked children; NULL and *error = -errno if it is no black box. */
+struct taskd_box_header *taskd_map_header(int box_fd, int *error);
+void taskd_unmap_header(struct taskd_box_header *header);
+
+/* A detached thread with a small stack and every signal blocked. 0 or -errno. */
+int taskd_start_thread(const char *name, void *(*body)(void *), void *argument);
+
+uint64_t taskd_monotonic_ns(void);
+
+/* FUTEX_WAIT and FUTEX_WAKE on a word in memory that processes share. */
+void taskd_futex_wait(_Atomic uint32_t *word, uint32_t seen);
+void taskd_futex_wake(_Atomic uint32_t *word);
+
+/* The word is plain uint32_t in the public header, which C++ reads too; C11 atomics of that size have the same form. */
+_Static_assert(sizeof(_Atomic uint32_t) == sizeof(uint32_t), "a futex word");
+_Static_assert(sizeof(_Atomic uint64_t) == sizeof(uint64_t), "a time mark");
+
+static inline _Atomic uint32_t *taskd_guard_word(struct taskd_box_header *header)
+{
+    return (_Atomic uint32_t *)&header->guard_state;
+}
+
+static inline pthread_mutex_t *taskd_mutex(struct taskd_box_header *header)
+{
+    return (pthread_mutex_t *)header->mutex;
+}
+
+#endif

@@ -1,0 +1,63 @@
+/* The layout constants by name, and the proof that the structs have the offsets that taskd.h writes beside them. */
+#include "include/taskd.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <string.h>
+
+#define HEADER(field) offsetof(struct taskd_box_header, field)
+#define SLOT(field) offsetof(struct taskd_slot_header, field)
+
+_Static_assert(sizeof(struct taskd_box_header) == TASKD_HEADER_BYTES, "the header is one page");
+_Static_assert(sizeof(struct taskd_slot_header) == TASKD_SLOT_HEADER_BYTES, "payloads start at a cache line");
+_Static_assert(sizeof(pthread_mutex_t) <= TASKD_MUTEX_BYTES, "the mutex fits its place on this platform");
+_Static_assert(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(mutex) == 64, "as documented");
+_Static_assert(HEADER(pid) == 128 && HEADER(version) == 152 && HEADER(committed) == 160, "as documented");
+_Static_assert(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET, "areas do not overlap");
+_Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES <= TASKD_BOX_BYTES, "slots fit the box");
+_Static_assert(sizeof(struct taskd_death) == 24, "one record on the pipe");
+
+static const struct {
+    const char *name;
+    int64_t value;
+} values[] = {
+    {"magic", TASKD_BOX_MAGIC},
+    {"layout_version", TASKD_BOX_LAYOUT_VERSION},
+    {"box_bytes", TASKD_BOX_BYTES},
+    {"layout_offset", TASKD_LAYOUT_OFFSET},
+    {"layout_bytes", TASKD_LAYOUT_BYTES},
+    {"extras_offset", TASKD_EXTRAS_OFFSET},
+    {"extras_bytes", TASKD_EXTRAS_BYTES},
+    {"extras_slots", TASKD_EXTRAS_SLOTS},
+    {"slot_header_bytes", TASKD_SLOT_HEADER_BYTES},
+    {"offset_magic", HEADER(magic)},
+    {"offset_layout_version", HEADER(layout_version)},
+    {"offset_guard_state", HEADER(guard_state)},
+    {"offset_alive_ns", HEADER(alive_ns)},
+    {"offset_pid", HEADER(pid)},
+    {"offset_incarnation", HEADER(incarnation)},
+    {"offset_phase", HEADER(phase)},
+    {"offset_version", HEADER(version)},
+    {"offset_committed", HEADER(committed)},
+    {"slot_offset_complete", SLOT(complete)},
+    {"slot_offset_version", SLOT(version)},
+    {"slot_offset_length", SLOT(length)},
+    {"slot_offset_crc32", SLOT(crc32)},
+    {"guard_held", TASKD_GUARD_HELD},
+    {"death_bytes", sizeof(struct taskd_death)},
+};
+
+int taskd_abi_version(void)
+{
+    return TASKD_ABI_VERSION;
+}
+
+int64_t taskd_layout_value(const char *name)
+{
+    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
+        if (strcmp(values[i].name, name) == 0) {
+            return values[i].value;
+        }
+    }
+    return -1;
+}

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Starts one node of a job: train_start.sh train.py [arguments of train.py]
+#
+# From the pod: RANK (of this node), POD_IP (of the first node), MASTER_ADDR, MASTER_PORT, MINDX_TASK_ID.
+# Settings:
+#   NNODES, GPUS_PER_NODE   size of the job, 1 and 1 if not given
+#   MAX_RESTARTS            faults that may be recovered, 32767 if not given
+#   LAUNCHER                torchrun; with an unpatched torch use "python3 -m taskd.run"
+#   MANAGER                 manager.py, in the current directory
+#   PRELOAD_LIBTASKD        on: libtaskd.so is loaded into every process of the training
+set -euo pipefail
+
+NODE_RANK="${RANK:-0}"
+NNODES="${NNODES:-1}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-1}"
+export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+export MASTER_PORT="${MASTER_PORT:-2222}"
+export TASKD_PROCESS_ENABLE="on"
+
+manager=""
+if [[ "${NODE_RANK}" == 0 ]]; then
+    export MASTER_ADDR="${POD_IP:-${MASTER_ADDR}}"
+    python3 "${MANAGER:-manager.py}" --nnodes "${NNODES}" --nproc-per-node "${GPUS_PER_NODE}" &
+    manager=$!
+fi
+
+if [[ "${PRELOAD_LIBTASKD:-off}" == on ]]; then
+    location="$(python3 -c 'import pathlib, taskd; print(pathlib.Path(taskd.__file__).parent)')"
+    export LD_PRELOAD="${location}/python/cython_api/libs/libtaskd.so${LD_PRELOAD:+:${LD_PRELOAD}}"
+fi
+
+DISTRIBUTED_ARGS="--nproc_per_node ${GPUS_PER_NODE} --nnodes ${NNODES} --node_rank ${NODE_RANK} \
+    --master_addr ${MASTER_ADDR} --master_port ${MASTER_PORT} --max_restarts ${MAX_RESTARTS:-32767}"
+# shellcheck disable=SC2086  # both are lists of words
+${LAUNCHER:-torchrun} ${DISTRIBUTED_ARGS} "$@" &
+training=$!
+
+# As the first process of a container, bash gets the SIGTERM of an eviction and must hand it on.
+trap 'kill -TERM "${training}" 2>/dev/null || true' TERM INT
+status=0
+wait "${training}" || status=$?
+while kill -0 "${training}" 2>/dev/null; do      # wait was ended by a signal: torchrun is still stopping its workers
+    status=0
+    wait "${training}" || status=$?
+done
+
+# The manager ends with the job. If torchrun never came so far as to join it, it would wait for ever.
+if [[ -n "${manager}" ]]; then
+    timeout 60 tail --pid="${manager}" -f /dev/null || kill -TERM "${manager}" 2>/dev/null || true
+    wait "${manager}" || true
+fi
+exit "${status}"

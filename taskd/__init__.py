@@ -1,0 +1,40 @@
+"""Keeps a torchrun job alive when a process dies. See README.md; the names below load what they need when first used.
+
+Importing this package loads neither torch nor zmq: it happens in processes that never train.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taskd.errors import ConfigError, Interrupted, StateError, TaskdError
+    from taskd.worker.recoverable import recoverable
+    from taskd.worker.state import TrainState
+
+__version__ = "0.1.0"
+
+__all__ = ["ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__", "recoverable"]
+
+_HOMES = {
+    "ConfigError": "taskd.errors",
+    "Interrupted": "taskd.errors",
+    "StateError": "taskd.errors",
+    "TaskdError": "taskd.errors",
+    "TrainState": "taskd.worker.state",
+    "recoverable": "taskd.worker.recoverable",
+}
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes and functions alike
+    """Load a public name from its home on first use, and keep it."""
+    home = _HOMES.get(name)
+    if home is None:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

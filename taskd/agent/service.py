@@ -1,0 +1,324 @@
+"""The agent's loop: one thread, one wait, inside torchrun's main thread.
+
+      manager ◄── DEALER ──►  Service  ◄── socketpair per worker ──►  worker runtimes
+                                 │
+                     forkserver, death alarm, black boxes (through `Host`)
+
+Order within one turn: wait, decode, `NodeMachine.handle`, execute each command, feed results back. What workers said is read
+before their deaths, so that a last word counts. Decides nothing about recovery, and must not know torch: `Host` stands
+for torchrun and its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import uuid
+from typing import TYPE_CHECKING, Protocol
+
+from taskd.core import commands, events
+from taskd.core.node import NodeMachine
+from taskd.core.timeouts import Timeouts
+from taskd.errors import RemoteProtocolError
+from taskd.native.death_alarm import DeathAlarm
+from taskd.transport import zeromq
+from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from taskd.clock import Clock
+    from taskd.config import AgentConfig
+    from taskd.core.faults import Fault
+    from taskd.native.black_box import BlackBox
+    from taskd.transport.channel import Channel
+
+log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """One incarnation of one rank, as the host keeps it."""
+
+    rank: int
+    incarnation: int
+    pid: int | None
+    channel: Channel
+    box: BlackBox
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEvent:
+    """What happened to the process of one life. `what`: "started", "failed" or "exited"."""
+
+    rank: int
+    incarnation: int
+    what: str
+    box: BlackBox
+    pid: int = 0
+    status: int = 0
+    error: str = ""
+
+
+class Host(Protocol):
+    """What the loop needs of torchrun: who we are, and processes."""
+
+    node_rank: int
+    node_count: int
+    world_size: int
+    max_restarts: int
+    ranks: Sequence[int]
+    workers: Mapping[int, Worker]        # by rank; the present incarnation of each
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """Readable when `read` has something to say."""
+
+    def read(self) -> Sequence[ProcessEvent]:
+        """What happened to processes since the last call; never blocks."""
+
+    def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:
+        """Start a process for this incarnation; `Started` or `StartFailed` follows."""
+
+    def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
+        """Signal the process group of this incarnation, if it is the present one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the run ended: "succeeded", "failed" or "fallback" (no manager: go on as plain torchrun)."""
+
+    kind: str
+    reason: str
+    faults: tuple[Fault, ...] = ()
+
+
+class Service:
+    """See the module. `run` returns when this node's part of the job is over."""
+
+    def __init__(self, host: Host, config: AgentConfig, clock: Clock, *, generation: int, restarts_used: int) -> None:
+        """`generation` and `restarts_used`: not 0 after a restart without a manager."""
+        self._host = host
+        self._config = config
+        self._clock = clock
+        self._timeouts = Timeouts.derive(config.fault_timeout_s)
+        self._incarnation = uuid.uuid4().hex
+        self._machine = NodeMachine(
+            host.node_rank, tuple(host.ranks), self._timeouts, node_count=host.node_count, world_size=host.world_size,
+            max_restarts=host.max_restarts, agent_incarnation=self._incarnation, generation=generation,
+            restarts_used=restarts_used, wait_for_exit=config.wait_for_exit,
+            incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
+        )
+        self._dealer = zeromq.Dealer(config.manager_address, identity=f"agent-{host.node_rank}-{self._incarnation}",
+                                     secret=config.secret)
+        self._alarm = DeathAlarm()
+        self._watched: dict[int, tuple[int, int, BlackBox]] = {}     # token of the death alarm -> the life it watches
+        self._last_words: dict[tuple[int, int], Fault] = {}
+        self._sequence = 0
+        self._outcome: Outcome | None = None
+        self._started_at = clock.now()
+        self._next_beat = self._started_at
+        self._manager_heard_at: float | None = None
+        self._manager_incarnation: str | None = None
+        self._joined = False
+        self._refused = False
+        self._warned = False
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> Outcome:
+        """Until the node's work is over. Exceptions of torchrun's signal handlers pass through; the manager is told."""
+        farewell = ("stopped", "torchrun was interrupted")
+        try:
+            self._read_processes()          # what happened while torchrun waited for the start
+            while self._outcome is None:
+                self._turn()
+            farewell = (self._outcome.kind, self._outcome.reason)
+            return self._outcome
+        finally:
+            with contextlib.suppress(OSError):
+                if farewell[0] != "fallback":
+                    self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
+            self._dealer.close()
+            self._alarm.close()
+
+    def _turn(self) -> None:
+        now = self._clock.now()
+        if now >= self._next_beat:
+            self._beat(now)
+        deadlines = [self._next_beat, *filter(None, [self._machine.next_deadline()])]
+        channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
+        fds = [*channels, *self._host.fds, *([self._alarm.fd] if self._alarm.available else [])]
+        self._dealer.poll(max(0.0, min(deadlines) - now), fds)
+        self._read_workers()
+        self._read_alarm()
+        self._read_processes()
+        self._read_manager()
+        now = self._clock.now()
+        deadline = self._machine.next_deadline()
+        if deadline is not None and now >= deadline:
+            self._feed(events.Tick(now, "tick"))
+
+    def _feed(self, event: events.Event) -> None:
+        log.debug("event %s", event)
+        for command in self._machine.handle(event):
+            self._execute(command)
+
+    # ------------------------------------------------------------------ what happened
+
+    def _read_workers(self) -> None:
+        for rank, worker in sorted(self._host.workers.items()):
+            for data in worker.channel.receive():
+                try:
+                    envelope, message = codec.decode(data)
+                    event = translate.message_to_event(envelope, message, self._clock.now())
+                except RemoteProtocolError as error:
+                    log.warning("rank %d sent something that is no message: %s", rank, error)
+                    continue
+                if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (rank, worker.incarnation):
+                    log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
+                elif isinstance(event, events.WorkerReady):
+                    self._watch(rank, worker, guarded=event.guarded)
+                elif isinstance(event, events.WorkerUncaught):
+                    self._last_words[rank, event.incarnation] = event.fault
+                else:
+                    self._feed(event)
+
+    def _read_alarm(self) -> None:
+        if not self._alarm.available:
+            return
+        for token, died_at in self._alarm.read():
+            rank, incarnation, box = self._watched.pop(token)
+            self._feed(events.AlarmRang(
+                self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
+                box.phase.name.lower(), tuple(sorted(box.read_extras()))))
+
+    def _read_processes(self) -> None:
+        for event in self._host.read():
+            rank, incarnation, box = event.rank, event.incarnation, event.box
+            now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
+            if event.what == "started":
+                self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
+            elif event.what == "failed":
+                self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error))
+            else:
+                self._feed(events.WorkerExited(
+                    now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
+                    tuple(sorted(box.read_extras())), self._last_words.pop((rank, incarnation), None)))
+
+    def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
+        """Arm the death alarm of a worker that holds its mutex."""
+        if not (guarded and self._alarm.available):
+            return
+        token = len(self._watched) + 1
+        while token in self._watched:
+            token += 1
+        self._watched[token] = (rank, worker.incarnation, worker.box)
+        self._alarm.watch(token, worker.box)
+
+    # ------------------------------------------------------------------ the manager
+
+    def _read_manager(self) -> None:
+        for _, data in self._dealer.receive():
+            try:
+                envelope, message = codec.decode(data)
+                if envelope.role != "manager" or envelope.job_id != self._config.job_id:
+                    raise RemoteProtocolError("malformed", f"from a {envelope.role} of job {envelope.job_id}")
+                self._hear(envelope, message)
+            except RemoteProtocolError as error:
+                log.warning("the manager at %s sent something that is no message: %s", self._config.manager_address, error)
+
+    def _hear(self, envelope: codec.Envelope, message: messages.Message) -> None:
+        now = self._clock.now()
+        self._manager_heard_at = now
+        if isinstance(message, messages.Accepted):
+            self._joined, self._warned = True, False
+            self._manager_incarnation = message.manager_incarnation
+            log.info("joined the manager at %s as node %d", self._config.manager_address, self._host.node_rank)
+            self._feed(events.ManagerJoined(now, "accepted", message.generation, message.restarts_used))
+        elif isinstance(message, messages.Refused):
+            self._refused = True
+            log.error("node %d: the manager at %s refused us: %s. This torchrun goes on without a manager.",
+                      self._host.node_rank, self._config.manager_address, message.reason)
+            self._feed(events.ManagerRefused(now, "refused", message.reason))
+        elif isinstance(message, messages.HeartbeatAck):
+            if not message.known or message.manager_incarnation != self._manager_incarnation:
+                self._joined = False
+                self._register(now)
+        elif isinstance(message, messages.Unsupported):
+            log.warning("the manager does not know message type %s: it is older than this agent", message.type)
+        else:
+            command = translate.message_to_command(envelope, message)
+            self._feed(events.CommandReceived(now, envelope.cause, command))
+
+    def _beat(self, now: float) -> None:
+        """Once a second: a sign of life, or another try to register; and notice if the manager has fallen silent."""
+        self._next_beat = now + self._timeouts.heartbeat_s
+        if self._refused:
+            return
+        if not self._joined:
+            self._register(now)
+            if not self._warned and now - self._started_at > self._timeouts.manager_silence_s:
+                self._warned = True
+                log.warning("no manager answers at %s: training goes on as with plain torchrun. Start one there with "
+                            "`python manager.py`, or set TASKD_MANAGER_ADDR.", self._config.manager_address)
+            return
+        assert self._manager_heard_at is not None
+        if now - self._manager_heard_at > self._timeouts.manager_silence_s:
+            self._joined = False
+            log.warning("the manager at %s has been silent for %.0f s: training goes on, a fault waits for it",
+                        self._config.manager_address, now - self._manager_heard_at)
+            self._feed(events.ManagerLost(now, "silence"))
+            return
+        self._send(messages.Heartbeat(workers=tuple(
+            (rank, worker.incarnation, worker.box.version, worker.box.phase.name.lower())
+            for rank, worker in sorted(self._host.workers.items()))), "heartbeat")
+
+    def _register(self, now: float) -> None:
+        self._say(self._machine.registration(now))
+
+    def _say(self, event: events.Event) -> None:
+        self._send(translate.event_to_message(event), event.cause)
+
+    def _send(self, message: messages.Message, cause: str) -> None:
+        self._sequence += 1
+        self._dealer.send(None, codec.encode(self._envelope(cause), message))
+
+    def _envelope(self, cause: str) -> codec.Envelope:
+        return codec.Envelope(job_id=self._config.job_id, role="agent", node_rank=self._host.node_rank, rank=None,
+                              incarnation=self._incarnation, generation=self._machine.generation,
+                              sequence=self._sequence, cause=cause)
+
+    # ------------------------------------------------------------------ commands
+
+    def _execute(self, command: commands.Command) -> None:
+        log.debug("command %s", command)
+        match command:
+            case commands.SpawnWorker():
+                self._host.spawn(command.rank, command.incarnation, generation=command.generation, gated=command.gated,
+                                 restarts_used=command.restarts_used)
+            case commands.SignalWorker():
+                self._host.signal(command.rank, command.incarnation, command.signal_number)
+            case commands.TellWorker():
+                self._tell(command)
+            case commands.TellManager():
+                self._say(command.event)
+            case commands.FinishRun():
+                self._outcome = Outcome(command.outcome, command.reason, command.faults)
+            case commands.FallBack():
+                self._outcome = Outcome("fallback", command.reason)
+            case _:
+                message = f"{type(command).__name__} is no command for an agent"
+                raise TypeError(message)
+
+    def _tell(self, command: commands.TellWorker) -> None:
+        worker = self._host.workers.get(command.rank)
+        if worker is None or worker.incarnation != command.incarnation:
+            return
+        self._sequence += 1
+        data = codec.encode(self._envelope(command.cause), translate.command_to_message(command.command))
+        if not worker.channel.send(data):
+            log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,
+                     type(command.command).__name__)
+
+

@@ -1,0 +1,166 @@
+"""Messages between the agent and its forkserver, and their framing over a stream socket with passed descriptors.
+
+Each message is a 4-byte big-endian length and a msgpack map; descriptors travel with its first byte (SCM_RIGHTS).
+Knows neither processes nor torch.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from taskd.errors import ForkserverError
+
+MAX_FDS = 16                        # per message; a worker gets four
+_LENGTH = struct.Struct(">I")
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRequest:
+    """What a worker is to become.
+
+    `argv` has no interpreter: ["-u", script, ...] or ["-u", "-m", module, ...]. `env` is the whole environment. `fds` maps
+    the names "channel", "box", "previous", "life" to descriptors; the sender keeps its own copies. `worker` is the
+    bootstrap of the runtime without the descriptor numbers; None starts the script without a runtime.
+    """
+
+    token: int
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    kind: str = "python"            # or "exec": a fresh interpreter, always
+    stdout: str | None = None       # a file to append to
+    stderr: str | None = None
+    fds: dict[str, int] = field(default_factory=dict)
+    worker: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The worker lives. The receiver owns `pidfd`. `note` says why it was not forked warm, if it was not."""
+
+    token: int
+    pid: int
+    pidfd: int
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """No process could be made."""
+
+    token: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The worker is reaped and the rest of its process group killed. `status`: exit code or minus the signal number."""
+
+    token: int
+    pid: int
+    status: int
+
+
+Reply = Started | StartFailed | Exited
+
+
+class Wire:
+    """One end of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """`connection`: a stream socketpair's end; owned from now on."""
+        self._socket = connection
+        self._buffer = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def fileno(self) -> int:
+        """For poll()."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+        """Send all of it, or raise OSError."""
+        payload = msgpack.packb({**message, "fd_count": len(descriptors)})
+        data = memoryview(_LENGTH.pack(len(payload)) + payload)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        sent = self._socket.sendmsg([data], rights)
+        self._socket.sendall(data[sent:])
+
+    def receive(self, *, wait: bool) -> list[tuple[dict[str, Any], list[int]]] | None:
+        """Read once and return the complete messages with their descriptors; None at the end of the stream."""
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), flags)
+        except BlockingIOError:
+            return []
+        except ConnectionResetError:
+            return None
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(content[:len(content) - len(content) % numbers.itemsize])
+                self._descriptors.extend(numbers)
+        if not data:
+            return None
+        self._buffer += data
+        return self._complete()
+
+    def _complete(self) -> list[tuple[dict[str, Any], list[int]]]:
+        messages = []
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            message = msgpack.unpackb(bytes(self._buffer[_LENGTH.size:end]))
+            del self._buffer[:end]
+            count = message.pop("fd_count")
+            if count > len(self._descriptors):
+                raise ForkserverError(f"a message announced {count} descriptors, {len(self._descriptors)} arrived")
+            messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
+        return messages
+
+    def detach(self) -> None:
+        """Forget the descriptor without closing it."""
+        self._socket.detach()
+
+    def close(self) -> None:
+        """Close the socket and what nobody claimed."""
+        self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+
+def request_message(request: SpawnRequest) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """As a message and its descriptors."""
+    message = {
+        "token": request.token, "argv": list(request.argv), "kind": request.kind, "env": request.env, "cwd": request.cwd,
+        "stdout": request.stdout, "stderr": request.stderr, "fds": list(request.fds), "worker": request.worker,
+    }
+    return message, tuple(request.fds.values())
+
+
+def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnRequest:
+    """The other way round; descriptors are the receiver's."""
+    return SpawnRequest(
+        token=message["token"], argv=tuple(message["argv"]), kind=message["kind"], env=message["env"], cwd=message["cwd"],
+        stdout=message["stdout"], stderr=message["stderr"], fds=dict(zip(message["fds"], descriptors, strict=True)),
+        worker=message["worker"],
+    )
+
+
+def reply_from(message: dict[str, Any], descriptors: list[int]) -> Reply:
+    """A reply of the forkserver."""
+    kind = message["reply"]
+    if kind == "started":
+        return Started(message["token"], message["pid"], descriptors[0], message["note"])
+    if kind == "failed":
+        return StartFailed(message["token"], message["error"])
+    return Exited(message["token"], message["pid"], message["status"])

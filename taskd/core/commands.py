@@ -1,0 +1,185 @@
+"""Outputs of the two machines: what to do, imperative. Each repeats the cause it answers and its generation."""
+
+from dataclasses import dataclass, field
+
+from taskd.core.faults import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Base of all commands."""
+
+    cause: str
+    generation: int
+
+
+# ---------------------------------------------------------------- manager to agents (and, where noted, on to workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt(Command):
+    """To every agent and worker: leave the step, abort collectives, report `WorkerPaused`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWorker(Command):
+    """To the agent of `rank`: start `incarnation` of it from the forkserver; it waits at the gate for `Resume`."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    restarts_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker(Command):
+    """To the agent of `rank`: SIGKILL this incarnation (it did not come when called)."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What one rank does to reach the cut: keep its copy, or receive it from the rank `source`. Not a command of its own."""
+
+    rank: int
+    source: int | None = None      # None: keep
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Command):
+    """To every agent and worker: enter the function again under store prefix taskd/<generation>.
+
+    `version` None: nobody holds state, everybody starts afresh.
+    """
+
+    version: int | None
+    moves: tuple[Move, ...]
+    restarts_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartGroup(Command):
+    """To every agent: kill all workers and start them anew (warm) as `generation`: nothing could be kept in place.
+
+    `incarnations`: (rank, incarnation) for every rank of the job.
+    """
+
+    restarts_used: int
+    reason: str
+    incarnations: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Command):
+    """To every agent and worker: every rank's function has returned; let `recoverable` return."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Command):
+    """To every agent: end the job as failed. The culprit raises its own exception, the others are stopped."""
+
+    reason: str
+    culprit: int | None
+    fault: Fault | None = None
+
+
+# ---------------------------------------------------------------- manager, for its own shell
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryRecord:
+    """The story of one recovery, for the log line and the JSON record. Durations in seconds, see docs/operations.md."""
+
+    generation: int
+    strategy: str                        # "retry", "recover-in-place" or "restart"
+    faults: tuple[Fault, ...]
+    followers: int                       # others whose communication broke as a consequence
+    version: int | None
+    sources: tuple[tuple[int, str], ...]  # (rank, "kept" or "rank N" or "nothing")
+    steps_redone: int
+    detect_s: float
+    decide_s: float
+    quiesce_s: float
+    respawn_s: float
+    groups_s: float
+    state_s: float
+    first_step_s: float
+    total_s: float
+    restarts_used: int
+    max_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRecovery(Command):
+    """Write the line and the JSON record."""
+
+    record: RecoveryRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob(Command):
+    """The job is over: the manager leaves with success or failure."""
+
+    succeeded: bool
+    reason: str
+
+
+# ---------------------------------------------------------------- agent, for its own shell
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnWorker(Command):
+    """Start a process for this incarnation. `gated`: it takes part in a recovery and waits for `Resume`."""
+
+    rank: int
+    incarnation: int
+    gated: bool
+    restarts_used: int
+    after_reaped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SignalWorker(Command):
+    """Send a signal to the process group of this incarnation."""
+
+    rank: int
+    incarnation: int
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellWorker(Command):
+    """Pass a command (Interrupt, Resume, Release, GiveUp) to one worker."""
+
+    rank: int
+    incarnation: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class TellManager(Command):
+    """Report an event to the manager."""
+
+    event: object = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRun(Command):
+    """The agent loop ends. `outcome`: "succeeded" or "failed"; `faults` become torchrun's failures."""
+
+    outcome: str
+    reason: str
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack(Command):
+    """No manager: from here on behave like plain torchrun (restart the group on failure, warm)."""
+
+    reason: str

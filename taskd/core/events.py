@@ -1,0 +1,233 @@
+"""Inputs of the two machines: what happened, past tense, with the time at which we learned of it.
+
+`now` is monotonic seconds of the process that runs the machine; `cause` is an id that travels with everything it leads to.
+Events of a worker carry rank and incarnation, so that what an earlier life said is recognised and ignored.
+"""
+
+from dataclasses import dataclass, field
+
+from taskd.core.faults import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+    now: float
+    cause: str
+
+
+# ---------------------------------------------------------------- seen by the manager (RecoveryMachine)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What an agent knows of one of its workers when it registers. Not an event of its own.
+
+    `state` is one of "starting", "running", "paused", "returned", "lost", "finished".
+    `clean` False: it is paused with a torn copy, see `WorkerPaused`.
+    """
+
+    rank: int
+    incarnation: int
+    state: str
+    declared: bool = False
+    version: int | None = None
+    clean: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRegistered(Event):
+    """An agent introduced itself, the first time or again after the connection or the manager was lost.
+
+    `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the largest.
+    """
+
+    node_rank: int
+    agent_incarnation: str
+    node_count: int
+    world_size: int
+    max_restarts: int
+    generation: int
+    restarts_used: int
+    workers: tuple[WorkerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLeft(Event):
+    """An agent said goodbye: `outcome` is "succeeded", "failed" or "stopped" (SIGTERM, Ctrl-C)."""
+
+    node_rank: int
+    outcome: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHeard(Event):
+    """Anything arrived from the agent: its lease is renewed."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvent(Event):
+    """Base of what concerns one life of one worker."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted(WorkerEvent):
+    """The agent has a process for this incarnation."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDeclared(WorkerEvent):
+    """The worker's script uses `taskd.recoverable`: it can be recovered in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost(WorkerEvent):
+    """The worker is dead or as good as dead. `age_s`: how long ago, as the black box tells.
+
+    `box_versions`: versions for which its black box holds the per-rank extras (RNG, sampler).
+    """
+
+    fault: Fault
+    age_s: float
+    box_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExitKnown(WorkerEvent):
+    """The kernel confirmed the death and how it came about, for a worker already reported as lost."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPaused(WorkerEvent):
+    """The worker left its function (or never entered it) and waits for `Resume`.
+
+    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and commit()).
+    """
+
+    generation: int
+    version: int | None
+    clean: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRaised(WorkerEvent):
+    """An exception left the recoverable function; the worker waits. It may be a victim (`FaultKind.COMMUNICATION`)."""
+
+    generation: int
+    fault: Fault
+    clean: bool
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecovered(WorkerEvent):
+    """First commit after a resume. Durations in seconds from the worker's receipt of `Resume`."""
+
+    generation: int
+    version: int
+    groups_s: float
+    state_s: float
+    first_step_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReturned(WorkerEvent):
+    """The recoverable function returned; the worker waits for `Release`."""
+
+    generation: int
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady(WorkerEvent):
+    """Worker to agent only: the runtime listens. `guarded`: it holds the mutex of its black box, so the alarm can be armed."""
+
+    guarded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUncaught(WorkerEvent):
+    """Worker to agent only: the script ends by this exception; the exit that follows is to be described by `fault`."""
+
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFinished(WorkerEvent):
+    """The process ended with exit code 0, as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """A deadline passed."""
+
+
+# ---------------------------------------------------------------- seen by the agent (NodeMachine) only
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmRang(WorkerEvent):
+    """The robust mutex of the worker was released: it is dying. `died_at` on this host's monotonic clock."""
+
+    died_at: float
+    version: int | None
+    phase: str
+    box_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited(WorkerEvent):
+    """The process is reaped. `status`: exit code, or minus the signal number."""
+
+    status: int
+    version: int | None
+    phase: str
+    box_versions: tuple[int, ...] = ()
+    last_words: Fault | None = None      # the exception that ended the script, if it left word of it
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStartFailed(WorkerEvent):
+    """The process could not be started."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerJoined(Event):
+    """The manager accepted our registration."""
+
+    generation: int
+    restarts_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLost(Event):
+    """The manager has been silent for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerRefused(Event):
+    """The manager does not want us; `reason` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReceived(Event):
+    """A command of the manager (`taskd.core.commands`) arrived."""
+
+    command: object = field(default=None)

@@ -1,0 +1,39 @@
+"""What can go wrong with a worker or a node, as data."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FaultKind(str, Enum):
+    """How a worker failed, from what the kernel or the worker itself told us."""
+
+    LOST = "lost"                        # the death alarm rang; how it died is not known yet
+    KILLED = "killed"                    # SIGKILL, SIGTERM, SIGINT, SIGHUP: somebody outside did it
+    CRASHED = "crashed"                  # any other signal: SIGSEGV, SIGABRT, SIGBUS ...
+    EXITED = "exited"                    # non-zero exit code
+    EXITED_EARLY = "exited early"        # exit code 0 before the job was complete
+    RAISED = "raised"                    # an exception left the recoverable function
+    COMMUNICATION = "communication"      # ... which is what a victim of somebody else's death sees
+    UNRESPONSIVE = "unresponsive"        # did not come when called
+    START_FAILED = "start failed"        # the replacement could not be started
+    NODE_LOST = "node lost"              # the agent is silent or gone
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One detected cause.
+
+    `version` is the number of committed steps of the worker when it failed (None: it had no TrainState yet), `phase` where
+    in the step it was (see `taskd.native.black_box.Phase`), `detail` the text for the log line ("SIGKILL", "exit 3",
+    "ValueError: bad sample"), `signature` what makes two faults "the same" (exception type and message, or exit reason).
+    """
+
+    kind: FaultKind
+    rank: int
+    incarnation: int
+    detail: str
+    version: int | None = None
+    phase: str | None = None
+    signature: str = ""
+    traceback: str | None = None
+    exit_code: int | None = None

@@ -1,0 +1,310 @@
+"""The job as the manager knows it, and the moves it can make: interrupt, resume, restart, release, give up, end.
+
+Owns the state of a recovery and what each move does to it. Which event calls for which move is `taskd.core.recovery`'s
+business; its docstring tells the phases, the invariants and the hard cases.
+"""
+
+from enum import Enum
+
+from taskd.core import commands as do
+from taskd.core.cut import NoCut, plan_cut
+from taskd.core.events import WorkerRecovered
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.ladder import Budget, Choice, RepeatRules, Strategy, choose, describe
+from taskd.core.leases import Deadlines
+from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.record import Attempt, KnownFault
+from taskd.core.story import Story
+from taskd.core.timeouts import Timeouts
+
+Commands = list[do.Command]
+_LADDER = list(Strategy)
+
+
+class Phase(Enum):
+    """See `taskd.core.recovery`."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    SUSPECTING = "suspecting"
+    PAUSING = "pausing"
+    RESUMED = "resumed"
+    RESTARTING = "restarting"
+    RELEASED = "released"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class Job:
+    """State and moves. `now` and `cause` are those of the event that is being handled."""
+
+    def __init__(self, timeouts: Timeouts, membership: Membership) -> None:
+        self.now = 0.0
+        self.cause = ""
+        self.phase = Phase.JOINING
+        self.generation = 0
+        self.resumed_generation = -1                     # the last one that this manager resumed
+        self.timeouts = timeouts
+        self.membership = membership
+        self.story = Story()
+        self.budget = Budget()
+        self.repeats = RepeatRules()
+        self.awaited: Deadlines[int] = Deadlines()       # ranks that have not paused (or started) yet
+        self.alarm: float | None = None                  # the end of a grace; its meaning depends on the phase
+        self.open: list[KnownFault] = []                 # faults not yet answered
+        self.suspects: list[KnownFault] = []             # victims, unless nobody else turns out to be the cause
+        self.late: list[KnownFault] = []                 # failures after Release
+        self.attempt: Attempt | None = None
+        self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release or GiveUp
+        self.reason = ""
+
+    # ------------------------------------------------------------------------------------------------ faults
+
+    def known(self, fault: Fault, age_s: float) -> KnownFault:
+        """The fault with what is known around it."""
+        died_at = self.now - age_s
+        is_declared = any(member.declared for member in self.membership.members.values())
+        return KnownFault(fault, died_at, self.now, died_at - self.membership.members[fault.rank].born_at, is_declared)
+
+    def vanished(self, member: Member) -> KnownFault:
+        """A fault for a worker that is lost while its own report is still on the way."""
+        return self.known(Fault(FaultKind.LOST, member.rank, member.incarnation, "", version=member.version), 0.0)
+
+    def suspect(self, known: KnownFault) -> Commands:
+        """Wait for the cause of this, which may be on the way."""
+        self.suspects.append(known)
+        if self.phase is Phase.JOINING:
+            return self.keep()
+        if self.phase is not Phase.SUSPECTING:
+            self.phase = Phase.SUSPECTING
+            self.awaited.clear()
+            self.alarm = self.now + self.timeouts.communication_grace_s
+        return []
+
+    def keep(self) -> Commands:
+        """Faults must wait until every rank is known, but not for ever."""
+        if self.alarm is None:
+            self.alarm = self.now + self.timeouts.agent_lease_s
+        return []
+
+    def count_repeat(self, known: KnownFault, generation: int) -> str | None:
+        """Why trying again is pointless, or None."""
+        if known.is_declared:
+            return self.repeats.count(known.fault, generation)
+        return self.repeats.count_failure(known.fault, known.life_s)
+
+    def _take(self, attempt: Attempt, known: KnownFault) -> str | None:
+        """Make a fault part of the recovery. Returns why the job must end, or None."""
+        known.generation = self.generation if self.phase is Phase.PAUSING else self.generation + 1
+        self.membership.note_version(known.fault.version)
+        victims = attempt.victims_of(known) if known.fault.kind is not FaultKind.RAISED else []
+        for victim in victims:
+            attempt.demote(victim)
+            self.repeats.forget_exception(victim.fault, known.generation)
+        attempt.faults.append(known)
+        reason = self.count_repeat(known, known.generation)
+        if reason is None and not victims:
+            reason = self.budget.spend(known.fault, self.membership.max_restarts)
+        return reason
+
+    # ------------------------------------------------------------------------------------------------ moves
+
+    def recover(self) -> Commands:
+        """Answer the open faults: count them, choose a strategy, call everybody out, replace who is gone."""
+        if self.attempt is None:
+            self.attempt = Attempt(self.cause, self.now)
+        attempt, faults, suspects = self.attempt, self.open, self.suspects
+        self.open, self.suspects, self.alarm = [], [], None
+        attempt.followers.update((known.fault.rank, known.fault.incarnation) for known in suspects)
+        for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
+            reason = self._take(attempt, known)
+            if reason is not None:
+                return self.give_up(reason, known.fault)
+        if self.membership.absent_nodes():
+            what = "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
+            return self.give_up(f"{what}, and node {self.membership.absent_nodes()[0].node_rank} has already left")
+        lost = self.membership.lost()
+        choice = choose(is_declared=self.membership.is_declared, lost=[member.rank for member in lost])
+        self._explain(choice)
+        attempt.strategy = max(attempt.strategy, choice.strategy, key=_LADDER.index)
+        if choice.strategy is Strategy.RESTART:
+            return self._restart_group(choice.reason)
+        commands: Commands = [] if self.phase is Phase.PAUSING else [self._interrupt(attempt)]
+        for member in lost:
+            member.begin_life(member.incarnation + 1, self.now, replaced=True)
+            self.awaited.set(member.rank, self.now + self.timeouts.start_s)
+            commands.append(self.replacement(member))
+        return commands + self.proceed()
+
+    def _explain(self, choice: Choice) -> None:
+        skipped = "".join(f"; not {strategy.value}: {reason}" for strategy, reason in choice.skipped)
+        self.story.note(self.now, f"strategy {choice.strategy.value}: {choice.reason}{skipped}")
+
+    def _interrupt(self, attempt: Attempt) -> do.Interrupt:
+        """Call everybody out of the step, with a new generation."""
+        self.phase = Phase.PAUSING
+        self.generation += 1
+        attempt.commanded(self.now)
+        self.awaited.clear()
+        for member in self.membership.live():
+            if member.state is not WorkerState.PAUSED:
+                patience_s = self.timeouts.pause_s if member.declared else self.timeouts.start_s
+                self.awaited.set(member.rank, self.now + patience_s)
+        faults = "; ".join(describe(known.fault) for known in attempt.faults)
+        reason = faults or "a recovery was under way when the manager was restarted"
+        command = do.Interrupt(attempt.cause, self.generation, reason)
+        self.last = command
+        return command
+
+    def replacement(self, member: Member) -> do.ReplaceWorker:
+        """The command that starts the current life of `member`."""
+        return do.ReplaceWorker(
+            self.cause if self.attempt is None else self.attempt.cause,
+            self.generation,
+            member.node_rank,
+            member.rank,
+            member.incarnation,
+            self.budget.used,
+        )
+
+    def proceed(self) -> Commands:
+        """Do what is next, now that something may not be waited for any more."""
+        for rank in self.awaited.pending():
+            member = self.membership.members[rank]
+            if member.state is WorkerState.PAUSED or not member.is_live:
+                self.awaited.discard(rank)
+        if self.phase is Phase.PAUSING:
+            return [] if len(self.awaited) else self._resume()
+        commands: Commands = []
+        if self.attempt is not None:
+            for member in self.membership.ordered():
+                if member.is_done:
+                    commands += self.count_recovered(member.rank, None)
+        if self.phase is Phase.RELEASED:
+            return commands + self.end_late_failure(is_overdue=False)
+        return commands + self._release_if_all_returned()
+
+    def _resume(self) -> Commands:
+        """Everybody waits: choose the version, say who sends it to whom, let them go."""
+        assert self.attempt is not None
+        live = self.membership.live()
+        if not live:
+            self.phase, self.attempt = Phase.RUNNING, None
+            return []
+        cut = plan_cut([member.copy() for member in live], self.membership.committed)
+        if isinstance(cut, NoCut):
+            choice = choose(is_declared=True, lost=[], no_cut=cut.reason)
+            self._explain(choice)
+            self.attempt.strategy = choice.strategy
+            return self._restart_group(cut.reason)
+        self.story.note(self.now, f"cut: {cut.reason}")
+        for rank in cut.lacking_extras:
+            self.story.note(self.now, f"its black box held no extras of version {cut.version}", rank)
+        for member in live:
+            member.state, member.replaced, member.clean, member.box_versions = WorkerState.RUNNING, False, True, ()
+        self.phase, self.resumed_generation = Phase.RESUMED, self.generation
+        self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), self.membership.committed)
+        command = do.Resume(self.attempt.cause, self.generation, cut.version, cut.moves, self.budget.used)
+        self.last = command
+        return [command]
+
+    def _restart_group(self, reason: str) -> Commands:
+        """Nothing can be kept."""
+        assert self.attempt is not None
+        self.phase = Phase.RESTARTING
+        self.generation += 1
+        self.resumed_generation = self.generation
+        self.awaited.clear()
+        self.attempt.commanded(self.now)
+        self.attempt.restarted(self.membership.members, self.membership.committed)
+        self.membership.committed = None
+        for member in self.membership.ordered():
+            member.begin_life(member.incarnation + 1, self.now, replaced=False)
+            self.awaited.set(member.rank, self.now + self.timeouts.start_s)
+        lives = tuple((member.rank, member.incarnation) for member in self.membership.ordered())
+        command = do.RestartGroup(self.attempt.cause, self.generation, self.budget.used, reason, lives)
+        self.last = command
+        return [command]
+
+    def count_recovered(self, rank: int, report: WorkerRecovered | None) -> Commands:
+        """A rank is back (without a report: it started, returned or ended). The last one completes the record."""
+        attempt = self.attempt
+        if attempt is None or not attempt.recovered(rank, report):
+            return []
+        self.attempt = None
+        if self.phase in (Phase.RESUMED, Phase.RESTARTING):
+            self.phase = Phase.RUNNING
+        record = attempt.record(self.now, self.generation, self.budget.used, self.membership.max_restarts)
+        return [do.RecordRecovery(attempt.cause, self.generation, record)]
+
+    def _release_if_all_returned(self) -> Commands:
+        """Every function has returned: nobody can need a copy of the state any more."""
+        members = self.membership.members.values()
+        if self.phase is not Phase.RUNNING or not all(member.is_done for member in members):
+            return []
+        if not any(member.state is WorkerState.RETURNED for member in members):
+            return []
+        self.phase = Phase.RELEASED
+        command = do.Release(self.cause, self.generation)
+        self.last = command
+        return [command]
+
+    # ------------------------------------------------------------------------------------------------ ends
+
+    def fail_late(self, known: KnownFault) -> Commands:
+        """A process failed after Release: let the others end first, for a while."""
+        self.late.append(known)
+        if self.alarm is None:
+            self.alarm = self.now + self.timeouts.start_s
+        return self.end_late_failure(is_overdue=False)
+
+    def end_late_failure(self, *, is_overdue: bool) -> Commands:
+        """Give up when all others have ended, or when that took too long."""
+        if not self.late or not (is_overdue or not self.membership.live()):
+            return []
+        fault = min(self.late, key=lambda known: (known.died_at, known.fault.rank)).fault
+        return self.give_up(f"{describe(fault)} after the training function had returned everywhere", fault)
+
+    def give_up(self, reason: str, fault: Fault | None = None) -> Commands:
+        """End the job as failed."""
+        self.phase, self.reason = Phase.ENDING, reason
+        self.awaited.clear()
+        self.alarm, self.attempt, self.suspects, self.open, self.late = None, None, [], [], []
+        self.story.note(self.now, f"given up: {reason}")
+        command = do.GiveUp(self.cause, self.generation, reason, None if fault is None else fault.rank, fault)
+        self.last = command
+        return [command, *self.end_if_all_left()]
+
+    def end_if_all_left(self) -> Commands:
+        """The failed job is over when no agent is there any more."""
+        if any(node.is_present for node in self.membership.nodes.values()):
+            return []
+        return self.end(succeeded=False, reason=self.reason)
+
+    def end(self, *, succeeded: bool, reason: str) -> Commands:
+        """The job is over."""
+        self.phase, self.reason, self.alarm = Phase.ENDED, reason, None
+        return [do.EndJob(self.cause, self.generation, succeeded, reason)]
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from inside."""
+        self.membership.check()
+        members = self.membership.members.values()
+        if self.phase is Phase.PAUSING:
+            assert self.attempt is not None
+            waiting = {member.rank for member in members if member.is_live and member.state is not WorkerState.PAUSED}
+            assert waiting == set(self.awaited.pending()), (waiting, self.awaited.pending())
+            assert waiting
+            assert not self.membership.lost()
+        elif self.phase is not Phase.RESTARTING:
+            assert not len(self.awaited)
+        if self.phase is Phase.RESUMED:
+            assert self.attempt is not None
+            assert self.attempt.waiting
+            assert self.resumed_generation == self.generation
+        if self.phase is not Phase.JOINING:
+            assert bool(self.suspects) == (self.phase is Phase.SUSPECTING)
+            assert not self.open
+        if self.phase in (Phase.RUNNING, Phase.RESUMED):
+            stopped = (WorkerState.LOST, WorkerState.PAUSED)
+            assert not any(member.state in stopped for member in members), members

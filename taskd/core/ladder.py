@@ -1,0 +1,150 @@
+"""Which recovery to try, with the reason for each one skipped; the restart budget; when trying again is pointless.
+
+Owns the policy. Knows nothing of phases, messages or time beyond the durations handed in.
+
+The ladder, from cheap to dear:
+
+    retry              every process is alive: all leave the step and enter their function again
+    recover-in-place   some processes are gone: they alone are replaced
+    restart            nothing can be kept: all processes are replaced
+
+Repeat rules (a deterministic failure must not burn the budget):
+- the same exception at the same version in two recoveries;
+- the same crash or exit of the same rank, or the same broken communication, at the same version three times;
+- in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its start.
+Being killed from outside says nothing against the script and never counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from taskd.core.faults import Fault, FaultKind
+
+EXCEPTION_LIMIT = 2      # an exception is precise evidence: the second time is no accident
+EXIT_LIMIT = 3           # an exit or a signal is weaker evidence: two may be bad luck
+SHORT_LIFE_S = 60.0      # a script without commits shows progress by living longer than this
+
+_UNCOUNTED = frozenset({FaultKind.LOST, FaultKind.KILLED, FaultKind.NODE_LOST})
+
+
+class Strategy(str, Enum):
+    """How to recover. The values are those of the log line."""
+
+    RETRY = "retry"
+    RECOVER_IN_PLACE = "recover-in-place"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The strategy, why, and why not the cheaper ones."""
+
+    strategy: Strategy
+    reason: str
+    skipped: tuple[tuple[Strategy, str], ...] = ()
+
+
+def choose(*, is_declared: bool, lost: Sequence[int], no_cut: str | None = None) -> Choice:
+    """The cheapest strategy that can work.
+
+    Args:
+        is_declared: a live worker uses `taskd.recoverable`.
+        lost: ranks whose process is gone.
+        no_cut: why no copy of the state can be gone on from, if that is so.
+    """
+    skipped = []
+    obstacle = no_cut or (None if is_declared else "no live worker uses taskd.recoverable")
+    gone = f"{len(lost)} process{'es are' if len(lost) != 1 else ' is'} gone" if lost else None
+    if retry_obstacle := obstacle or gone:
+        skipped.append((Strategy.RETRY, retry_obstacle))
+    else:
+        return Choice(Strategy.RETRY, "every process is alive")
+    if obstacle is None:
+        return Choice(Strategy.RECOVER_IN_PLACE, f"{gone}, the others hold the state", tuple(skipped))
+    skipped.append((Strategy.RECOVER_IN_PLACE, obstacle))
+    return Choice(Strategy.RESTART, obstacle, tuple(skipped))
+
+
+@dataclass(slots=True)
+class Budget:
+    """Restarts used, which only grows, against `--max_restarts` of the job."""
+
+    used: int = 0
+
+    def adopt(self, used: int) -> None:
+        """An agent remembers this much."""
+        self.used = max(self.used, used)
+
+    def spend(self, fault: Fault, allowed: int) -> str | None:
+        """Use one restart for this fault. Returns why the job must end if there is none left."""
+        if self.used >= allowed:
+            return (
+                f"restart budget spent: {self.used} of {allowed} restarts used (--max_restarts) when {describe(fault)}"
+            )
+        self.used += 1
+        return None
+
+
+def describe(fault: Fault) -> str:
+    """The fault as half a sentence."""
+    where = "" if fault.version is None else f" at step {fault.version}"
+    how = {
+        FaultKind.RAISED: "raised",
+        FaultKind.COMMUNICATION: "lost its communication:",
+        FaultKind.UNRESPONSIVE: "did not come when called:",
+        FaultKind.START_FAILED: "could not be started:",
+    }.get(fault.kind, "ended with" if fault.detail else "ended")
+    return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
+
+
+@dataclass(slots=True)
+class RepeatRules:
+    """Remembers faults, to see when the same one comes back."""
+
+    _exceptions: dict[tuple[str, int | None], set[int]] = field(default_factory=dict)
+    _exits: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _last_failure: tuple[FaultKind, str] | None = None
+    _failures_in_a_row: int = 0
+
+    def would_end(self, fault: Fault, generation: int) -> bool:
+        """Whether this exception has been seen in an earlier recovery at the same version."""
+        seen = self._exceptions.get((_signature(fault), fault.version), set())
+        return len(seen - {generation}) >= EXCEPTION_LIMIT - 1
+
+    def count(self, fault: Fault, generation: int) -> str | None:
+        """Count a fault of a job that uses `taskd.recoverable`. Returns why the job must end, or None."""
+        if fault.kind in _UNCOUNTED:
+            return None
+        if fault.kind is FaultKind.RAISED:
+            seen = self._exceptions.setdefault((_signature(fault), fault.version), set())
+            seen.add(generation)
+            return f"the same exception came back: {describe(fault)}" if len(seen) >= EXCEPTION_LIMIT else None
+        rank = None if fault.kind is FaultKind.COMMUNICATION else fault.rank
+        key = (fault.kind, rank, _signature(fault), fault.version)
+        self._exits[key] = self._exits.get(key, 0) + 1
+        if self._exits[key] < EXIT_LIMIT:
+            return None
+        return f"the same failure came {EXIT_LIMIT} times: {describe(fault)}"
+
+    def forget_exception(self, fault: Fault, generation: int) -> None:
+        """An exception turned out to be the consequence of an earlier death."""
+        self._exceptions.get((_signature(fault), fault.version), set()).discard(generation)
+
+    def count_failure(self, fault: Fault, life_s: float) -> str | None:
+        """Count a fault of a job without `taskd.recoverable`. Returns why the job must end, or None."""
+        if fault.kind is FaultKind.LOST:
+            return None
+        failure = (fault.kind, _signature(fault))
+        if fault.kind in _UNCOUNTED or life_s >= SHORT_LIFE_S:
+            self._last_failure, self._failures_in_a_row = None, 0
+            return None
+        self._failures_in_a_row = self._failures_in_a_row + 1 if failure == self._last_failure else 1
+        self._last_failure = failure
+        if self._failures_in_a_row < EXIT_LIMIT:
+            return None
+        return f"{EXIT_LIMIT} equal failures in a row, each within {SHORT_LIFE_S:g} s of its start: {describe(fault)}"
+
+
+def _signature(fault: Fault) -> str:
+    return fault.signature or fault.detail

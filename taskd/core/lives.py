@@ -1,0 +1,131 @@
+"""The lives of one node's workers: what the agent knows of each, the present ones and those not reaped yet.
+
+Owns the table. Decides nothing: see `taskd.core.node`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from taskd.core import events as ev
+from taskd.core.commands import SpawnWorker
+from taskd.core.faults import Fault
+from taskd.core.membership import WorkerState
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of one worker on this node."""
+
+    rank: int
+    incarnation: int
+    state: WorkerState = WorkerState.STARTING
+    is_gated: bool = False
+    has_process: bool = True             # there is one, or it is being started; False: reaped, or not asked for yet
+    spawn: SpawnWorker | None = None  # held back until the life before is reaped
+    is_declared: bool = False
+    version: int | None = None
+    clean: bool = True
+    interrupted: int = -1                # newest generation told by Interrupt (or by the bootstrap)
+    resumed: int = -1                    # ... by Resume (or by the bootstrap)
+    is_told_release: bool = False
+    died_at: float | None = None
+    kill_at: float | None = None
+    waits_since: float | None = None     # it can go on only when the manager says so
+    stand: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned | None = None
+    recovered: ev.WorkerRecovered | None = None
+    lost: ev.WorkerLost | None = None
+    exit_known: ev.WorkerExitKnown | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether commands for workers concern it."""
+        return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
+
+    @property
+    def fault(self) -> Fault | None:
+        """How it failed, as far as known."""
+        known = self.exit_known or self.lost
+        return None if known is None else known.fault
+
+
+class Lives:
+    """`present` by rank, `former` (replaced, not reaped yet) by rank and incarnation."""
+
+    def __init__(self, ranks: Iterable[int], incarnations: Mapping[int, int], generation: int) -> None:
+        self.present = {
+            rank: Life(rank, incarnations.get(rank, 0), resumed=generation) for rank in sorted(ranks)
+        }
+        self.former: dict[tuple[int, int], Life] = {}
+
+    def all(self) -> list[Life]:
+        """Every life that may have a process."""
+        return [*self.former.values(), *self.present.values()]
+
+    def of(self, event: ev.WorkerEvent) -> Life | None:
+        """The life that this event is about, if it is the present one."""
+        life = self.present.get(event.rank)
+        return life if life is not None and life.incarnation == event.incarnation else None
+
+    def any_process(self) -> bool:
+        """Whether anything is left to be reaped."""
+        return any(life.has_process for life in self.all())
+
+    def reports(self) -> tuple[ev.WorkerReport, ...]:
+        """The present lives, for a registration."""
+        return tuple(
+            ev.WorkerReport(life.rank, life.incarnation, life.state.value, life.is_declared, life.version, life.clean)
+            for life in self.present.values()
+        )
+
+    def faults(self) -> list[Fault]:
+        """How present lives failed."""
+        return [life.fault for life in self.present.values() if life.fault is not None]
+
+    def stopped(self) -> list[Life]:
+        """Present lives that can go on only when the manager says so."""
+        return [life for life in self.present.values() if life.state in (WorkerState.LOST, WorkerState.PAUSED)]
+
+    def waiting_since(self, *, is_released: bool) -> float | None:
+        """Since when this node needs the manager: the first that stopped, or, if all have returned, the last of them."""
+        stopped = [life.waits_since for life in self.stopped() if life.waits_since is not None]
+        if stopped:
+            return min(stopped)
+        lives = self.present.values()
+        if is_released or any(life.state not in (WorkerState.RETURNED, WorkerState.FINISHED) for life in lives):
+            return None
+        return max((life.waits_since for life in lives if life.waits_since is not None), default=None)
+
+    def succeed(self, life: Life, spawn: SpawnWorker, kill_at: float) -> None:
+        """Put a new life, not started yet, in the place of `life`, which must be gone by `kill_at`."""
+        if life.has_process:
+            life.kill_at = kill_at
+            self.former[life.rank, life.incarnation] = life
+        self.present[life.rank] = Life(
+            life.rank,
+            spawn.incarnation,
+            is_gated=spawn.gated,
+            has_process=False,
+            spawn=spawn,
+            interrupted=spawn.generation,
+            resumed=spawn.generation - 1 if spawn.gated else spawn.generation,
+        )
+
+    def next_spawn(self, rank: int, *, at_once: bool) -> list[SpawnWorker]:
+        """The spawn that may happen now: `at_once`, or when all earlier processes of the rank are reaped."""
+        life = self.present[rank]
+        if life.spawn is None:
+            return []
+        if not at_once and any(former_rank == rank for former_rank, _ in self.former):
+            life.spawn = replace(life.spawn, after_reaped=True)
+            return []
+        spawn, life.spawn, life.has_process = life.spawn, None, True
+        return [spawn]
+
+    def check(self) -> None:
+        """Assert that the table agrees with itself."""
+        for (rank, incarnation), life in self.former.items():
+            assert life.has_process
+            assert incarnation < self.present[rank].incarnation
+        for life in self.present.values():
+            assert not (life.spawn and life.has_process)
+            assert life.state is not WorkerState.FINISHED or not life.has_process

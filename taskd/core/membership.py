@@ -1,0 +1,201 @@
+"""Who is in the job: nodes, ranks, the current life (incarnation) of each rank, and what it was last known to do.
+
+Owns acceptance: which registration is refused, and which reports come from a life that is over. Does not decide what to do
+about a fault.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from taskd.core.cut import Copy
+from taskd.core.events import AgentRegistered, WorkerEvent, WorkerReport
+
+
+class WorkerState(Enum):
+    """What the manager believes of one life of a worker. Values are those of `WorkerReport.state`."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RETURNED = "returned"
+    LOST = "lost"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank in its current life."""
+
+    rank: int
+    node_rank: int
+    incarnation: int
+    state: WorkerState
+    born_at: float
+    declared: bool = False
+    replaced: bool = False               # this life began in a recovery and has not resumed yet
+    version: int | None = None
+    clean: bool = True
+    box_versions: tuple[int, ...] = ()   # of the life before
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is, or is about to be, a process."""
+        return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has nothing more to train."""
+        return self.state in (WorkerState.RETURNED, WorkerState.FINISHED)
+
+    def pause(self, version: int | None, clean: bool) -> None:
+        """It waits outside of its function."""
+        self.state, self.version, self.clean = WorkerState.PAUSED, version, clean
+
+    def lose(self, box_versions: tuple[int, ...]) -> None:
+        """Its process is gone or as good as gone."""
+        self.state = WorkerState.LOST
+        if box_versions or not self.replaced:
+            self.box_versions = box_versions
+
+    def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
+        """A new process takes the place of the old one."""
+        self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
+        self.declared, self.replaced, self.version, self.clean = False, replaced, None, True
+        if not replaced:
+            self.box_versions = ()
+
+    def copy(self) -> Copy:
+        """What it holds, for `plan_cut`."""
+        return Copy(self.rank, self.version, self.clean, self.replaced, self.box_versions)
+
+
+@dataclass(slots=True)
+class Node:
+    """One agent."""
+
+    node_rank: int
+    agent_incarnation: str
+    max_restarts: int
+    ranks: tuple[int, ...]
+    generation: int
+    outcome: str | None = None           # how it left; None: it is there
+
+    @property
+    def is_present(self) -> bool:
+        """Whether commands reach it."""
+        return self.outcome is None
+
+
+@dataclass(slots=True)
+class Membership:
+    """The table of nodes and members. `node_count` and `ranks_per_node` are what the user gave, if anything."""
+
+    node_count: int | None = None
+    ranks_per_node: int | None = None
+    world_size: int | None = None
+    committed: int | None = None         # the newest version that anybody is known to have committed
+    nodes: dict[int, Node] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=dict)
+
+    def refusal(self, event: AgentRegistered) -> str | None:
+        """Why this agent may not join, or None."""
+        node = self.nodes.get(event.node_rank)
+        if node is not None and node.is_present and node.agent_incarnation != event.agent_incarnation:
+            return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
+        if self.node_count is not None and event.node_count != self.node_count:
+            return f"the manager was started for {self.node_count} nodes, this agent says {event.node_count}"
+        if self.ranks_per_node is not None and len(event.workers) != self.ranks_per_node:
+            return f"the manager was started for {self.ranks_per_node} ranks per node, this agent has {len(event.workers)}"
+        if self.world_size is not None and event.world_size != self.world_size:
+            return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
+        for report in event.workers:
+            if not 0 <= report.rank < event.world_size:
+                return f"rank {report.rank} is outside of a world of {event.world_size}"
+            member = self.members.get(report.rank)
+            if member is not None and member.node_rank != event.node_rank:
+                return f"rank {report.rank} belongs to node {member.node_rank}"
+        if len({report.rank for report in event.workers}) != len(event.workers):
+            return "the same rank is given twice"
+        return None
+
+    def register(self, event: AgentRegistered) -> None:
+        """Take the agent in, and those of its workers that are not known yet. `refusal` has been asked before."""
+        self.world_size = event.world_size
+        ranks = tuple(sorted(report.rank for report in event.workers))
+        self.nodes[event.node_rank] = Node(
+            event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation
+        )
+        for report in sorted(event.workers, key=lambda report: report.rank):
+            if report.rank not in self.members:
+                self.members[report.rank] = _adopt(report, event)
+            self.note_version(report.version)
+
+    def stale(self, event: WorkerEvent) -> str | None:
+        """Why this report is not from the current life of its rank, or None."""
+        member = self.members.get(event.rank)
+        if member is None:
+            return f"rank {event.rank} is not known"
+        if event.incarnation != member.incarnation:
+            return f"incarnation {event.incarnation} of rank {event.rank} is over, now is {member.incarnation}"
+        return None
+
+    def note_version(self, version: int | None) -> None:
+        """Somebody committed this version."""
+        if version is not None:
+            self.committed = max(version, self.committed or 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank of the world has been registered."""
+        return self.world_size is not None and len(self.members) == self.world_size
+
+    @property
+    def max_restarts(self) -> int:
+        """The budget of the job: the smallest that any node was given."""
+        return min(node.max_restarts for node in self.nodes.values())
+
+    def ordered(self) -> list[Member]:
+        """All members by rank."""
+        return [self.members[rank] for rank in sorted(self.members)]
+
+    def live(self) -> list[Member]:
+        """Members with a process, by rank."""
+        return [member for member in self.ordered() if member.is_live]
+
+    def lost(self) -> list[Member]:
+        """Members whose process is gone, by rank."""
+        return [member for member in self.ordered() if member.state is WorkerState.LOST]
+
+    def on_node(self, node_rank: int) -> Iterable[Member]:
+        """Members of one node, by rank."""
+        return [self.members[rank] for rank in self.nodes[node_rank].ranks]
+
+    def absent_nodes(self) -> list[Node]:
+        """Nodes that left, by rank."""
+        return [self.nodes[rank] for rank in sorted(self.nodes) if not self.nodes[rank].is_present]
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether a live worker uses `taskd.recoverable`: then the job can be recovered in place."""
+        return any(member.declared and member.is_live for member in self.members.values())
+
+    def check(self) -> None:
+        """Assert that nodes and members agree."""
+        for node in self.nodes.values():
+            for rank in node.ranks:
+                assert self.members[rank].node_rank == node.node_rank, (rank, node)
+
+
+def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
+    """A member as its agent describes it."""
+    return Member(
+        report.rank,
+        event.node_rank,
+        report.incarnation,
+        WorkerState(report.state),
+        event.now,
+        declared=report.declared,
+        version=report.version,
+        clean=report.clean,
+    )

@@ -1,0 +1,145 @@
+"""One recovery in the making: its faults, its time stamps, and the `RecoveryRecord` that comes of them.
+
+Owns the meaning of each duration. Decides nothing. A fault in the middle of a recovery makes it longer, not two: the record
+tells of everything from the first death to the last rank's first new commit.
+
+    death | detect | manager learned | decide | commands | quiesce | last survivor paused
+                                                          | respawn | last replacement at the gate
+    resume | groups | state | first step |
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from taskd.core.commands import Move, RecoveryRecord
+from taskd.core.events import WorkerRecovered
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.ladder import Strategy
+
+
+@dataclass(slots=True)
+class KnownFault:
+    """A fault with the times that belong to it."""
+
+    fault: Fault
+    died_at: float
+    learned_at: float
+    life_s: float = 0.0
+    is_declared: bool = False            # the job used `taskd.recoverable` when it happened
+    generation: int | None = None        # of the recovery that counted it
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The recovery that is under way."""
+
+    cause: str
+    began_at: float                      # for a recovery without a fault: when it was seen to be needed
+    committed: int | None = None         # newest version that anybody had
+    strategy: Strategy = Strategy.RETRY
+    faults: list[KnownFault] = field(default_factory=list)
+    followers: set[tuple[int, int]] = field(default_factory=set)
+    version: int | None = None
+    moves: tuple[Move, ...] = ()
+    decided_at: float | None = None
+    commanded_at: float = 0.0
+    quiesced_at: float = 0.0
+    respawned_at: float = 0.0
+    slowest: WorkerRecovered | None = None
+    waiting: set[int] = field(default_factory=set)     # ranks that have not recovered (or started) yet
+    is_restart: bool = False                           # it waits for starts, not for commits
+
+    def commanded(self, now: float) -> None:
+        """The commands of a new generation go out."""
+        self.commanded_at = self.quiesced_at = self.respawned_at = now
+        self.decided_at = now if self.decided_at is None else self.decided_at
+        self.slowest = None
+
+    def paused(self, now: float, *, replaced: bool) -> None:
+        """A rank waits at the gate."""
+        if replaced:
+            self.respawned_at = now
+        else:
+            self.quiesced_at = now
+
+    def resumed(
+        self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], committed: int | None
+    ) -> None:
+        """The plan goes out to these ranks."""
+        self.version, self.moves, self.waiting, self.committed = version, moves, set(waiting), committed
+        self.is_restart = False
+
+    def restarted(self, waiting: Iterable[int], committed: int | None) -> None:
+        """All ranks are to start anew."""
+        self.resumed(None, (), waiting, committed)
+        self.is_restart = True
+
+    def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
+        """A rank is back (None: without a new commit). Returns whether it was the last one."""
+        if rank not in self.waiting:
+            return False
+        self.waiting.discard(rank)
+        if event is not None and (self.slowest is None or _duration(event) > _duration(self.slowest)):
+            self.slowest = event
+        return not self.waiting
+
+    def find(self, rank: int, incarnation: int) -> KnownFault | None:
+        """The fault of one life."""
+        for known in self.faults:
+            if (known.fault.rank, known.fault.incarnation) == (rank, incarnation):
+                return known
+        return None
+
+    def victims_of(self, death: KnownFault) -> list[KnownFault]:
+        """Exceptions that came after this death: taken for causes so far, they are its consequences."""
+        return [
+            known
+            for known in self.faults
+            if known.fault.kind is FaultKind.RAISED
+            and known.generation == death.generation
+            and known.died_at >= death.died_at
+        ]
+
+    def demote(self, known: KnownFault) -> None:
+        """Not a cause after all."""
+        self.faults.remove(known)
+        self.followers.add((known.fault.rank, known.fault.incarnation))
+
+    def record(self, now: float, generation: int, restarts_used: int, max_restarts: int) -> RecoveryRecord:
+        """The finished story. Called when the last rank is back."""
+        first = min(self.faults, key=lambda known: known.died_at, default=None)
+        died_at = first.died_at if first else self.began_at
+        learned_at = first.learned_at if first else self.began_at
+        slowest = self.slowest
+        return RecoveryRecord(
+            generation=generation,
+            strategy=self.strategy.value,
+            faults=tuple(known.fault for known in sorted(self.faults, key=_order)),
+            followers=len(self.followers),
+            version=self.version,
+            sources=tuple((move.rank, self._source(move)) for move in self.moves),
+            steps_redone=max(0, (self.committed or 0) - (self.version or 0)),
+            detect_s=max(0.0, learned_at - died_at),
+            decide_s=max(0.0, (self.decided_at or learned_at) - learned_at),
+            quiesce_s=self.quiesced_at - self.commanded_at,
+            respawn_s=self.respawned_at - self.commanded_at,
+            groups_s=slowest.groups_s if slowest else 0.0,
+            state_s=slowest.state_s if slowest else 0.0,
+            first_step_s=slowest.first_step_s if slowest else 0.0,
+            total_s=max(0.0, now - died_at),
+            restarts_used=restarts_used,
+            max_restarts=max_restarts,
+        )
+
+    def _source(self, move: Move) -> str:
+        if self.version is None:
+            return "nothing"
+        return "kept" if move.source is None else f"rank {move.source}"
+
+
+def _duration(event: WorkerRecovered) -> float:
+    return event.groups_s + event.state_s + event.first_step_s
+
+
+def _order(known: KnownFault) -> tuple[float, int]:
+    return known.died_at, known.fault.rank

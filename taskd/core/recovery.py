@@ -1,0 +1,503 @@
+"""The manager's brain: what a job does about a fault. Knows ranks, lives, versions and times; no sockets, no clock.
+
+Phases:
+
+    JOINING     not every rank is known yet; faults are kept
+    RUNNING     training
+    SUSPECTING  a communication broke (or an exception came back): its cause may be on the way, for a short grace
+    PAUSING     everybody was called out of the step; dead ranks are being replaced; nobody may go on yet
+    RESUMED     everybody may go on; not everybody has committed a new step yet
+    RESTARTING  nothing could be kept: all processes are being replaced
+    RELEASED    every rank's function has returned; processes end
+    ENDING      given up; agents are stopping their workers
+    ENDED       over
+
+Invariants (`check`, and the properties in tests/unit/core):
+- `Resume` goes out only when every live rank waits outside its function; a rank that raised waits, so it counts;
+- the generation only grows, one recovery has one generation, and what an earlier life says is recorded and ignored;
+- a rank gets a new incarnation only after its old one was reported lost or is ordered to be killed;
+- every fault uses one restart of the budget, and ends in Resume, RestartGroup or GiveUp once everybody has answered.
+
+Hard cases:
+- A second worker dies while PAUSING: same generation, it is replaced too. While RESUMED: a new generation for all, and one
+  record that tells of both.
+- A rank does not come when called: killed and replaced, like the dead one.
+- An exception that is followed by news of an earlier death was its consequence: it no longer counts. An exception that
+  would end the job because it came back waits the same short grace for such news.
+- Everybody who held the state is gone, or every copy is torn: RestartGroup with the exact reason.
+- A rank dies after Release: its function returned everywhere, so nothing is trained again. The others are left alone until
+  they end (they may be writing the result; killing them would lose it), then the job is given up with the reason.
+- The manager was restarted: it takes generation, budget and workers from the registrations; a recovery that was under way
+  (paused or lost workers, agents that heard different generations) is begun again with a new generation.
+- An agent comes back after a lost connection: it hears again what it may have missed.
+- The manager itself was asleep: see `taskd.core.leases`.
+"""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.job import Commands, Job, Phase
+from taskd.core.leases import Leases
+from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.story import Story
+from taskd.core.table import Method, Table
+from taskd.core.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from taskd.core.record import KnownFault
+
+_NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
+WORKER_EVENTS = (*_NOT_WHEN_RELEASED, ev.WorkerLost, ev.WorkerExitKnown, ev.WorkerRaised, ev.WorkerFinished)
+EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.Tick)
+
+
+class RecoveryMachine:
+    """One job. The shell calls `handle` with every event, and with `Tick` at `next_deadline`.
+
+    Args:
+        job_id: for the shell's log; decides nothing.
+        node_count, ranks_per_node: what the user promised; registrations that contradict are refused.
+    """
+
+    def __init__(
+        self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None
+    ) -> None:
+        self.job_id = job_id
+        self._job = Job(timeouts, Membership(node_count, ranks_per_node))
+        self._leases = Leases(timeouts)
+        self._unconfirmed: dict[tuple[int, int], KnownFault] = {}  # deaths whose exit status is not known yet
+
+    # ------------------------------------------------------------------------------------------------ for the shell
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job is."""
+        return self._job.phase
+
+    @property
+    def generation(self) -> int:
+        """The current generation."""
+        return self._job.generation
+
+    @property
+    def restarts_used(self) -> int:
+        """Restarts used so far, over the whole job."""
+        return self._job.budget.used
+
+    @property
+    def membership(self) -> Membership:
+        """Nodes and members, to look at."""
+        return self._job.membership
+
+    @property
+    def story(self) -> Story:
+        """What happened, what was decided, and why."""
+        return self._job.story
+
+    def refusal(self, event: ev.AgentRegistered) -> str | None:
+        """Why this agent may not join, or None. Ask before `handle`, which ignores a refused one."""
+        if self.phase is Phase.ENDED:
+            return f"the job has ended: {self._job.reason}"
+        return self.membership.refusal(event)
+
+    def handle(self, event: ev.Event) -> Commands:
+        """Take in one event, return what is to be done about it."""
+        if isinstance(event, ev.Tick) and not self._is_due(event.now):
+            return []
+        self.story.event(event)
+        self._job.now, self._job.cause = event.now, event.cause
+        if isinstance(event, ev.WorkerEvent) and not isinstance(event, ev.WorkerExitKnown):
+            stale = self.membership.stale(event)
+            if stale is not None:
+                return self._ignore(stale, event.rank)
+        rule = self.RULES.rule(self.phase, event, self.story)
+        if isinstance(rule, str):
+            return self._ignore(rule, getattr(event, "rank", None))
+        commands = rule(self, event)
+        self.story.commands(commands)
+        return commands
+
+    def next_deadline(self) -> float | None:
+        """When `Tick` is due."""
+        if self.phase is Phase.ENDED:
+            return None
+        deadlines = (self._leases.next_deadline(), self._job.awaited.next(), self._job.alarm)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from inside."""
+        self._job.check()
+
+    def _is_due(self, now: float) -> bool:
+        deadline = self.next_deadline()
+        return deadline is not None and deadline <= now
+
+    def _ignore(self, why: str, rank: int | None = None) -> Commands:
+        self.story.note(self._job.now, f"ignored: {why}", rank)
+        return []
+
+    # ------------------------------------------------------------------------------------------------ agents
+
+    def _registered(self, event: ev.AgentRegistered) -> Commands:
+        """An agent came, for the first time or again."""
+        refusal = self.membership.refusal(event)
+        if refusal is not None:
+            return self._ignore(f"refused: {refusal}")
+        is_known = event.node_rank in self.membership.nodes
+        self.membership.register(event)
+        self._leases.renew(event.node_rank, event.now)
+        job = self._job
+        job.generation = max(job.generation, event.generation)
+        job.budget.adopt(event.restarts_used)
+        if job.phase is Phase.ENDING:
+            return [] if job.last is None else [job.last]
+        missed = self._compare(event) if is_known else []
+        if job.phase is not Phase.JOINING:
+            return self._catch_up(event, missed)
+        if not job.open and not job.suspects:
+            job.alarm = None
+        return self._complete() if self.membership.is_complete else []
+
+    def _complete(self) -> Commands:
+        """Every rank is known. Faults that were kept, and a recovery that an earlier manager left behind, come first."""
+        job = self._job
+        job.phase, job.alarm = Phase.RUNNING, None
+        told = {(known.fault.rank, known.fault.incarnation) for known in job.open}
+        for member in self.membership.lost():
+            if (member.rank, member.incarnation) not in told:
+                self._lose_untold(member)
+        suspected = {known.fault.rank for known in job.suspects}
+        stopped = [member.rank for member in self.membership.live() if member.state is WorkerState.PAUSED]
+        heard = {node.generation for node in self.membership.nodes.values()}
+        if job.open or len(heard) > 1 or any(rank not in suspected for rank in stopped):
+            return job.recover()
+        if job.suspects:
+            job.phase, job.alarm = Phase.SUSPECTING, job.now + job.timeouts.communication_grace_s
+            return []
+        return job.proceed()
+
+    def _lose_untold(self, member: Member) -> None:
+        """The registration says that it is lost; how and when is still on the way."""
+        known = self._job.vanished(member)
+        self._unconfirmed[(member.rank, member.incarnation)] = known
+        self._job.open.append(known)
+
+    def _compare(self, event: ev.AgentRegistered) -> list[Member]:
+        """Take over what an agent that came back says of its workers. Returns those whose new life it has missed."""
+        missed = []
+        for report in sorted(event.workers, key=lambda report: report.rank):
+            member, state = self.membership.members[report.rank], WorkerState(report.state)
+            if report.incarnation != member.incarnation:
+                missed.append(member)
+                continue
+            member.declared = member.declared or report.declared
+            if state is WorkerState.LOST and member.is_live:
+                member.lose(())
+                self._lose_untold(member)
+            elif state is WorkerState.FINISHED:
+                member.state = WorkerState.FINISHED
+            elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
+                member.state = WorkerState.RETURNED
+            elif state is WorkerState.PAUSED and event.generation == self.generation and member.rank in self._job.awaited:
+                member.pause(report.version, report.clean)
+        return missed
+
+    def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
+        """An agent came back: say again what it may have missed, and answer what it brings."""
+        job = self._job
+        commands: Commands = []
+        members = self.membership.members
+        is_stuck = any(
+            report.state == WorkerState.PAUSED.value and members[report.rank].state is WorkerState.RUNNING
+            for report in event.workers
+        )
+        if job.last is not None and (
+            job.phase in (Phase.PAUSING, Phase.RELEASED)
+            or (is_stuck and isinstance(job.last, do.Resume))
+            or (missed and isinstance(job.last, do.RestartGroup))
+        ):
+            commands.append(job.last)
+        if job.phase is Phase.PAUSING:
+            commands += [job.replacement(member) for member in missed if member.replaced]
+        if job.open and job.phase is Phase.RELEASED:
+            lost, job.open = job.open, []
+            for known in lost:
+                commands += job.fail_late(known)
+            return commands
+        return commands + (job.recover() if job.open else job.proceed())
+
+    def _left(self, event: ev.AgentLeft) -> Commands:
+        """An agent said goodbye."""
+        node = self.membership.nodes.get(event.node_rank)
+        if node is None:
+            return self._ignore(f"node {event.node_rank} never joined")
+        detail = f": {event.detail}" if event.detail else ""
+        return self._lose_node(event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
+
+    def _lose_node(self, node_rank: int, outcome: str, how: str) -> Commands:
+        """An agent is not there any more."""
+        job = self._job
+        self.membership.nodes[node_rank].outcome = outcome
+        self._leases.drop(node_rank)
+        if job.phase is Phase.ENDING:
+            return job.end_if_all_left()
+        if outcome != "succeeded":
+            return job.give_up(f"the agent of node {node_rank} {how}")
+        for member in self.membership.on_node(node_rank):
+            member.state = WorkerState.FINISHED
+        if any(node.is_present for node in self.membership.nodes.values()):
+            return job.proceed()
+        if self.membership.is_complete:
+            return job.end(succeeded=True, reason="every node succeeded")
+        # An earlier manager knew the others, or they are late: wait for one more lease before taking it for the end.
+        job.alarm = job.now + job.timeouts.agent_lease_s
+        return []
+
+    def _heard(self, event: ev.AgentHeard) -> Commands:
+        """The agent is alive."""
+        if self._leases.is_held(event.node_rank):
+            self._leases.renew(event.node_rank, event.now)
+        return []
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    def _started(self, event: ev.WorkerStarted) -> Commands:
+        """There is a process. One that takes part in a recovery counts only when it waits at the gate."""
+        member = self.membership.members[event.rank]
+        if member.state is not WorkerState.STARTING or member.replaced:
+            return []
+        member.state = WorkerState.RUNNING
+        if self.phase is Phase.RESTARTING:
+            self._job.awaited.discard(event.rank)
+        attempt = self._job.attempt
+        return self._job.count_recovered(event.rank, None) if attempt is not None and attempt.is_restart else []
+
+    def _declared(self, event: ev.WorkerDeclared) -> Commands:
+        """It can be recovered in place."""
+        self.membership.members[event.rank].declared = True
+        return []
+
+    def _lost(self, event: ev.WorkerLost) -> Commands:
+        """A process is gone."""
+        member = self.membership.members[event.rank]
+        if member.state is WorkerState.LOST:
+            if event.box_versions:
+                member.box_versions = event.box_versions
+            return self._confirm(event)
+        known = self._job.known(event.fault, event.age_s)
+        member.lose(event.box_versions)
+        self._job.awaited.discard(event.rank)
+        if event.fault.kind is FaultKind.LOST:
+            self._unconfirmed[(event.rank, event.incarnation)] = known
+        if self.phase is Phase.RELEASED:
+            return self._job.fail_late(known)
+        self._job.open.append(known)
+        return self._answer()
+
+    def _answer(self) -> Commands:
+        return self._job.keep() if self.phase is Phase.JOINING else self._job.recover()
+
+    def _confirm(self, event: ev.WorkerExitKnown | ev.WorkerLost) -> Commands:
+        """How it died. May show that trying again is pointless."""
+        life = (event.rank, event.incarnation)
+        known = self._unconfirmed.get(life)
+        if known is None:
+            return self._ignore("nobody waits to hear how it ended", event.rank)
+        if event.fault.kind is FaultKind.LOST:
+            return []
+        del self._unconfirmed[life]
+        known.fault = event.fault
+        if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
+            return []
+        reason = self._job.count_repeat(known, known.generation)
+        attempt = self._job.attempt
+        is_settled = known.is_declared and (attempt is None or known not in attempt.faults)
+        return [] if reason is None or is_settled else self._job.give_up(reason, known.fault)
+
+    def _paused(self, event: ev.WorkerPaused) -> Commands:
+        """A rank waits outside its function."""
+        member, job = self.membership.members[event.rank], self._job
+        if job.phase is Phase.JOINING:
+            self.membership.note_version(event.version)
+            member.pause(event.version, event.clean)
+            return []
+        if event.generation != job.generation or job.generation == job.resumed_generation:
+            return self._ignore(f"paused for generation {event.generation}, which is over", event.rank)
+        self.membership.note_version(event.version)
+        if job.phase is Phase.PAUSING:
+            return self._gather(member, event.version, event.clean)
+        # An earlier manager called it out, and nobody else will resume it.
+        member.pause(event.version, event.clean)
+        return job.recover()
+
+    def _gather(self, member: Member, version: int | None, clean: bool) -> Commands:
+        """One more rank is outside; the last one resumes the job."""
+        job = self._job
+        if member.rank not in job.awaited or job.attempt is None:
+            return []
+        member.pause(version, clean)
+        job.attempt.paused(job.now, replaced=member.replaced)
+        job.awaited.discard(member.rank)
+        return [] if len(job.awaited) else job.proceed()
+
+    def _raised(self, event: ev.WorkerRaised) -> Commands:
+        """An exception left the function of a rank, which waits now: a culprit, or a victim."""
+        member, job = self.membership.members[event.rank], self._job
+        is_over = event.generation != job.generation and job.phase is not Phase.JOINING
+        is_answered = member.state is WorkerState.PAUSED and job.phase is not Phase.JOINING
+        if is_over or is_answered or not member.is_live:
+            return self._ignore(f"raised in generation {event.generation}, answered already", event.rank)
+        member.declared = True
+        self.membership.note_version(event.fault.version)
+        member.pause(event.fault.version, event.clean)
+        job.awaited.discard(event.rank)
+        known = job.known(event.fault, event.age_s)
+        if event.fault.kind is FaultKind.COMMUNICATION or job.repeats.would_end(event.fault, job.generation + 1):
+            return job.suspect(known)
+        job.open.append(known)
+        return self._answer()
+
+    def _raised_when_called(self, event: ev.WorkerRaised) -> Commands:
+        """Its exception and our Interrupt crossed: it is outside, which is all that is needed."""
+        member, job = self.membership.members[event.rank], self._job
+        if event.generation < job.resumed_generation:
+            return self._ignore(f"raised in generation {event.generation}, which is over", event.rank)
+        member.declared = True
+        self.membership.note_version(event.fault.version)
+        if member.rank in job.awaited and job.attempt is not None:
+            job.attempt.followers.add((event.rank, event.incarnation))
+        return self._gather(member, event.fault.version, event.clean)
+
+    def _raised_late(self, event: ev.WorkerRaised) -> Commands:
+        """An exception after Release (a second function, say): this rank cannot go on, and is not to be trained again."""
+        member = self.membership.members[event.rank]
+        if not member.is_live:
+            return []
+        known = self._job.known(event.fault, event.age_s)
+        member.lose(())
+        return self._job.fail_late(known)
+
+    def _recovered(self, event: ev.WorkerRecovered) -> Commands:
+        """First new commit of a rank."""
+        if event.generation != self.generation or self.phase is Phase.JOINING:
+            return self._ignore(f"recovered in generation {event.generation}, which is over", event.rank)
+        self.membership.note_version(event.version)
+        return self._job.count_recovered(event.rank, event)
+
+    def _returned(self, event: ev.WorkerReturned) -> Commands:
+        """The function of a rank returned; the rank waits for `Release`."""
+        member, job = self.membership.members[event.rank], self._job
+        is_over = event.generation != job.generation and job.phase is not Phase.JOINING
+        if is_over or member.state not in (WorkerState.RUNNING, WorkerState.STARTING):
+            return self._ignore(f"returned in generation {event.generation}, answered already", event.rank)
+        self.membership.note_version(event.version)
+        member.declared, member.state, member.version = True, WorkerState.RETURNED, event.version
+        job.awaited.discard(event.rank)
+        return job.proceed()
+
+    def _finished(self, event: ev.WorkerFinished) -> Commands:
+        """A process ended as it should."""
+        self.membership.members[event.rank].state = WorkerState.FINISHED
+        return self._job.proceed()
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    def _tick(self, event: ev.Tick) -> Commands:
+        """Whatever is overdue."""
+        commands: Commands = []
+        for node_rank in self._leases.expired(event.now):
+            silence_s = self._leases.silence_s(node_rank, event.now)
+            has_ended = all(member.state is WorkerState.FINISHED for member in self.membership.on_node(node_rank))
+            outcome = "succeeded" if has_ended else "lost"
+            commands += self._lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
+        job = self._job
+        if job.alarm is not None and job.alarm <= event.now:
+            job.alarm = None
+            commands += self._grace_over()
+        overdue = job.awaited.overdue(event.now)
+        return commands + self._replace_unresponsive(overdue) if overdue else commands
+
+    def _grace_over(self) -> Commands:
+        """Nobody came to explain it."""
+        job = self._job
+        if job.phase is Phase.RELEASED:
+            return job.end_late_failure(is_overdue=True)
+        if job.phase is Phase.SUSPECTING:
+            # An exception that came back says more than a broken connection; else the earliest is the cause.
+            culprit = min(job.suspects, key=lambda known: (known.fault.kind is not FaultKind.RAISED, known.died_at))
+            job.suspects.remove(culprit)
+            job.open.append(culprit)
+            return job.recover()
+        kept = [*job.open, *job.suspects]
+        if not kept:
+            return job.end(succeeded=True, reason="every node that joined succeeded")
+        size = self.membership.world_size or 0
+        missing = [rank for rank in range(size) if rank not in self.membership.members]
+        first = min(kept, key=lambda known: (known.died_at, known.fault.rank)).fault
+        return job.give_up(f"rank {first.rank} failed, and ranks {missing} have never been registered here", first)
+
+    def _replace_unresponsive(self, overdue: list[int]) -> Commands:
+        """Ranks that did not come (or did not start) when called."""
+        job = self._job
+        commands: Commands = []
+        for rank in sorted(overdue):
+            member = self.membership.members[rank]
+            detail = "did not start" if member.state is WorkerState.STARTING else "did not leave its step"
+            fault = Fault(
+                FaultKind.UNRESPONSIVE, rank, member.incarnation, detail, version=member.version, signature=detail
+            )
+            if job.phase is Phase.PAUSING:
+                cause = job.cause if job.attempt is None else job.attempt.cause
+                commands.append(do.KillWorker(cause, job.generation, member.node_rank, rank, member.incarnation, detail))
+            job.open.append(job.known(fault, 0.0))
+            member.lose(())
+            job.awaited.discard(rank)
+        return commands + job.recover()
+
+    _ALWAYS: ClassVar[dict[type[ev.Event], Method]] = {
+        ev.AgentRegistered: _registered,
+        ev.AgentLeft: _left,
+        ev.AgentHeard: _heard,
+        ev.Tick: _tick,
+    }
+    _WORKING: ClassVar[dict[type[ev.Event], Method]] = {
+        **_ALWAYS,
+        ev.WorkerStarted: _started,
+        ev.WorkerDeclared: _declared,
+        ev.WorkerLost: _lost,
+        ev.WorkerExitKnown: _confirm,
+        ev.WorkerPaused: _paused,
+        ev.WorkerRaised: _raised,
+        ev.WorkerRecovered: _recovered,
+        ev.WorkerReturned: _returned,
+        ev.WorkerFinished: _finished,
+    }
+    RULES = Table(
+        {
+            Phase.JOINING: _WORKING,
+            Phase.RUNNING: _WORKING,
+            Phase.SUSPECTING: _WORKING,
+            Phase.PAUSING: {**_WORKING, ev.WorkerRaised: _raised_when_called},
+            Phase.RESUMED: _WORKING,
+            Phase.RESTARTING: _WORKING,
+            Phase.RELEASED: {
+                **_ALWAYS,
+                ev.WorkerLost: _lost,
+                ev.WorkerExitKnown: _confirm,
+                ev.WorkerRaised: _raised_late,
+                ev.WorkerFinished: _finished,
+            },
+            Phase.ENDING: _ALWAYS,
+        },
+        {
+            Phase.RELEASED: dict.fromkeys(_NOT_WHEN_RELEASED, "its function has returned since"),
+            Phase.ENDING: dict.fromkeys(WORKER_EVENTS, "the job is being ended"),
+            Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
+        },
+    )
+
+
+TRANSITIONS = RecoveryMachine.RULES.transitions
+IGNORED = RecoveryMachine.RULES.ignored

@@ -1,0 +1,153 @@
+"""What a machine met and decided, in order, bounded: events, commands and notes on what was ignored and why.
+
+Owns the memory of a machine and its form as plain dicts (for JSON lines and replay). Opens no file. A machine can tell
+from it the story of any rank.
+
+Heartbeats are kept only as the latest of each node between two other events: they outnumber everything else, and what
+they change is no more than the lease of their node.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from taskd.core import commands as _commands
+from taskd.core import events as _events
+from taskd.core import faults as _faults
+
+CAPACITY = 10_000  # entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
+
+_CLASSES: dict[str, type] = {
+    name: thing
+    for module in (_faults, _events, _commands)
+    for name, thing in vars(module).items()
+    if isinstance(thing, type) and is_dataclass(thing)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A remark of the machine: what it ignored, or why it chose what it chose."""
+
+    now: float
+    text: str
+    rank: int | None = None
+
+
+Entry = _events.Event | _commands.Command | Note
+
+
+class Story:
+    """A ring of entries. `dropped` counts those that fell out at the old end: such a story cannot be replayed."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._heard_since: dict[int, int] = {}
+        self._appended = 0
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def event(self, event: _events.Event) -> None:
+        """Remember what happened."""
+        if isinstance(event, _events.AgentHeard):
+            earlier = self._heard_since.get(event.node_rank)
+            if earlier is not None and self._appended - earlier <= len(self._entries):
+                self._entries[earlier - self._appended] = event
+                return
+            self._append(event)
+            self._heard_since[event.node_rank] = self._appended - 1
+            return
+        self._heard_since.clear()
+        self._append(event)
+
+    def commands(self, commands: Iterable[_commands.Command]) -> None:
+        """Remember what was decided."""
+        for command in commands:
+            self._heard_since.clear()
+            self._append(command)
+
+    def note(self, now: float, text: str, rank: int | None = None) -> None:
+        """Remember a reason."""
+        self._append(Note(now, text, rank))
+
+    def of_rank(self, rank: int) -> list[str]:
+        """The lines that concern one rank: its own events and commands, and those to everybody."""
+        return [describe(entry) for entry in self._entries if _concerns(entry, rank)]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Plain dicts, oldest first, fit for JSON."""
+        return [to_plain(entry) for entry in self._entries]
+
+    def last(self, count: int = 20) -> str:
+        """The newest lines, for an error message."""
+        return "\n".join(describe(entry) for entry in list(self._entries)[-count:])
+
+    def _append(self, entry: Entry) -> None:
+        if len(self._entries) == self._entries.maxlen:
+            self.dropped += 1
+        self._entries.append(entry)
+        self._appended += 1
+
+
+def describe(entry: object) -> str:
+    """One line: the time if there is one, the name, and the fields that are set."""
+    shown = []
+    for item in fields(entry):  # type: ignore[arg-type]
+        value = getattr(entry, item.name)
+        if item.name in ("now", "text") or value in (None, (), ""):
+            continue
+        if isinstance(value, _faults.Fault):
+            value = f"{value.kind.value}: {value.detail}"
+        shown.append(f"{item.name}={value}")
+    now = getattr(entry, "now", None)
+    time = f"{now:.6f} " if now is not None else "  -> "
+    name = entry.text if isinstance(entry, Note) else type(entry).__name__
+    return " ".join([f"{time}{name}", *shown])
+
+
+def _concerns(entry: object, rank: int) -> bool:
+    """Whether a line belongs into the story of `rank`."""
+    if isinstance(entry, _events.AgentHeard | _events.Tick):
+        return False
+    if isinstance(entry, _events.AgentRegistered):
+        return any(report.rank == rank for report in entry.workers)
+    if isinstance(entry, _events.AgentLeft):
+        return False
+    own = getattr(entry, "rank", None)
+    return own == rank if own is not None or isinstance(entry, Note) else True
+
+
+def to_plain(thing: Any) -> Any:
+    """Events, commands and what they hold as dicts, lists, strings and numbers."""
+    if is_dataclass(thing) and not isinstance(thing, type):
+        plain: dict[str, Any] = {"type": type(thing).__name__}
+        for item in fields(thing):
+            plain[item.name] = to_plain(getattr(thing, item.name))
+        return plain
+    if isinstance(thing, Enum):
+        return {"type": type(thing).__name__, "value": thing.value}
+    if isinstance(thing, tuple | list):
+        return [to_plain(item) for item in thing]
+    return thing
+
+
+def from_plain(plain: Any) -> Any:
+    """The inverse of `to_plain`. Raises ValueError on a name that is not ours."""
+    if isinstance(plain, list):
+        return tuple(from_plain(item) for item in plain)
+    if not isinstance(plain, Mapping):
+        return plain
+    name = plain["type"]
+    if name == "FaultKind":
+        return _faults.FaultKind(plain["value"])
+    kind = Note if name == "Note" else _CLASSES.get(name)
+    if kind is None:
+        raise ValueError(f"a story holds events, commands and notes, not {name!r}")
+    return kind(**{key: from_plain(value) for key, value in plain.items() if key != "type"})

@@ -1,0 +1,67 @@
+"""Every duration of the system, derived from the one that a user sets (`TASKD_FAULT_TIMEOUT`).
+
+Owns the numbers and the order that must hold between them. Knows no clock and no environment.
+
+The required order, and why:
+
+    communication_grace <= heartbeat < manager_silence < pause = agent_lease < start
+
+- communication_grace <= heartbeat: a victim waits for the real cause no longer than a healthy node may stay silent;
+- heartbeat < manager_silence, agent_lease: several heartbeats may be lost before anybody is taken for dead;
+- manager_silence < agent_lease: an agent knocks again long before the manager gives its node up;
+- pause <= agent_lease: a rank that does not come is replaced by its agent before that agent can be lost through it;
+- pause < start: coming to the gate of a new process takes imports and set-up, leaving a step does not.
+"""
+
+from dataclasses import dataclass
+
+DEFAULT_FAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Durations in seconds. Build with `Timeouts.derive`."""
+
+    communication_grace_s: float         # a broken communication waits this long for its cause
+    heartbeat_s: float                   # an agent speaks at least this often
+    manager_silence_s: float             # an agent takes the manager for lost
+    pause_s: float                       # a live rank must have paused
+    agent_lease_s: float                 # the manager takes a node for lost
+    lease_recheck_s: float               # the end of the lease, kept for what waited while the manager itself slept
+    start_s: float                       # a new process must have come to the gate; ranks that returned must have ended
+    fallback_connected_s: float          # how long a fault waits for a manager that had been there
+    fallback_never_connected_s: float    # ... and for one that never was
+    lost_grace_s: float                  # alarm rang, no exit yet: SIGKILL
+    restart_grace_s: float               # SIGTERM to SIGKILL when the group is restarted
+    give_up_grace_s: float               # SIGTERM to SIGKILL when the job ends: users save in their handlers
+
+    @classmethod
+    def derive(cls, fault_timeout_s: float = DEFAULT_FAULT_TIMEOUT_S) -> "Timeouts":
+        """Everything from the one setting T. Raises ValueError unless T is positive and finite."""
+        t = float(fault_timeout_s)
+        if not 0 < t < float("inf"):
+            raise ValueError(f"fault timeout must be a positive number of seconds, not {fault_timeout_s!r}")
+        heartbeat_s = min(1.0, t / 10)
+        timeouts = cls(
+            communication_grace_s=min(t / 30, heartbeat_s),
+            heartbeat_s=heartbeat_s,
+            manager_silence_s=t / 3,
+            pause_s=t,
+            agent_lease_s=t,
+            lease_recheck_s=2 * heartbeat_s,
+            start_s=20 * t,
+            fallback_connected_s=t / 3,
+            fallback_never_connected_s=t / 15,
+            lost_grace_s=min(5.0, t / 6),
+            restart_grace_s=min(5.0, t / 6),
+            give_up_grace_s=t,
+        )
+        timeouts.check()
+        return timeouts
+
+    def check(self) -> None:
+        """Assert the order of the module docstring."""
+        assert 0 < self.communication_grace_s <= self.heartbeat_s < self.manager_silence_s < self.agent_lease_s
+        assert self.pause_s <= self.agent_lease_s
+        assert self.pause_s < self.start_s
+        assert self.lease_recheck_s < self.agent_lease_s

@@ -1,0 +1,1 @@
+"""The shell around the recovery machine on node 0: one loop, one socket, no torch."""

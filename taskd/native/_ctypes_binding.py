@@ -1,0 +1,63 @@
+"""The same functions as the compiled `_binding`, through ctypes: for machines with a C compiler but without Python's headers.
+
+Debian installs Python without them, and nothing here is called often enough to need compiled code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+from taskd.errors import NativeLibraryError
+
+BUILT_FOR_ABI = 1  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
+
+LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
+
+
+def _open() -> ctypes.CDLL:
+    """Raises ImportError, as the compiled binding does when its library is not there."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+        library.taskd_layout_value.argtypes = [ctypes.c_char_p]
+        library.taskd_layout_value.restype = ctypes.c_int64
+        library.taskd_guard_start.argtypes = [ctypes.c_int, ctypes.c_int]
+        library.taskd_watch.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
+        library.taskd_unwatch.argtypes = [ctypes.c_int]
+    except (OSError, AttributeError) as error:
+        raise ImportError(str(error)) from error
+    return library
+
+
+_library = _open()
+
+
+def _check(function: str, result: int) -> None:
+    if result < 0:
+        raise NativeLibraryError(f"{function} failed: {os.strerror(-result)} (errno {-result})")
+
+
+def abi_version() -> int:
+    """TASKD_ABI_VERSION of the library."""
+    return int(_library.taskd_abi_version())
+
+
+def layout_value(name: str) -> int:
+    """A constant of the black box's layout, -1 if unknown."""
+    return int(_library.taskd_layout_value(name.encode()))
+
+
+def guard_start(box_fd: int, life_fd: int) -> None:
+    """See taskd.h."""
+    _check("taskd_guard_start", _library.taskd_guard_start(box_fd, life_fd))
+
+
+def watch(box_fd: int, token: int, pipe_fd: int) -> None:
+    """See taskd.h."""
+    _check("taskd_watch", _library.taskd_watch(box_fd, token, pipe_fd))
+
+
+def unwatch(box_fd: int) -> None:
+    """See taskd.h."""
+    _check("taskd_unwatch", _library.taskd_unwatch(box_fd))

@@ -1,0 +1,11 @@
+# Mirrors csrc/include/taskd.h one to one.
+from libc.stdint cimport int64_t, uint64_t
+
+cdef extern from "taskd.h" nogil:
+    const int TASKD_ABI_VERSION
+
+    int taskd_abi_version() noexcept
+    int64_t taskd_layout_value(const char *name) noexcept
+    int taskd_guard_start(int box_fd, int life_fd) noexcept
+    int taskd_watch(int box_fd, uint64_t token, int pipe_fd) noexcept
+    int taskd_unwatch(int box_fd) noexcept

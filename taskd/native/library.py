@@ -1,0 +1,58 @@
+"""Finds libtaskd and its binding, checks that they fit, and says once if they do not. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib import import_module
+from typing import Protocol, cast
+
+logger = logging.getLogger(__name__)
+
+# "off": go on as if the library were not installed. For tests, and as a way out for users.
+NATIVE_ENV = "TASKD_NATIVE"
+
+_WITHOUT = "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s and more later per GB"
+
+
+class Binding(Protocol):
+    """What a binding module offers; see csrc/include/taskd.h. The calls raise `NativeLibraryError`."""
+
+    BUILT_FOR_ABI: int
+
+    def abi_version(self) -> int: ...  # noqa: D102
+    def layout_value(self, name: str) -> int: ...  # noqa: D102
+    def guard_start(self, box_fd: int, life_fd: int) -> None: ...  # noqa: D102
+    def watch(self, box_fd: int, token: int, pipe_fd: int) -> None: ...  # noqa: D102
+    def unwatch(self, box_fd: int) -> None: ...  # noqa: D102
+
+
+def _import_binding() -> tuple[Binding | None, str]:
+    """The compiled binding, else the one through ctypes, else None and the reason."""
+    reason = ""
+    for name in ("taskd.native._binding", "taskd.native._ctypes_binding"):
+        try:
+            return cast("Binding", import_module(name)), ""
+        except ImportError as error:
+            reason = str(error)
+    return None, reason
+
+
+@cache
+def load() -> Binding | None:
+    """The binding, or None with one log line; the answer does not change within a process."""
+    if os.environ.get(NATIVE_ENV, "").strip().lower() == "off":
+        logger.info("libtaskd is switched off by %s; %s", NATIVE_ENV, _WITHOUT)
+        return None
+    binding, reason = _import_binding()
+    if binding is None:
+        logger.warning("libtaskd could not be loaded (%s); %s", reason, _WITHOUT)
+        return None
+    found, wanted = binding.abi_version(), binding.BUILT_FOR_ABI
+    if found != wanted:
+        logger.warning(
+            "libtaskd has ABI version %d, %d is needed (a preloaded copy of another version?); %s", found, wanted, _WITHOUT
+        )
+        return None
+    return binding

@@ -1,0 +1,1 @@
+"""Compatibility veneer: import and file paths that other systems rely on."""

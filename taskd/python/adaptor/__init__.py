@@ -1,0 +1,1 @@
+"""Compatibility veneer: home of the patch module that torch's run.py imports."""

@@ -1,0 +1,20 @@
+"""Importing this module installs taskd into torchrun, if TASKD_PROCESS_ENABLE is on. Fixed path, no content of its own."""
+
+import logging
+import os
+
+
+def install() -> bool:
+    """True if the seams are in place. Never raises: torchrun must start."""
+    if os.environ.get("TASKD_PROCESS_ENABLE", "").strip().lower() != "on":
+        return False
+    try:
+        from taskd.torchrun import patch  # noqa: PLC0415 - torch is imported only when taskd is wanted
+        patch.apply()
+    except Exception:  # the veneer: a failure here is logged and torchrun goes on as it is
+        logging.getLogger("taskd").exception("taskd is not installed into this torchrun, which runs without it")
+        return False
+    return True
+
+
+install()

@@ -1,0 +1,1 @@
+"""Compatibility veneer: the path under which libtaskd.so is looked for."""

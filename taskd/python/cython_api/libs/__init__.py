@@ -1,0 +1,1 @@
+"""Home of libtaskd.so, put here by the build."""

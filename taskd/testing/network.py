@@ -1,0 +1,71 @@
+"""A network in memory, over virtual time, as bad as one asks for.
+
+Between two ends messages keep their order, as in a TCP connection: a lost packet is sent again, which shows as delay. Between
+different pairs there is no order. `cut` breaks a connection: what is under way is gone, and the far end learns of it only by
+what is missing. `duplicate` repeats messages, as an agent that registers again does.
+"""
+
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from taskd.testing.clock import FakeClock
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkQuality:
+    """Seconds and probabilities, per message."""
+
+    delay_s: float = 0.0005
+    jitter_s: float = 0.001
+    loss: float = 0.0                    # each loss costs one retransmission
+    retransmission_s: float = 0.2
+    duplicate: float = 0.0
+
+
+class MemoryNetwork:
+    """Delivers anything from one address to another by calling the receiver of that address."""
+
+    def __init__(self, clock: FakeClock, rng: random.Random, quality: NetworkQuality | None = None) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._quality = quality or NetworkQuality()
+        self._receiver_by_address: dict[Hashable, Callable[[Hashable, object], None]] = {}
+        self._last_arrival: dict[tuple[Hashable, Hashable], float] = {}
+        self._connection: dict[frozenset[Hashable], int] = {}
+        self.dropped = 0
+        self.delivered = 0
+
+    def listen(self, address: Hashable, receive: Callable[[Hashable, object], None]) -> None:
+        """From now on this address is answered by `receive(sender, message)`."""
+        self._receiver_by_address[address] = receive
+
+    def unlisten(self, address: Hashable) -> None:
+        """Nobody is there any more; what arrives is dropped."""
+        self._receiver_by_address.pop(address, None)
+
+    def send(self, sender: Hashable, address: Hashable, message: object) -> None:
+        """Hand over a message; it arrives later, or never if the connection is cut."""
+        quality, rng = self._quality, self._rng
+        for _ in range(2 if rng.random() < quality.duplicate else 1):
+            delay_s = quality.delay_s + rng.random() * quality.jitter_s
+            while rng.random() < quality.loss:
+                delay_s += quality.retransmission_s
+            pair = (sender, address)
+            arrival = max(self._clock.now() + delay_s, self._last_arrival.get(pair, 0.0))
+            self._last_arrival[pair] = arrival
+            connection = self._connection.get(frozenset(pair), 0)
+            self._clock.call_at(arrival, lambda connection=connection: self._arrive(pair, connection, message))
+
+    def cut(self, one: Hashable, other: Hashable) -> None:
+        """Break the connection: all that is under way is lost. The next message opens a new one."""
+        ends = frozenset((one, other))
+        self._connection[ends] = self._connection.get(ends, 0) + 1
+
+    def _arrive(self, pair: tuple[Hashable, Hashable], connection: int, message: object) -> None:
+        receive = self._receiver_by_address.get(pair[1])
+        if receive is None or self._connection.get(frozenset(pair), 0) != connection:
+            self.dropped += 1
+            return
+        self.delivered += 1
+        receive(pair[0], message)

@@ -1,0 +1,252 @@
+"""A model of a training process: boots, trains in step with the others, pauses, receives state, returns, dies.
+
+The state is the list of committed steps itself, so that a step lost or done twice is seen. Collectives are the meeting
+points of `World`: a rank goes on only when every rank has come. What it says and obeys is what `taskd.worker` does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import Fault, FaultKind
+
+if TYPE_CHECKING:
+    import random
+
+    from taskd.testing.clock import FakeClock
+
+
+@dataclass
+class World:
+    """What the workers of a job share: where they meet, and what they hold."""
+
+    clock: "FakeClock"
+    rng: "random.Random"
+    world_size: int
+    steps: int
+    step_s: float = 0.02
+    boot_s: float = 0.05
+    is_declared: bool = True
+    workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)      # the newest life of each rank
+    _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
+
+    def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
+        """A collective: everybody goes on a little after the last one has come, if they are still in it."""
+        waiting = self._met.setdefault(key, {})
+        waiting[rank] = go_on
+        if len(waiting) == self.world_size:
+            del self._met[key]
+            for call in waiting.values():
+                self.clock.call_in(self.rng.random() * 0.004, call)
+
+
+class SimulatedWorker:
+    """One life. `report` brings events to the agent; `on_exit(status)` is the kernel."""
+
+    def __init__(
+        self,
+        world: World,
+        spawn: do.SpawnWorker,
+        report: Callable[[ev.Event], None],
+        on_exit: Callable[["SimulatedWorker", int], None],
+    ) -> None:
+        self.world, self.rank, self.incarnation = world, spawn.rank, spawn.incarnation
+        self.generation = self.target = spawn.generation
+        self.phase = "boot"
+        self.is_alive, self.is_frozen, self.is_released = True, False, False
+        self.must_gate = spawn.gated
+        self.state: list[int] | None = None          # None: no TrainState yet
+        self.parked: list[int] | None = None
+        self.is_clean = True
+        self.plan: do.Resume | None = None
+        self.raise_next = False
+        self.resumed_at = 0.0
+        self._must_report_recovery = False
+        self._report, self._on_exit = report, on_exit
+        self._step_token = 0                         # what was scheduled before an interrupt does not happen
+        self._thawed: list[Callable[[], None]] = []
+        world.workers[self.rank] = self
+        self._later(world.boot_s * (0.5 + world.rng.random()), self._booted)
+
+    # ------------------------------------------------------------------ fate
+
+    def die(self, status: int) -> None:
+        """The process ends now."""
+        if self.is_alive:
+            self.is_alive = False
+            self._on_exit(self, status)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.is_frozen = True
+
+    @property
+    def version(self) -> int | None:
+        """Committed steps, as the black box tells."""
+        held = self.state if self.state is not None else self.parked
+        return None if held is None else len(held)
+
+    # ------------------------------------------------------------------ obeying
+
+    def obey(self, command: do.Command) -> None:
+        """A command came through the channel."""
+        self._later(self.world.rng.random() * 0.002, lambda: self._obey(command), always=True)
+
+    def _obey(self, command: do.Command) -> None:
+        if isinstance(command, do.Interrupt):
+            if command.generation > self.target:
+                self.target, self.must_gate, self.plan = command.generation, True, None
+                if self.phase in ("step", "restore", "enter", "returned", "raised", "paused"):
+                    self._unwind()
+        elif isinstance(command, do.Resume):
+            if command.generation >= self.target and self.must_gate:
+                self.target, self.must_gate, self.plan = command.generation, False, command
+                self.generation, self.resumed_at = command.generation, self.world.clock.now()
+                self._must_report_recovery = True
+                self._enter()
+        elif isinstance(command, do.Release):
+            self.is_released = True
+            if self.phase == "returned":
+                self._exit(0)
+        elif isinstance(command, do.GiveUp):
+            self._exit(1)
+
+    def _unwind(self) -> None:
+        """Leave whatever it is in, park, say so."""
+        self._step_token += 1
+        if self.state is not None:
+            self.parked, self.state = self.state, None
+        self.phase = "paused"
+        self._say(ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean)
+
+    # ------------------------------------------------------------------ training
+
+    def _booted(self) -> None:
+        if self.world.is_declared:
+            self._say(ev.WorkerDeclared)
+        if self.must_gate:
+            self._unwind()
+        else:
+            self._later(self.world.rng.random() * 0.02, self._enter_first)
+
+    def _enter_first(self) -> None:
+        if self.must_gate:
+            self._unwind()
+        else:
+            self._enter()
+
+    def _enter(self) -> None:
+        self.phase = "enter"
+        self._step_token += 1
+        self.world.meet(("init", self.generation), self.rank, self._if_same(self._restore))
+
+    def _restore(self) -> None:
+        self.phase = "restore"
+        self.world.meet(("restore", self.generation), self.rank, self._if_same(self._restored))
+        plan = self.plan
+        if plan is not None and plan.version is not None:
+            move = next(move for move in plan.moves if move.rank == self.rank)
+            source = self.rank if move.source is None else move.source
+            held = self.world.workers[source].parked
+            if held is None:
+                held = self.world.workers[source].state
+            assert held is not None, f"rank {self.rank} was sent to rank {source}, which holds nothing"
+            assert len(held) == plan.version, (self.rank, source, len(held), plan.version)
+            self.state = list(held)
+        else:
+            self.state = []
+        self.is_clean = True
+
+    def _restored(self) -> None:
+        self.parked = None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        assert self.state is not None
+        if len(self.state) == self.world.steps:
+            self.phase = "returned"
+            if self.world.is_declared:
+                self._say(ev.WorkerReturned, generation=self.generation, version=len(self.state))
+            else:
+                self._exit(0)
+            return
+        self.phase = "step"
+        self._later(self.world.step_s * (0.5 + self.world.rng.random()), self._if_same(self._all_reduce))
+
+    def _all_reduce(self) -> None:
+        if self.raise_next:
+            self.raise_next = False
+            self._raise(FaultKind.RAISED, "ValueError: bad sample")
+            return
+        assert self.state is not None
+        self.world.meet(("step", self.generation, len(self.state)), self.rank, self._if_same(self._optimizer))
+
+    def _optimizer(self) -> None:
+        self.phase = "optimizer"                     # an interrupt waits until the commit
+        self._later(0.001 + self.world.rng.random() * 0.002, self._if_same(self._commit))
+
+    def _commit(self) -> None:
+        assert self.state is not None
+        self.state.append(len(self.state))
+        self.phase = "step"
+        if self._must_report_recovery:
+            self._must_report_recovery = False
+            took = self.world.clock.now() - self.resumed_at
+            self._say(
+                ev.WorkerRecovered, generation=self.generation, version=len(self.state), groups_s=took / 2,
+                state_s=took / 4, first_step_s=took / 4,
+            )  # fmt: skip
+        if self.must_gate:
+            self._unwind()
+        else:
+            self._begin_step()
+
+    def broke(self) -> None:
+        """A peer's connection broke: the collective fails, if it is in one."""
+        if self.is_alive and not self.is_frozen and self.phase in ("step", "restore", "enter") and not self.must_gate:
+            if self.world.is_declared:
+                self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer")
+            else:
+                self._exit(1)
+
+    def _raise(self, kind: FaultKind, text: str) -> None:
+        self._step_token += 1
+        version = self.version
+        if self.state is not None:
+            self.parked, self.state = self.state, None
+        self.phase = "raised"
+        fault = Fault(kind, self.rank, self.incarnation, text, version=version, signature=text, traceback="...")
+        self._say(ev.WorkerRaised, generation=self.generation, fault=fault, clean=self.is_clean)
+
+    # ------------------------------------------------------------------ small things
+
+    def _exit(self, status: int) -> None:
+        self.phase = "exiting"
+        self._later(0.001 + self.world.rng.random() * 0.01, lambda: self.die(status), always=True)
+
+    def _say(self, kind: type[ev.WorkerEvent], **details: object) -> None:
+        now = self.world.clock.now()
+        cause = f"{kind.__name__}:{self.rank}.{self.incarnation}:{now:.6f}"
+        self._report(kind(now, cause, self.rank, self.incarnation, **details))  # type: ignore[arg-type]
+
+    def _if_same(self, call: Callable[[], None]) -> Callable[[], None]:
+        token = self._step_token
+
+        def run() -> None:
+            if self.is_alive and not self.is_frozen and token == self._step_token:
+                call()
+
+        return run
+
+    def _later(self, seconds: float, call: Callable[[], None], *, always: bool = False) -> None:
+        run = self._if_alive(call) if always else self._if_same(call)
+        self.world.clock.call_in(seconds, run)
+
+    def _if_alive(self, call: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            if self.is_alive and not self.is_frozen:
+                call()
+
+        return run

@@ -1,0 +1,1 @@
+"""What taskd changes in torchrun: composition of the agent with torch's launcher. Imports torch."""

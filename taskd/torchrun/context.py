@@ -1,0 +1,294 @@
+"""torch's process context over the forkserver: the workers of one node, restartable one by one.
+
+Owns the node's worker processes, their channels and black boxes, in one table by local rank (`slots`). Both the agent's
+loop (`read`, `respawn`, `signal`) and torch's own monitoring (`_poll`, `_close`) work on that table. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import select
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from taskd.agent import processes
+from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started, StartFailed
+from taskd.agent.spawn_protocol import Reply
+from taskd.clock import MonotonicClock
+from taskd.errors import ForkserverError
+from taskd.native.black_box import BlackBox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 300.0     # a forkserver that imports torch from a cold network disk may take minutes
+_START_TRIES = 2             # the second one with a fresh forkserver
+_KEPT_LIVES = 4              # former lives per rank whose black box stays mapped: a death alarm may still watch it
+_TOKENS = itertools.count(1) # unique over all contexts of the process: they share the forkserver
+
+
+@dataclass(slots=True)
+class Slot:
+    """One life of one worker.
+
+    `channel` is the agent's end; the context closes it with the slot unless its owner detached it. `status` is None while
+    the process lives: exit code or minus the signal number.
+    """
+
+    local_rank: int
+    incarnation: int
+    token: int
+    bootstrap: dict[str, Any]
+    box: BlackBox
+    channel: socket.socket
+    pid: int | None = None
+    pidfd: int | None = None
+    status: int | None = None
+    error: str | None = None
+    is_adopted: bool = False     # its forkserver died: it is our own child now
+
+    @property
+    def is_over(self) -> bool:
+        """No process, and there will be none."""
+        return self.status is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotEvent:
+    """What happened to the process of this life."""
+
+    slot: Slot
+    reply: Reply
+
+
+class TaskdContext(PContext):
+    """See the module."""
+
+    def __init__(  # noqa: PLR0913 - torch's parameters, and ours
+        self, *, forkserver: Forkserver, bootstraps: dict[int, dict[str, Any]], life_fd: int, entrypoint: str,
+        restart_forkserver: Callable[[], Forkserver | None], **torch_arguments: Any,
+    ) -> None:
+        """`bootstraps`: for each local rank what the runtime needs; `life_fd`: read end of the agent's life pipe."""
+        super().__init__(entrypoint=entrypoint, **torch_arguments)
+        self.forkserver = forkserver
+        self.slots: dict[int, Slot] = {}
+        self._by_token: dict[int, Slot] = {}
+        self._is_alone = False                            # no forkserver, and none to be had
+        self._queued: list[SlotEvent] = []                # read while somebody else waited
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._bootstraps = bootstraps
+        self._life_fd = life_fd
+        self._restart_forkserver = restart_forkserver
+        self._clock = MonotonicClock()
+
+    # ------------------------------------------------------------------ for the agent's loop
+
+    def fds(self) -> list[int]:
+        """What to wait on for `read`."""
+        adopted = [slot.pidfd for slot in self._by_token.values()
+                   if slot.is_adopted and not slot.is_over and slot.pidfd is not None]
+        return [self._wake, *([self.forkserver.fd] if self.forkserver.alive else []), *adopted]
+
+    def read(self) -> list[SlotEvent]:
+        """Bring the table up to date and tell what changed; never blocks. Events of former lives come too."""
+        found = [event for reply in self.forkserver.read() if (event := self._apply(reply)) is not None]
+        if not self.forkserver.alive and not self._is_alone:
+            self._adopt()
+        for slot in list(self._by_token.values()):
+            if slot.is_adopted and not slot.is_over and slot.pid is not None and slot.pidfd is not None:
+                status = processes.reap_group(slot.pid, slot.pidfd)
+                if status is not None:
+                    found.append(self._ended(slot, Exited(slot.token, slot.pid, status)))
+        found[:0] = self._queued
+        self._queued = []
+        if self._wake >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        return found
+
+    def _keep(self, found: list[SlotEvent]) -> None:
+        """For the next `read`, which `fds` announces."""
+        self._queued.extend(found)
+        if found and self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _apply(self, reply: Reply) -> SlotEvent | None:
+        slot = self._by_token.get(reply.token)
+        if slot is None:
+            if isinstance(reply, Started):      # asked for by a context that was closed before it started
+                processes.signal_group(reply.pid, signal.SIGKILL)
+                os.close(reply.pidfd)
+            return None
+        if isinstance(reply, Started):
+            slot.pid, slot.pidfd = reply.pid, reply.pidfd
+            if reply.note is not None:
+                log.warning("local rank %d is not forked from the warm process: %s", slot.local_rank, reply.note)
+            return SlotEvent(slot, reply)
+        if isinstance(reply, StartFailed):
+            slot.error = reply.error
+            return SlotEvent(slot, reply)
+        return self._ended(slot, reply)
+
+    def _ended(self, slot: Slot, reply: Exited) -> SlotEvent:
+        slot.status = reply.status
+        if slot.pidfd is not None:
+            os.close(slot.pidfd)
+            slot.pidfd = None
+        return SlotEvent(slot, reply)
+
+    def _failed(self, slot: Slot, error: str) -> None:
+        slot.error = error
+        self._keep([SlotEvent(slot, StartFailed(slot.token, error))])
+
+    def _adopt(self) -> None:
+        """The forkserver died. Its workers are our children now; what it was asked for did not happen."""
+        log.warning("the forkserver (pid %d) is gone; its workers go on", self.forkserver.pid)
+        for slot in self._by_token.values():
+            slot.is_adopted = True
+            if slot.pid is None and not slot.is_over:
+                self._failed(slot, "the forkserver died")
+        self.forkserver.close()
+        self.forkserver = self._restart_forkserver() or self.forkserver
+        self._is_alone = not self.forkserver.alive
+
+    def respawn(self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None) -> Slot:
+        """Start the next life of a rank; returns at once, `read` reports. The former life gets no signal from here.
+
+        Its log files are continued, a stale error file is removed, and the new life can read the black box of the former.
+        """
+        self.envs[local_rank].update(env_updates or {})
+        with suppress(FileNotFoundError):
+            if self.error_files[local_rank] != os.devnull:
+                os.unlink(self.error_files[local_rank])
+        return self._spawn(local_rank, bootstrap)
+
+    def signal(self, local_rank: int, signum: int) -> bool:
+        """Signal the worker and its process group. False: it is gone, or not there yet."""
+        slot = self.slots[local_rank]
+        if slot.pid is None or slot.is_over:
+            return False
+        return processes.signal_group(slot.pid, signum)
+
+    def failure(self, local_rank: int) -> ProcessFailure:
+        """What torchrun reports about a worker that ended, or was stopped."""
+        slot = self.slots[local_rank]
+        return ProcessFailure(local_rank=local_rank, pid=slot.pid or 0, error_file=self.error_files[local_rank],
+                              exitcode=1 if slot.status is None else slot.status)
+
+    # ------------------------------------------------------------------ starting
+
+    def _start(self) -> None:
+        """Start all; returns when each has a process id, because torch wants to know them."""
+        for local_rank in range(self.nprocs):
+            self._spawn(local_rank, self._bootstraps[local_rank])
+        deadline = self._clock.now() + _START_TIMEOUT_S
+        tries = dict.fromkeys(range(self.nprocs), 1)
+        while any(slot.pid is None for slot in self.slots.values()):
+            self._wait(deadline)
+            for local_rank, slot in self.slots.items():
+                if slot.error is None:
+                    continue
+                if tries[local_rank] == _START_TRIES:
+                    raise ForkserverError(f"local rank {local_rank} could not be started: {slot.error}")
+                tries[local_rank] += 1
+                self._spawn(local_rank, self._bootstraps[local_rank])
+            if self._clock.now() >= deadline:
+                raise ForkserverError(f"the forkserver (pid {self.forkserver.pid}) started no worker in "
+                                      f"{_START_TIMEOUT_S:.0f} s: look at what it imports")
+
+    def _wait(self, deadline: float) -> None:
+        fds = [fd for fd in self.fds() if fd != self._wake]
+        select.select(fds, [], [], max(0.0, deadline - self._clock.now()))
+        self._keep(self.read())
+
+    def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
+        former = self.slots.get(local_rank)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, BlackBox.create(), ours)
+        descriptors = {"channel": theirs.fileno(), "life": self._life_fd, "box": slot.box.fd}
+        if former is not None:
+            descriptors["previous"] = former.box.fd
+        self.slots[local_rank] = self._by_token[slot.token] = slot
+        try:
+            self.forkserver.spawn(SpawnRequest(
+                token=slot.token, argv=tuple(str(argument) for argument in self.args[local_rank]), cwd=os.getcwd(),
+                env={**os.environ, **self.envs[local_rank]}, stdout=self.stdouts[local_rank] or None,
+                stderr=self.stderrs[local_rank] or None, fds=descriptors, worker=bootstrap,
+            ))
+        except ForkserverError as error:
+            self._failed(slot, str(error))
+        theirs.close()
+        if former is not None:
+            self._retire(former)
+        return slot
+
+    def _retire(self, slot: Slot) -> None:
+        """Keep a former life while somebody may still look at it; free the oldest that is over."""
+        slot.channel.close()
+        lives = [life for life in self._by_token.values() if life.local_rank == slot.local_rank]
+        for life in lives[:-_KEPT_LIVES - 1]:
+            if life.is_over:
+                del self._by_token[life.token]
+                life.box.close()
+
+    # ------------------------------------------------------------------ for torch's own loop
+
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank."""
+        return {local_rank: slot.pid for local_rank, slot in self.slots.items() if slot.pid is not None}
+
+    def _poll(self) -> RunProcsResult | None:
+        """All ended well, or one did not: then the others are closed and the failures told. None: still running."""
+        self._keep(self.read())
+        slots = self.slots.values()
+        if not any(slot.error or slot.status for slot in slots) and any(slot.status is None for slot in slots):
+            return None
+        failed_first = [slot.local_rank for slot in slots if slot.error or slot.status]
+        self.close()
+        failures = {local_rank: self.failure(local_rank) for local_rank in failed_first}
+        failures.update((slot.local_rank, self.failure(slot.local_rank)) for slot in slots
+                        if slot.status and slot.local_rank not in failures)
+        result = RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
+        if not failures:
+            result.return_values = dict.fromkeys(range(self.nprocs))
+        for local_rank in failed_first:
+            slot = self.slots[local_rank]
+            log.error("local rank %d (pid %s) failed: %s", local_rank, slot.pid,
+                      slot.error or processes.describe_status(slot.status or 0))
+        return result
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """End what lives, politely first; then free what the context holds. May be called twice."""
+        for number in (death_sig, signal.SIGKILL):
+            for slot in self._alive():
+                log.info("sending %s to local rank %d (pid %d)", number.name, slot.local_rank, slot.pid)
+                processes.signal_group(slot.pid or 0, number)
+            deadline = self._clock.now() + timeout
+            while self._alive() and self._clock.now() < deadline:
+                self._wait(deadline)
+        for slot in self._alive():
+            log.error("local rank %d (pid %d) does not end even by SIGKILL: it hangs in the kernel; going on without it",
+                      slot.local_rank, slot.pid)
+        for slot in self._by_token.values():
+            slot.channel.close()
+            slot.box.close()
+            if slot.pidfd is not None:
+                os.close(slot.pidfd)
+                slot.pidfd = None
+        self._by_token = {token: slot for token, slot in self._by_token.items() if not slot.is_over}
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _alive(self) -> list[Slot]:
+        return [slot for slot in self._by_token.values() if slot.pid is not None and not slot.is_over]

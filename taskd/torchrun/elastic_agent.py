@@ -1,0 +1,257 @@
+"""torchrun's agent with restartable workers: what `launch_agent` builds in place of torch's LocalElasticAgent.
+
+Owns what the node's workers have in common: the forkserver, the life pipe, incarnation numbers, the store that trainers use.
+torch's rendezvous, environment and log handling are called, not copied. The loop is `taskd.agent.service`; without it, or
+when that falls back, torch's own loop runs over the same workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from taskd.agent.forkserver import Forkserver
+from taskd.torchrun.context import TaskdContext
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+    from torch.distributed.elastic.multiprocessing import PContext
+
+log = logging.getLogger(__name__)
+
+FALLBACK_GENERATION = 1 << 20    # generations that agents count without a manager: above all that a manager gave out
+_FORKSERVER_RESTARTS = 3         # one that dies that often dies of something that another one will not cure
+_STORE_TIMEOUT = datetime.timedelta(minutes=5)   # torchrun's own default for a store
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the wrapper of `launch_agent` hands to the agent that torch builds."""
+
+    forkserver: Forkserver
+    max_restarts: int            # as the user gave it; the agent's spec holds the raised one
+
+
+CURRENT_LAUNCH: ContextVar[Launch | None] = ContextVar("taskd_launch", default=None)
+
+
+def is_supported(entrypoint: object) -> bool:
+    """Can these workers be forked warm? Functions, other interpreters and --no-python are left to torch."""
+    return isinstance(entrypoint, str) and entrypoint == sys.executable
+
+
+class TaskdElasticAgent(LocalElasticAgent):
+    """See the module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; inside `launch_agent` the current `Launch` is taken over."""
+        super().__init__(*args, **kwargs)
+        self.launch = CURRENT_LAUNCH.get()
+        spec = self._worker_group.spec
+        self.is_supported = self.launch is not None and is_supported(spec.entrypoint)
+        self.job_id = os.environ.get("MINDX_TASK_ID") or str(spec.rdzv_handler.get_run_id())
+        self.fault_timeout_s = 30.0          # the agent's service sets it from the configuration
+        self.generation = 0
+        self.restarts_used = 0
+        self.incarnations: dict[int, int] = {}   # last one given out, by global rank
+        self._starts = 0
+        self._workers_run = False
+        self._forkserver_restarts = 0
+        self._hosted_store: TCPStore | None = None
+        # Readable end: in every worker. At its end of file the agent is gone. Writable end: here only.
+        self.life_fd, self._life_write_fd = os.pipe()
+
+    # ------------------------------------------------------------------ for the agent's loop
+
+    @property
+    def context(self) -> TaskdContext | None:
+        """The workers, if they are ours."""
+        return self._pcontext if isinstance(self._pcontext, TaskdContext) else None
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """Ranks, world size, group rank, master address, store: torch's own object."""
+        return self._worker_group
+
+    def bootstrap(self, local_rank: int, incarnation: int, *, gated: bool = False) -> dict[str, Any]:
+        """What the runtime of this worker is told; generation and restarts used are the agent's present ones."""
+        worker = self._worker_group.workers[local_rank]
+        self.incarnations[worker.global_rank] = incarnation
+        return {
+            "job_id": self.job_id, "rank": worker.global_rank, "local_rank": local_rank,
+            "node_rank": self._worker_group.group_rank, "world_size": worker.world_size, "incarnation": incarnation,
+            "generation": self.generation, "gated": gated, "fault_timeout_s": self.fault_timeout_s,
+            "restarts_used": self.restarts_used,
+        }
+
+    def succeeded(self) -> RunResult:
+        """The result when every worker has finished; waits for the other agents as torch's loop does."""
+        self._worker_group.state = WorkerState.SUCCEEDED
+        self._exit_barrier()
+        return RunResult(state=WorkerState.SUCCEEDED,
+                         return_values={worker.global_rank: None for worker in self._worker_group.workers})
+
+    def failed(self, local_ranks: Iterable[int]) -> RunResult:
+        """The result when the job is given up because of these workers; torchrun prints them and exits with 1."""
+        assert self.context is not None
+        self._worker_group.state = WorkerState.FAILED
+        workers = self._worker_group.workers
+        failures = {workers[local_rank].global_rank: self.context.failure(local_rank) for local_rank in local_ranks}
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def run_plainly(self, role: str) -> RunResult:
+        """Go on as plain torchrun, with the workers as they are: any failure restarts the group (warm).
+
+        The restart budget is the one that the user gave, less what has been used.
+        """
+        assert self.launch is not None
+        spec = self._worker_group.spec
+        spec.max_restarts = self.launch.max_restarts
+        self._remaining_restarts = max(0, spec.max_restarts - self.restarts_used)
+        if self._pcontext is not None:
+            for local_rank, pid in self._pcontext.pids().items():
+                self._worker_group.workers[local_rank].id = pid
+        return super()._invoke_run(role)
+
+    def close(self) -> None:
+        """Free what the agent holds; workers are gone."""
+        for descriptor in (self.life_fd, self._life_write_fd):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    # ------------------------------------------------------------------ overridden
+
+    def _invoke_run(self, role: str = "default_role") -> RunResult:
+        if not self.is_supported:
+            return super()._invoke_run(role)
+        self._initialize_workers(self._worker_group)
+        self._workers_run = True
+        if self.context is None:
+            return self.run_plainly(role)
+        try:
+            from taskd.torchrun import loop  # noqa: PLC0415 - composition: the loop is started from inside torchrun
+        except ImportError:
+            log.exception("taskd's agent loop cannot be loaded; going on as plain torchrun")
+            return self.run_plainly(role)
+        return loop.run(self, self.context)
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        if self._workers_run:
+            self._workers_run = False       # torch's loop begins by starting workers: they run already
+            return
+        super()._initialize_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if not self.is_supported:
+            return super()._start_workers(worker_group)
+        self._agree_on_generation(worker_group)
+        agent_store = self._host_store(worker_group)
+
+        def start(**arguments: Any) -> PContext:
+            for environment in arguments["envs"].values():
+                environment["TORCHELASTIC_USE_AGENT_STORE"] = str(agent_store)
+            return self._start_processes(**arguments)
+
+        with _replaced(local_elastic_agent, "start_processes", start):
+            return super()._start_workers(worker_group)
+
+    # ------------------------------------------------------------------ own
+
+    def _start_processes(self, **arguments: Any) -> PContext:
+        """In the place of torch's function of this name."""
+        if not is_supported(arguments["entrypoint"]) or arguments["numa_options"] is not None:
+            return _start_processes(**arguments)
+        del arguments["start_method"], arguments["numa_options"]
+        assert self.launch is not None
+        previous = self.context
+        bootstraps = {
+            local_rank: self.bootstrap(local_rank, self.incarnations.get(worker.global_rank, -1) + 1)
+            for local_rank, worker in enumerate(self._worker_group.workers)
+        }
+        context = TaskdContext(
+            forkserver=self.launch.forkserver if previous is None else previous.forkserver, bootstraps=bootstraps,
+            life_fd=self.life_fd, restart_forkserver=self._restart_forkserver, **arguments,
+        )
+        try:
+            context.start()
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    def _restart_forkserver(self) -> Forkserver | None:
+        if self._forkserver_restarts == _FORKSERVER_RESTARTS:
+            log.error("the forkserver died %d times: there will be no replacement for workers that die from now on",
+                      self._forkserver_restarts + 1)
+            return None
+        self._forkserver_restarts += 1
+        return Forkserver.start("exec", preload_from_environment())
+
+    def _agree_on_generation(self, worker_group: WorkerGroup) -> None:
+        """The store prefix of a start that no manager ordered: the same on all nodes, and never used before.
+
+        torch >= 2.6 keeps one store for all attempts, where a second attempt meets the addresses of the first. The first start
+        of every agent is generation 0. Later ones are counted in the store; agents restart in step, by rendezvous (c10d)
+        or because the loss of one breaks the others (static).
+        """
+        self._starts += 1
+        base = worker_group.store
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        key = f"taskd/starts/{worker_group.spec.rdzv_handler.get_run_id()}"
+        if worker_group.spec.rdzv_handler.get_backend() == "static":
+            round_number = (base.add(key, 1) - 1) // worker_group.group_world_size
+        elif worker_group.group_rank == 0:
+            round_number = base.add(key, 1) - 1
+            worker_group.store.set("taskd/round", str(round_number))    # this store is prefixed by round
+        else:
+            round_number = int(worker_group.store.get("taskd/round"))
+        self.generation = FALLBACK_GENERATION + round_number if round_number else 0
+
+    def _host_store(self, worker_group: WorkerGroup) -> bool:
+        """Let the agents host the trainers' store in any case: the death of rank 0 must not take it along."""
+        if worker_group.spec.rdzv_handler.use_agent_store:
+            return True
+        if worker_group.group_rank != 0:
+            return True
+        try:
+            self._hosted_store = TCPStore(
+                worker_group.master_addr, int(worker_group.master_port), is_master=True, wait_for_workers=False,
+                multi_tenant=True, timeout=_STORE_TIMEOUT,
+            )
+        except RuntimeError as error:
+            log.warning("the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its death will cost a restart "
+                        "of all", worker_group.master_addr, worker_group.master_port, error)
+            return False
+        return True
+
+
+_start_processes = local_elastic_agent.start_processes
+
+
+def preload_from_environment() -> list[str]:
+    """TASKD_PRELOAD: modules that the forkserver imports besides its own list."""
+    return [name.strip() for name in os.environ.get("TASKD_PRELOAD", "").split(",") if name.strip()]
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

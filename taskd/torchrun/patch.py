@@ -1,0 +1,116 @@
+"""Installing and removing the seams: all or none, once, and never at the price of a broken torchrun.
+
+Runs while torch.distributed.run is half imported: nothing here may import that module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.errors import UnsupportedTorchError
+from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+ENABLE_ENV = "TASKD_PROCESS_ENABLE"
+UNLIMITED_RESTARTS = 32767       # what max_restarts 0 has always meant in taskd
+FORKSERVER_ENV = "TASKD_FORKSERVER"   # "auto" (default), "fork" or "exec"
+
+_originals: dict[tuple[str, str], Any] = {}     # what revert() puts back; empty: not applied
+
+
+def is_enabled() -> bool:
+    """Did the user ask for taskd?"""
+    return os.environ.get(ENABLE_ENV, "").strip().lower() == "on"
+
+
+def is_applied() -> bool:
+    """Are the seams in place?"""
+    return bool(_originals)
+
+
+def apply() -> None:
+    """Put all replacements in place; once is enough. Raises UnsupportedTorchError, having changed nothing."""
+    if is_applied():
+        return
+    problems = [problem for problem in (_version_problem(), *map(_problem, SEAMS)) if problem]
+    if problems:
+        raise UnsupportedTorchError(f"torch {torch.__version__}: {'; '.join(problems)}")
+    made = {}
+    for seam in SEAMS:
+        if seam.replacement is not None:
+            module, _, name = seam.replacement.partition(":")
+            make = getattr(importlib.import_module(module), name)
+            original = getattr(importlib.import_module(seam.module), seam.attribute)
+            made[seam.module, seam.attribute] = (original, make(original))
+    for (module, attribute), (original, replacement) in made.items():
+        _originals[module, attribute] = original
+        setattr(importlib.import_module(module), attribute, replacement)
+
+
+def revert() -> None:
+    """Put torch's own back."""
+    for (module, attribute), original in _originals.items():
+        setattr(importlib.import_module(module), attribute, original)
+    _originals.clear()
+
+
+def _version_problem() -> str | None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED_TORCH
+    if low <= version < high:
+        return None
+    return f"supported are {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}"
+
+
+def _problem(seam: Seam) -> str | None:
+    try:
+        target: Any = importlib.import_module(seam.module)
+        for part in seam.attribute.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        return f"{seam.module}.{seam.attribute} is not there ({error})"
+    found = tuple(inspect.signature(target).parameters)
+    if found != seam.parameters:
+        return f"{seam.module}.{seam.attribute} takes ({', '.join(found)}), known is ({', '.join(seam.parameters)})"
+    return None
+
+
+def make_agent_class(_original: type) -> type:
+    """The replacement of LocalElasticAgent."""
+    from taskd.torchrun.elastic_agent import TaskdElasticAgent  # noqa: PLC0415 - relies on what apply() has checked
+    return TaskdElasticAgent
+
+
+def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement of launch_agent: the original, with a forkserver around it."""
+    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415 - as above
+    from taskd.torchrun import elastic_agent  # noqa: PLC0415
+
+    @functools.wraps(original)
+    def launch_agent(config: Any, entrypoint: Any, args: list[Any], health_check_server: Any = None) -> Any:
+        if not elastic_agent.is_supported(entrypoint):
+            log.warning("taskd leaves this job to torchrun: its workers are not started by %s", "this Python interpreter")
+            return original(config, entrypoint, args, health_check_server=health_check_server)
+        forkserver = Forkserver.start(os.environ.get(FORKSERVER_ENV, "auto"), elastic_agent.preload_from_environment())
+        raised = copy(config)
+        raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
+        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, config.max_restarts))
+        try:
+            return original(raised, entrypoint, args, health_check_server=health_check_server)
+        finally:
+            elastic_agent.CURRENT_LAUNCH.reset(token)
+            forkserver.close()
+
+    return launch_agent

@@ -1,0 +1,1 @@
+"""Bytes between identities. Knows neither messages nor machines."""

@@ -1,0 +1,1 @@
+"""Messages as bytes: pure code between the core and a transport."""

@@ -1,0 +1,107 @@
+"""Bytes to (envelope, message) and back: protocol version, size limit, rules for unknown fields and types.
+
+A frame is one msgpack map of plain types: the envelope's fields, `version`, `type` and `body` (the message's fields). What
+comes from outside raises `RemoteProtocolError` and nothing else, whatever the bytes are.
+"""
+
+from dataclasses import dataclass
+
+import msgpack
+
+from taskd.errors import LocalProtocolError, RemoteProtocolError
+from taskd.wire import schema
+from taskd.wire.messages import MESSAGE_BY_CODE, Message
+
+PROTOCOL_VERSION = 1
+# Fits Resume and RestartGroup of 4,096 ranks (about 100 KB) with a traceback, and one node of 1,024 workers registering.
+MAX_MESSAGE_BYTES = 256 * 1024
+ROLES = ("manager", "agent", "worker", "relay")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Who speaks, in which generation, as which message of his, and because of what.
+
+    `rank` is None for all but workers, `node_rank` for the manager. `incarnation` is a random text for managers and
+    agents, a count for workers. `sequence` grows with every message of one sender's incarnation.
+    """
+
+    job_id: str
+    role: str
+    node_rank: int | None
+    rank: int | None
+    incarnation: str | int | None
+    generation: int
+    sequence: int
+    cause: str
+
+
+def encode(envelope: Envelope, message: Message) -> bytes:
+    """The frame of a message. Raises `LocalProtocolError` if it is too large, which no job of 4,096 ranks reaches."""
+    frame = {
+        "version": PROTOCOL_VERSION,
+        "type": message.code,
+        "job_id": envelope.job_id,
+        "role": envelope.role,
+        "node_rank": envelope.node_rank,
+        "rank": envelope.rank,
+        "incarnation": envelope.incarnation,
+        "generation": envelope.generation,
+        "sequence": envelope.sequence,
+        "cause": schema.cut_text(envelope.cause, schema.MAX_TEXT_BYTES),
+        "body": schema.record(type(message)).pack(message),
+    }
+    # unicode_errors: an exception's message may hold a lone surrogate, which UTF-8 cannot express.
+    data: bytes = msgpack.packb(frame, unicode_errors="replace")
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(f"{type(message).__name__} has {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(data: bytes) -> tuple[Envelope, Message]:
+    """What a frame says. Raises `RemoteProtocolError` for anything that is not a message of this protocol version."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
+    try:
+        frame = msgpack.unpackb(data)
+    # Everything that msgpack raises for bad input is a ValueError or one of its own.
+    except (ValueError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError("malformed", f"no msgpack: {type(error).__name__}") from error
+    if not isinstance(frame, dict):
+        raise schema.wrong("the frame", "a map", frame)
+    version = schema.integer(frame.get("version"), "version")
+    if version != PROTOCOL_VERSION:
+        raise RemoteProtocolError("version", f"the peer speaks version {version}, we speak {PROTOCOL_VERSION}")
+    envelope = _envelope(frame)
+    code = schema.integer(frame.get("type"), "type")
+    kind = MESSAGE_BY_CODE.get(code)
+    if kind is None:
+        raise RemoteProtocolError("unknown type", str(code), code)
+    return envelope, schema.record(kind).unpack(frame.get("body"), kind.__name__)
+
+
+def _envelope(frame: dict[object, object]) -> Envelope:
+    role = schema.text(frame.get("role"), "role")
+    if role not in ROLES:
+        raise RemoteProtocolError("malformed", f"role must be one of {', '.join(ROLES)}")
+    return Envelope(
+        job_id=schema.text(frame.get("job_id"), "job_id"),
+        role=role,
+        node_rank=_optional_rank(frame, "node_rank"),
+        rank=_optional_rank(frame, "rank"),
+        incarnation=_incarnation(frame.get("incarnation")),
+        generation=schema.integer(frame.get("generation"), "generation"),
+        sequence=schema.integer(frame.get("sequence"), "sequence"),
+        cause=schema.text(frame.get("cause"), "cause"),
+    )
+
+
+def _optional_rank(frame: dict[object, object], name: str) -> int | None:
+    value = frame.get(name)
+    return None if value is None else schema.integer(value, name, 0, schema.MAX_RANK)
+
+
+def _incarnation(value: object) -> str | int | None:
+    if value is None or isinstance(value, str):
+        return value
+    return schema.integer(value, "incarnation")

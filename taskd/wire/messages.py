@@ -1,0 +1,304 @@
+"""One frozen dataclass per message type, and the registry of their codes. docs/protocol.md says who sends each when.
+
+Fields carry the names of the core event or command that the message stands for; `now` is not sent (clocks of two hosts do
+not agree) and `cause` is in the envelope. Codes are never used again for something else. A field may be added with a
+default; anything else is a new type, or a new protocol version.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from taskd.core.commands import Move
+from taskd.core.events import WorkerReport
+from taskd.core.faults import Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages."""
+
+    code: ClassVar[int]
+
+
+MESSAGE_BY_CODE: dict[int, type[Message]] = {}
+
+M = TypeVar("M", bound=Message)
+
+
+def _message(code: int) -> Callable[[type[M]], type[M]]:
+    """Enter the class into the registry."""
+
+    def register(cls: type[M]) -> type[M]:
+        cls.code = code
+        MESSAGE_BY_CODE[code] = cls
+        return cls
+
+    return register
+
+
+# ---------------------------------------------------------------- the link itself: 1 to 19
+
+
+@_message(1)
+@dataclass(frozen=True, slots=True)
+class AgentRegistered(Message):
+    """An agent introduces itself, or comes back."""
+
+    node_rank: int
+    agent_incarnation: str
+    node_count: int
+    world_size: int
+    max_restarts: int
+    generation: int
+    restarts_used: int
+    workers: tuple[WorkerReport, ...]
+
+
+@_message(2)
+@dataclass(frozen=True, slots=True)
+class Accepted(Message):
+    """The answer to a registration."""
+
+    generation: int
+    restarts_used: int
+    manager_incarnation: str
+
+
+@_message(3)
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """The other answer to a registration."""
+
+    reason: str
+
+
+@_message(4)
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    """A sign of life and one line per worker: rank, incarnation, version, phase."""
+
+    workers: tuple[tuple[int, int, int | None, str], ...] = ()
+
+
+@_message(5)
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck(Message):
+    """The answer to a heartbeat. `known` False: this manager has no registration of yours."""
+
+    manager_incarnation: str
+    known: bool
+    generation: int
+
+
+@_message(6)
+@dataclass(frozen=True, slots=True)
+class AgentLeft(Message):
+    """An agent says goodbye."""
+
+    node_rank: int
+    outcome: str
+    detail: str
+
+
+@_message(7)
+@dataclass(frozen=True, slots=True)
+class RegisterWorker(Message):
+    """A training process without one of our agents introduces itself (`init_taskd_worker`)."""
+
+    rank: int
+    pid: int
+    framework: str
+
+
+@_message(8)
+@dataclass(frozen=True, slots=True)
+class Unsupported(Message):
+    """The answer to a message type that the receiver does not know."""
+
+    type: int
+
+
+# ---------------------------------------------------------------- what happened to a worker: 20 to 49
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMessage(Message):
+    """Base of what concerns one life of one worker."""
+
+    rank: int
+    incarnation: int
+
+
+@_message(20)
+@dataclass(frozen=True, slots=True)
+class WorkerStarted(WorkerMessage):
+    """There is a process."""
+
+    pid: int
+
+
+@_message(21)
+@dataclass(frozen=True, slots=True)
+class WorkerDeclared(WorkerMessage):
+    """Its script uses `recoverable`."""
+
+
+@_message(22)
+@dataclass(frozen=True, slots=True)
+class WorkerLost(WorkerMessage):
+    """It is dead or as good as dead."""
+
+    fault: Fault
+    age_s: float
+    box_versions: tuple[int, ...] = ()
+
+
+@_message(23)
+@dataclass(frozen=True, slots=True)
+class WorkerExitKnown(WorkerMessage):
+    """How a worker that was reported as lost ended."""
+
+    fault: Fault
+
+
+@_message(24)
+@dataclass(frozen=True, slots=True)
+class WorkerPaused(WorkerMessage):
+    """It waits outside its function."""
+
+    generation: int
+    version: int | None
+    clean: bool
+    reason: str = ""
+
+
+@_message(25)
+@dataclass(frozen=True, slots=True)
+class WorkerRaised(WorkerMessage):
+    """An exception left its function."""
+
+    generation: int
+    fault: Fault
+    clean: bool
+    age_s: float = 0.0
+
+
+@_message(26)
+@dataclass(frozen=True, slots=True)
+class WorkerRecovered(WorkerMessage):
+    """First commit after a resume."""
+
+    generation: int
+    version: int
+    groups_s: float
+    state_s: float
+    first_step_s: float
+    source: str = ""
+
+
+@_message(27)
+@dataclass(frozen=True, slots=True)
+class WorkerReturned(WorkerMessage):
+    """Its function returned."""
+
+    generation: int
+    version: int | None
+
+
+@_message(28)
+@dataclass(frozen=True, slots=True)
+class WorkerFinished(WorkerMessage):
+    """Its process ended as it should."""
+
+
+@_message(29)
+@dataclass(frozen=True, slots=True)
+class WorkerReady(WorkerMessage):
+    """Its runtime listens."""
+
+    guarded: bool
+
+
+@_message(30)
+@dataclass(frozen=True, slots=True)
+class WorkerUncaught(WorkerMessage):
+    """Its script ends by this exception."""
+
+    fault: Fault
+
+
+# ---------------------------------------------------------------- what to do: 50 to 79
+
+
+@dataclass(frozen=True, slots=True)
+class CommandMessage(Message):
+    """Base of commands. The generation is the command's; the envelope's is the sender's."""
+
+    generation: int
+
+
+@_message(50)
+@dataclass(frozen=True, slots=True)
+class Interrupt(CommandMessage):
+    """Leave the step."""
+
+    reason: str
+
+
+@_message(51)
+@dataclass(frozen=True, slots=True)
+class ReplaceWorker(CommandMessage):
+    """Start this incarnation; it waits at the gate."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    restarts_used: int
+
+
+@_message(52)
+@dataclass(frozen=True, slots=True)
+class KillWorker(CommandMessage):
+    """Kill this incarnation."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    reason: str
+
+
+@_message(53)
+@dataclass(frozen=True, slots=True)
+class Resume(CommandMessage):
+    """Enter the function again."""
+
+    version: int | None
+    moves: tuple[Move, ...]
+    restarts_used: int
+
+
+@_message(54)
+@dataclass(frozen=True, slots=True)
+class RestartGroup(CommandMessage):
+    """Kill all workers and start them anew."""
+
+    restarts_used: int
+    reason: str
+    incarnations: tuple[tuple[int, int], ...]
+
+
+@_message(55)
+@dataclass(frozen=True, slots=True)
+class Release(CommandMessage):
+    """Every function has returned."""
+
+
+@_message(56)
+@dataclass(frozen=True, slots=True)
+class GiveUp(CommandMessage):
+    """End the job as failed."""
+
+    reason: str
+    culprit: int | None
+    fault: Fault | None = None

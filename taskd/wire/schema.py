@@ -1,0 +1,218 @@
+"""Dataclass fields as plain msgpack values and back, with every type checked on the way in.
+
+Owns the rules for values: which integers are allowed, how long a text may be, what is written as a list instead of a map.
+Knows no message: it reads the annotations of any dataclass of messages.py or core. Whatever is wrong with a value from
+outside is a `RemoteProtocolError` that names the field.
+"""
+# ruff: noqa: ANN401 - values of any type are what this module is about
+
+import math
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from taskd.core.commands import Move
+from taskd.errors import RemoteProtocolError
+
+MAX_TEXT_BYTES = 4096            # a reason or an exception's message; nobody reads more of it in a log line
+MAX_TRACEBACK_BYTES = 16 * 1024  # about 200 frames
+_TRACEBACK_HEAD_BYTES = 4096     # the rest is kept of the end, where the exception itself is
+MAX_RANK = 1 << 20               # far above any job; keeps a forged world size from making the manager count to 2**63
+MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol can hold
+
+# Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message.
+_AS_LIST: frozenset[type] = frozenset({Move})
+_SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit"})
+_SIGNED = frozenset({"exit_code"})   # minus the signal number
+
+Pack = Callable[[Any], Any]
+Unpack = Callable[[Any, str], Any]
+
+
+def cut_text(text: str, limit: int) -> str:
+    """The beginning of `text` in at most `limit` bytes of UTF-8, with a mark if something is missing."""
+    data = text.encode(errors="replace")
+    if len(data) <= limit:
+        return text
+    mark = " ... (cut)"
+    return data[: limit - len(mark)].decode(errors="ignore") + mark
+
+
+def cut_traceback(text: str) -> str:
+    """Both ends of `text` in at most MAX_TRACEBACK_BYTES of UTF-8: where it began, and what it came to."""
+    data = text.encode(errors="replace")
+    if len(data) <= MAX_TRACEBACK_BYTES:
+        return text
+    mark = "\n  ... (cut)\n"
+    tail_bytes = MAX_TRACEBACK_BYTES - _TRACEBACK_HEAD_BYTES - len(mark)
+    head, tail = data[:_TRACEBACK_HEAD_BYTES], data[-tail_bytes:]
+    return head.decode(errors="ignore") + mark + tail.decode(errors="ignore")
+
+
+class Record:
+    """How the dataclass `cls` travels: as a map by field name, or as a list if it is a bulk value."""
+
+    def __init__(self, cls: type) -> None:
+        hints = get_type_hints(cls)
+        self._cls = cls
+        self._as_list = cls in _AS_LIST
+        self._fields = [(item.name, _packer(hints[item.name], item.name), _unpacker(hints[item.name], item.name))
+                        for item in fields(cls)]
+        self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
+
+    def pack(self, value: Any) -> dict[str, Any] | list[Any]:
+        """`value`, an instance of the class, as plain data."""
+        if self._as_list:
+            return [pack(getattr(value, name)) for name, pack, _ in self._fields]
+        return {name: pack(getattr(value, name)) for name, pack, _ in self._fields}
+
+    def unpack(self, data: Any, where: str) -> Any:
+        """An instance from plain data. Fields that we do not know are ignored; those of an older peer take their default."""
+        if self._as_list:
+            if not isinstance(data, list) or len(data) < len(self._fields):
+                raise wrong(where, f"a list of {len(self._fields)}", data)
+            return self._cls(*(unpack(item, where) for item, (_, _, unpack) in zip(data, self._fields, strict=False)))
+        if not isinstance(data, dict):
+            raise wrong(where, "a map", data)
+        values = {}
+        for name, _, unpack in self._fields:
+            if name in data:
+                values[name] = unpack(data[name], f"{where}.{name}")
+            elif name not in self._optional:
+                raise RemoteProtocolError("malformed", f"{where}.{name} is missing")
+        return self._cls(**values)
+
+
+_RECORDS: dict[type, Record] = {}
+
+
+def record(cls: type) -> Record:
+    """The one `Record` of a class."""
+    if cls not in _RECORDS:
+        _RECORDS[cls] = Record(cls)
+    return _RECORDS[cls]
+
+
+def wrong(where: str, expected: str, value: object) -> RemoteProtocolError:
+    """The error for a value of the wrong type or size. The value itself comes from a stranger: only its type is shown."""
+    return RemoteProtocolError("malformed", f"{where} must be {expected}, not {type(value).__name__}")
+
+
+def integer(value: Any, where: str, low: int = 0, high: int = MAX_INTEGER) -> int:
+    """An integer of that range; a bool is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise wrong(where, "an integer", value)
+    if not low <= value <= high:
+        raise RemoteProtocolError("malformed", f"{where} must be between {low} and {high}")
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise wrong(where, "a string", value)
+    return value
+
+
+def _boolean(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(where, "a boolean", value)
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise wrong(where, "a number", value)
+    if not math.isfinite(value):
+        raise RemoteProtocolError("malformed", f"{where} must be finite")
+    return float(value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _split_optional(hint: Any) -> tuple[Any, bool]:
+    """The type inside `X | None`, and whether it was one."""
+    if get_origin(hint) not in (Union, types.UnionType):
+        return hint, False
+    (inner,) = (part for part in get_args(hint) if part is not type(None))
+    return inner, True
+
+
+def _packer(hint: Any, name: str) -> Pack:
+    """How a value of this annotation becomes plain data."""
+    inner, is_optional = _split_optional(hint)
+    if is_optional:
+        pack = _packer(inner, name)
+        return lambda value: None if value is None else pack(value)
+    if hint is str:
+        return cut_traceback if name == "traceback" else lambda value: cut_text(value, MAX_TEXT_BYTES)
+    if get_origin(hint) is tuple:
+        return _tuple_packer(get_args(hint), name)
+    if is_dataclass(hint):
+        return record(hint).pack  # type: ignore[arg-type]
+    if issubclass(hint, Enum):
+        return lambda value: value.value
+    return _same
+
+
+def _tuple_packer(parts: tuple[Any, ...], name: str) -> Pack:
+    if parts[-1] is Ellipsis:
+        pack = _packer(parts[0], name)
+        return lambda values: [pack(value) for value in values]
+    packs = [_packer(part, name) for part in parts]
+    return lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)]
+
+
+def _unpacker(hint: Any, name: str) -> Unpack:
+    """How plain data becomes a value of this annotation."""
+    inner, is_optional = _split_optional(hint)
+    if is_optional:
+        unpack = _unpacker(inner, name)
+        return lambda value, where: None if value is None else unpack(value, where)
+    if get_origin(hint) is tuple:
+        return _tuple_unpacker(get_args(hint), name)
+    if is_dataclass(hint):
+        return record(hint).unpack  # type: ignore[arg-type]
+    if issubclass(hint, Enum) and hint is not str:
+        return _enum_unpacker(hint)
+    if hint is int:
+        low = -MAX_INTEGER if name in _SIGNED else 0
+        high = MAX_RANK if name in _SMALL else MAX_INTEGER
+        return lambda value, where: integer(value, where, low, high)
+    return {bool: _boolean, float: _number, str: text}[hint]
+
+
+def _tuple_unpacker(parts: tuple[Any, ...], name: str) -> Unpack:
+    if parts[-1] is Ellipsis:
+        unpack = _unpacker(parts[0], name)
+
+        def unpack_all(value: Any, where: str) -> tuple[Any, ...]:
+            if not isinstance(value, list):
+                raise wrong(where, "a list", value)
+            return tuple(unpack(item, where) for item in value)
+
+        return unpack_all
+    unpacks = [_unpacker(part, name) for part in parts]
+
+    def unpack_each(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(unpacks):
+            raise wrong(where, f"a list of {len(unpacks)}", value)
+        return tuple(unpack(item, where) for unpack, item in zip(unpacks, value, strict=True))
+
+    return unpack_each
+
+
+def _enum_unpacker(kind: type[Enum]) -> Unpack:
+    by_value = {member.value: member for member in kind}
+
+    def unpack(value: Any, where: str) -> Enum:
+        member = by_value.get(text(value, where))
+        if member is None:
+            raise RemoteProtocolError("malformed", f"{where} is no {kind.__name__} that we know")
+        return member
+
+    return unpack

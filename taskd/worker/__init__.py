@@ -1,0 +1,1 @@
+"""The runtime inside a training process: interrupts, parked state, re-entry."""

@@ -1,0 +1,148 @@
+"""The process groups of one generation: their store prefix, what their creation opened, and their retirement.
+
+torch is changed in three places, each a wrapper around the original: `rendezvous` (every store gets the prefix
+taskd/<generation>, so that no generation meets the keys of an earlier one), `_new_process_group_helper` (remembers the
+group and the sockets that its creation opened) and `init_process_group` (waits at the gate when called outside the
+recoverable function).
+
+Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads with the GIL held,
+while one of them may need the GIL to destroy a finished work. A group is kept for two further generations; by then its
+threads have long come to rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from typing import Any, Callable, Iterator
+
+from taskd.worker.interrupt import abort_groups, open_sockets
+
+log = logging.getLogger(__name__)
+
+# Generations for which an aborted group is kept. One would do if its threads rest by the next recovery; two is certain.
+_GENERATIONS_KEPT = 2
+
+
+class Groups:
+    """Owns what torch.distributed has open in this process."""
+
+    def __init__(self, generation: int) -> None:
+        """`generation`: the one that this process starts in."""
+        self.generation = generation
+        self.created_at: float | None = None         # when the default group of this generation was ready
+        self._lock = threading.Lock()
+        self._groups: list[Any] = []
+        self._sockets: dict[int, str] = {}
+        self._before: dict[int, str] | None = None   # sockets before the creation in progress; None: none in progress
+        self._store_sockets: dict[int, str] = {}
+        self._retired: list[tuple[int, list[Any]]] = []
+        self._originals: dict[tuple[Any, str], Any] = {}
+
+    def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
+        """Put the wrappers into torch. `around_init(call)` decides when an `init_process_group` may run."""
+        import torch.distributed as dist  # noqa: PLC0415 - a worker that never uses torch must not pay for it
+        from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+        original_rendezvous = c10d.rendezvous
+        original_helper = c10d._new_process_group_helper
+        original_init = c10d.init_process_group
+
+        @functools.wraps(original_rendezvous)
+        def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            before = open_sockets()
+            for store, rank, world_size in original_rendezvous(*args, **kwargs):
+                with self._lock:
+                    now = open_sockets()
+                    self._store_sockets.update({fd: name for fd, name in now.items() if before.get(fd) != name})
+                yield c10d.PrefixStore(f"taskd/{self.generation}", store), rank, world_size
+
+        @functools.wraps(original_helper)
+        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                outermost = self._before is None
+                if outermost:
+                    self._before = open_sockets()
+            try:
+                created = original_helper(*args, **kwargs)
+            finally:
+                if outermost:
+                    self._finish_creation()
+            with self._lock:
+                self._groups.append(created[0] if isinstance(created, tuple) else created)
+            self.created_at = time.monotonic()
+            return created
+
+        @functools.wraps(original_init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            around_init(functools.partial(original_init, *args, **kwargs))
+
+        self._replace(c10d, "rendezvous", rendezvous)
+        self._replace(c10d, "_new_process_group_helper", new_process_group_helper)
+        self._replace(c10d, "init_process_group", init_process_group)
+        self._replace(dist, "init_process_group", init_process_group)
+
+    def _replace(self, module: Any, name: str, wrapper: Any) -> None:
+        self._originals[module, name] = getattr(module, name)
+        setattr(module, name, wrapper)
+
+    def uninstall(self) -> None:
+        """Give torch its own functions back (tests, and forked children that are no workers)."""
+        for (module, name), original in self._originals.items():
+            setattr(module, name, original)
+        self._originals.clear()
+
+    def _finish_creation(self) -> None:
+        with self._lock:
+            before = self._before or {}
+            opened = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
+            self._sockets.update(opened)
+            self._before = None
+
+    def abort(self) -> None:
+        """From the runtime thread: every collective, and a creation in progress, raises in the thread that waits in it."""
+        with self._lock:
+            sockets = dict(self._sockets)
+            if self._before is not None:             # blocked while connecting to a peer, or in the store
+                now = open_sockets()
+                sockets.update({fd: name for fd, name in now.items() if self._before.get(fd) != name})
+                sockets.update(self._store_sockets)
+            groups = list(self._groups)
+        abort_groups(_backends(groups), sockets)
+
+    def retire(self) -> None:
+        """Take the present groups out of torch and keep them until their threads rest. Main thread, after the unwinding."""
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with self._lock:
+            groups, self._groups = self._groups, []
+            self._sockets, self._store_sockets = {}, {}
+        if groups:
+            self._retired.append((self.generation, groups))
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A creation that was aborted half-way leaves its name and count behind; names must agree on all ranks.
+        world = dist.distributed_c10d._world
+        world.pg_names.clear()
+        world.group_count = 0
+
+    def begin(self, generation: int) -> None:
+        """A new generation: stores get its prefix from now on; what is old enough is freed."""
+        self.generation = generation
+        self.created_at = None
+        self._retired = [entry for entry in self._retired if generation - entry[0] <= _GENERATIONS_KEPT]
+
+
+def _backends(groups: list[Any]) -> list[Any]:
+    found = []
+    for group in groups:
+        for device in getattr(group, "_device_types", ()):
+            try:
+                found.append(group._get_backend(device))
+            except RuntimeError as error:  # a device type without a backend of its own
+                log.debug("no backend for %s: %s", device, error)
+    return found

@@ -1,0 +1,201 @@
+"""What one TrainState holds in this process: its objects, its step count, and the hooks that follow a training step.
+
+Owns the hooks on optimizers and modules, the capture of the per-rank part, and the rolling back at parking. Knows neither plan
+nor collectives. `TrainState` is the user's face of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.native.black_box import Phase
+from taskd.worker import life as life_module
+from taskd.worker.extras import Part, encode_part, read_position, write_position
+from taskd.worker.logbook import Logbook, logbook_of, parts_of
+from taskd.worker.rollback import Rollback
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+    from taskd.worker.roles import Roles
+
+log = logging.getLogger(__name__)
+
+# Running statistics above this are not written to the black box at every commit (copying 4 MiB takes about 1 ms).
+_MAX_BUFFER_BYTES = 4 * 1024 * 1024
+
+
+class Holding:
+    """Objects of one TrainState in one entry of the recoverable function."""
+
+    def __init__(self, name: str, roles: Roles) -> None:
+        self.name = name
+        self.roles = roles
+        self.step = 0
+        self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
+        self.is_landed = False        # restore() is complete
+        self.part = b""               # the per-rank part as of the last commit, pickled
+        self.parked_versions: dict[int, int] = {}     # id(parameter) -> its version counter at parking
+        self.rollback = Rollback(roles)
+        self._removers: list[Any] = []
+        self._is_large_reported = False
+
+    # ------------------------------------------------------------ the per-rank part
+
+    def encode(self, step: int) -> bytes:
+        """The per-rank part as it is now, for a commit that makes the count `step`."""
+        roles = self.roles
+        positions = {role: read_position(value) for role, value in roles.positions.items()} if roles.positions else {}
+        buffers = self._read_buffers() if roles.modules else {}
+        return encode_part(step, roles.values, positions, buffers)
+
+    def _read_buffers(self) -> dict[str, bytes]:
+        """Running statistics differ between ranks (DDP spreads those of rank 0 in the next forward). Host memory only: asking a device
+        would make every step wait for it."""
+        read: dict[str, bytes] = {}
+        total = 0
+        for name, tensor in self.rollback.moving_buffers():
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                continue
+            size = tensor.numel() * tensor.element_size()
+            total += size
+            if total > _MAX_BUFFER_BYTES:
+                if not self._is_large_reported:
+                    self._is_large_reported = True
+                    log.warning("TrainState(%r): buffers that change in the forward pass take more than %d bytes; a replaced rank gets %s and "
+                                "those behind it from another rank", self.name, _MAX_BUFFER_BYTES, name)
+                break
+            read[name] = ctypes.string_at(tensor.data_ptr(), size)
+        return read
+
+    def load_part(self, part: Part, *, with_values: bool) -> None:
+        """Put the per-rank part into the objects. `with_values` False: plain values are left as they are."""
+        if with_values:
+            self.roles.values.clear()
+            self.roles.values.update(part.values)
+        for role, position in part.positions.items():
+            if role in self.roles.positions:
+                write_position(self.roles.positions[role], position)
+        tensors = self.roles.named_tensors() if part.buffers else {}
+        for name, data in part.buffers.items():
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.numel() * tensor.element_size() == len(data):
+                with torch.no_grad():
+                    tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
+
+    # ------------------------------------------------------------ following the step
+
+    def attach(self) -> None:
+        """Hook the objects: a forward pass ends, an optimizer begins."""
+        for module in self.roles.modules.values():
+            self._removers.append(module.register_forward_hook(_ForwardMark(self)).remove)
+        for optimizer in self.roles.optimizers.values():
+            self._removers.append(optimizer.register_step_pre_hook(lambda *_: self.begin_update()).remove)
+        for stepper in self.roles.steppers.values():
+            self._removers.append(_wrap_step(stepper, self.begin_update))
+
+    def detach(self) -> None:
+        """Take the hooks off again: objects built outside the function live on."""
+        while self._removers:
+            self._removers.pop()()
+
+    def begin_update(self) -> None:
+        """An optimizer begins to write: from here to commit() this copy is torn."""
+        life = life_module.current()
+        if life is None:
+            return
+        life.hold()
+        self.capture_pending(life)
+        self.began = True
+        if life.box is not None:
+            life.box.mark_phase(Phase.OPTIMIZER)
+
+    def capture_pending(self, life: Life) -> None:
+        """Write what this rank's extras will be once the present step is committed."""
+        parts = parts_of(life.states)
+        parts[self.name] = self.encode(self.step + 1)
+        logbook_of(life).write_pending((life.version or 0) + 1, parts)
+
+    def commit(self, life: Life, logbook: Logbook) -> None:
+        """One version further. The caller holds interrupts off."""
+        self.began = True             # whatever fails in here leaves a copy that is neither version
+        self.rollback.remember()
+        self.step += 1
+        self.part = self.encode(self.step)
+        version = life.version = (life.version or 0) + 1
+        logbook.write_committed(version, parts_of(life.states))
+        box = life.box
+        if box is not None:
+            box.mark_version(version)
+            box.mark_phase(Phase.STEP)
+        self.began = False
+
+    # ------------------------------------------------------------ parking
+
+    def park(self) -> str:
+        """Leave the entry: hooks off, gradients freed, mid-step changes rolled back. Returns why the copy is torn, or ""."""
+        self.detach()
+        if self.began:
+            reason = "between optimizer.step() and commit()"
+        else:
+            reason = self.rollback.roll_back()
+        self.drop_gradients()
+        self.parked_versions = {
+            id(tensor): tensor._version  # noqa: SLF001 - tells whether somebody writes to it until it is restored
+            for tensor in self.roles.named_tensors().values() if isinstance(tensor, torch.nn.Parameter)
+        }
+        return reason
+
+    def drop_gradients(self) -> None:
+        """Gradients of an interrupted step are no state."""
+        for tensor in self.roles.named_tensors().values():
+            if tensor.grad is not None:
+                tensor.grad = None
+
+
+class _ForwardMark:
+    """Forward hook of a registered module. A class of its own so that a copied or pickled model does not drag the TrainState along."""
+
+    def __init__(self, holding: Holding | None = None) -> None:
+        self._holding = holding
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        holding = self._holding
+        if holding is None or not module.training or not torch.is_grad_enabled():
+            return
+        life = life_module.current()
+        if life is not None:
+            holding.capture_pending(life)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _ForwardMark:
+        return _ForwardMark()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_ForwardMark, ())
+
+
+def _wrap_step(stepper: Any, before: Any) -> Any:
+    """Call `before` at each `stepper.step()`. Returns what undoes it."""
+    had_own = "step" in vars(stepper)
+    original = stepper.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return original(*args, **kwargs)
+
+    stepper.step = step
+
+    def undo() -> None:
+        if had_own:
+            stepper.step = original
+        else:
+            del stepper.step
+
+    return undo

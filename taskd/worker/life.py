@@ -1,0 +1,87 @@
+"""What one training process knows of its own life: identity, generation, held-back interrupt, parked state.
+
+Shared by the runtime (which writes it from messages), the decorator and `TrainState`. Knows no sockets and no collectives.
+The only writer of `held` is the main thread; `pending` is written by the runtime thread and read by the main thread: the
+signal handler runs in the main thread, so between looking at `held` and raising nothing can slip in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable
+
+from taskd.errors import Interrupted
+
+if TYPE_CHECKING:
+    from taskd.core.commands import Move
+    from taskd.native.black_box import BlackBox
+
+
+@dataclass
+class Plan:
+    """What `Resume` said: the cut's version (None: everybody starts afresh) and each rank's move."""
+
+    generation: int
+    version: int | None
+    moves: dict[int, Move]
+
+
+@dataclass
+class Life:
+    """One incarnation of one rank.
+
+    `version` counts commits of all TrainStates together (with one TrainState it equals its `step`): the order of commits is
+    the same on every rank, so the count names one point of the program.
+    """
+
+    rank: int
+    world_size: int
+    incarnation: int
+    box: BlackBox | None = None
+    # Extras (version -> bytes) and DDP layout that the predecessor of this incarnation left in its black box.
+    inherited_extras: dict[int, bytes] = field(default_factory=dict)
+    inherited_layout: bytes | None = None
+
+    generation: int = 0
+    version: int | None = None            # None: no TrainState has been restored in this process
+    in_recoverable: bool = False
+    plan: Plan | None = None              # None on the first, undisturbed entry
+    states: dict[str, Any] = field(default_factory=dict)    # TrainStates of the present entry, by name
+    parked: dict[str, Any] = field(default_factory=dict)    # those of the last entry; emptied by restore()
+    held: bool = False                    # between optimizer.step() and commit()
+    pending: str | None = None            # reason of an interrupt that has not been raised yet
+    on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
+    restored_at: float | None = None      # monotonic time at which restore() of this entry was done
+    restored_from: str = ""               # what it said
+
+    @property
+    def is_reentry(self) -> bool:
+        """True while the function runs as part of a recovery, survivors and replacements alike."""
+        return self.plan is not None
+
+    def hold(self) -> None:
+        """The optimizer begins to write: from here to `release_hold` an interrupt would tear the state."""
+        self.held = True
+
+    def release_hold(self) -> None:
+        """A commit is complete. Raises the interrupt that was held back, if any."""
+        self.held = False
+        if self.on_commit is not None:
+            self.on_commit()
+        if self.pending is not None:
+            reason, self.pending = self.pending, None
+            raise Interrupted(reason)
+
+
+_current: Life | None = None
+
+
+def current() -> Life | None:
+    """The life of this process, or None outside a taskd job."""
+    return _current
+
+
+def set_current(life: Life | None) -> None:
+    """Called by the runtime at its start, and in forked children (data loaders), which are no workers."""
+    global _current  # noqa: PLW0603 - a process has one life
+    _current = life

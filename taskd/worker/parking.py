@@ -1,0 +1,157 @@
+"""Parking the state of an interrupted entry, and moving it into what the next entry built.
+
+Owns the moves: storages change hands by reference, so that the peak is the old optimizer memory plus a fresh model. Knows no collectives:
+what comes from other ranks is `taskd.worker.exchange`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.errors import StateError
+from taskd.worker import buckets
+from taskd.worker.roles import parameters_of
+from taskd.worker.rollback import load_scaler, write_group
+
+if TYPE_CHECKING:
+    from taskd.worker.holding import Holding
+    from taskd.worker.life import Life
+    from taskd.worker.roles import Roles
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParkReport:
+    """What this process holds after an entry. `version` None: nothing. `clean` False: torn, and `reason` says how."""
+
+    version: int | None
+    clean: bool
+    reason: str
+
+
+def park_all(life: Life) -> ParkReport:
+    """Called by the decorator when an entry has unwound: move `life.states` to `life.parked`.
+
+    A state whose restore() was not complete does not count; what was parked for it before stays parked.
+    """
+    reasons = []
+    for name, holding in life.states.items():
+        if holding.is_landed:
+            life.parked[name] = holding
+            reason = holding.park()
+            if reason:
+                reasons.append(f"TrainState {name!r}: {reason}")
+        else:
+            holding.detach()
+    life.states = {}
+    life.held = False
+    buckets.end_entry()
+    if life.version is None:              # an exchange was cut short: what it began to overwrite is no copy any more
+        life.parked = {}
+    if not life.parked:
+        return ParkReport(None, clean=True, reason="")
+    for reason in reasons:
+        log.warning("rank %d: the copy of version %s is torn: %s", life.rank, life.version, reason)
+    return ParkReport(life.version, clean=not reasons, reason="; ".join(reasons))
+
+
+# ---------------------------------------------------------------- moving
+
+
+def move(old: Holding, new: Holding, *, is_kept: bool) -> None:
+    """Put the parked objects' content into the new ones.
+
+    Args:
+        is_kept: False if another rank's state is received afterwards: only the memory matters then.
+
+    Raises:
+        StateError: the two do not fit; the text names the tensor or role.
+    """
+    if old.roles.object_roles() != new.roles.object_roles():
+        raise StateError(_different_roles(old, new))
+    _move_tensors(old, new, is_kept=is_kept)
+    for role, optimizer in new.roles.optimizers.items():
+        _move_optimizer(f"TrainState({new.name!r}): {role}", old.roles.optimizers[role], optimizer)
+    for kind in ("steppers", "schedulers", "replicas"):
+        before, now = getattr(old.roles, kind), getattr(new.roles, kind)
+        for role, value in now.items():
+            if value is not before[role]:
+                value.load_state_dict(before[role].state_dict())
+    for role, scaler in new.roles.scalers.items():
+        load_scaler(scaler, old.roles.scalers[role].state_dict())
+    new.step = old.step
+    new.roles.values = dict(old.roles.values)
+
+
+def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> None:
+    parked, fresh = old.roles.named_tensors(), new.roles.named_tensors()
+    caches = caches_of(old.roles) | caches_of(new.roles)
+    missing, added = sorted(parked.keys() - fresh.keys() - caches), sorted(fresh.keys() - parked.keys() - caches)
+    if missing or added:
+        what = f"the parked state has {missing[0]}, the newly built objects have not" if missing else \
+            f"the newly built objects have {added[0]}, the parked state has not"
+        message = f"TrainState({new.name!r}): {what}: build the same model in every entry"
+        raise StateError(message)
+    with torch.no_grad():
+        for name, source in parked.items():
+            target = fresh.get(name)
+            if target is None or (name in caches and target.shape != source.shape):
+                continue
+            if target is source:
+                if is_kept:
+                    _check_untouched(old, new.name, name, source)
+            elif target.shape != source.shape:
+                message = (f"TrainState({new.name!r}): {name} has shape {tuple(target.shape)} now and had {tuple(source.shape)} before the "
+                           "fault: build the same model in every entry")
+                raise StateError(message)
+            elif target.dtype == source.dtype and target.device == source.device:
+                target.data = source.data
+            else:
+                target.copy_(source)
+
+
+def _check_untouched(old: Holding, state_name: str, name: str, tensor: torch.Tensor) -> None:
+    parked_version = old.parked_versions.get(id(tensor))
+    if parked_version is not None and tensor._version != parked_version:  # noqa: SLF001
+        message = (f"TrainState({state_name!r}): {name} was written to after the fault and before restore(): the trained values are gone. Build "
+                   "the model inside the recoverable function, or call restore() before anything initialises it again")
+        raise StateError(message)
+
+
+def _move_optimizer(label: str, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    if old is new:
+        return
+    before, now = parameters_of(old), parameters_of(new)
+    if [len(group["params"]) for group in old.param_groups] != [len(group["params"]) for group in new.param_groups]:
+        message = f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and had {len(before)} in " \
+                  f"{len(old.param_groups)} before the fault: build the same optimizer in every entry"
+        raise StateError(message)
+    twins = dict(zip(before, now, strict=True))
+    # By reference: until the parked state is dropped both optimizers look at one memory, and an interrupt in here loses nothing.
+    new.state.clear()
+    for key, entries in old.state.items():
+        new.state[twins.get(key, key)] = entries
+    for group, parked in zip(new.param_groups, old.param_groups, strict=True):
+        write_group(group, parked)
+
+
+def caches_of(roles: Roles) -> set[str]:
+    """Names of buffers that are no part of a state_dict: they are moved where they fit, and may differ."""
+    names = set()
+    for role, module in roles.modules.items():
+        for path, part in module.named_modules():
+            names.update(".".join(word for word in (role, path, key) if word) for key in part._non_persistent_buffers_set)  # noqa: SLF001
+    return names
+
+
+def _different_roles(old: Holding, new: Holding) -> str:
+    before: Any = sorted(old.roles.object_roles())
+    now: Any = sorted(new.roles.object_roles())
+    return f"TrainState({new.name!r}) holds {', '.join(now) or 'nothing'} now and held {', '.join(before) or 'nothing'} before the fault: " \
+           "register the same objects in every entry"
+

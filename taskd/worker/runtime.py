@@ -1,0 +1,351 @@
+"""The runtime of one training process: a background thread that listens to the agent, and the main thread's waits.
+
+            agent ──Interrupt, Resume, Release, GiveUp──►  runtime thread ──signal──►  main thread (the user's code)
+                  ◄──Paused, Raised, Recovered, Returned──  (socketpair, wire codec)
+
+Owns the channel, the black box and the `Life` of this process. Decides nothing about the job: it reports and obeys.
+`taskd.worker.recoverable` is the part that runs in the main thread around the user's function.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Callable
+
+from taskd.core import commands, events
+from taskd.core.faults import Fault, FaultKind
+from taskd.errors import Interrupted, RemoteProtocolError
+from taskd.native import death_alarm
+from taskd.native.black_box import BlackBox, Phase
+from taskd.transport.channel import Channel
+from taskd.wire import codec, translate
+from taskd.worker import life as life_module
+from taskd.worker import victims
+from taskd.worker.groups import Groups
+from taskd.worker.interrupt import MainThreadInterrupter
+from taskd.worker.life import Life, Plan
+
+if TYPE_CHECKING:
+    from taskd.core.events import WorkerEvent
+
+log = logging.getLogger(__name__)
+
+WORKER_ENV = "TASKD_WORKER"      # JSON of the bootstrap, for workers that were started by exec
+
+
+class Where(enum.Enum):
+    """Where the main thread is, as far as an interrupt is concerned."""
+
+    OUTSIDE = "outside"          # before, between or after recoverable functions
+    INSIDE = "inside"            # running the function
+    WAITING = "waiting"          # in one of our own waits
+
+
+class Runtime:
+    """See the module. One per process; created in the main thread before the script runs."""
+
+    def __init__(self, bootstrap: dict[str, Any]) -> None:
+        """`bootstrap`: the dict that the agent made for this incarnation (docs/protocol.md, "bootstrap")."""
+        self.job_id: str = bootstrap["job_id"]
+        self.node_rank: int = bootstrap["node_rank"]
+        self.fault_timeout_s: float = bootstrap["fault_timeout_s"]
+        box = BlackBox.attach(bootstrap["box_fd"])
+        self.life = Life(
+            rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
+            generation=bootstrap["generation"], box=box,
+        )
+        box.begin(os.getpid(), self.life.incarnation)
+        self._inherit(bootstrap.get("previous_fd"))
+        self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
+        self.groups = Groups(self.life.generation)
+        self.declared = False
+        self.where = Where.OUTSIDE
+        self.outer_init: Callable[[], None] | None = None   # how the default group was made outside the function
+        # All below: written under the condition's lock.
+        self.condition = threading.Condition()
+        self.target_generation = self.life.generation      # newest generation that an Interrupt named
+        self.must_gate: bool = bootstrap["gated"]
+        self.resume: commands.Resume | None = None
+        self.resumed_at = 0.0
+        self.released = False
+        self.gave_up: commands.GiveUp | None = None
+        self.agent_gone = False
+        self._channel = Channel(bootstrap["channel_fd"])
+        self._sequence = 0
+        self._pid = os.getpid()
+        self._interrupter = MainThreadInterrupter(self.life)
+        self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
+
+    def _inherit(self, previous_fd: int | None) -> None:
+        """Take over what the predecessor left, into our own box too: our successor may need it before we commit."""
+        if previous_fd is None or self.life.box is None:
+            return
+        previous = BlackBox.attach(previous_fd)
+        self.life.inherited_extras = previous.read_extras()
+        self.life.inherited_layout = previous.read_layout()
+        previous.close()
+        for version, payload in sorted(self.life.inherited_extras.items())[-2:]:
+            self.life.box.write_extras(version, payload)
+        if self.life.inherited_layout is not None:
+            self.life.box.write_layout(self.life.inherited_layout)
+
+    def start(self) -> None:
+        """Begin to listen; from here on the process can be interrupted."""
+        self.groups.install(self._around_init)
+        os.register_at_fork(after_in_child=self._disarm)
+        self._thread.start()
+        self.send(events.WorkerReady(**self.identity("ready"), guarded=self.guarded))
+
+    def _disarm(self) -> None:
+        """In a forked child (a data loader's process): no worker, no channel, no interrupts."""
+        life_module.set_current(None)
+        set_current(None)
+        self._channel.close()
+
+    # ------------------------------------------------------------------ towards the agent
+
+    def send(self, event: WorkerEvent) -> None:
+        """Report to the agent. Never raises: a lost agent ends this process by other means (the life pipe)."""
+        with self.condition:
+            self._sequence += 1
+            envelope = codec.Envelope(
+                job_id=self.job_id, role="worker", node_rank=self.node_rank, rank=self.life.rank,
+                incarnation=self.life.incarnation, generation=self.target_generation, sequence=self._sequence,
+                cause=event.cause,
+            )
+            sent = self._channel.send(codec.encode(envelope, translate.event_to_message(event)))
+        if not sent:
+            log.warning("rank %d: the agent did not take %s: its end of the channel is closed",
+                        self.life.rank, type(event).__name__)
+
+    def identity(self, what: str) -> dict[str, Any]:
+        """The fields that every event of this worker begins with."""
+        now = time.monotonic()
+        return {"now": now, "cause": f"{what}:{self.life.rank}.{self.life.incarnation}:{now:.6f}",
+                "rank": self.life.rank, "incarnation": self.life.incarnation}
+
+    def declare(self) -> None:
+        """The script uses `recoverable`: tell the agent once, and prepare torch for being interrupted."""
+        if self.declared:
+            return
+        self.declared = True
+        from taskd.worker import buckets  # noqa: PLC0415 - imports torch
+        buckets.install()
+        self.send(events.WorkerDeclared(**self.identity("declared")))
+
+    def mark(self, phase: Phase) -> None:
+        """Note in the black box where the main thread is."""
+        if self.life.box is not None:
+            self.life.box.mark_phase(phase)
+
+    # ------------------------------------------------------------------ the runtime thread
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        poller.register(self._channel.fd, select.POLLIN)
+        while not self._channel.closed:
+            poller.poll()
+            for data in self._channel.receive():
+                try:
+                    envelope, message = codec.decode(data)
+                    command = translate.message_to_command(envelope, message)
+                except RemoteProtocolError as error:
+                    log.warning("rank %d: a message of the agent was refused: %s", self.life.rank, error)
+                    continue
+                self._obey(command)
+        with self.condition:
+            self.agent_gone = True
+            self.condition.notify_all()
+        if not self.guarded and os.getpid() == self._pid:
+            death_alarm.end_own_process_group()
+
+    def _obey(self, command: commands.Command) -> None:
+        match command:
+            case commands.Interrupt():
+                self._interrupt(command)
+            case commands.Resume():
+                with self.condition:
+                    if command.generation >= self.target_generation:
+                        self.target_generation = command.generation
+                        self.resume, self.resumed_at = command, time.monotonic()
+                        self.condition.notify_all()
+            case commands.Release():
+                with self.condition:
+                    self.released = True
+                    self.condition.notify_all()
+            case commands.GiveUp():
+                with self.condition:
+                    self.gave_up = command
+                    self.condition.notify_all()
+            case _:
+                log.warning("rank %d: %s is no command for a worker", self.life.rank, type(command).__name__)
+
+    def _interrupt(self, command: commands.Interrupt) -> None:
+        with self.condition:
+            if command.generation <= self.target_generation:
+                return
+            self.target_generation = command.generation
+            self.resume = None
+            self.must_gate = True
+            where = self.where
+            self.condition.notify_all()
+        # First the abort, then the signal: an exception that unwinds frames may free groups and must not wait for them.
+        self.groups.abort()
+        if where is Where.INSIDE:
+            self._interrupter.interrupt(command.reason)
+
+    # ------------------------------------------------------------------ the main thread
+
+    def gate(self, *, version: int | None, clean: bool, reason: str = "") -> None:
+        """If a recovery is going on, report `WorkerPaused`, wait for `Resume` and apply it. Returns at once otherwise."""
+        while True:
+            with self.condition:
+                if not self.must_gate:
+                    return
+                generation = self.target_generation
+                self.where = Where.WAITING
+            self.mark(Phase.PAUSED)
+            self.send(events.WorkerPaused(**self.identity("paused"), generation=generation, version=version,
+                                          clean=clean, reason=reason))
+            self.groups.retire()
+            resume = self._await_resume(generation)
+            if resume is not None:
+                self._apply(resume)
+                return
+
+    def _await_resume(self, generation: int) -> commands.Resume | None:
+        """The `Resume` of `generation`, or None if a newer interrupt made it void."""
+        with self.condition:
+            while True:
+                if self.resume is not None:
+                    resume, self.resume = self.resume, None
+                    self.must_gate = False
+                    return resume
+                if self.target_generation != generation:
+                    return None
+                self.raise_if_over()
+                self.condition.wait()
+
+    def raise_if_over(self) -> None:
+        """Under the lock: the agent is gone or the job was given up, so nobody will ever resume us."""
+        if self.agent_gone:
+            message = f"rank {self.life.rank}: the agent is gone; this process ends"
+            raise SystemExit(message)
+        if self.gave_up is not None and self.gave_up.culprit != self.life.rank:
+            message = f"rank {self.life.rank}: the job was given up: {self.gave_up.reason}"
+            raise SystemExit(message)
+
+    def _apply(self, resume: commands.Resume) -> None:
+        life = self.life
+        life.generation = resume.generation
+        life.plan = Plan(resume.generation, resume.version, {move.rank: move for move in resume.moves})
+        life.pending = None
+        life.held = False
+        life.on_commit = self._report_recovery
+        self.groups.begin(resume.generation)
+        self.where = Where.OUTSIDE
+
+    def _report_recovery(self) -> None:
+        """First commit after a resume."""
+        life, now = self.life, time.monotonic()
+        life.on_commit = None
+        groups_at = self.groups.created_at or self.resumed_at
+        state_at = max(life.restored_at or groups_at, groups_at)
+        self.send(events.WorkerRecovered(
+            **self.identity("recovered"), generation=life.generation, version=life.version or 0,
+            groups_s=max(0.0, groups_at - self.resumed_at), state_s=state_at - groups_at,
+            first_step_s=now - state_at, source=life.restored_from,
+        ))
+
+    def _around_init(self, call: Callable[[], None]) -> None:
+        """Run an `init_process_group`. Outside the function it waits at the gate, and starts over if it is interrupted."""
+        if self.where is Where.INSIDE or not self.declared:
+            call()
+            return
+        while True:
+            self.gate(version=None, clean=True)
+            try:
+                call()
+            except RuntimeError as error:
+                with self.condition:
+                    interrupted = self.must_gate
+                if not interrupted:
+                    raise
+                log.info("rank %d: init_process_group was interrupted: %s", self.life.rank, victims.describe(error))
+                continue
+            self.outer_init = call
+            return
+
+    def report_raised(self, error: BaseException, *, clean: bool, raised_at: float) -> None:
+        """An exception left the function: say what it was, and wait to be told what follows."""
+        kind = FaultKind.COMMUNICATION if victims.is_communication_error(error) else FaultKind.RAISED
+        detail = victims.describe(error)
+        fault = Fault(
+            kind=kind, rank=self.life.rank, incarnation=self.life.incarnation, detail=detail, version=self.life.version,
+            phase=None, signature=detail, traceback=victims.traceback_text(error),
+        )
+        with self.condition:
+            generation = self.target_generation
+        self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,
+                                      age_s=time.monotonic() - raised_at))
+
+
+_runtime: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The runtime of this process, or None if no agent started it."""
+    return _runtime
+
+
+def set_current(runtime: Runtime | None) -> None:
+    """Replace the runtime of this process (None in forked children)."""
+    global _runtime  # noqa: PLW0603 - a process has one runtime
+    _runtime = runtime
+
+
+def start(bootstrap: dict[str, Any]) -> Runtime:
+    """Start the runtime of this process from the agent's bootstrap dict."""
+    runtime = Runtime(bootstrap)
+    set_current(runtime)
+    life_module.set_current(runtime.life)
+    runtime.start()
+    return runtime
+
+
+def start_from_environment() -> Runtime | None:
+    """For workers started by exec: the bootstrap is in the environment, and names the pid that it is meant for."""
+    if _runtime is not None:
+        return _runtime
+    text = os.environ.get(WORKER_ENV)
+    if not text:
+        return None
+    bootstrap = json.loads(text)
+    if bootstrap.get("pid") != os.getpid():      # a child of the worker inherits its environment
+        return None
+    return start(bootstrap)
+
+
+def on_uncaught(error: BaseException) -> None:
+    """The script ends by an exception outside any recoverable function: leave word of it for the agent."""
+    runtime = _runtime
+    if runtime is None or isinstance(error, (SystemExit, KeyboardInterrupt, Interrupted)):
+        return
+    detail = victims.describe(error)
+    fault = Fault(
+        kind=FaultKind.EXITED, rank=runtime.life.rank, incarnation=runtime.life.incarnation, detail=f"exit 1 after {detail}",
+        version=runtime.life.version, signature=detail, traceback=victims.traceback_text(error), exit_code=1,
+    )
+    runtime.send(events.WorkerUncaught(**runtime.identity("uncaught"), fault=fault))
+
+
+def on_exit() -> None:
+    """The script is over; the process leaves on purpose."""
+    if _runtime is not None:
+        _runtime.mark(Phase.EXITING)

@@ -1,0 +1,28 @@
+"""Runs an example and kills one rank at one optimizer step, once: `kill_once.py MARKER RANK STEP script [arguments]`.
+
+The example itself knows nothing of it. MARKER is the file that remembers that the kill has happened.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+marker, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sys.argv = sys.argv[4:]
+steps_begun = 0
+
+
+def count(*_: object) -> None:
+    """Before each optimizer step."""
+    global steps_begun
+    steps_begun += 1
+    if steps_begun == step and os.environ["RANK"] == rank and not os.path.exists(marker):
+        open(marker, "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+register_optimizer_step_pre_hook(count)
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,134 @@
+"""examples/train_start.sh is run for real on one node; of the Dockerfile everything but the downloads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Iterator
+
+import pytest
+import torch.distributed
+
+from tests.process import harness
+
+START = harness.ROOT / "examples" / "train_start.sh"
+DOCKERFILE = harness.ROOT / "examples" / "docker" / "Dockerfile"
+SED_LINE = ("sed -i '/import os/i import taskd.python.adaptor.patch' "
+            "$(pip3 show torch | grep Location | awk -F ' ' '{print $2}')/torch/distributed/run.py")
+
+
+def programs(directory: pathlib.Path) -> str:
+    """A PATH on which python3 is this interpreter."""
+    directory.mkdir()
+    link = directory / "python3"
+    link.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    link.chmod(0o755)
+    return f"{directory}{os.pathsep}{os.environ['PATH']}"
+
+
+@contextlib.contextmanager
+def node(tmp_path: pathlib.Path, script: str, **env: str) -> Iterator[tuple[harness.Job, harness.Output]]:
+    """One node of a job, started as a pod starts it. The job's ranks run `script`."""
+    (tmp_path / "tiny.py").write_text(script)
+    with harness.job(tmp_path) as job:
+        settings = {
+            "PATH": programs(tmp_path / "bin"), "RANK": "0", "POD_IP": "127.0.0.1", "MASTER_PORT": str(job.master_port),
+            "GPUS_PER_NODE": "2", "LAUNCHER": "python3 -m taskd.run", "MANAGER": str(harness.ROOT / "manager.py"),
+        }
+        start = harness.Output(["bash", str(START), "tiny.py"], job.env | settings | env, tmp_path / "start.out", tmp_path)
+        try:
+            yield job, start
+        finally:
+            start.end()
+
+
+def test_the_start_script_is_valid_bash() -> None:
+    subprocess.run(["bash", "-n", str(START)], check=True)
+    assert os.access(START, os.X_OK)
+    assert "set -euo pipefail" in START.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preload", ["off", "on"])
+def test_the_start_script_runs_a_job_of_one_node(tmp_path: pathlib.Path, preload: str) -> None:
+    if preload == "on" and not (harness.ROOT / "taskd/python/cython_api/libs/libtaskd.so").exists():
+        pytest.skip("libtaskd.so is not built in this checkout")
+    script = """import os, torch.distributed as dist
+dist.init_process_group("gloo")
+print("rank", dist.get_rank(), "of", dist.get_world_size(), os.environ["MASTER_ADDR"], os.environ.get("LD_PRELOAD"), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    with node(tmp_path, script, PRELOAD_LIBTASKD=preload) as (job, start):
+        finished = start.wait(90)
+        assert finished.returncode == 0, finished.output[-6000:]
+        for rank in range(2):
+            (line,) = [line for line in finished.output.splitlines() if line.startswith(f"rank {rank} of 2 127.0.0.1")]
+            assert ("libtaskd.so" in line) == (preload == "on")
+        assert "ERROR: ld.so" not in finished.output
+        assert job.leftovers() == set()
+
+
+@pytest.mark.slow
+def test_the_start_script_ends_with_the_exit_code_of_torchrun(tmp_path: pathlib.Path) -> None:
+    with node(tmp_path, "raise SystemExit(3)") as (job, start):
+        assert start.wait(90).returncode == 1, start.text[-6000:]
+        assert job.leftovers() == set()
+
+
+@pytest.mark.slow
+def test_the_start_script_hands_a_sigterm_on(tmp_path: pathlib.Path) -> None:
+    script = "import signal\nprint('tiny runs', flush=True)\nsignal.pause()\n"
+    with node(tmp_path, script, TASKD_FAULT_TIMEOUT="6") as (job, start):
+        start.wait_text("tiny runs", 60)
+        os.kill(start.process.pid, signal.SIGTERM)
+        assert start.wait(60).returncode != 0
+        assert job.leftovers() == set()
+
+
+def instructions() -> list[str]:
+    """The Dockerfile without comments, one instruction a line."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", DOCKERFILE.read_text()).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_the_dockerfile_is_well_formed() -> None:
+    lines = instructions()
+    words = [line.split()[0] for line in lines]
+    assert set(words) <= {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "EXPOSE", "ENV"}
+    assert words[0] in {"ARG", "FROM"}
+    assert "EXPOSE 9601" in lines
+    stages = re.findall(r"FROM \S+ AS (\w+)", "\n".join(lines))
+    assert set(re.findall(r"--from=(\w+)", "\n".join(lines))) <= set(stages)
+    for line in lines:
+        if line.startswith("RUN "):
+            subprocess.run(["sh", "-n", "-c", line.removeprefix("RUN ")], check=True)
+    for line in lines:
+        if line.startswith("COPY ") and "--from" not in line:
+            for source in line.split()[1:-1]:
+                assert (harness.ROOT / source).exists(), source
+
+
+def test_the_documented_sed_line_patches_a_copy_of_torchrun(tmp_path: pathlib.Path) -> None:
+    assert f"RUN {SED_LINE}" in instructions()
+    assert SED_LINE in (harness.ROOT / "README.md").read_text()
+    original = pathlib.Path(torch.distributed.__file__).parent / "run.py"
+    copy = tmp_path / "torch" / "distributed" / "run.py"
+    copy.parent.mkdir(parents=True)
+    shutil.copy(original, copy)
+    pip = tmp_path / "bin" / "pip3"
+    path = programs(tmp_path / "bin")
+    pip.write_text(f"#!/bin/sh\necho 'Name: torch'\necho 'Location: {tmp_path}'\n")
+    pip.chmod(0o755)
+    subprocess.run(["sh", "-c", SED_LINE], check=True, env=os.environ | {"PATH": path})
+    patched = copy.read_text()
+    assert patched.replace("import taskd.python.adaptor.patch\n", "") == original.read_text()
+    assert patched.count("import taskd.python.adaptor.patch\n") == 1
+    assert "import taskd.python.adaptor.patch\nimport os\n" in patched
+    compile(patched, str(copy), "exec")

@@ -1,0 +1,1 @@
+"""Tests of libtaskd and its Python side, with real processes."""

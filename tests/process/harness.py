@@ -1,0 +1,198 @@
+"""Starts real jobs (manager, torchrun, workers) for tests and benchmarks, and looks at what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """A clean environment for one job on loopback: nothing of ours inherited."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC"))}
+    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
+        env.pop(key, None)
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    return env | extra
+
+
+def descendants(pid: int) -> set[int]:
+    """All live processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                stat = pathlib.Path(f"/proc/{entry}/stat").read_text()
+                children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry))
+    found, todo = set(), [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            found.add(child)
+            todo.append(child)
+    return found
+
+
+def marked(value: str) -> set[int]:
+    """All live processes whose environment holds TASKD_TEST_MARK=value: orphans of a job are found by it."""
+    needle = f"TASKD_TEST_MARK={value}".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in pathlib.Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    state = pathlib.Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z":
+                        found.add(int(entry))
+    return found
+
+
+@dataclasses.dataclass
+class Finished:
+    """What one process of the job printed, and how it ended."""
+
+    returncode: int
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not empty."""
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
+
+
+class Output:
+    """A process whose output goes to a file, so that nobody has to drain a pipe."""
+
+    def __init__(self, command: list[str], env: dict[str, str], path: pathlib.Path, cwd: pathlib.Path) -> None:
+        self.path = path
+        with path.open("wb") as out:
+            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd,
+                                            start_new_session=True)
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> Finished:
+        ready, _, _ = select.select([self.pidfd], [], [], timeout_s)
+        if not ready:
+            message = f"still running after {timeout_s} s:\n{self.text[-6000:]}"
+            raise TimeoutError(message)
+        return Finished(self.process.wait(), self.text)
+
+    def wait_text(self, text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text:
+            ended = bool(select.select([self.pidfd], [], [], 0.02)[0])
+            if text in self.text:
+                return
+            if ended or time.monotonic() > deadline:
+                message = f"{'ended' if ended else 'too late'}, never said {text!r}:\n{self.text[-6000:]}"
+                raise TimeoutError(message)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        os.close(self.pidfd)
+
+
+class Job:
+    """One job on this machine: a manager (optional) and one or several torchruns."""
+
+    def __init__(self, directory: pathlib.Path, **env: str) -> None:
+        self.directory = directory
+        self.facts_dir = directory / "facts"
+        self.facts_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = directory / "log"
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.port = free_port()
+        self.master_port = free_port()
+        self.env = environment(
+            FACTS=str(self.facts_dir), TASKD_PORT=str(self.port), TASKD_PROCESS_ENABLE="on", MINDX_TASK_ID="test-job",
+            TASKD_LOG_PATH=str(self.log_dir), TASKD_TEST_MARK=self.mark,
+        ) | env
+        self.manager: Output | None = None
+        self.agents: list[Output] = []
+
+    def start_manager(self, *arguments: str) -> Output:
+        name = f"manager-{time.monotonic_ns()}.out"
+        self.manager = Output([sys.executable, str(ROOT / "manager.py"), *arguments], self.env, self.directory / name,
+                              self.directory)
+        return self.manager
+
+    def start_agent(self, script: str, *script_args: str, nproc: int = 4, options: tuple[str, ...] = (), **env: str) -> Output:
+        path = SCRIPTS / script
+        command = [sys.executable, "-m", "taskd.run", f"--nproc-per-node={nproc}", *options, str(path), *script_args]
+        agent = Output(command, self.env | env, self.directory / f"agent{len(self.agents)}.out", self.directory)
+        self.agents.append(agent)
+        return agent
+
+    def run(self, script: str = "train.py", *, nproc: int = 4, timeout_s: float = 90, options: tuple[str, ...] = (),
+            manager: bool = True, **env: str) -> Finished:
+        """Manager and one torchrun; returns torchrun's end."""
+        if manager:
+            self.start_manager()
+        return self.start_agent(script, nproc=nproc, options=options, **env).wait(timeout_s)
+
+    def facts(self, what: str | None = None) -> list[dict]:
+        """What the workers noted, with their rank, in order of time."""
+        found = []
+        for path in self.facts_dir.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                entry = json.loads(line) | {"rank": int(path.stem)}
+                if what is None or entry["what"] == what:
+                    found.append(entry)
+        return sorted(found, key=lambda entry: entry["time"])
+
+    def recoveries(self) -> list[dict]:
+        """The JSON records that the manager wrote."""
+        path = self.log_dir / "recoveries.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def digests(self) -> set[str]:
+        """Final digests of all ranks that finished."""
+        return {entry["digest"] for entry in self.facts("returned")}
+
+    def leftovers(self) -> set[int]:
+        """Processes of this job that are still there."""
+        return marked(self.mark)
+
+    def close(self) -> None:
+        for process in [*self.agents, self.manager]:
+            if process is not None:
+                process.end()
+        for pid in self.leftovers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def job(directory: pathlib.Path, **env: str) -> Iterator[Job]:
+    """A job that is cleaned up whatever happens."""
+    running = Job(directory, **env)
+    try:
+        yield running
+    finally:
+        running.close()

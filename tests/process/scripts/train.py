@@ -1,0 +1,181 @@
+"""A small DDP training that can hurt itself at a named place, once. Used by the crash matrix.
+
+FACTS   directory for what happened (one file per rank, one JSON line per fact)
+FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that).
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN  knobs of the workload
+"""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import taskd
+
+RANK = int(os.environ["RANK"])
+FACTS = os.environ["FACTS"]
+STEPS = int(os.environ.get("STEPS", "12"))
+SLEEP_S = float(os.environ.get("SLEEP_S", "0"))
+HIDDEN = int(os.environ.get("HIDDEN", "32"))
+LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
+BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
+OUTER_INIT = os.environ.get("OUTER_INIT") == "1"
+FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
+entries = 0
+
+
+def fact(what, **fields):
+    with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
+        out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields}) + "\n")
+
+
+def hurt(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "segv":
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "abort":
+        os.abort()
+    elif how == "exit3":
+        os._exit(3)
+    elif how == "exit0":
+        os._exit(0)
+    elif how == "sysexit0":
+        sys.exit(0)
+    elif how == "raise":
+        raise ValueError("a bad sample")
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise SystemExit(f"unknown way to be hurt: {how}")
+
+
+def here(place, step):
+    """The place `place` of step `step` is reached: does a fault belong here?"""
+    for index, spec in enumerate(FAULTS):
+        where, wanted_place, how = spec.split(":")
+        rank, wanted_step = (int(part) for part in where.split("@"))
+        if (rank, wanted_step, wanted_place) != (RANK, step, place):
+            continue
+        if not how.startswith("always-"):
+            try:
+                os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+        fact("fault", spec=spec, step=step)
+        hurt(how.removeprefix("always-"))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        # Registered in another order than used, so that DDP rebuilds its buckets after the first step.
+        self.last = torch.nn.Linear(HIDDEN, 4)
+        self.first = torch.nn.Linear(16, HIDDEN)
+        self.norm = torch.nn.BatchNorm1d(HIDDEN) if BATCH_NORM else torch.nn.Identity()
+        self.middle = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.dropout = torch.nn.Dropout(0.1)
+        self.step = 0
+        self.first.weight.register_hook(lambda grad: here("backward", self.step))
+
+    def forward(self, x):
+        x = self.norm(torch.relu(self.first(x)))
+        for layer in self.middle:
+            x = self.dropout(torch.relu(layer(x)))
+        here("forward", self.step)
+        return self.last(x)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator), torch.randint(4, (1,), generator=generator)[0]
+
+
+def batches(start):
+    sampler = [(step * dist.get_world_size() + RANK) * 8 % 4096 + i for step in range(start, STEPS) for i in range(8)]
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=8, sampler=sampler, num_workers=LOADER_WORKERS,
+                                         generator=torch.Generator())
+    return iter(loader)
+
+
+def init():
+    here("before-init", 0)
+    if any(spec.startswith(f"{RANK}@0:in-init:") for spec in FAULTS):
+        c10d = dist.distributed_c10d
+        original = c10d._new_process_group_helper
+
+        def helper(*args, **kwargs):
+            here("in-init", 0)
+            return original(*args, **kwargs)
+
+        c10d._new_process_group_helper = helper
+    dist.init_process_group("gloo")
+
+
+def digest(model):
+    data = b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@taskd.recoverable
+def train():
+    global entries
+    entries += 1
+    fact("entered", entry=entries)
+    here(f"entry-{entries}", 0)
+    if not OUTER_INIT:
+        init()
+    torch.manual_seed(1234)
+    model = Net()
+    torch.manual_seed(99 + RANK)
+    random.seed(7 + RANK)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
+    state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    restored = state.restore()
+    fact("restored", step=state.step, source=str(restored))
+    here(f"restored-{entries}", 0)
+    source = batches(state.step) if LOADER_WORKERS else None
+    while state.step < STEPS:
+        model.step = state.step
+        here("step", state.step)
+        if source is None:
+            generator = torch.Generator().manual_seed(1000 * state.step + RANK)
+            inputs, labels = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+        else:
+            inputs, labels = next(source)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(ddp(inputs * (1 + 0.01 * random.random())), labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        here("before-commit", state.step)
+        state.commit()
+        if SLEEP_S:
+            time.sleep(SLEEP_S)
+        fact("committed", step=state.step)
+    here("after-last", STEPS)
+    fact("done", step=state.step, digest=digest(model))
+    return digest(model)
+
+
+if OUTER_INIT:
+    init()
+here("boot", 0)
+result = train()
+fact("returned", digest=result)
+print(f"rank {RANK}: digest {result}", flush=True)

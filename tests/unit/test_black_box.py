@@ -1,0 +1,239 @@
+"""The black box: what is written is read, what was torn is not, and the layout is that of taskd.h."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from taskd.errors import NativeLibraryError
+from taskd.native import black_box, library
+from taskd.native.black_box import BlackBox, Phase
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def box():
+    box = BlackBox.create()
+    yield box
+    box.close()
+
+
+def test_every_constant_is_the_one_the_library_was_built_with():
+    binding = library.load()
+    if binding is None:
+        pytest.skip("libtaskd is not built here")
+    names = re.findall(r'^    \{"(\w+)",', (ROOT / "csrc/layout.c").read_text(), re.MULTILINE)
+    ours = {name: getattr(black_box, name.upper()) for name in names if name not in {"guard_held", "death_bytes"}}
+    assert len(ours) > 15
+    assert {name: binding.layout_value(name) for name in ours} == ours
+    assert binding.layout_value("no such name") == -1
+
+
+def test_a_new_box_says_nothing(box):
+    assert (box.pid, box.version, box.phase, box.alive_at) == (None, None, Phase.BOOT, None)
+    assert box.read_extras() == {}
+    assert box.read_layout() is None
+
+
+def test_what_one_side_marks_the_other_side_reads(box):
+    other = BlackBox.attach(os.dup(box.fd))
+    box.begin(pid=4711, incarnation=3)
+    box.mark_phase(Phase.OPTIMIZER)
+    box.mark_version(12)
+    assert (other.pid, other.incarnation, other.phase, other.version) == (4711, 3, Phase.OPTIMIZER, 12)
+    box.mark_version(0)
+    assert other.version == 0
+    other.close()
+
+
+def test_the_file_is_private_sealed_sparse_and_not_inherited(box):
+    status = os.fstat(box.fd)
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == black_box.BOX_BYTES
+    assert status.st_blocks * 512 <= 64 * 1024
+    assert not os.get_inheritable(box.fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(box.fd, 4096)
+
+
+def test_extras_keep_the_last_two_versions(box):
+    for version in range(5):
+        assert box.write_extras(version, b"v%d" % version)
+    assert box.read_extras() == {3: b"v3", 4: b"v4"}
+
+
+def test_committed_extras_win_over_pending_ones_of_the_same_version(box):
+    assert box.write_extras(7, b"pending", pending=True)
+    assert box.read_extras() == {7: b"pending"}
+    box.write_extras(6, b"six")
+    assert box.read_extras() == {6: b"six", 7: b"pending"}
+    box.write_extras(7, b"committed")
+    assert box.read_extras() == {6: b"six", 7: b"committed"}
+
+
+def test_the_last_of_two_writes_of_one_version_wins(box):
+    box.write_extras(1, b"first")
+    box.write_extras(1, b"second")
+    assert box.read_extras() == {1: b"second"}
+
+
+def test_the_largest_payloads_fit_and_larger_ones_change_nothing(box):
+    largest = os.urandom(black_box.MAX_EXTRAS_PAYLOAD_BYTES)
+    assert box.write_extras(1, largest)
+    assert box.write_extras(2, largest)
+    assert box.write_extras(3, largest, pending=True)
+    assert box.write_layout(b"x" * black_box.MAX_LAYOUT_PAYLOAD_BYTES)
+    assert not box.write_extras(4, largest + b"x")
+    assert not box.write_layout(b"y" * (black_box.MAX_LAYOUT_PAYLOAD_BYTES + 1))
+    assert box.read_extras() == {1: largest, 2: largest, 3: largest}
+    assert box.read_layout() == b"x" * black_box.MAX_LAYOUT_PAYLOAD_BYTES
+
+
+def test_empty_payloads_are_payloads(box):
+    box.write_extras(0, b"")
+    box.write_layout(b"")
+    assert box.read_extras() == {0: b""}
+    assert box.read_layout() == b""
+
+
+class Died(BaseException):
+    """Stands for the end of the process in the middle of a write."""
+
+
+def die_when_the_checksum_is_taken(monkeypatch):
+    def die(*_):
+        raise Died
+
+    monkeypatch.setattr(zlib, "crc32", die)
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_death_in_the_middle_of_a_write_costs_only_that_write(box, monkeypatch, pending):
+    box.write_extras(1, b"one")
+    box.write_extras(2, b"two")
+    box.write_extras(3, b"three?", pending=True)
+    with monkeypatch.context() as patch:
+        die_when_the_checksum_is_taken(patch)
+        with pytest.raises(Died):
+            box.write_extras(3, b"three", pending=pending)
+    assert box.read_extras() == ({1: b"one", 2: b"two"} if pending else {2: b"two", 3: b"three?"})
+    box.write_extras(3, b"three")
+    assert box.read_extras()[3] == b"three"
+    assert box.read_extras()[2] == b"two"
+
+
+def test_a_torn_layout_is_no_layout(box, monkeypatch):
+    box.write_layout(b"old")
+    with monkeypatch.context() as patch:
+        die_when_the_checksum_is_taken(patch)
+        with pytest.raises(Died):
+            box.write_layout(b"new")
+    assert box.read_layout() is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 62), st.binary(max_size=64), st.booleans()), max_size=12),
+    st.binary(max_size=4096),
+)
+def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_for_one(writes, noise):
+    box = BlackBox.create()
+    committed = {}
+    for version, payload, pending in writes:
+        assert box.write_extras(version, payload, pending=pending)
+        if not pending:
+            committed = {version: payload}
+        found = box.read_extras()
+        assert all((v, found[v]) in {(w, p) for w, p, _ in writes} for v in found)
+        assert committed.items() <= found.items()
+    os.pwrite(box.fd, noise, black_box.EXTRAS_OFFSET)
+    box.read_extras()
+    box.close()
+
+
+WRITER = """
+import os, sys
+from taskd.native.black_box import BlackBox
+box = BlackBox.attach(int(sys.argv[1]))
+box.begin(os.getpid(), 1)
+version = 0
+while True:
+    version += 1
+    box.write_extras(version, b"%d," % version * 20000, pending=True)
+    box.write_extras(version, b"%d," % version * 20000)
+    box.mark_version(version)
+    if version == 20:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_writer_leaves_complete_extras_for_its_version():
+    for _ in range(5):
+        box = BlackBox.create()
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(box.fd)], pass_fds=[box.fd], stdout=subprocess.PIPE, cwd=ROOT
+        )
+        with writer:
+            assert writer.stdout.readline() == b"running\n"
+            writer.send_signal(signal.SIGKILL)
+        extras = box.read_extras()
+        assert box.pid == writer.pid
+        assert box.version in extras
+        assert all(payload == b"%d," % version * 20000 for version, payload in extras.items())
+        box.close()
+
+
+def test_a_forked_child_writes_to_nobody(box):
+    box.begin(os.getpid(), 1)
+    box.mark_version(5)
+    pid = os.fork()
+    if pid == 0:
+        box.mark_version(99)
+        box.write_extras(99, b"child")
+        os._exit(0 if box.version == 99 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert box.version == 5
+    assert box.read_extras() == {}
+
+
+def test_what_is_no_black_box_is_refused_and_left_open(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"something else")
+    fd = os.open(path, os.O_RDWR)
+    with pytest.raises(NativeLibraryError, match="no black box of layout 1"):
+        BlackBox.attach(fd)
+    os.close(fd)
+    with pytest.raises(NativeLibraryError, match="is no black box"):
+        BlackBox.attach(fd)
+
+
+def test_another_layout_version_is_refused(box):
+    os.pwrite(box.fd, b"\x02", black_box.OFFSET_LAYOUT_VERSION)
+    with pytest.raises(NativeLibraryError, match="one version of taskd"):
+        BlackBox.attach(box.fd)
+
+
+def test_closing_twice_is_closing_once(box):
+    fd = box.fd
+    box.close()
+    box.close()
+    assert box.fd == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_a_forgotten_box_gives_its_descriptor_back():
+    box = BlackBox.create()
+    fd = box.fd
+    del box
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

@@ -1,0 +1,206 @@
+"""The documentation says what the code does: variables, log lines, record fields, timeouts, names, links."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib
+import pathlib
+import re
+from typing import Iterator
+
+import pytest
+
+from taskd.core.commands import RecoveryRecord
+from taskd.core.faults import Fault
+from taskd.core.timeouts import Timeouts
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+# Passed between taskd's own processes: nobody sets it by hand.
+INTERNAL = {"TASKD_WORKER"}
+
+
+@functools.cache
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(name: str, title: str) -> str:
+    """The text under one heading of a page, up to the next heading of the same or a higher level."""
+    found = re.search(rf"(?m)^(#+) {re.escape(title)}\n", page(name))
+    assert found, f"{name} has no section {title!r}"
+    rest = page(name)[found.end():]
+    end = re.search(rf"(?m)^#{{1,{len(found[1])}}} ", rest)
+    return rest[:end.start()] if end else rest
+
+
+def rows(text: str) -> list[list[str]]:
+    """The rows of all tables in `text`, without headings; a cell is its plain text."""
+    found: list[list[str]] = []
+    in_body = False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            in_body = False
+        elif re.fullmatch(r"[|\s:-]+", line):
+            in_body = True
+        elif in_body:
+            found.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return found
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@functools.cache
+def sources() -> tuple[tuple[pathlib.Path, ast.Module], ...]:
+    paths = [*sorted(ROOT.glob("taskd/**/*.py")), ROOT / "manager.py", ROOT / "setup.py"]
+    return tuple((path, ast.parse(path.read_text())) for path in paths if path.exists())
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def text_of(node: ast.expr) -> str:
+    """A literal, an f-string or a sum of them, with "…" for whatever is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[-+#0 ]*\d*(?:\.\d+)?[a-zA-Z]", "…", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def log_calls() -> Iterator[tuple[str, str, str]]:
+    """(level, text, place) of every log call whose level users see as trouble."""
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            owner = node.func.value
+            is_logger = (isinstance(owner, ast.Name) and owner.id in {"log", "logger", "_log"}) or (
+                isinstance(owner, ast.Call) and ast.unparse(owner.func).endswith("getLogger"))
+            level = {"warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "ERROR"}.get(node.func.attr)
+            if is_logger and level:
+                yield level, text_of(node.args[0]), f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+# ---------------------------------------------------------------------- operations.md
+
+
+def test_every_variable_that_the_code_knows_is_documented_and_the_other_way_round() -> None:
+    known = {text for _, tree in sources() for text in strings(tree) if re.fullmatch(r"TASKD_[A-Z_]+", text)} - INTERNAL
+    documented = {name for row in rows(section("docs/operations.md", "Environment")) for name in code_spans(row[0])
+                  if name.startswith("TASKD_")}
+    assert documented == known
+
+
+def test_every_line_of_trouble_is_documented_with_its_level() -> None:
+    documented = [(row[0], code_spans(row[1])[0]) for row in rows(section("docs/operations.md", "Log lines"))]
+    missing = [f"{place} {level} {text}" for level, text, place in log_calls()
+               if not any(level == known_level and known in text for known_level, known in documented)]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_documented_line_of_trouble_is_in_the_code() -> None:
+    existing = [(level, text) for level, text, _ in log_calls()]
+    stale = [row for row in rows(section("docs/operations.md", "Log lines"))
+             if not any(row[0] == level and code_spans(row[1])[0] in text for level, text in existing)]
+    assert not stale
+
+
+def test_the_reasons_for_an_end_are_those_of_the_code() -> None:
+    texts = [text_of(node) for _, tree in sources() for node in ast.walk(tree)
+             if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    for row in rows(section("docs/operations.md", "Why a job ends")):
+        reason = code_spans(row[0])[0]
+        assert any(reason in text for text in texts), reason
+
+
+def test_the_record_is_described_field_by_field() -> None:
+    documented = {name for row in rows(section("docs/operations.md", "The record of a recovery")) for name in code_spans(row[0])}
+    assert {field.name for field in dataclasses.fields(RecoveryRecord)} <= documented
+    described = {name for row in rows(section("docs/operations.md", "A fault in the record")) for name in code_spans(row[0])}
+    assert {field.name for field in dataclasses.fields(Fault)} == described
+
+
+def test_the_timeouts_are_those_that_are_derived() -> None:
+    derived = dataclasses.asdict(Timeouts.derive())
+    documented = {code_spans(row[0])[0]: row[2] for row in rows(section("docs/operations.md", "Timeouts"))}
+    assert {f"{name}_s" for name in documented} == set(derived)
+    for name, value in documented.items():
+        assert value == f"{derived[f'{name}_s']:g} s", name
+
+
+# ---------------------------------------------------------------------- compat.md
+
+
+def promised() -> list[str]:
+    names = [name for row in rows(section("docs/compat.md", "Names")) for name in code_spans(row[0])]
+    assert len(names) > 20
+    return names
+
+
+@pytest.mark.parametrize("name", promised())
+def test_every_promised_name_can_be_imported(name: str) -> None:
+    if name.endswith(".so"):
+        assert importlib.import_module(name.rpartition("/")[0].replace("/", ".")).__path__
+        return
+    path = name.removesuffix("()").split(".")
+    for length in range(len(path), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(path[:length]))
+        except ModuleNotFoundError:
+            continue
+        for attribute in path[length:]:
+            thing = getattr(thing, attribute)
+        return
+    pytest.fail(f"{name} cannot be imported")
+
+
+def test_the_supported_torch_versions_are_those_of_the_patch() -> None:
+    from taskd.torchrun.seams import SUPPORTED_TORCH
+
+    low, high = (f"{major}.{minor}" for major, minor in SUPPORTED_TORCH)
+    assert f"from {low} up to, not including, {high}" in section("docs/compat.md", "torch")
+
+
+# ---------------------------------------------------------------------- all pages
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"(?m)^#+ (.*)$", there.read_text())
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}, target
+
+
+def test_the_diff_in_the_readme_is_the_minimal_example() -> None:
+    diff = page("README.md").partition("```diff\n")[2].partition("```")[0].splitlines()
+    with_taskd = [line[1:].rstrip() for line in diff if not line.startswith("-")]
+    example = [re.sub(r"\s*# \+ \d.*$", "", line) for line in page("examples/minimal_ddp.py").splitlines()]
+    start = example.index("import torch")
+    shown = [line for line in example[start:start + len(example)] if line]
+    assert [line for line in with_taskd if line] == shown[:len([line for line in with_taskd if line])]
+
+
+def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
+    home = re.compile(r"(?<![\w.*$}/])/(?:root|home|work|Users)/\w")
+    suffixes = {".md", ".py", ".pyx", ".c", ".h", ".sh", ".toml", ".in", ".map", ""}
+    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "tests", ".ci")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
+    guilty = [str(path.relative_to(ROOT)) for path in files
+              if path.is_file() and path.suffix in suffixes and home.search(path.read_text(errors="replace"))]
+    assert not guilty

@@ -1,0 +1,55 @@
+"""A job of one rank in one process: enters a function, interrupts it, enters it again, as the decorator does."""
+
+from taskd.core.commands import Move
+from taskd.native.black_box import BlackBox
+from taskd.worker import life as life_module
+from taskd.worker.life import Life, Plan
+from taskd.worker.parking import park_all
+
+
+class Stop(Exception):
+    """Ends an entry."""
+
+
+class Job:
+    """One life of rank 0; `replace()` begins the life of its successor."""
+
+    def __init__(self, rank=0, world_size=1):
+        self.life = Life(rank=rank, world_size=world_size, incarnation=0, box=BlackBox.create())
+        life_module.set_current(self.life)
+
+    def enter(self, function, *args):
+        """Run one entry. Returns (result, report); a Stop raised inside is an interrupt."""
+        self.life.in_recoverable = True
+        result = None
+        try:
+            result = function(*args)
+        except Stop:
+            pass
+        finally:
+            self.life.in_recoverable = False
+            report = park_all(self.life)
+        return result, report
+
+    def resume(self, version, moves=None):
+        """What the runtime does with a Resume."""
+        self.life.generation += 1
+        self.life.plan = Plan(self.life.generation, version, moves or {self.life.rank: Move(self.life.rank)})
+        self.life.held = False
+
+    def replace(self):
+        """This process plays the replacement of the rank: it has nothing but the predecessor's box."""
+        old = self.life
+        self.life = Life(rank=old.rank, world_size=old.world_size, incarnation=old.incarnation + 1, box=BlackBox.create(),
+                         generation=old.generation)
+        self.life.inherited_extras = old.box.read_extras()
+        self.life.inherited_layout = old.box.read_layout()
+        life_module.set_current(self.life)
+
+    def close(self):
+        life_module.set_current(None)
+
+
+def digest(*modules):
+    """All parameters and buffers as bytes."""
+    return b"".join(t.detach().contiguous().numpy().tobytes() for m in modules for t in m.state_dict().values())
