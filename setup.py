@@ -130,4 +130,4 @@ class BuildNative(build_ext):
             warn(f"{ext.name} could not be built ({error}), it is left out")
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+setup(license="Apache-2.0", ext_modules=extensions(), cmdclass={"build_ext": BuildNative})

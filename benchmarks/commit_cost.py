@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 import time
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
 from taskd.worker.life import Life
 from taskd.worker.state import TrainState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCH = 200
 
@@ -69,7 +72,7 @@ def main() -> None:
     rows["commit, numpy RNG used in the step"] = median_us(state.commit, calls // 4, np.random.rand)
     state, _, _ = make_state(50, norm=True)
     rows["commit, 50 batch norms"] = median_us(state.commit, calls // 10)
-    state, model, _ = make_state(4)
+    state, _, _ = make_state(4)
     life, holding = life_module.current(), state._holding  # noqa: SLF001
     rows["forward hook"] = median_us(lambda: holding.capture_pending(life), calls)
     rows["optimizer hook"] = median_us(holding.begin_update, calls)

@@ -74,6 +74,7 @@ static void end_process_group(void)
 static void *guard_body(void *argument)
 {
     struct guard *guard = argument;
+    taskd_prefer_soon_to_long();
     struct taskd_box_header *header = guard->header;
     _Atomic uint64_t *alive_ns = (_Atomic uint64_t *)&header->alive_ns;
 

@@ -14,6 +14,11 @@ void taskd_unmap_header(struct taskd_box_header *header);
 /* A detached thread with a small stack and every signal blocked. 0 or -errno. */
 int taskd_start_thread(const char *name, void *(*body)(void *), void *argument);
 
+/* The calling thread runs rarely and shortly: ask the scheduler not to let it queue behind a slice of somebody's computation.
+ * Needs no privilege; kernels before 6.12 ignore it, and then a wake-up on a busy machine takes some milliseconds longer.
+ */
+void taskd_prefer_soon_to_long(void);
+
 uint64_t taskd_monotonic_ns(void);
 
 /* FUTEX_WAIT and FUTEX_WAKE on a word in memory that processes share. */

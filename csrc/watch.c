@@ -46,6 +46,7 @@ static void report(const struct watch *watch, int result)
 static void *watch_body(void *argument)
 {
     struct watch *watch = argument;
+    taskd_prefer_soon_to_long();
     if (wait_for_guard(watch->header) == TASKD_GUARD_HELD) {
         int result = pthread_mutex_lock(taskd_mutex(watch->header));
         report(watch, result);

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts one node of a job: train_start.sh train.py [arguments of train.py]
 #
-# From the pod: RANK (of this node), POD_IP (of the first node), MASTER_ADDR, MASTER_PORT, MINDX_TASK_ID.
+# From the pod: RANK (of this node), POD_IP (its address), MASTER_ADDR, MASTER_PORT, MINDX_TASK_ID.
 # Settings:
 #   NNODES, GPUS_PER_NODE   size of the job, 1 and 1 if not given
 #   MAX_RESTARTS            faults that may be recovered, 32767 if not given
@@ -19,6 +19,9 @@ export TASKD_PROCESS_ENABLE="on"
 
 manager=""
 if [[ "${NODE_RANK}" == 0 ]]; then
+    if ((NNODES > 1)); then
+        : "${POD_IP:?is needed on the first of several nodes: the manager listens there}"
+    fi
     export MASTER_ADDR="${POD_IP:-${MASTER_ADDR}}"
     python3 "${MANAGER:-manager.py}" --nnodes "${NNODES}" --nproc-per-node "${GPUS_PER_NODE}" &
     manager=$!

@@ -218,6 +218,7 @@ class _Server:
         self._wire = wire
         self._baseline = baseline
         self._tokens: dict[int, int] = {}       # pid of a live worker -> token
+        self._blas: dict[str, int] = {}         # OpenBLAS libraries and the threads that they would use
         self._cold_reason: str | None = None    # why no worker may be forked warm
         self._wake_read, self._wake_write = socket.socketpair()
 
@@ -234,6 +235,7 @@ class _Server:
         for name in (*PRELOAD, *extra):
             _preload(name)
         _warm_optimizers()
+        self._blas = spawn.quiet_blas()
         threads = processes.settle_threads()
         devices = processes.device_files()
         if threads > 1 or devices:
@@ -282,7 +284,7 @@ class _Server:
             self._wire.detach()
             self._wake_read.detach()
             self._wake_write.detach()
-            spawn.become(request, self._baseline, warm=warm)
+            spawn.become(request, self._baseline, self._blas, warm=warm)
         except BaseException:  # noqa: BLE001 - the top of a process: it must not go on as a second forkserver
             log.exception("a worker could not be started")
         finally:

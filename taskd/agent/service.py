@@ -130,7 +130,8 @@ class Service:
         """Until the node's work is over. Exceptions of torchrun's signal handlers pass through; the manager is told."""
         farewell = ("stopped", "torchrun was interrupted")
         try:
-            self._read_processes()          # what happened while torchrun waited for the start
+            self._read_workers()            # what happened while torchrun waited for the start
+            self._read_processes()
             while self._outcome is None:
                 self._turn()
             farewell = (self._outcome.kind, self._outcome.reason)
@@ -167,28 +168,34 @@ class Service:
     # ------------------------------------------------------------------ what happened
 
     def _read_workers(self) -> None:
-        for rank, worker in sorted(self._host.workers.items()):
-            for data in worker.channel.receive():
-                try:
-                    envelope, message = codec.decode(data)
-                    event = translate.message_to_event(envelope, message, self._clock.now())
-                except RemoteProtocolError as error:
-                    log.warning("rank %d sent something that is no message: %s", rank, error)
-                    continue
-                if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (rank, worker.incarnation):
-                    log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
-                elif isinstance(event, events.WorkerReady):
-                    self._watch(rank, worker, guarded=event.guarded)
-                elif isinstance(event, events.WorkerUncaught):
-                    self._last_words[rank, event.incarnation] = event.fault
-                else:
-                    self._feed(event)
+        for rank in sorted(self._host.workers):
+            self._read_worker(rank)
+
+    def _read_worker(self, rank: int) -> None:
+        """What this worker said. Called before its death is looked at, too: its last word counts."""
+        worker = self._host.workers[rank]
+        for data in worker.channel.receive():
+            try:
+                envelope, message = codec.decode(data)
+                event = translate.message_to_event(envelope, message, self._clock.now())
+            except RemoteProtocolError as error:
+                log.warning("rank %d sent something that is no message: %s", rank, error)
+                continue
+            if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (rank, worker.incarnation):
+                log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
+            elif isinstance(event, events.WorkerReady):
+                self._watch(rank, worker, guarded=event.guarded)
+            elif isinstance(event, events.WorkerUncaught):
+                self._last_words[rank, event.incarnation] = event.fault
+            else:
+                self._feed(event)
 
     def _read_alarm(self) -> None:
         if not self._alarm.available:
             return
         for token, died_at in self._alarm.read():
             rank, incarnation, box = self._watched.pop(token)
+            self._read_worker(rank)
             self._feed(events.AlarmRang(
                 self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
                 box.phase.name.lower(), tuple(sorted(box.read_extras()))))
@@ -196,6 +203,7 @@ class Service:
     def _read_processes(self) -> None:
         for event in self._host.read():
             rank, incarnation, box = event.rank, event.incarnation, event.box
+            self._read_worker(rank)
             now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
             if event.what == "started":
                 self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))

@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from taskd.agent.spawn_protocol import SpawnRequest
 
 WORKER_ENV = "TASKD_WORKER"        # bootstrap as JSON, for a worker that starts as a fresh interpreter
-_FRESH_TORCH_SEED = 67280421310721  # what torch.initial_seed() returns in a fresh process (c10 default_rng_seed_val)
 _SIGNALS_OF_FORKSERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Variables that an interpreter or a library reads once, when it starts: a warm process has already read them.
 _READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_",
                   "TORCH", "PYTORCH_")
 # ... except those that torchrun itself writes for each worker, which are read later, and the one applied by hand below.
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS")
-_BLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads64_",
-                 "openblas_set_num_threads")
+_BLAS_NAMES = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads", "openblas_{}_num_threads64_",
+               "openblas_{}_num_threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,8 @@ def _shadowed(directory: str) -> str | None:
 # ---------------------------------------------------------------- in the child
 
 
-def become(request: SpawnRequest, baseline: Baseline, *, warm: bool) -> NoReturn:
-    """Turn this freshly forked process into the worker. Never returns."""
+def become(request: SpawnRequest, baseline: Baseline, blas: dict[str, int], *, warm: bool) -> NoReturn:
+    """Turn this freshly forked process into the worker. Never returns. `blas`: what `quiet_blas` gave."""
     os.setsid()
     _keep_only(tuple(request.fds.values()))
     _restore_signals()
@@ -153,7 +152,7 @@ def become(request: SpawnRequest, baseline: Baseline, *, warm: bool) -> NoReturn
     processes.set_title([sys.executable, *request.argv])
     sys.orig_argv[:] = [sys.executable, *request.argv]
     _fresh_streams()
-    _fresh_libraries(request.env)
+    _fresh_libraries(request.env, blas)
     _skip_inherited_destructors()
     run(program, baseline, worker)
 
@@ -207,12 +206,12 @@ def _stream(name: str, descriptor: int, mode: str, encoding: str, errors: str) -
     raw.name = f"<{name}>"
     is_output = mode == "wb"
     text = io.TextIOWrapper(binary, encoding=encoding, errors=errors, newline="\n" if is_output else None,
-                            line_buffering=is_output and (raw.isatty() or name == "stderr"), write_through=is_output)
+                            line_buffering=False, write_through=True)
     text.mode = mode[0]  # type: ignore[misc] - as the interpreter does
     return text
 
 
-def _fresh_libraries(environment: dict[str, str]) -> None:
+def _fresh_libraries(environment: dict[str, str], blas: dict[str, int]) -> None:
     """Random states of a new process, and thread pools of the size that the environment asks for."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
@@ -220,13 +219,14 @@ def _fresh_libraries(environment: dict[str, str]) -> None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.manual_seed(_FRESH_TORCH_SEED)
+        torch.default_generator.seed()
     wanted = environment.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        if torch is not None and torch.get_num_threads() != int(wanted):
-            torch.set_num_threads(int(wanted))
-        if numpy_random is not None:
-            _limit_blas(int(wanted))
+    threads = int(wanted) if wanted.isdecimal() and int(wanted) > 0 else None
+    if torch is not None and threads is not None and torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    for library, usual in blas.items():
+        if (threads or usual) > 1:
+            _blas_call(library, "set", threads or usual)
     finalizers = sys.modules.get("multiprocessing.util")
     if finalizers is not None:
         finalizers._finalizer_registry.clear()  # noqa: SLF001 - as multiprocessing itself does in a forked child
@@ -243,17 +243,28 @@ def _skip_inherited_destructors() -> None:
     libc.__cxa_atexit(ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)        # fflush(NULL)
 
 
-def _limit_blas(threads: int) -> None:
-    """numpy's OpenBLAS read OMP_NUM_THREADS when it was loaded."""
+def quiet_blas() -> dict[str, int]:
+    """Set numpy's OpenBLAS to one thread, so that no worker begins with a pool; returns what each library had.
+
+    It read OMP_NUM_THREADS when it was loaded. Called in the forkserver; workers get the number that is theirs.
+    """
+    if "numpy" not in sys.modules:
+        return {}
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         paths = {line.split(maxsplit=5)[5].strip() for line in file if "openblas" in line}
-    for path in sorted(paths):
-        with suppress(OSError):
-            library = ctypes.CDLL(path)
-            for name in _BLAS_SETTERS:
-                if hasattr(library, name):
-                    getattr(library, name)(threads)
-                    break
+    found = {path: _blas_call(path, "get") for path in sorted(paths)}
+    for path in found:
+        _blas_call(path, "set", 1)
+    return {path: threads for path, threads in found.items() if threads is not None}
+
+
+def _blas_call(path: str, verb: str, *arguments: int) -> int | None:
+    with suppress(OSError):
+        library = ctypes.CDLL(path)
+        for name in _BLAS_NAMES:
+            if hasattr(library, name.format(verb)):
+                return int(getattr(library, name.format(verb))(*arguments))
+    return None
 
 
 # ---------------------------------------------------------------- running the script
@@ -272,6 +283,7 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
     first = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
     sys.path[:] = [*([] if safe_path else [first]), *baseline.search_path]
     runtime = _start_runtime(worker)
+    uncaught: BaseException | None = None
     try:
         if program.is_module:
             sys.argv[0] = "-m"
@@ -279,11 +291,14 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
             runpy._run_module_as_main(program.target)  # noqa: SLF001 - what `python -m` itself calls
         else:
             _run_script(program.target, main)
-        code = 0
     except BaseException as error:  # noqa: BLE001 - the top of the process: what no handler took ends it
-        if runtime is not None and not isinstance(error, SystemExit):
-            runtime.on_uncaught(error)
-        code = _report(error)
+        uncaught = error
+    # Reported outside the handler: a hook must not find this exception as the context of its own.
+    code = 0
+    if uncaught is not None:
+        if runtime is not None and not isinstance(uncaught, SystemExit):
+            runtime.on_uncaught(uncaught)
+        code = _report(uncaught)
     if runtime is not None:
         runtime.on_exit()
     # As the interpreter ends: joins threads, runs atexit, flushes, takes modules down, exit(3).
@@ -302,7 +317,7 @@ def _start_runtime(worker: dict[str, Any] | None) -> Any:
 def _run_script(target: str, main: types.ModuleType) -> None:
     path = target
     if not os.path.isabs(path):
-        path = os.path.join(os.getcwd(), path[2:] if path.startswith("./") else path)
+        path = f"{os.getcwd()}/{path}"
     with open(path, "rb") as file:
         source = file.read()
     main.__dict__.update(__file__=path, __cached__=None,
@@ -317,21 +332,26 @@ def _report(error: BaseException) -> int:
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    error.__traceback__ = trace
+    trace = _without_our_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as second:  # noqa: BLE001 - a user's callback
         print("Error in sys.excepthook:", file=sys.stderr)
-        sys.__excepthook__(type(second), second, second.__traceback__)
+        sys.__excepthook__(type(second), second, _without_our_frames(second))
         print("\nOriginal exception was:", file=sys.stderr)
         sys.__excepthook__(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
         return _end_by_sigint()
     return 1
+
+
+def _without_our_frames(error: BaseException) -> types.TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    return trace
 
 
 def _end_by_sigint() -> int:

@@ -249,6 +249,47 @@ class Job:
         self.last = command
         return [command]
 
+    # ------------------------------------------------------------------------------------------------ time
+
+    def grace_over(self) -> Commands:
+        """The alarm rang: nobody came to explain it, or to complete the job."""
+        if self.phase is Phase.RELEASED:
+            return self.end_late_failure(is_overdue=True)
+        if self.phase is Phase.SUSPECTING:
+            # An exception that came back says more than a broken connection; else the earliest is the cause.
+            culprit = min(self.suspects, key=lambda known: (known.fault.kind is not FaultKind.RAISED, known.died_at))
+            self.suspects.remove(culprit)
+            self.open.append(culprit)
+            return self.recover()
+        if not any(node.is_present for node in self.membership.nodes.values()):
+            return self.end(succeeded=True, reason="every node that joined succeeded")
+        members = self.membership.ordered()
+        if not any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members):
+            # Some have returned, the others are not here. If all have, then an earlier manager released the others.
+            if all(member.is_done for member in members):
+                self.phase = Phase.RUNNING
+            return self.proceed()
+        kept = sorted([*self.open, *self.suspects], key=lambda known: (known.died_at, known.fault.rank))
+        what = describe(kept[0].fault) if kept else "a recovery is under way"
+        missing = [rank for rank in range(self.membership.world_size or 0) if rank not in self.membership.members]
+        return self.give_up(f"{what}, and ranks {missing} are not known to this manager", kept[0].fault if kept else None)
+
+    def replace_unresponsive(self, overdue: list[int]) -> Commands:
+        """Ranks that did not come (or did not start) when called."""
+        commands: Commands = []
+        for rank in sorted(overdue):
+            member = self.membership.members[rank]
+            detail = "did not start" if member.state is WorkerState.STARTING else "did not leave its step"
+            life = (rank, member.incarnation)
+            if self.phase is Phase.PAUSING and self.attempt is not None:
+                cause = self.attempt.cause
+                commands.append(do.KillWorker(cause, self.generation, member.node_rank, *life, detail))
+            fault = Fault(FaultKind.UNRESPONSIVE, *life, detail, version=member.version, signature=detail)
+            self.open.append(self.known(fault, 0.0))
+            member.lose(())
+            self.awaited.discard(rank)
+        return commands + self.recover()
+
     # ------------------------------------------------------------------------------------------------ ends
 
     def fail_late(self, known: KnownFault) -> Commands:
@@ -259,8 +300,9 @@ class Job:
         return self.end_late_failure(is_overdue=False)
 
     def end_late_failure(self, *, is_overdue: bool) -> Commands:
-        """Give up when all others have ended, or when that took too long."""
-        if not self.late or not (is_overdue or not self.membership.live()):
+        """Give up when all others have ended and it is known how the late one died, or when that took too long."""
+        is_known = all(known.fault.kind is not FaultKind.LOST for known in self.late)
+        if not self.late or not (is_overdue or (is_known and not self.membership.live())):
             return []
         fault = min(self.late, key=lambda known: (known.died_at, known.fault.rank)).fault
         return self.give_up(f"{describe(fault)} after the training function had returned everywhere", fault)

@@ -12,6 +12,9 @@ from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerReport
 
 
+_NO_LIMIT = 2**31
+
+
 class WorkerState(Enum):
     """What the manager believes of one life of a worker. Values are those of `WorkerReport.state`."""
 
@@ -94,12 +97,16 @@ class Membership:
     node_count: int | None = None
     ranks_per_node: int | None = None
     world_size: int | None = None
+    joined_node_count: int | None = None  # what the agents say
     committed: int | None = None         # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
+        return self._bad_position(event) or self._bad_ranks(event)
+
+    def _bad_position(self, event: AgentRegistered) -> str | None:
         node = self.nodes.get(event.node_rank)
         if node is not None and node.is_present and node.agent_incarnation != event.agent_incarnation:
             return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
@@ -109,6 +116,9 @@ class Membership:
             return f"the manager was started for {self.ranks_per_node} ranks per node, this agent has {len(event.workers)}"
         if self.world_size is not None and event.world_size != self.world_size:
             return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
+        return None
+
+    def _bad_ranks(self, event: AgentRegistered) -> str | None:
         for report in event.workers:
             if not 0 <= report.rank < event.world_size:
                 return f"rank {report.rank} is outside of a world of {event.world_size}"
@@ -121,7 +131,7 @@ class Membership:
 
     def register(self, event: AgentRegistered) -> None:
         """Take the agent in, and those of its workers that are not known yet. `refusal` has been asked before."""
-        self.world_size = event.world_size
+        self.world_size, self.joined_node_count = event.world_size, event.node_count
         ranks = tuple(sorted(report.rank for report in event.workers))
         self.nodes[event.node_rank] = Node(
             event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation
@@ -130,6 +140,11 @@ class Membership:
             if report.rank not in self.members:
                 self.members[report.rank] = _adopt(report, event)
             self.note_version(report.version)
+
+    def leave(self, node_rank: int, outcome: str) -> None:
+        """An agent is gone. It may be one that only an earlier manager knew."""
+        node = self.nodes.setdefault(node_rank, Node(node_rank, "", _NO_LIMIT, (), 0))
+        node.outcome = outcome
 
     def stale(self, event: WorkerEvent) -> str | None:
         """Why this report is not from the current life of its rank, or None."""
@@ -147,8 +162,10 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank of the world has been registered."""
-        return self.world_size is not None and len(self.members) == self.world_size
+        """Whether every rank of the world has been registered, or belongs to a node that left before it could."""
+        if self.world_size is None:
+            return False
+        return len(self.members) == self.world_size or len(self.nodes) == self.joined_node_count
 
     @property
     def max_restarts(self) -> int:

@@ -388,6 +388,9 @@ class NodeMachine:
         commands: Commands = []
         for life in self.lives.present.values():
             if life.is_live and life.resumed < command.generation:
+                if life.interrupted < command.generation:      # lost with a connection; a worker needs both
+                    call = do.Interrupt(command.cause, command.generation, "the job is being resumed")
+                    commands.append(self._pass_on(life, call))
                 life.resumed = life.interrupted = command.generation
                 life.state, life.stand, life.waits_since, life.clean = WorkerState.RUNNING, None, None, True
                 commands.append(self._pass_on(life, command))

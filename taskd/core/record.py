@@ -53,7 +53,8 @@ class Attempt:
         """The commands of a new generation go out."""
         self.commanded_at = self.quiesced_at = self.respawned_at = now
         self.decided_at = now if self.decided_at is None else self.decided_at
-        self.slowest = None
+        self.slowest, self.is_restart = None, False
+        self.waiting.clear()
 
     def paused(self, now: float, *, replaced: bool) -> None:
         """A rank waits at the gate."""

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job, Phase
 from taskd.core.leases import Leases
 from taskd.core.membership import Member, Membership, WorkerState
@@ -156,21 +156,32 @@ class RecoveryMachine:
         missed = self._compare(event) if is_known else []
         if job.phase is not Phase.JOINING:
             return self._catch_up(event, missed)
-        if not job.open and not job.suspects:
-            job.alarm = None
-        return self._complete() if self.membership.is_complete else []
+        return self._complete() if self.membership.is_complete else self._wait_for_others()
+
+    def _wait_for_others(self) -> Commands:
+        """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
+        self._take_over_lost()
+        members = self.membership.ordered()
+        is_stuck = any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members)
+        if is_stuck or any(member.state is WorkerState.RETURNED for member in members):
+            return self._job.keep()
+        self._job.alarm = None
+        return []
+
+    def _take_over_lost(self) -> None:
+        told = {(known.fault.rank, known.fault.incarnation) for known in self._job.open}
+        for member in self.membership.lost():
+            if (member.rank, member.incarnation) not in told:
+                self._lose_untold(member)
 
     def _complete(self) -> Commands:
         """Every rank is known. Faults that were kept, and a recovery that an earlier manager left behind, come first."""
         job = self._job
         job.phase, job.alarm = Phase.RUNNING, None
-        told = {(known.fault.rank, known.fault.incarnation) for known in job.open}
-        for member in self.membership.lost():
-            if (member.rank, member.incarnation) not in told:
-                self._lose_untold(member)
+        self._take_over_lost()
         suspected = {known.fault.rank for known in job.suspects}
         stopped = [member.rank for member in self.membership.live() if member.state is WorkerState.PAUSED]
-        heard = {node.generation for node in self.membership.nodes.values()}
+        heard = {node.generation for node in self.membership.nodes.values() if node.is_present}
         if job.open or len(heard) > 1 or any(rank not in suspected for rank in stopped):
             return job.recover()
         if job.suspects:
@@ -230,16 +241,13 @@ class RecoveryMachine:
 
     def _left(self, event: ev.AgentLeft) -> Commands:
         """An agent said goodbye."""
-        node = self.membership.nodes.get(event.node_rank)
-        if node is None:
-            return self._ignore(f"node {event.node_rank} never joined")
         detail = f": {event.detail}" if event.detail else ""
         return self._lose_node(event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
 
     def _lose_node(self, node_rank: int, outcome: str, how: str) -> Commands:
         """An agent is not there any more."""
         job = self._job
-        self.membership.nodes[node_rank].outcome = outcome
+        self.membership.leave(node_rank, outcome)
         self._leases.drop(node_rank)
         if job.phase is Phase.ENDING:
             return job.end_if_all_left()
@@ -248,8 +256,8 @@ class RecoveryMachine:
         for member in self.membership.on_node(node_rank):
             member.state = WorkerState.FINISHED
         if any(node.is_present for node in self.membership.nodes.values()):
-            return job.proceed()
-        if self.membership.is_complete:
+            return self._complete() if job.phase is Phase.JOINING and self.membership.is_complete else job.proceed()
+        if self.membership.is_complete or job.phase is Phase.RELEASED:
             return job.end(succeeded=True, reason="every node succeeded")
         # An earlier manager knew the others, or they are late: wait for one more lease before taking it for the end.
         job.alarm = job.now + job.timeouts.agent_lease_s
@@ -306,11 +314,12 @@ class RecoveryMachine:
         if known is None:
             return self._ignore("nobody waits to hear how it ended", event.rank)
         if event.fault.kind is FaultKind.LOST:
+            known.fault = event.fault
             return []
         del self._unconfirmed[life]
         known.fault = event.fault
         if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
-            return []
+            return self._job.end_late_failure(is_overdue=False)
         reason = self._job.count_repeat(known, known.generation)
         attempt = self._job.attempt
         is_settled = known.is_declared and (attempt is None or known not in attempt.faults)
@@ -395,7 +404,7 @@ class RecoveryMachine:
         self.membership.note_version(event.version)
         member.declared, member.state, member.version = True, WorkerState.RETURNED, event.version
         job.awaited.discard(event.rank)
-        return job.proceed()
+        return self._wait_for_others() if job.phase is Phase.JOINING else job.proceed()
 
     def _finished(self, event: ev.WorkerFinished) -> Commands:
         """A process ended as it should."""
@@ -409,52 +418,18 @@ class RecoveryMachine:
         commands: Commands = []
         for node_rank in self._leases.expired(event.now):
             silence_s = self._leases.silence_s(node_rank, event.now)
-            has_ended = all(member.state is WorkerState.FINISHED for member in self.membership.on_node(node_rank))
+            members = self.membership.on_node(node_rank)
+            # After Release a missing goodbye is more likely than a node that was lost in these very seconds.
+            has_ended = self.phase is Phase.RELEASED and not any(member.state is WorkerState.LOST for member in members)
+            has_ended = has_ended or all(member.state is WorkerState.FINISHED for member in members)
             outcome = "succeeded" if has_ended else "lost"
             commands += self._lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
         job = self._job
         if job.alarm is not None and job.alarm <= event.now:
             job.alarm = None
-            commands += self._grace_over()
+            commands += job.grace_over()
         overdue = job.awaited.overdue(event.now)
-        return commands + self._replace_unresponsive(overdue) if overdue else commands
-
-    def _grace_over(self) -> Commands:
-        """Nobody came to explain it."""
-        job = self._job
-        if job.phase is Phase.RELEASED:
-            return job.end_late_failure(is_overdue=True)
-        if job.phase is Phase.SUSPECTING:
-            # An exception that came back says more than a broken connection; else the earliest is the cause.
-            culprit = min(job.suspects, key=lambda known: (known.fault.kind is not FaultKind.RAISED, known.died_at))
-            job.suspects.remove(culprit)
-            job.open.append(culprit)
-            return job.recover()
-        kept = [*job.open, *job.suspects]
-        if not kept:
-            return job.end(succeeded=True, reason="every node that joined succeeded")
-        size = self.membership.world_size or 0
-        missing = [rank for rank in range(size) if rank not in self.membership.members]
-        first = min(kept, key=lambda known: (known.died_at, known.fault.rank)).fault
-        return job.give_up(f"rank {first.rank} failed, and ranks {missing} have never been registered here", first)
-
-    def _replace_unresponsive(self, overdue: list[int]) -> Commands:
-        """Ranks that did not come (or did not start) when called."""
-        job = self._job
-        commands: Commands = []
-        for rank in sorted(overdue):
-            member = self.membership.members[rank]
-            detail = "did not start" if member.state is WorkerState.STARTING else "did not leave its step"
-            fault = Fault(
-                FaultKind.UNRESPONSIVE, rank, member.incarnation, detail, version=member.version, signature=detail
-            )
-            if job.phase is Phase.PAUSING:
-                cause = job.cause if job.attempt is None else job.attempt.cause
-                commands.append(do.KillWorker(cause, job.generation, member.node_rank, rank, member.incarnation, detail))
-            job.open.append(job.known(fault, 0.0))
-            member.lose(())
-            job.awaited.discard(rank)
-        return commands + job.recover()
+        return commands + job.replace_unresponsive(overdue) if overdue else commands
 
     _ALWAYS: ClassVar[dict[type[ev.Event], Method]] = {
         ev.AgentRegistered: _registered,

@@ -7,14 +7,15 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-KINDS = ("kill", "crash", "exit", "exit early", "raise", "freeze", "cut", "manager", "agent", "fail start")
+KINDS = ("kill", "crash", "exit", "exit early", "raise", "tear", "freeze", "cut", "manager", "agent", "fail start")
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """One thing that goes wrong.
 
-    `kind`: of a rank: "kill" (SIGKILL), "crash" (SIGSEGV), "exit" (exit 3), "exit early" (exit 0), "raise", "freeze" (SIGSTOP),
+    `kind`: of a rank: "kill" (SIGKILL), "crash" (SIGSEGV), "exit" (exit 3), "exit early" (exit 0), "raise",
+    "tear" (an exception between optimizer.step() and commit()), "freeze" (SIGSTOP),
     "fail start" (its next process cannot be started); of a node: "cut" (its connection), "agent" (killed, with its workers);
     of the job: "manager" (killed, back after `lasts_s`). `target`: the rank or the node.
     """

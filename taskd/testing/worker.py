@@ -28,12 +28,14 @@ class World:
     steps: int
     step_s: float = 0.02
     boot_s: float = 0.05
+    collective_timeout_s: float = 60.0
     is_declared: bool = True
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)      # the newest life of each rank
     _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
 
     def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
         """A collective: everybody goes on a little after the last one has come, if they are still in it."""
+        assert self.workers[rank].is_alive
         waiting = self._met.setdefault(key, {})
         waiting[rank] = go_on
         if len(waiting) == self.world_size:
@@ -61,12 +63,12 @@ class SimulatedWorker:
         self.parked: list[int] | None = None
         self.is_clean = True
         self.plan: do.Resume | None = None
-        self.raise_next = False
-        self.resumed_at = 0.0
+        self.raise_next = self.tear_next = False
+        self.resumed_at = self._read_at = 0.0
         self._must_report_recovery = False
         self._report, self._on_exit = report, on_exit
         self._step_token = 0                         # what was scheduled before an interrupt does not happen
-        self._thawed: list[Callable[[], None]] = []
+        self._incoming: list[int] = []
         world.workers[self.rank] = self
         self._later(world.boot_s * (0.5 + world.rng.random()), self._booted)
 
@@ -79,8 +81,14 @@ class SimulatedWorker:
             self._on_exit(self, status)
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP. The others wait in a collective until that times out."""
         self.is_frozen = True
+        self.world.clock.call_in(self.world.collective_timeout_s, self._starve_peers)
+
+    def _starve_peers(self) -> None:
+        if self.is_alive:
+            for peer in list(self.world.workers.values()):
+                peer.broke()
 
     @property
     def version(self) -> int | None:
@@ -92,7 +100,9 @@ class SimulatedWorker:
 
     def obey(self, command: do.Command) -> None:
         """A command came through the channel."""
-        self._later(self.world.rng.random() * 0.002, lambda: self._obey(command), always=True)
+        now = self.world.clock.now()
+        self._read_at = max(self._read_at, now + self.world.rng.random() * 0.002)    # the channel keeps the order
+        self._later(self._read_at - now, lambda: self._obey(command), always=True)
 
     def _obey(self, command: do.Command) -> None:
         if isinstance(command, do.Interrupt):
@@ -144,23 +154,20 @@ class SimulatedWorker:
 
     def _restore(self) -> None:
         self.phase = "restore"
-        self.world.meet(("restore", self.generation), self.rank, self._if_same(self._restored))
         plan = self.plan
+        self._incoming = []
         if plan is not None and plan.version is not None:
             move = next(move for move in plan.moves if move.rank == self.rank)
-            source = self.rank if move.source is None else move.source
-            held = self.world.workers[source].parked
+            assert move.source is not None or self.is_clean, f"rank {self.rank} was told to keep a torn copy"
+            held = self.world.workers[self.rank if move.source is None else move.source].parked
             if held is None:
-                held = self.world.workers[source].state
-            assert held is not None, f"rank {self.rank} was sent to rank {source}, which holds nothing"
-            assert len(held) == plan.version, (self.rank, source, len(held), plan.version)
-            self.state = list(held)
-        else:
-            self.state = []
-        self.is_clean = True
+                return                               # the source has died since: this entry leads nowhere
+            assert len(held) == plan.version, (self.rank, move, len(held), plan.version)
+            self._incoming = list(held)
+        self.world.meet(("restore", self.generation), self.rank, self._if_same(self._restored))
 
     def _restored(self) -> None:
-        self.parked = None
+        self.state, self.parked, self.is_clean = self._incoming, None, True
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -189,6 +196,10 @@ class SimulatedWorker:
 
     def _commit(self) -> None:
         assert self.state is not None
+        if self.tear_next and not self.must_gate:
+            self.tear_next, self.is_clean = False, False
+            self._raise(FaultKind.RAISED, "RuntimeError: a collective in the optimizer")
+            return
         self.state.append(len(self.state))
         self.phase = "step"
         if self._must_report_recovery:

@@ -137,14 +137,12 @@ class TaskdElasticAgent(LocalElasticAgent):
     def _invoke_run(self, role: str = "default_role") -> RunResult:
         if not self.is_supported:
             return super()._invoke_run(role)
+        # Loaded before the workers start: they may need the agent within their first milliseconds.
+        from taskd.torchrun import loop  # noqa: PLC0415 - not at the import of this module: the forkserver has no use for it
+
         self._initialize_workers(self._worker_group)
         self._workers_run = True
         if self.context is None:
-            return self.run_plainly(role)
-        try:
-            from taskd.torchrun import loop  # noqa: PLC0415 - composition: the loop is started from inside torchrun
-        except ImportError:
-            log.exception("taskd's agent loop cannot be loaded; going on as plain torchrun")
             return self.run_plainly(role)
         return loop.run(self, self.context)
 

@@ -1,24 +1,44 @@
-"""What a transport between identities can do. Bytes only: knows neither messages nor decisions."""
+"""What every transport offers: frames between identities. The contract suite in tests/contract runs over each.
 
-from __future__ import annotations
+- Delivery is in order between two ends as long as the connection lasts; a message may be lost, never changed or joined.
+- Nothing blocks but `poll`.
+- A peer is known by the identity it connected with; the receiving side cannot be talked into another one's messages.
+"""
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+MAX_FRAME_BYTES = 256 * 1024     # as MAX_MESSAGE_BYTES of the wire, which refuses what is longer
 
 
-class Transport(Protocol):
-    """A socket that one thread waits on. A manager's has many peers, an agent's has one."""
+class Link(Protocol):
+    """A router (many peers, addressed by identity) or a dealer (one peer, addressed as None)."""
 
     def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
-        """Wait until something can be received, one of `fds` is readable, or the time is over; the readable ones of `fds`."""
+        """Wait until a message is there, one of `fds` is readable or hung up, or time is up. None: for ever.
+
+        Returns the ready ones of `fds`. A message may be there in any case: call `receive`.
+        """
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """(peer, data) of everything that has arrived; never blocks. The peer of an agent's transport is b""."""
+        """(peer, data) of messages that are there, up to a bound; call again after the next `poll`."""
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
-        """Send to a peer (None: the only one). False: it cannot be reached now, and the data is not kept."""
+        """Hand over one message. False: it cannot be sent (nobody there, or too much waits already)."""
 
     def close(self) -> None:
-        """Deliver what was sent for a short while, then close."""
+        """Release everything. Messages handed over get a short time to leave."""
+
+
+class Listener(Link, Protocol):
+    """The router's side also knows what happened below messages."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+
+    def take_refused(self) -> list[str]:
+        """Why connections were not let in since the last call."""
+
+    def take_disconnects(self) -> int:
+        """How many connections ended since the last call; what was on its way on them may be lost."""

@@ -1,75 +1,78 @@
-"""The link between an agent and one of its workers: a SOCK_SEQPACKET socketpair, one message per packet.
+"""One end of the link between an agent and one worker: a connected pair of AF_UNIX sockets that keep message bounds.
 
-It has no name in the file system, so nobody else can reach it and nothing is left behind. Knows no message, only bytes.
+Owns the descriptor it is given. Nothing is named in the file system, so there is nothing to clean up and nobody else can
+connect. Must not know what the bytes mean.
 """
 
 from __future__ import annotations
 
-import logging
+import select
 import socket
 
-log = logging.getLogger(__name__)
+from taskd.errors import TransportError
 
-MAX_PACKET_BYTES = 256 * 1024
-# Room for two of the largest messages on the way; the default (about 200 KB) holds not even one.
-_BUFFER_BYTES = 2 * MAX_PACKET_BYTES
-
-
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a new link."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+MAX_FRAME_BYTES = 256 * 1024     # as MAX_MESSAGE_BYTES of the wire; longer ones arrive cut, and are refused there
+_SEND_BUFFER_BYTES = MAX_FRAME_BYTES   # the kernel doubles it and limits it by net.core.wmem_max (208 KiB, so 416 KiB)
+# The buffer holds hundreds of messages. A peer that has left it full for that long is stopped or stuck; waiting longer
+# would make the agent deaf to all other workers.
+_SEND_TIMEOUT_S = 5.0
 
 
 class Channel:
-    """One end. Sending may be done from any thread, receiving from one. Never blocks."""
+    """See the module. `closed` turns True when the other end is gone and everything it said has been read."""
 
-    def __init__(self, descriptor: int) -> None:
-        """`descriptor`: a SOCK_SEQPACKET socket, owned from now on."""
-        self._socket = socket.socket(fileno=descriptor)
+    def __init__(self, fd: int) -> None:
+        """Take over `fd`, one end of a `socketpair(AF_UNIX, SOCK_SEQPACKET)`."""
+        self._socket = socket.socket(fileno=fd)
+        if self._socket.type != socket.SOCK_SEQPACKET:
+            kind = self._socket.type
+            self._socket.close()
+            raise TransportError(f"descriptor {fd} is no SOCK_SEQPACKET socket but {kind!r}")
         self._socket.setblocking(False)
-        for option in (getattr(socket, "SO_SNDBUFFORCE", 32), socket.SO_SNDBUF):
-            try:
-                self._socket.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-                break
-            except PermissionError:          # the forced one needs CAP_NET_ADMIN; the other is capped by net.core.wmem_max
-                continue
-        self.closed = False
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     @property
     def fd(self) -> int:
-        """Readable when `receive` has something, the end of the link included. -1 when closed."""
+        """The descriptor to poll for reading; -1 when closed."""
         return self._socket.fileno()
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be read any more."""
+        return self._socket.fileno() < 0
+
     def send(self, data: bytes) -> bool:
-        """Send one message whole. False: the other end is gone, or has not read for so long that there is no room."""
-        if self.closed:
-            return False
+        """Hand over one message. False: the other end is gone, or has not read for a long time."""
+        if not data:
+            raise ValueError("an empty message reads as the end of the channel")
         try:
-            self._socket.send(data)
-        except BlockingIOError:
-            log.warning("a peer on this machine reads nothing: a message of %d bytes was dropped", len(data))
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            return False
+            try:
+                self._socket.send(data)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._socket, select.POLLOUT)
+                poll.poll(_SEND_TIMEOUT_S * 1000)
+                self._socket.send(data)
+        except OSError:
+            return False         # closed by us, by the peer (EPIPE, ECONNRESET), or still full
         return True
 
     def receive(self) -> list[bytes]:
-        """What has arrived. Sets `closed` at the end of the link."""
-        found: list[bytes] = []
+        """All messages that are there. Does not block."""
+        messages = []
         while not self.closed:
             try:
-                data = self._socket.recv(MAX_PACKET_BYTES)
+                data = self._socket.recv(MAX_FRAME_BYTES + 1)
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                data = b""
+                continue         # reported once if the peer left something unread; what it said itself is still to come
             if not data:
-                self.closed = True
+                self.close()
                 break
-            found.append(data)
-        return found
+            messages.append(data)
+        return messages
 
     def close(self) -> None:
-        """Close this end."""
-        self.closed = True
+        """Close the descriptor. The peer sees the end of the channel."""
         self._socket.close()

@@ -1,207 +1,267 @@
-"""ZeroMQ over TCP: a `Router` for the manager, a `Dealer` for each agent. The only module that imports zmq.
+"""ZeroMQ behind the `Link` contract. The only module that imports zmq.
 
-With a secret, connections are encrypted and both sides prove that they know it (CURVE; the key pairs are derived from the
-secret, and an allow-list in the manager's own loop answers ZAP requests). Without one, anybody who reaches the port is heard, and
-what they say is checked by `wire.codec` and the manager.
+    Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, worker without agent, relay upwards)
+
+Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from it, and the router lets in
+only the client key of that secret (a ZAP handler that is served within `poll`). Must not know messages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
+import ipaddress
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import TransportError
+from taskd.transport.base import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 300 * 1024        # somewhat above the protocol's own limit, whose error says more
-_LINGER_MS = 1000                   # a farewell has this long to leave the machine
-_HIGH_WATER_MARK = 10_000           # messages per peer; a heartbeat a second and a few dozen per recovery are usual
-_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 10, 5, 3
-_HANDSHAKE_MS = 5000                # a connection that says nothing is dropped
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+# Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is merely too long for the
+# protocol is seen, counted and answered for by the wire.
+_MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
+_HIGH_WATER_MARK = 1000          # messages per peer; a peer that is that far behind is not listening
+_BATCH = 1000                    # messages per `receive`, so that a flood cannot keep the loop from its deadlines
+_LINGER_MS = 1000                # for the last words on a connection that is up
+_HANDSHAKE_MS = 5000             # a connection that says nothing is dropped: strangers must not use up descriptors
+_RECONNECT_MS = 100              # a restarted manager is found within this ...
+_RECONNECT_MAX_MS = 2000         # ... growing to this while nobody is there
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"      # fixed by ZeroMQ RFC 27
+_ZAP_DOMAIN = b"taskd"
+_FAILED_HANDSHAKES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "not our protocol, or another secret",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "a wrong secret",
+}
 
 
-def _z85(data: bytes) -> bytes:
-    from zmq.utils import z85  # noqa: PLC0415 - only with a secret
+def _derive_key(secret: bytes, side: bytes) -> bytes:
+    """A CURVE secret key in the text form that ZeroMQ takes."""
+    return z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"taskd " + side).digest())
 
-    return bytes(z85.encode(data))
 
-
-def _key_pair(secret: bytes, who: str) -> tuple[bytes, bytes]:
-    """(public, secret) in Z85, derived from the job's secret, for "manager" or "agent"."""
-    private = _z85(hashlib.sha256(b"taskd:" + who.encode() + b":" + secret).digest())
-    return zmq.curve_public(private), private
+def _endpoint(address: str) -> str:
+    return address if "://" in address else f"tcp://{address}"
 
 
 class _Socket:
-    """What both kinds have in common."""
+    """What router and dealer share."""
 
-    def __init__(self, kind: int) -> None:
-        self._context = zmq.Context()
+    def __init__(self, kind: int, address: str, beside: _Socket | None) -> None:
+        self._owns_context = beside is None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if beside is None else beside._context  # noqa: SLF001 - the same class
         self._socket = self._context.socket(kind)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._registered: set[int] = set()
-        for option, value in (
-            (zmq.LINGER, _LINGER_MS), (zmq.SNDHWM, _HIGH_WATER_MARK), (zmq.RCVHWM, _HIGH_WATER_MARK),
-            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S),
-            (zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_INTERVAL_S), (zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_COUNT),
-            (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS), (zmq.RECONNECT_IVL, _RECONNECT_MS),
-            (zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS), (zmq.IPV6, 1),
-        ):
+        self._linger_ms = _LINGER_MS
+        options = {
+            zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES, zmq.SNDHWM: _HIGH_WATER_MARK, zmq.RCVHWM: _HIGH_WATER_MARK,
+            zmq.LINGER: _LINGER_MS, zmq.HANDSHAKE_IVL: _HANDSHAKE_MS, zmq.IPV6: int(address.startswith("[")),
+            **_KEEPALIVE,
+        }
+        for option, value in options.items():
             self._socket.setsockopt(option, value)
 
     def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
-        """See `taskd.transport.base.Transport`."""
-        wanted = set(fds)
-        for fd in self._registered - wanted:
-            self._poller.unregister(fd)
-        for fd in wanted - self._registered:
-            self._poller.register(fd, zmq.POLLIN)
-        self._registered = wanted
-        # Rounded up: a wait that ends a moment before its deadline would only be repeated.
-        ready = self._poller.poll(None if timeout_s is None else int(timeout_s * 1000) + 1)
-        return {fd for fd, _ in ready if fd in wanted}
+        """See `Link`."""
+        return poll([self], timeout_s, fds)
 
     def close(self) -> None:
-        """See `taskd.transport.base.Transport`."""
-        self._socket.close()
-        self._context.term()
+        """See `Link`."""
+        for socket in (self._socket, *self._inner()):
+            socket.close(linger=self._linger_ms)
+        if self._owns_context:
+            self._context.term()
 
+    def _inner(self) -> Iterable[zmq.Socket[bytes]]:
+        """Sockets of our own that must be served while we wait."""
+        return ()
 
-class Dealer(_Socket):
-    """An agent's side. Connects when there is somebody, and again for ever."""
+    def _serve(self) -> None:
+        """Serve them."""
 
-    def __init__(self, address: str, identity: str, secret: bytes | None = None) -> None:
-        """`address`: host:port. Raises TransportError if that is no address."""
-        super().__init__(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        # Without a connection nothing is queued: what was said to a manager that has gone would reach the next one.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        if secret is not None:
-            self._socket.curve_serverkey = _key_pair(secret, "manager")[0]
-            self._socket.curve_publickey, self._socket.curve_secretkey = _key_pair(secret, "agent")
+    def _frames(self) -> Iterable[list[bytes]]:
+        for _ in range(_BATCH):
+            try:
+                yield self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def _send(self, frames: list[bytes]) -> bool:
         try:
-            self._socket.connect(f"tcp://{address}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise TransportError(f"{address!r} is no address of a manager (host:port): {error}") from error
-
-    def send(self, peer: bytes | None, data: bytes) -> bool:
-        """See `taskd.transport.base.Transport`; `peer` is None."""
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        return True
-
-    def receive(self) -> list[tuple[bytes, bytes]]:
-        """See `taskd.transport.base.Transport`."""
-        found = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                found.append((b"", self._socket.recv_multipart(zmq.NOBLOCK)[-1]))
-        return found
-
-
-class Router(_Socket):
-    """The manager's side."""
-
-    def __init__(self, host: str, port: int, secret: bytes | None = None) -> None:
-        """Listen on host:port ("*" for all addresses; port 0 chooses a free one, see `port`).
-
-        Raises:
-            TransportError: the address cannot be bound; the text says how to find who has it.
-        """
-        super().__init__(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)      # else sending to a peer that left succeeds silently
-        self._zap: zmq.Socket[bytes] | None = None
-        if secret is not None:
-            self._authenticate(secret)
-        elif host not in ("127.0.0.1", "localhost", "::1"):
-            log.warning("the manager listens on %s without a secret: whoever reaches port %d is heard. Set TASKD_SECRET_FILE "
-                        "for the manager and all agents.", host, port)
-        literal = f"[{host}]" if ":" in host else host
-        try:
-            self._socket.bind(f"tcp://{literal}:{port}" if port else f"tcp://{literal}:*")
         except zmq.ZMQError as error:
-            self.close()
-            if error.errno == errno.EADDRINUSE:
-                raise TransportError(
-                    f"{host}:{port} is taken: look for the process with `ss -ltnp 'sport = :{port}'` (another manager of an "
-                    "earlier job?), end it, or set TASKD_PORT for the manager and all agents") from error
-            raise TransportError(f"cannot listen on {host}:{port}: {error}") from error
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-    def _authenticate(self, secret: bytes) -> None:
-        self._zap = self._context.socket(zmq.ROUTER)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(_ZAP_ENDPOINT)
-        self._poller.register(self._zap, zmq.POLLIN)
-        self._socket.curve_server = True
-        _, self._socket.curve_secretkey = _key_pair(secret, "manager")
-        self._allowed = zmq.utils.z85.decode(_key_pair(secret, "agent")[0])
-        self._socket.zap_domain = b"taskd"
-
-    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
-        """See `taskd.transport.base.Transport`; requests to join are answered on the way."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            ready = super().poll(None if deadline is None else max(0.0, deadline - time.monotonic()), fds)
-            if self._zap is None or not self._zap.poll(0) or self._socket.poll(0) or ready:
-                self._answer_zap()
-                return ready
-            self._answer_zap()
-
-    def _answer_zap(self) -> None:
-        """ZAP (rfc.zeromq.org/spec/27): who knows the secret has the one public key that is allowed."""
-        if self._zap is None:
-            return
-        with contextlib.suppress(zmq.Again):
-            while True:
-                frames = self._zap.recv_multipart(zmq.NOBLOCK)
-                address, version, request_id, mechanism, key = frames[0], frames[2], frames[3], frames[7], frames[-1]
-                allowed = mechanism == b"CURVE" and key == self._allowed
-                if not allowed:
-                    log.warning("a connection from %s was refused: it does not know the job's secret",
-                                frames[5].decode(errors="replace"))
-                status = (b"200", b"OK") if allowed else (b"400", b"not a member of this job")
-                self._zap.send_multipart([address, b"", version, request_id, *status, b"", b""])
-
-    def send(self, peer: bytes | None, data: bytes) -> bool:
-        """See `taskd.transport.base.Transport`."""
-        assert peer is not None
-        try:
-            self._socket.send_multipart([peer, data], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno in (errno.EHOSTUNREACH, errno.EAGAIN):
+            if error.errno == errno.EHOSTUNREACH:
                 return False
             raise
         return True
 
+
+def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
+    """`Link.poll` for several links at once."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        inner = [(socket, link) for link in links for socket in link._inner()]  # noqa: SLF001 - the same module
+        items: list[zmq.Socket[bytes] | int] = [*(link._socket for link in links), *(socket for socket, _ in inner), *fds]  # noqa: SLF001
+        wait_ms = -1 if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+        ready: set[zmq.Socket[bytes] | int] = {item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)}
+        to_serve = {link for socket, link in inner if socket in ready}
+        for link in to_serve:
+            link._serve()  # noqa: SLF001
+        is_over = not ready or (deadline is not None and time.monotonic() >= deadline)
+        if is_over or len(ready) > sum(socket in ready for socket, _ in inner):
+            return {fd for fd in fds if fd in ready}
+
+
+class Router(_Socket):
+    """Binds `address` ("host:port"; port 0: any free one) and talks to many peers, addressed by their identity."""
+
+    def __init__(self, address: str, *, secret: bytes | None = None, beside: _Socket | None = None) -> None:
+        """`beside`: share its ZeroMQ context (needed for inproc addresses). Raises `TransportError`."""
+        super().__init__(zmq.ROUTER, address, beside)
+        self._refused: list[str] = []
+        self._disconnects = 0
+        # A send to a peer that is gone must say so, and a peer that comes back before TCP has noticed its loss must get in.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._monitor = self._socket.get_monitor_socket(sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED)
+        self._zap: zmq.Socket[bytes] | None = None
+        self._client_key = b""
+        try:
+            if secret is not None:
+                self._require(secret)
+            self._socket.bind(_endpoint(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(_bind_failure(address, error)) from error
+        if secret is None and not _is_local(self.address):
+            log.warning("%s can be reached by other hosts and no secret is set: whoever reaches it can stop the job. "
+                        "Set TASKD_SECRET_FILE on every node.", self.address)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the real port."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """See `taskd.transport.base.Transport`. Messages of several frames are reduced to their last one."""
-        found = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                found.append((frames[0], frames[-1]))
-        return found
+        """See `Link`. What is not one frame is handed on as an empty one, for the reader to refuse."""
+        return [(frames[0], frames[1] if len(frames) == 2 else b"") for frames in self._frames()]
+
+    def send(self, peer: bytes | None, data: bytes) -> bool:
+        """See `Link`."""
+        return peer is not None and self._send([peer, data])
+
+    def take_refused(self) -> list[str]:
+        """Why connections were not let in since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def take_disconnects(self) -> int:
+        """How many connections ended since the last call; what was on its way on them may be lost."""
+        disconnects, self._disconnects = self._disconnects, 0
+        return disconnects
 
     def close(self) -> None:
-        """See `taskd.transport.base.Transport`."""
-        if getattr(self, "_zap", None) is not None:
-            assert self._zap is not None
-            self._zap.close()
+        """See `Link`."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
         super().close()
+
+    def _require(self, secret: bytes) -> None:
+        server_key = _derive_key(secret, b"server")
+        self._client_key = zmq.curve_public(_derive_key(secret, b"client"))
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP_ADDRESS)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+
+    def _inner(self) -> Iterable[zmq.Socket[bytes]]:
+        return [socket for socket in (self._monitor, self._zap) if socket is not None]
+
+    def _serve(self) -> None:
+        while self._monitor.poll(0):
+            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            if event == zmq.Event.DISCONNECTED:
+                self._disconnects += 1
+            else:
+                self._refused.append(_FAILED_HANDSHAKES[event])
+        while self._zap is not None and self._zap.poll(0):
+            self._answer_zap(self._zap)
+
+    def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
+        """Let in whoever proved to hold the client key of our secret."""
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
+        is_allowed = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self._client_key]
+        status, text = (b"200", b"OK") if is_allowed else (b"400", b"not allowed")
+        zap.send_multipart([version, request_id, status, text, b"", b""])
+
+
+class Dealer(_Socket):
+    """Connects to a router at `address`, also if nobody is there yet, and again whenever the connection is lost."""
+
+    def __init__(
+        self, address: str, identity: str | bytes, *, secret: bytes | None = None, beside: _Socket | None = None,
+    ) -> None:
+        """`identity`: at most 255 bytes, unique among the router's peers. Raises `TransportError`."""
+        super().__init__(zmq.DEALER, address, beside)
+        self._linger_ms = 0
+        self._socket.setsockopt(zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        if secret is not None:
+            client_key = _derive_key(secret, b"client")
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_derive_key(secret, b"server")))
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(client_key))
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, client_key)
+        try:
+            self._socket.connect(_endpoint(address))
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"{address} is no address to connect to: {error}; expected host:port") from error
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """See `Link`; the peer is always b""."""
+        received = [(b"", frames[0] if len(frames) == 1 else b"") for frames in self._frames()]
+        if received:
+            self._linger_ms = _LINGER_MS     # somebody is there: last words are worth a moment
+        return received
+
+    def send(self, peer: bytes | None, data: bytes) -> bool:
+        """See `Link`. `peer` is None. Without a connection messages wait, up to a bound."""
+        if peer is not None:
+            raise ValueError("a dealer has one peer only")
+        return self._send([data])
+
+
+def _is_local(address: str) -> bool:
+    """Whether only this host can reach it."""
+    if "://" in address:
+        return True              # inproc, ipc
+    host = address.rpartition(":")[0].strip("[]")
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _bind_failure(address: str, error: zmq.ZMQError) -> str:
+    """What to do when an address cannot be bound."""
+    port = address.rpartition(":")[2]
+    if error.errno == errno.EADDRINUSE:
+        return (f"{address} is taken, perhaps by another manager: look for the process with  ss -ltnp 'sport = :{port}'  "
+                "and stop it, or set TASKD_PORT to another port for the manager and all agents")
+    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
+        return f"{address} cannot be bound: this host has no such address; look at  ip addr  and set TASKD_BIND_ADDR"
+    if error.errno == errno.EACCES:
+        return f"{address} cannot be bound: ports below 1024 need privileges; set TASKD_PORT to a higher one"
+    return f"{address} cannot be bound: {error}; expected host:port"

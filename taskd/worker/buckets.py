@@ -20,10 +20,9 @@ import json
 import logging
 import weakref
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 from taskd.worker import life as life_module
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)

@@ -76,7 +76,8 @@ def send(holding: Holding, receiver: int, version: int, *, is_present: bool) -> 
     Raises:
         StateError: it does not fit what the receiver built.
     """
-    manifest, tensors = Manifest(version, is_present), []
+    manifest = Manifest(version, is_present)
+    tensors: list[torch.Tensor] = []
     if is_present:
         manifest, tensors = _describe(holding, version)
     try:
@@ -130,8 +131,10 @@ def _wire_device(name: str) -> torch.device:
 
 
 def _describe(holding: Holding, version: int) -> tuple[Manifest, list[torch.Tensor]]:
-    roles, metas, tensors = holding.roles, [], []
-    slots: dict[int, Slot] = {}
+    roles = holding.roles
+    metas: list[Meta] = []
+    tensors: list[torch.Tensor] = []
+    slots: dict[int, Slot] = {}           # by id(tensor): one that hangs in two places is sent once
 
     def pack(label: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -178,6 +181,11 @@ def _misfit(manifest: Manifest, holding: Holding, source: int) -> str:
         shape = manifest.metas[manifest.named[name].index].shape
         if shape != tuple(own[name].shape):
             return f"{name} has shape {shape} on rank {source} and {tuple(own[name].shape)} on rank {here}"
+    return _misfit_of_optimizers(manifest, holding, source)
+
+
+def _misfit_of_optimizers(manifest: Manifest, holding: Holding, source: int) -> str:
+    roles, here = holding.roles, dist.get_rank()
     if manifest.optimizers.keys() != roles.optimizers.keys():
         return f"optimizers are {sorted(manifest.optimizers)} on rank {source} and {sorted(roles.optimizers)} on rank {here}"
     for role, (_, sizes, _) in manifest.optimizers.items():

@@ -48,6 +48,8 @@ class RandomStates:
         self._numpy_owner: Any = None
         self._numpy_words = b""
         self._numpy_state: tuple[Any, ...] | None = None
+        # Looked up once: asking torch for a module that it has not costs microseconds. An extension is imported by the first restore().
+        self._devices = [(kind, getattr(torch, kind)) for kind in _DEVICE_TYPES if hasattr(torch, kind)]
 
     def capture(self) -> dict[str, Any]:
         """All generators, as builtin types."""
@@ -59,9 +61,8 @@ class RandomStates:
             captured["python"] = random.getstate()
         if "numpy.random" in sys.modules:
             captured["numpy"] = self._capture_numpy()
-        for kind in _DEVICE_TYPES:
-            device = getattr(torch, kind, None)
-            if device is not None and device.is_initialized():
+        for kind, device in self._devices:
+            if device.is_initialized():
                 # Seed and offset, 16 bytes that live on the host: nothing waits for the device.
                 captured[kind] = device.get_rng_state().numpy().tobytes()
         return captured
@@ -93,9 +94,8 @@ class RandomStates:
         random.setstate(python)
         if captured.get("numpy") is not None:
             self._restore_numpy(captured["numpy"])
-        for kind in _DEVICE_TYPES:
-            device = getattr(torch, kind, None)
-            if kind in captured and device is not None and device.is_available():
+        for kind, device in self._devices:
+            if kind in captured and device.is_available():
                 device.set_rng_state(_byte_tensor(captured[kind]))
 
     def _restore_numpy(self, state: tuple[Any, ...]) -> None:

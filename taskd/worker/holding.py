@@ -54,8 +54,10 @@ class Holding:
         return encode_part(step, roles.values, positions, buffers)
 
     def _read_buffers(self) -> dict[str, bytes]:
-        """Running statistics differ between ranks (DDP spreads those of rank 0 in the next forward). Host memory only: asking a device
-        would make every step wait for it."""
+        """Running statistics, which differ between ranks (DDP spreads those of rank 0 in the next forward pass).
+
+        Host memory only: asking a device would make every step wait for it.
+        """
         read: dict[str, bytes] = {}
         total = 0
         for name, tensor in self.rollback.moving_buffers():
@@ -139,10 +141,7 @@ class Holding:
     def park(self) -> str:
         """Leave the entry: hooks off, gradients freed, mid-step changes rolled back. Returns why the copy is torn, or ""."""
         self.detach()
-        if self.began:
-            reason = "between optimizer.step() and commit()"
-        else:
-            reason = self.rollback.roll_back()
+        reason = "between optimizer.step() and commit()" if self.began else self.rollback.roll_back()
         self.drop_gradients()
         self.parked_versions = {
             id(tensor): tensor._version  # noqa: SLF001 - tells whether somebody writes to it until it is restored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -93,8 +93,8 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> None:
     caches = caches_of(old.roles) | caches_of(new.roles)
     missing, added = sorted(parked.keys() - fresh.keys() - caches), sorted(fresh.keys() - parked.keys() - caches)
     if missing or added:
-        what = f"the parked state has {missing[0]}, the newly built objects have not" if missing else \
-            f"the newly built objects have {added[0]}, the parked state has not"
+        has, has_not = ("parked state has", "newly built objects have") if missing else ("newly built objects have", "parked state has")
+        what = f"the {has} {(missing or added)[0]}, the {has_not} not"
         message = f"TrainState({new.name!r}): {what}: build the same model in every entry"
         raise StateError(message)
     with torch.no_grad():
@@ -128,8 +128,8 @@ def _move_optimizer(label: str, old: torch.optim.Optimizer, new: torch.optim.Opt
         return
     before, now = parameters_of(old), parameters_of(new)
     if [len(group["params"]) for group in old.param_groups] != [len(group["params"]) for group in new.param_groups]:
-        message = f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and had {len(before)} in " \
-                  f"{len(old.param_groups)} before the fault: build the same optimizer in every entry"
+        message = (f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and had {len(before)} in "
+                   f"{len(old.param_groups)} before the fault: build the same optimizer in every entry")
         raise StateError(message)
     twins = dict(zip(before, now, strict=True))
     # By reference: until the parked state is dropped both optimizers look at one memory, and an interrupt in here loses nothing.
@@ -142,7 +142,7 @@ def _move_optimizer(label: str, old: torch.optim.Optimizer, new: torch.optim.Opt
 
 def caches_of(roles: Roles) -> set[str]:
     """Names of buffers that are no part of a state_dict: they are moved where they fit, and may differ."""
-    names = set()
+    names: set[str] = set()
     for role, module in roles.modules.items():
         for path, part in module.named_modules():
             names.update(".".join(word for word in (role, path, key) if word) for key in part._non_persistent_buffers_set)  # noqa: SLF001
@@ -150,8 +150,8 @@ def caches_of(roles: Roles) -> set[str]:
 
 
 def _different_roles(old: Holding, new: Holding) -> str:
-    before: Any = sorted(old.roles.object_roles())
-    now: Any = sorted(new.roles.object_roles())
-    return f"TrainState({new.name!r}) holds {', '.join(now) or 'nothing'} now and held {', '.join(before) or 'nothing'} before the fault: " \
-           "register the same objects in every entry"
+    before = ", ".join(sorted(old.roles.object_roles())) or "nothing"
+    now = ", ".join(sorted(new.roles.object_roles())) or "nothing"
+    return (f"TrainState({new.name!r}) holds {now} now and held {before} before the fault: register the same objects in every "
+            "entry")
 

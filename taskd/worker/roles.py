@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from taskd.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
 # A state_dict with more tensor bytes than this is taken for a replica (an EMA), not for a position: writing it out at every
@@ -151,8 +153,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        elif "_orig_mod" in module._modules:  # noqa: SLF001 - where torch.compile keeps what it wraps
+            module = module.get_submodule("_orig_mod")
         else:
             return module
 

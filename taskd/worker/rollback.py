@@ -8,12 +8,13 @@ buffers that change in the forward pass (running statistics). Knows neither blac
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from taskd.worker.roles import Roles, parameters_of
+if TYPE_CHECKING:
+    from taskd.worker.roles import Roles
 
 # torch's batch norm writes its running statistics without raising their version counter (torch 2.13): always copied.
 _SILENT = nn.modules.batchnorm._NormBase  # noqa: SLF001 - the class that all batch and instance norms share
@@ -78,10 +79,10 @@ class Rollback:
 
     def _remember_small(self) -> None:
         for role, optimizer in self._optimizer_items:
-            self._groups[role] = [
-                {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-                for group in optimizer.param_groups
-            ]
+            groups = self._groups[role] = [dict(group) for group in optimizer.param_groups]
+            for group in groups:
+                if isinstance(group.get("lr"), torch.Tensor):      # capturable optimizers: written in place by the scheduler
+                    group["lr"] = group["lr"].clone()
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
@@ -92,7 +93,7 @@ class Rollback:
         changed: set[int] = set()
         for buffer in self._still:
             now = buffer.module._buffers.get(buffer.key)  # noqa: SLF001
-            if now is not buffer.tensor or now._version != buffer.version:
+            if now is not buffer.tensor or now._version != buffer.version:  # noqa: SLF001
                 changed.add(id(buffer.module))
             elif buffer.copy is not None:
                 buffer.copy = None              # it stood still for a step: its memory is given back
@@ -115,7 +116,7 @@ class Rollback:
             tensors.append(now)
         if copies:
             with torch.no_grad():
-                torch._foreach_copy_(copies, tensors)  # noqa: SLF001 - one call for all
+                torch._foreach_copy_(copies, tensors)  # one call for all
 
     def moving_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that change in the forward pass, live, by name."""
@@ -147,7 +148,7 @@ class Rollback:
         problem = ""
         for buffer in (*self._moving, *self._still):
             now = buffer.module._buffers.get(buffer.key)  # noqa: SLF001
-            is_touched = now is not buffer.tensor or (now is not None and now._version != buffer.version)
+            is_touched = now is not buffer.tensor or (now is not None and now._version != buffer.version)  # noqa: SLF001
             if buffer.copy is not None and buffer.tensor is not None:
                 with torch.no_grad():
                     buffer.tensor.copy_(buffer.copy)

@@ -55,6 +55,9 @@ class TrainState:
     step, and `commit()` after every optimizer step.
     """
 
+    _holding: Holding
+    _restored: Restored | None
+
     def __init__(self, name: str = "train", **objects: Any) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
@@ -74,7 +77,7 @@ class TrainState:
                        "@taskd.recoverable and create it in there")
             raise StateError(message)
         if life is not None and name in life.states:
-            message = f"TrainState({name!r}) was created twice in one entry: give the second one another name, TrainState(\"{name}-2\", ...)"
+            message = f"TrainState({name!r}) was created twice in one entry: give the second one another name, TrainState('{name}-2', ...)"
             raise StateError(message)
         step = objects.pop("step", 0)
         holding = Holding(name, Roles.sort(name, objects))

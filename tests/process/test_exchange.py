@@ -22,7 +22,7 @@ def launch(world, scenario, **options):
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             [sys.executable, __file__, str(world), scenario, directory, json.dumps(options)],
-            env=environment, capture_output=True, text=True, timeout=120,
+            env=environment, capture_output=True, text=True, timeout=120, check=False,
         )
         assert done.returncode == 0, done.stderr[-6000:]
         return [json.loads(Path(directory, f"rank{rank}").read_text()) for rank in range(world)]
@@ -143,6 +143,23 @@ def _make(variant, seed):
     return model, optimizer
 
 
+class Ema:
+    """A replica that is no module: its state_dict is large."""
+
+    def __init__(self, model):
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self, model):
+        for name, p in model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 0.1)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = dict(state["shadow"])
+
+
 class Rank:
     """One forked process through all its entries."""
 
@@ -216,7 +233,8 @@ class Rank:
         cap = {} if self.variant == "default_cap" else {"bucket_cap_mb": 0.01}
         wrap = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(self.variant, {})
         ddp = None if self.variant == "late_ddp" else DistributedDataParallel(model, **cap, **wrap)
-        state = TrainState(model=ddp or model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, second=second, seen=0)
+        self.ema = Ema(model)
+        state = TrainState(model=ddp or model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, second=second, ema=self.ema, seen=0)
         torch.manual_seed(1000 + self.rank)
         restored = state.restore()
         if restored.version is not None:
@@ -250,6 +268,7 @@ class Rank:
         scaler.step(second)
         scaler.update()
         scheduler.step()
+        self.ema.update(ddp.module)
         state.seen += 5
         state.commit()
         if now:
@@ -260,7 +279,7 @@ class Rank:
 
         import torch
 
-        data = b"".join(t.detach().numpy().tobytes() for t in (*model.state_dict().values(), temperature))
+        data = b"".join(t.detach().numpy().tobytes() for t in (*model.state_dict().values(), *self.ema.shadow.values(), temperature))
         return {"digest": hashlib.sha256(data + repr(state.seen).encode()).hexdigest(), "random": torch.rand(1).item()}
 
     # -------------------------------------------------------- other scenarios

@@ -40,7 +40,7 @@ print(json.dumps({
     "leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
     "streams": [[s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty(), type(s.buffer).__name__]
                 for s in (sys.stdin, sys.stdout, sys.stderr)], "own": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__],
-    "seed": torch.initial_seed(), "rand": torch.rand(3).tolist(),
+    "state": torch.get_rng_state().numel(),
     "threads": [torch.get_num_threads(), torch.get_num_interop_threads()], "python threads": [t.name for t in threading.enumerate()],
     "kernel threads": len(os.listdir("/proc/self/task")), "comm": open("/proc/self/comm").read(),
     "cmdline": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
@@ -229,18 +229,16 @@ def ours(request: pytest.FixtureRequest, folders: dict[str, Path], plain: dict[s
             for name, result in zip(PROGRAMS, results, strict=True)}
 
 
-def _comparable(text: str) -> Any:
+def _comparable(name: str, text: str) -> Any:
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
-    if not text.startswith("{"):
-        return text
-    return json.loads(text)
+    return json.loads(text) if name.startswith("probe") and text.startswith("{") else text
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_looks_like_a_fresh_interpreter(name: str, plain: dict[str, Outcome], ours: dict[str, Outcome]) -> None:
     expected, found = plain[name], ours[name]
     assert found.status == expected.status
-    assert _comparable(found.stdout) == _comparable(expected.stdout)
-    assert _comparable(found.stderr) == _comparable(expected.stderr)
+    assert _comparable(name, found.stdout) == _comparable(name, expected.stdout)
+    assert _comparable(name, found.stderr) == _comparable(name, expected.stderr)
     assert found.files == expected.files
     assert (found.note is None) == PROGRAMS[name].warm, found.note

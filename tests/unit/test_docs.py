@@ -143,7 +143,7 @@ def test_the_timeouts_are_those_that_are_derived() -> None:
 
 def promised() -> list[str]:
     names = [name for row in rows(section("docs/compat.md", "Names")) for name in code_spans(row[0])]
-    assert len(names) > 20
+    assert len(names) >= 20
     return names
 
 

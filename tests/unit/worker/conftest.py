@@ -6,7 +6,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from job import Job  # noqa: E402
+from job import Job
 
 
 @pytest.fixture

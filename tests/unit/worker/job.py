@@ -7,7 +7,7 @@ from taskd.worker.life import Life, Plan
 from taskd.worker.parking import park_all
 
 
-class Stop(Exception):
+class Stop(Exception):  # noqa: N818 - not an error
     """Ends an entry."""
 
 

@@ -1,3 +1,6 @@
+# ruff: noqa: NPY002 - the global generator is what is tested
+import copy
+import pickle
 import random
 
 import numpy as np
@@ -211,11 +214,11 @@ def test_two_states_in_one_function_are_kept_together(job):
     def entry():
         nets = [nn.Linear(4, 4) for _ in range(2)]
         optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in nets]
-        states = [TrainState(name, model=n, optimizer=o, tag="") for name, n, o in zip(("a", "b"), nets, optimizers)]
+        states = [TrainState(name, model=n, optimizer=o, tag="") for name, n, o in zip(("a", "b"), nets, optimizers, strict=True)]
         for state in states:
             state.restore()
         while states[1].step < 3:
-            for state, n, optimizer in zip(states, nets, optimizers):
+            for state, n, optimizer in zip(states, nets, optimizers, strict=True):
                 n(torch.rand(2, 4)).sum().backward()
                 if stops and states[0].step == 2 and state is states[1]:
                     stops.pop()
@@ -369,6 +372,76 @@ def test_rank_versions_beyond_a_cut_do_not_leak_hooks_into_objects_built_outside
     assert not optimizer._optimizer_step_pre_hooks
 
 
+class Stepper:
+    """An optimizer that is not torch's."""
+
+    def __init__(self, parameter):
+        self.parameter, self.count = parameter, 0
+
+    def zero_grad(self):
+        pass
+
+    def step(self):
+        self.count += 1
+        with torch.no_grad():
+            self.parameter += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_an_optimizer_that_is_not_of_torch_is_followed_too(job):
+    stepper_of = []
+
+    def entry():
+        model = nn.Linear(1, 1)
+        stepper = Stepper(model.bias)
+        stepper_of.append(stepper)
+        state = TrainState(model=model, optimizer=stepper)
+        state.restore()
+        if len(stepper_of) == 1:
+            stepper.step()
+            assert not state.is_clean
+            state.commit()
+            raise Stop
+        return stepper.count
+
+    _, report = job.enter(entry)
+    assert "step" not in vars(stepper_of[0])
+    job.resume(report.version)
+    assert job.enter(entry)[0] == 1
+
+
+def test_a_followed_model_can_be_copied_and_pickled(job):
+    def entry():
+        model = nn.Linear(2, 2)
+        state = TrainState(model=model)
+        state.restore()
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            copied(torch.ones(1, 2))
+            assert torch.equal(copied.weight, model.weight)
+
+    job.enter(entry)
+
+
+def test_the_ddp_wrapper_is_installed_once_and_can_be_taken_off():
+    from torch.nn.parallel import DistributedDataParallel
+
+    from taskd.worker import buckets
+
+    original = DistributedDataParallel.__init__
+    buckets.install()
+    wrapped = DistributedDataParallel.__init__
+    buckets.install()
+    assert DistributedDataParallel.__init__ is wrapped is not original
+    buckets.uninstall()
+    buckets.uninstall()
+    assert DistributedDataParallel.__init__ is original
+
+
 class TestMistakes:
     def test_unsupported_objects_say_what_to_do(self, job):
         dataset = torch.utils.data.TensorDataset(torch.arange(4))
@@ -404,7 +477,7 @@ class TestMistakes:
                 state.model = nn.Linear(1, 1)
             with pytest.raises(StateError, match="plain value"):
                 state.sampler = Sampler()
-            with pytest.raises(AttributeError, match="no 'nothing'"):
+            with pytest.raises(AttributeError, match="no 'nothing':"):
                 _ = state.nothing
 
         job.enter(entry)

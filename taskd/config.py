@@ -1,0 +1,414 @@
+"""Config dict and environment to frozen, validated dataclasses, once, at start. The only reader of the environment.
+
+(Torch's own variables are written and read where workers are started: `taskd.torchrun`, `taskd.agent.spawn`.)
+Every error is a `ConfigError` that names the key, the value and what is accepted. Nothing here opens a socket or logs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from taskd.errors import ConfigError
+
+Environment = Mapping[str, str]
+Settings = Mapping[str, object]
+
+PROCESS_ENABLE_ENV = "TASKD_PROCESS_ENABLE"
+PORT_ENV = "TASKD_PORT"
+BIND_ADDR_ENV = "TASKD_BIND_ADDR"
+MANAGER_ADDR_ENV = "TASKD_MANAGER_ADDR"
+FAULT_TIMEOUT_ENV = "TASKD_FAULT_TIMEOUT"
+LOG_PATH_ENV = "TASKD_LOG_PATH"
+FILE_LOG_LEVEL_ENV = "TASKD_FILE_LOG_LEVEL"
+STD_LOG_LEVEL_ENV = "TASKD_STD_LOG_LEVEL"
+LOG_STDOUT_ENV = "TASKD_LOG_STDOUT"
+SECRET_FILE_ENV = "TASKD_SECRET_FILE"  # noqa: S105 - the name of a variable that holds a path
+NATIVE_ENV = "TASKD_NATIVE"
+FORKSERVER_ENV = "TASKD_FORKSERVER"
+PRELOAD_ENV = "TASKD_PRELOAD"
+JOB_ID_ENV = "MINDX_TASK_ID"
+POD_IP_ENV = "POD_IP"
+LOCAL_PROXY_ENV = "LOCAL_PROXY_ENABLE"
+RANK_ENV = "RANK"
+LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"
+MS_NODE_RANK_ENV = "MS_NODE_RANK"
+
+DEFAULT_JOB_ID = "default_job"
+DEFAULT_HOST = "127.0.0.1"
+MANAGER_PORT = 9601
+RELAY_PORT = 9602
+DEFAULT_FAULT_TIMEOUT_S = 30.0
+MAX_FAULT_TIMEOUT_S = 86400.0        # a day: whoever waits longer for a stuck rank has mistyped
+MIN_SECRET_BYTES = 16                # 128 bits, if they are random
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Where log lines go. `directory` is not created or looked at here."""
+
+    directory: pathlib.Path
+    file_level: str = "INFO"
+    std_level: str = "INFO"
+    to_std: bool = True
+
+    @classmethod
+    def load(cls, environment: Environment = os.environ) -> LogConfig:
+        """From TASKD_LOG_PATH, TASKD_FILE_LOG_LEVEL, TASKD_STD_LOG_LEVEL, TASKD_LOG_STDOUT."""
+        return cls(
+            directory=pathlib.Path(environment.get(LOG_PATH_ENV) or "./taskd_log/"),
+            file_level=_choice(environment, FILE_LOG_LEVEL_ENV, LEVELS, "INFO"),
+            std_level=_choice(environment, STD_LOG_LEVEL_ENV, LEVELS, "INFO"),
+            to_std=_choice(environment, LOG_STDOUT_ENV, ("True", "False"), "True") == "True",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """The manager of one job. `node_count` and `ranks_per_node` None: the agents' registrations give them."""
+
+    job_id: str
+    bind_address: str
+    fault_timeout_s: float
+    secret: bytes | None
+    log: LogConfig
+    node_count: int | None = None
+    ranks_per_node: int | None = None
+    is_enabled: bool = True
+
+    @classmethod
+    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
+        """From the dict of `init_taskd_manager` and the environment.
+
+        plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.
+        """
+        config = _settings(config)
+        for key in ("plugin_dir", "fault_recover", "taskd_enable"):
+            _typed(config, key, str, "a string")
+        if not isinstance(config.get("cluster_infos", {}), dict | list):
+            raise _error("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
+        return cls(
+            job_id=_job_id(config, environment),
+            bind_address=_bind_address(environment),
+            fault_timeout_s=_fault_timeout(environment),
+            secret=_secret(environment),
+            log=LogConfig.load(environment),
+            node_count=_count(config, "node_nums"),
+            ranks_per_node=_count(config, "proc_per_node"),
+            is_enabled=_choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """The agent inside torchrun. `wait_for_exit`: a replacement starts only when the device of the dead one is free."""
+
+    job_id: str
+    manager_address: str
+    fault_timeout_s: float
+    secret: bytes | None
+    log: LogConfig
+    wait_for_exit: bool = False
+    native: bool = True
+    forkserver: str = "auto"
+    preload: tuple[str, ...] = ()
+
+    @classmethod
+    def load(
+        cls,
+        environment: Environment = os.environ,
+        *,
+        job_id: str | None = None,
+        master_addr: str | None = None,
+        rendezvous_host: str | None = None,
+        wait_for_exit: bool = False,
+    ) -> AgentConfig:
+        """From the environment. `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
+
+        `job_id` is what to use when MINDX_TASK_ID is not set.
+        """
+        preload = [name.strip() for name in environment.get(PRELOAD_ENV, "").split(",") if name.strip()]
+        for name in preload:
+            if _MODULE.fullmatch(name) is None:
+                raise _error(PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas")
+        return cls(
+            job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
+            manager_address=_manager_address(environment, master_addr or rendezvous_host or DEFAULT_HOST),
+            fault_timeout_s=_fault_timeout(environment),
+            secret=_secret(environment),
+            log=LogConfig.load(environment),
+            wait_for_exit=wait_for_exit,
+            native=_choice(environment, NATIVE_ENV, ("on", "off"), "on") == "on",
+            forkserver=_choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec", "off"), "auto"),
+            preload=tuple(preload),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """A training process that introduces itself (`init_taskd_worker`)."""
+
+    job_id: str
+    rank: int
+    node_rank: int
+    disk_limit_mb: int
+    framework: str
+    upstream_address: str
+    secret: bytes | None
+
+    @classmethod
+    def load(
+        cls, rank_id: object, disk_limit_mb: object, framework: object, environment: Environment = os.environ
+    ) -> WorkerConfig:
+        """From the arguments of `init_taskd_worker` and the environment."""
+        rank = _natural("rank_id", rank_id)
+        disk_limit = _natural("upper_limit_of_disk_in_mb", disk_limit_mb)
+        if framework == "pt":
+            local_world_size = _digits(environment, LOCAL_WORLD_SIZE_ENV)
+            if local_world_size == 0:
+                raise _error(LOCAL_WORLD_SIZE_ENV, "0", "a positive integer")
+            node_rank = _digits(environment, RANK_ENV) // local_world_size
+        elif framework == "ms":
+            node_rank = _digits(environment, MS_NODE_RANK_ENV)
+        else:
+            raise _error("framework", framework, '"pt" or "ms"')
+        if environment.get(MANAGER_ADDR_ENV):
+            upstream = _manager_address(environment, DEFAULT_HOST)
+        else:
+            upstream = f"{DEFAULT_HOST}:{RELAY_PORT}"
+        return cls(_job_id({}, environment), rank, node_rank, disk_limit, framework, upstream, _secret(environment))
+
+
+@dataclass(frozen=True, slots=True)
+class RelayConfig:
+    """The relay of one node (`init_taskd_proxy`)."""
+
+    listen_address: str
+    upstream_address: str
+    node_rank: int
+    secret: bytes | None
+
+    @classmethod
+    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> RelayConfig:
+        """From ListenAddr, ListenPort, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
+        config = _settings(config)
+        rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
+        return cls(
+            listen_address=_literal_address(config, "Listen", RELAY_PORT),
+            upstream_address=_literal_address(config, "Upstream", MANAGER_PORT),
+            node_rank=_server_rank(config, rank_text),
+            secret=_secret(environment),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackAgentConfig:
+    """An agent that drives callbacks (`init_taskd_agent`)."""
+
+    job_id: str
+    framework: str
+    upstream_address: str
+    node_rank: int
+    fault_timeout_s: float
+    secret: bytes | None
+
+    @classmethod
+    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> CallbackAgentConfig:
+        """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
+        config = _settings(config)
+        framework = config.get("Framework")
+        if framework == "PyTorch":
+            rank_name = RANK_ENV
+        elif framework == "MindSpore":
+            rank_name = MS_NODE_RANK_ENV
+        else:
+            raise _error("Framework", framework, '"PyTorch" or "MindSpore"')
+        return cls(
+            job_id=_job_id({}, environment),
+            framework=framework,
+            upstream_address=_literal_address(config, "Upstream", RELAY_PORT),
+            node_rank=_server_rank(config, environment.get(rank_name)),
+            fault_timeout_s=_fault_timeout(environment),
+            secret=_secret(environment),
+        )
+
+
+def is_patch_enabled(environment: Environment = os.environ) -> bool:
+    """Whether torchrun is to be patched: only if TASKD_PROCESS_ENABLE says "on"."""
+    return environment.get(PROCESS_ENABLE_ENV) == "on"
+
+
+# ---------------------------------------------------------------- values
+
+
+def _error(key: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r} is not accepted: expected {accepted}")
+
+
+def _settings(config: object) -> Settings:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
+        raise _error("config", config, "a dict with strings as keys")
+    return config
+
+
+def _typed(config: Settings, key: str, kind: type[T], accepted: str) -> T | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise _error(key, value, accepted)
+    return value
+
+
+def _natural(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _error(key, value, "an integer, 0 or more")
+    return value
+
+
+def _count(config: Settings, key: str) -> int | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _error(key, value, "a positive integer")
+    return value
+
+
+def _digits(environment: Environment, key: str) -> int:
+    value = environment.get(key)
+    if value is None or not (value.isascii() and value.isdigit()):
+        raise _error(key, value, "an integer, 0 or more, in the environment")
+    return int(value)
+
+
+def _choice(environment: Environment, key: str, accepted: tuple[str, ...], default: str) -> str:
+    value = environment.get(key) or default
+    if value not in accepted:
+        raise _error(key, value, " or ".join(accepted))
+    return value
+
+
+def _job_id(config: Settings, environment: Environment) -> str:
+    given = _typed(config, "job_id", str, "a string")
+    return given or environment.get(JOB_ID_ENV) or DEFAULT_JOB_ID
+
+
+def _fault_timeout(environment: Environment) -> float:
+    value = environment.get(FAULT_TIMEOUT_ENV)
+    if not value:
+        return DEFAULT_FAULT_TIMEOUT_S
+    accepted = f"seconds, more than 0 and at most {MAX_FAULT_TIMEOUT_S:.0f}"
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise _error(FAULT_TIMEOUT_ENV, value, accepted) from None
+    if not 0 < seconds <= MAX_FAULT_TIMEOUT_S:
+        raise _error(FAULT_TIMEOUT_ENV, value, accepted)
+    return seconds
+
+
+def _secret(environment: Environment) -> bytes | None:
+    path = environment.get(SECRET_FILE_ENV)
+    if not path:
+        return None
+    accepted = f"the path of a readable file with at least {MIN_SECRET_BYTES} bytes"
+    try:
+        secret = pathlib.Path(path).read_bytes().strip()
+    except OSError as error:
+        raise _error(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise _error(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(secret)})")
+    return secret
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def _port(key: str, value: object) -> int:
+    is_number = isinstance(value, str) and value.isascii() and value.isdigit()
+    if not is_number or not 0 < int(str(value)) < 65536:
+        raise _error(key, value, "a port from 1 to 65535")
+    return int(str(value))
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(key: str, text: str, default_port: int) -> tuple[str, int]:
+    """Host and port of "host", "host:port", "[v6]", "[v6]:port" or a bare IPv6 address."""
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise _error(key, text, "host, host:port or [IPv6 address]:port")
+        return host, _port(key, rest[1:]) if rest else default_port
+    if text.count(":") > 1:
+        return text, default_port
+    host, colon, port = text.partition(":")
+    if not host or any(character.isspace() or character == "/" for character in host):
+        raise _error(key, text, "host, host:port or [IPv6 address]:port")
+    return host, _port(key, port) if colon else default_port
+
+
+def _manager_port(environment: Environment) -> int:
+    value = environment.get(PORT_ENV)
+    return _port(PORT_ENV, value) if value else MANAGER_PORT
+
+
+def _is_local_proxy(environment: Environment) -> bool:
+    return _choice(environment, LOCAL_PROXY_ENV, ("on", "off"), "off") == "on"
+
+
+def _bind_address(environment: Environment) -> str:
+    """TASKD_BIND_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else POD_IP, else loopback."""
+    key, text = BIND_ADDR_ENV, environment.get(BIND_ADDR_ENV)
+    if not text and not _is_local_proxy(environment):
+        key, text = POD_IP_ENV, environment.get(POD_IP_ENV)
+    host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
+    host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104 - the user's own wish
+    if not _is_literal(host):
+        raise _error(key, text, "an IP address of this host")
+    return join_address(host, port)
+
+
+def _manager_address(environment: Environment, otherwise: str) -> str:
+    """TASKD_MANAGER_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else `otherwise`."""
+    text = environment.get(MANAGER_ADDR_ENV)
+    if not text:
+        host = DEFAULT_HOST if _is_local_proxy(environment) else otherwise
+        return join_address(host, _manager_port(environment))
+    return join_address(*split_address(MANAGER_ADDR_ENV, text, _manager_port(environment)))
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _literal_address(config: Settings, side: str, default_port: int) -> str:
+    """`<side>Addr` and `<side>Port`: an IP address (no host name) and a port as text."""
+    host = config.get(f"{side}Addr", DEFAULT_HOST)
+    if not isinstance(host, str) or not _is_literal(host):
+        raise _error(f"{side}Addr", host, "an IPv4 or IPv6 address")
+    return join_address(host, _port(f"{side}Port", config.get(f"{side}Port", str(default_port))))
+
+
+def _server_rank(config: Settings, default: str | None) -> int:
+    value = config.get("ServerRank", default)
+    if not isinstance(value, str) or not (value.isascii() and value.isdigit()):
+        raise _error("ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)")
+    return int(value)

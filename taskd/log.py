@@ -1,0 +1,127 @@
+"""Log set-up for a process that is ours: handlers, the identity prefix, and a helper that says a thing once.
+
+Only shells call `setup`, at their start; modules use `logging.getLogger(__name__)`. In the user's training processes
+nothing is set up: a library must not.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from taskd.config import LogConfig
+
+_MAX_BYTES = 20 * 1024 * 1024
+_BACKUPS = 30
+_DIRECTORY_MODE = 0o750
+_FILE_MODE = 0o640
+_FORMAT = "%(asctime)s %(levelname)s taskd %(identity)s %(message)s"
+
+log = logging.getLogger("taskd")
+
+
+class Identity(logging.Filter):
+    """Puts "job/generation role" before every line. `generation` is kept up to date by the shell."""
+
+    def __init__(self, job_id: str, role: str) -> None:
+        super().__init__()
+        self.generation = 0
+        self._job_id = job_id
+        self._role = role
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Never drops a record."""
+        record.identity = f"{self._job_id}/{self.generation} {self._role}"
+        return True
+
+
+class OneLine(logging.Formatter):
+    """Texts of peers and users must not be able to forge a line of the log: control characters are written out.
+
+    A traceback that we log ourselves (exc_info) keeps its lines.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """See logging.Formatter."""
+        text = super().formatMessage(record)
+        return text if text.isprintable() else "".join(_printable(character) for character in text)
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+class PrivateFile(logging.handlers.RotatingFileHandler):
+    """A rotating file of mode 0640 that is no symbolic link."""
+
+    def _open(self):  # type: ignore[no-untyped-def] # noqa: ANN202 - logging's own signature
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.fdopen(os.open(self.baseFilename, flags, _FILE_MODE), self.mode, encoding="utf-8")
+
+
+class SayOnce:
+    """Remembers what has been said, so that a repeated state is logged when it changes. Bounded."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self._said: set[object] = set()
+        self._capacity = capacity
+
+    def is_new(self, *what: object) -> bool:
+        """Whether this is the first time. Beyond the capacity everything is old news."""
+        if what in self._said or len(self._said) >= self._capacity:
+            return False
+        self._said.add(what)
+        return True
+
+
+def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
+    """Send taskd's log lines to stderr and to <directory>/<role>.log, with a prefix. A file that cannot be written costs a line.
+
+    Replaces what an earlier call set up.
+    """
+    identity = Identity(job_id, role)
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    log.setLevel(min(logging.getLevelName(config.file_level), logging.getLevelName(config.std_level)))
+    log.propagate = False
+    if config.to_std:
+        _add(logging.StreamHandler(sys.stderr), config.std_level, identity)
+    problem = make_directory(config.directory)
+    if problem is None:
+        path = config.directory / f"{role.replace(' ', '-')}.log"
+        try:
+            file = PrivateFile(path, maxBytes=_MAX_BYTES, backupCount=_BACKUPS, encoding="utf-8")
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
+        else:
+            _add(file, config.file_level, identity)
+    if problem is not None:
+        if not log.handlers:
+            log.addHandler(logging.NullHandler())
+        log.warning("no log file will be written: %s. Set TASKD_LOG_PATH to a directory that can be written.", problem)
+    return identity
+
+
+def make_directory(path: pathlib.Path) -> str | None:
+    """Create the log directory. Returns why it cannot be used, or None."""
+    try:
+        path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    if path.is_symlink():
+        return f"{path} is a symbolic link"
+    return None if os.access(path, os.W_OK | os.X_OK) else f"{path}: no permission to write"
+
+
+def _add(handler: logging.Handler, level: str, identity: Identity) -> None:
+    handler.setLevel(level)
+    handler.addFilter(identity)
+    handler.setFormatter(OneLine(_FORMAT))
+    log.addHandler(handler)

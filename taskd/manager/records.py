@@ -1,0 +1,111 @@
+"""What stays of a recovery: the line for people, the JSON record, the story for replay.
+
+Owns the files recoveries.jsonl and story-<generation>.jsonl in the log directory. A directory that cannot be written costs
+one warning, never the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from taskd.log import make_directory
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterable
+
+    from taskd.core.commands import RecoveryRecord
+    from taskd.core.faults import Fault
+
+log = logging.getLogger(__name__)
+
+_KEPT_STORIES = 20       # each holds everything up to its recovery; at most 3 MB each, so 60 MB
+_PHASES = ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step")
+
+
+def describe_fault(fault: Fault) -> str:
+    """Who died, how, at which step."""
+    where = "before its first step" if fault.version is None else f"in step {fault.version}"
+    phase = f", {fault.phase}" if fault.phase else ""
+    return f"rank {fault.rank} {fault.kind.value} ({fault.detail}) {where}{phase}"
+
+
+def join_ranks(ranks: Iterable[int]) -> str:
+    """Rank numbers with runs drawn together: "0-2,5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def describe(record: RecoveryRecord) -> str:
+    """The one line."""
+    who = "; ".join(describe_fault(fault) for fault in record.faults) or "a recovery that was under way began again"
+    followers = f" ({record.followers} others followed)" if record.followers else ""
+    if record.version is None:
+        restored = "no state restored"
+    else:
+        ranks_by_source: dict[str, list[int]] = {}
+        for rank, source in record.sources:
+            ranks_by_source.setdefault(source, []).append(rank)
+        sources = ", ".join(f"{_s(ranks)} {join_ranks(ranks)} {'' if source == 'kept' else 'from '}{source}"
+                            for source, ranks in sorted(ranks_by_source.items()))
+        restored = f"version {record.version} restored: {sources}"
+    phases = ", ".join(f"{name.replace('_', ' ')} {getattr(record, f'{name}_s'):.3f}" for name in _PHASES)
+    return (f"recovered by {record.strategy}: {who}{followers}; generation {record.generation}; {restored}; "
+            f"{record.steps_redone} steps redone; {record.total_s:.3f} s ({phases}); "
+            f"restarts {record.restarts_used} of {record.max_restarts}")
+
+
+def _s(ranks: list[int]) -> str:
+    return "rank" if len(ranks) == 1 else "ranks"
+
+
+class Records:
+    """Writes them."""
+
+    def __init__(self, directory: pathlib.Path, job_id: str) -> None:
+        self._directory = directory
+        self._job_id = job_id
+        self._stories: list[pathlib.Path] = []
+        self._is_failed = False
+
+    def recovery(self, record: RecoveryRecord) -> None:
+        """The line and the JSON record."""
+        log.info("%s", describe(record))
+        plain = {"job_id": self._job_id, "time": time.time(), **dataclasses.asdict(record)}
+        self._write("recoveries.jsonl", [plain], "a")
+
+    def story(self, generation: int, header: dict[str, Any], entries: list[dict[str, Any]]) -> None:
+        """The story so far, self-contained: the header says how the machine was made."""
+        path = self._write(f"story-{generation}.jsonl", [{"type": "Header", **header}, *entries], "w")
+        if path is None or path in self._stories:
+            return
+        self._stories.append(path)
+        if len(self._stories) > _KEPT_STORIES:
+            self._stories.pop(0).unlink(missing_ok=True)
+
+    def _write(self, name: str, lines: list[dict[str, Any]], mode: str) -> pathlib.Path | None:
+        """Returns the path, or None if it could not be written."""
+        path = self._directory / name
+        problem = make_directory(self._directory)
+        if problem is None:
+            try:
+                with path.open(mode, encoding="utf-8") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines)
+            except OSError as error:
+                problem = f"{path}: {error.strerror}"
+        if problem is None:
+            return path
+        if not self._is_failed:
+            self._is_failed = True
+            log.warning("records of recoveries cannot be written: %s. The job goes on; set TASKD_LOG_PATH to a directory "
+                        "that can be written.", problem)
+        return None

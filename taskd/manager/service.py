@@ -1,0 +1,303 @@
+"""The manager's loop: one thread, one wait, around the `RecoveryMachine`.
+
+      agents (inside torchrun)  ── DEALER ──►  ROUTER :9601 ── events ──►  RecoveryMachine
+      workers without agent     ◄──────────                 ◄─ commands ─
+
+Order within one turn, and nowhere else: wait, decode, `handle`, execute each command. It sleeps until a message, a signal
+or the machine's next deadline: no polling interval. Owns who may speak (`sessions`), decides nothing about recovery, must
+not import torch. What a peer sends can be refused, counted and answered, but never ends the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+from taskd.clock import MonotonicClock
+from taskd.core import commands, events
+from taskd.core.recovery import EVENTS, RecoveryMachine
+from taskd.core.story import describe
+from taskd.core.timeouts import Timeouts
+from taskd.errors import RemoteProtocolError
+from taskd.manager.records import Records, describe_fault
+from taskd.manager.sessions import Refusals, Session, Sessions
+from taskd.transport import zeromq
+from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from taskd.clock import Clock
+    from taskd.config import ManagerConfig
+    from taskd.log import Identity
+    from taskd.transport.base import Listener
+
+log = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 300      # of a command in a log line: Resume of 4,096 ranks would fill a screen
+
+
+class Service:
+    """See the module. `run` returns when the job is over or a signal asks for it."""
+
+    def __init__(
+        self, config: ManagerConfig, link: Listener, clock: Clock | None = None, identity: Identity | None = None
+    ) -> None:
+        """`link`: bound and ready, closed by `run`. `identity`: the log prefix, to be kept up to date."""
+        self._config = config
+        self._link = link
+        self._clock = clock or MonotonicClock()
+        self._identity = identity
+        self._machine = RecoveryMachine(
+            config.job_id, Timeouts.derive(config.fault_timeout_s), config.node_count, config.ranks_per_node
+        )
+        self._incarnation = uuid.uuid4().hex
+        self._sequence = 0
+        self._sessions = Sessions()
+        self._refusals = Refusals()
+        self._records = Records(config.log.directory, config.job_id)
+        self._result: bool | None = None
+
+    @property
+    def result(self) -> bool | None:
+        """Whether the job succeeded; None: it is not over."""
+        return self._result
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> bool:
+        """Until the job is over. True: it succeeded, or SIGTERM or SIGINT ended the manager (training goes on without it)."""
+        log.info("manager of job %s listens on %s (pid %d)", self._config.job_id, self._link.address, os.getpid())
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._link.close)
+            signals = stack.enter_context(_signals())
+            while self._result is None:
+                received = self.turn(signals)
+                if received is not None:
+                    log.info("%s: the manager ends; training goes on without it, and a manager that is started again "
+                             "takes over", received)
+                    self._result = True
+            log.info("refused in all: %s", self._refusals.summary())
+        return self._result
+
+    def turn(self, signals: socket.socket | None = None) -> str | None:
+        """One wait and everything that follows from it. Returns the name of a signal that asks to end."""
+        deadline = self._machine.next_deadline()
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
+        ready = self._link.poll(timeout_s, [] if signals is None else [signals.fileno()])
+        for peer, data in self._link.receive():
+            try:
+                self._read(peer, data)
+            except RemoteProtocolError as error:
+                self._refusals.add(peer, error.reason, str(error))
+                if error.type_code is not None:
+                    self._send(peer, messages.Unsupported(error.type_code), "unsupported")
+            except Exception:
+                # The top of the shell: one event that the machine or we cannot digest must not take the manager along.
+                log.exception("a bug in taskd, please report it with %s: a message was dropped",
+                              self._config.log.directory / f"story-{self._machine.generation}.jsonl")
+                self._write_story()
+        for reason in self._link.take_refused():
+            self._refusals.add(b"(connecting)", "connection", f"a connection was not let in: {reason}")
+        if self._link.take_disconnects():
+            self._sessions.doubt()
+        now = self._clock.now()
+        deadline = self._machine.next_deadline()
+        if deadline is not None and now >= deadline:
+            self._feed(events.Tick(now, "tick"))
+        return signal.Signals(signals.recv(1)[0]).name if signals is not None and ready else None
+
+    def _feed(self, event: events.Event) -> None:
+        log.debug("event %s", event)
+        self._execute_all(self._machine.handle(event))
+
+    # ------------------------------------------------------------------ what peers say
+
+    def _read(self, peer: bytes, data: bytes) -> None:
+        envelope, message = codec.decode(data)
+        if envelope.job_id != self._config.job_id:
+            self._refuse(peer, "foreign", f"this manager serves job {self._config.job_id}, not {envelope.job_id}")
+        elif envelope.role == "agent" and envelope.node_rank is not None:
+            self._read_agent(peer, envelope, message, envelope.node_rank)
+        elif envelope.role == "worker" and envelope.rank is not None:
+            self._read_worker(peer, envelope, message, envelope.rank)
+        else:
+            raise RemoteProtocolError("malformed", f"a {envelope.role} without position does not speak to a manager")
+
+    def _read_agent(self, peer: bytes, envelope: codec.Envelope, message: messages.Message, node_rank: int) -> None:
+        now = self._clock.now()
+        session = self._sessions.agents.get(node_rank)
+        is_known = session is not None and (session.peer, session.incarnation) == (peer, envelope.incarnation)
+        if session is not None and is_known:
+            if envelope.sequence <= session.sequence:
+                log.debug("node %d: message %d again", node_rank, envelope.sequence)
+                return
+            session.sequence = envelope.sequence
+        if isinstance(message, messages.AgentRegistered):
+            self._register(peer, envelope, message)
+            return
+        if session is None or not is_known:
+            # A manager that was restarted, or an agent that has been given up: it has to introduce itself (again).
+            self._acknowledge(peer, known=False)
+            if not isinstance(message, messages.Heartbeat):
+                raise RemoteProtocolError("foreign", f"node {node_rank} is not registered from there")
+            return
+        self._feed(events.AgentHeard(now, envelope.cause, node_rank))
+        if isinstance(message, messages.Heartbeat):
+            self._acknowledge(peer, known=not session.is_doubtful)
+            return
+        event = translate.message_to_event(envelope, message, now)
+        _check_position(event, node_rank, session)
+        self._feed(event)
+        if isinstance(event, events.AgentLeft):
+            log.info("node %d left: %s %s", node_rank, event.outcome, event.detail)
+            del self._sessions.agents[node_rank]
+
+    def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.AgentRegistered) -> None:
+        """An agent claims its position."""
+        if (message.node_rank, message.agent_incarnation) != (envelope.node_rank, envelope.incarnation):
+            self._refuse(peer, "foreign", "a registration for somebody else")
+            return
+        event = translate.message_to_event(envelope, message, self._clock.now())
+        assert isinstance(event, events.AgentRegistered)  # noqa: S101 - for the type checker
+        refusal = self._machine.refusal(event)
+        if refusal is not None:
+            self._refuse(peer, "refused", refusal)
+            return
+        ranks = frozenset(report.rank for report in message.workers)
+        if message.node_rank not in self._sessions.agents:
+            log.info("node %d of %d registered, ranks %s of %d", message.node_rank, message.node_count, sorted(ranks),
+                     message.world_size)
+        self._sessions.agents[message.node_rank] = Session(peer, envelope.incarnation, envelope.sequence, ranks)
+        answers = self._machine.handle(event)
+        # First the welcome: what follows is for an agent that knows that it has been accepted.
+        welcome = messages.Accepted(self._machine.generation, self._machine.restarts_used, self._incarnation)
+        self._send(peer, welcome, envelope.cause)
+        self._execute_all(answers)
+
+    def _read_worker(self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int) -> None:
+        """A training process without agent: known, and told that the manager lives. The newest one of a rank counts."""
+        session = self._sessions.workers.get(rank)
+        is_known = session is not None and (session.peer, session.incarnation) == (peer, envelope.incarnation)
+        if isinstance(message, messages.RegisterWorker):
+            if message.rank != rank:
+                self._refuse(peer, "foreign", "a registration for somebody else")
+                return
+            log.info("rank %d registered without an agent (pid %d, %s)", rank, message.pid, message.framework)
+            self._sessions.workers[rank] = Session(peer, envelope.incarnation, envelope.sequence, frozenset((rank,)))
+            welcome = messages.Accepted(self._machine.generation, self._machine.restarts_used, self._incarnation)
+            self._send(peer, welcome, envelope.cause)
+        elif isinstance(message, messages.Heartbeat):
+            self._acknowledge(peer, known=is_known)
+        else:
+            raise RemoteProtocolError("foreign", f"a worker without agent does not report {type(message).__name__}")
+
+    # ------------------------------------------------------------------ what we say
+
+    def _send(self, peer: bytes, message: messages.Message, cause: str) -> bool:
+        self._sequence += 1
+        envelope = codec.Envelope(
+            job_id=self._config.job_id, role="manager", node_rank=None, rank=None, incarnation=self._incarnation,
+            generation=self._machine.generation, sequence=self._sequence, cause=cause,
+        )
+        return self._link.send(peer, codec.encode(envelope, message))
+
+    def _acknowledge(self, peer: bytes, *, known: bool) -> None:
+        self._send(peer, messages.HeartbeatAck(self._incarnation, known, self._machine.generation), "heartbeat")
+
+    def _refuse(self, peer: bytes, reason: str, text: str) -> None:
+        self._send(peer, messages.Refused(text), "refused")
+        raise RemoteProtocolError(reason, text)
+
+    # ------------------------------------------------------------------ commands
+
+    def _execute_all(self, orders: list[commands.Command]) -> None:
+        for command in orders:
+            self._execute(command)
+        if self._identity is not None:
+            self._identity.generation = self._machine.generation
+
+    def _execute(self, command: commands.Command) -> None:
+        match command:
+            case commands.ReplaceWorker() | commands.KillWorker():
+                self._order(command, [command.node_rank])
+            case commands.GiveUp():
+                self._log_end(command)
+                self._order(command, sorted(self._sessions.agents))
+            case commands.Interrupt() | commands.Resume() | commands.RestartGroup() | commands.Release():
+                self._order(command, sorted(self._sessions.agents))
+            case commands.RecordRecovery():
+                self._records.recovery(command.record)
+                self._write_story()
+            case commands.EndJob():
+                self._result = command.succeeded
+                log.log(logging.INFO if command.succeeded else logging.ERROR, "the job has %s: %s",
+                        "succeeded" if command.succeeded else "failed", command.reason)
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command for a manager")
+
+    def _order(self, command: commands.Command, node_ranks: list[int]) -> None:
+        log.info("%.*s", _SHOWN_CHARACTERS, describe(command).strip())
+        message = translate.command_to_message(command)
+        for node_rank in node_ranks:
+            session = self._sessions.agents.get(node_rank)
+            if session is None or self._send(session.peer, message, command.cause):
+                continue
+            session.is_doubtful = True       # its connection is down; when it is back it registers and hears it again
+            log.warning("node %d cannot be reached now: %s waits for it", node_rank, type(command).__name__)
+
+    def _log_end(self, command: commands.GiveUp) -> None:
+        log.error("the job is given up: %s", command.reason)
+        if command.fault is not None:
+            log.error("the cause: %s", describe_fault(command.fault))
+            for line in (command.fault.traceback or "").splitlines():
+                log.error("  %s", line)
+
+    def _write_story(self) -> None:
+        story = self._machine.story
+        header = {
+            "job_id": self._config.job_id, "fault_timeout_s": self._config.fault_timeout_s, "dropped": story.dropped,
+            "node_count": self._config.node_count, "ranks_per_node": self._config.ranks_per_node,
+        }
+        self._records.story(self._machine.generation, header, story.to_dicts())
+
+
+def _check_position(event: events.Event, node_rank: int, session: Session) -> None:
+    """An agent may speak only of its own node and of the ranks that it registered. And only what a manager can hear."""
+    if not isinstance(event, EVENTS):
+        raise RemoteProtocolError("malformed", f"{type(event).__name__} is not for a manager")
+    if isinstance(event, events.WorkerEvent) and event.rank not in session.ranks:
+        raise RemoteProtocolError("foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own")
+    if isinstance(event, events.AgentLeft) and event.node_rank != node_rank:
+        raise RemoteProtocolError("foreign", f"node {node_rank} spoke for node {event.node_rank}")
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket | None]:
+    """A socket that gets one byte for SIGTERM and SIGINT, so that they end the wait. None outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        former_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield reader
+        finally:
+            signal.set_wakeup_fd(former_fd)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+
+def open_service(config: ManagerConfig, identity: Identity | None = None) -> Service:
+    """A service on its port. Raises `TransportError` if that is taken."""
+    return Service(config, zeromq.Router(config.bind_address, secret=config.secret), identity=identity)

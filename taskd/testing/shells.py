@@ -1,0 +1,299 @@
+"""The manager's and the agent's shell, over the network in memory: the real machines, everything around them simulated.
+
+Decide nothing, as the real ones. A gap in the sequence numbers of a peer, or a peer that is another one than before, leads to
+a new registration, which repeats what matters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.exits import SIGKILL
+from taskd.core.job import Phase
+from taskd.core.node import NodeMachine
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.timeouts import Timeouts
+from taskd.testing.network import MemoryNetwork
+from taskd.testing.worker import SimulatedWorker, World
+
+if TYPE_CHECKING:
+    from taskd.testing.clock import FakeClock
+
+MANAGER = "manager"
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """What travels. `content`: an event (to the manager), a command, or an answer below (to an agent)."""
+
+    sequence: int
+    life: str
+    content: object
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Answer to a registration."""
+
+    generation: int
+    restarts_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer to a registration."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer to a heartbeat. `known` False: register again, please."""
+
+    known: bool
+
+
+class Alarm:
+    """Calls `ring` at the deadline of a machine."""
+
+    def __init__(self, clock: "FakeClock", ring: Callable[[], None]) -> None:
+        self._clock, self._ring, self._set_for = clock, ring, -1.0
+
+    def set(self, deadline: float | None) -> None:
+        """Ring then, unless it is set for then already."""
+        if deadline is not None and deadline != self._set_for:
+            self._set_for = deadline
+            self._clock.call_at(deadline, self._ring)
+
+
+class SimulatedManager:
+    """One life of the manager."""
+
+    def __init__(
+        self,
+        name: str,
+        timeouts: Timeouts,
+        clock: "FakeClock",
+        network: MemoryNetwork,
+        watch: Callable[[RecoveryMachine, do.Command], None],
+    ) -> None:
+        self.name, self.machine = name, RecoveryMachine("simulated", timeouts)
+        self.is_alive = True
+        self._clock, self._network, self._watch = clock, network, watch
+        self._alarm = Alarm(clock, self._tick)
+        self._sequence: dict[int, int] = {}
+        self._heard: dict[int, tuple[str, int]] = {}
+        self._gaps: set[int] = set()
+        network.listen(MANAGER, self._receive)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.is_alive = False
+        self._network.unlisten(MANAGER)
+
+    def _receive(self, sender: object, packet: object) -> None:
+        assert isinstance(sender, int)
+        assert isinstance(packet, Packet)
+        last = self._heard.get(sender)
+        is_new = last is None or last[0] != packet.life
+        if not is_new and last is not None and packet.sequence > last[1] + 1:
+            self._gaps.add(sender)
+        self._heard[sender] = (packet.life, packet.sequence if is_new or last is None else max(last[1], packet.sequence))
+        content = packet.content
+        if isinstance(content, ev.AgentRegistered):
+            self._register(sender, content)
+        elif isinstance(content, ev.AgentHeard):
+            node = self.machine.membership.nodes.get(sender)
+            self._feed(content)
+            known = node is not None and node.agent_incarnation == packet.life and sender not in self._gaps
+            self._send(sender, Answer(known))
+        else:
+            assert isinstance(content, ev.Event)
+            self._feed(content)
+
+    def _register(self, sender: int, event: ev.AgentRegistered) -> None:
+        refusal = self.machine.refusal(event)
+        if refusal is not None:
+            self._send(sender, Refused(refusal))
+            self._feed(event)
+            return
+        self._gaps.discard(sender)
+        commands = self._handle(event)
+        self._send(sender, Accepted(self.machine.generation, self.machine.restarts_used))
+        self._execute(commands)
+
+    def _feed(self, event: ev.Event) -> None:
+        self._execute(self._handle(event))
+
+    def _handle(self, event: ev.Event) -> list[do.Command]:
+        commands = self.machine.handle(event)
+        self.machine.check()
+        for command in commands:
+            self._watch(self.machine, command)
+        return commands
+
+    def _execute(self, commands: list[do.Command]) -> None:
+        nodes = self.machine.membership.nodes
+        for command in commands:
+            if isinstance(command, do.ReplaceWorker | do.KillWorker):
+                self._send(command.node_rank, command)
+            elif isinstance(command, do.EndJob):
+                self.kill()
+            elif not isinstance(command, do.RecordRecovery):
+                for node_rank in sorted(nodes):
+                    if nodes[node_rank].is_present:
+                        self._send(node_rank, command)
+        self._alarm.set(self.machine.next_deadline())
+
+    def _send(self, node_rank: int, content: object) -> None:
+        self._sequence[node_rank] = self._sequence.get(node_rank, 0) + 1
+        self._network.send(MANAGER, node_rank, Packet(self._sequence[node_rank], self.name, content))
+
+    def _tick(self) -> None:
+        if self.is_alive and self.machine.phase is not Phase.ENDED:
+            self._feed(ev.Tick(self._clock.now(), "tick"))
+
+
+class SimulatedAgent:
+    """One node."""
+
+    def __init__(
+        self, node_rank: int, machine: NodeMachine, timeouts: Timeouts, world: World, network: MemoryNetwork
+    ) -> None:
+        self.node_rank, self.machine = node_rank, machine
+        self.outcome: do.FinishRun | do.FallBack | None = None
+        self.is_alive = True
+        self.fail_starts = 0
+        self._name = f"agent {node_rank}"
+        self._timeouts, self._world, self._network = timeouts, world, network
+        self._clock, self._rng = world.clock, world.rng
+        self._alarm = Alarm(world.clock, self._tick)
+        self._processes: dict[tuple[int, int], SimulatedWorker] = {}
+        self._sequence = 0
+        self._manager: tuple[str, int] | None = None
+        self._heard_at = 0.0
+        self._is_joined = self._is_refused = False
+        network.listen(node_rank, self._receive)
+        for life in machine.lives.present.values():
+            self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
+        world.clock.call_in(self._rng.random() * 0.02, self._beat)
+
+    # ------------------------------------------------------------------ processes
+
+    def _spawn(self, command: do.SpawnWorker) -> None:
+        rank, incarnation = command.rank, command.incarnation
+        if self.fail_starts:
+            self.fail_starts -= 1
+            event = ev.WorkerStartFailed(self._clock.now(), "start", rank, incarnation, "fork: no memory")
+            self._clock.call_in(0.001, lambda: self._feed(event))
+            return
+        worker = SimulatedWorker(self._world, command, lambda event: self._clock.call_in(0.0005, lambda: self._feed(event)),
+                                 self._exited)
+        self._processes[rank, incarnation] = worker
+        started = ev.WorkerStarted(self._clock.now() + 0.001, "start", rank, incarnation, 1000 + rank)
+        self._clock.call_in(0.001, lambda: self._feed(started))
+
+    def _exited(self, worker: SimulatedWorker, status: int) -> None:
+        """The kernel: the alarm rings before the exit is known; peers see a broken connection, or nothing at all."""
+        now, life = self._clock.now(), (worker.rank, worker.incarnation)
+        versions = () if worker.version is None else (worker.version,)
+        if self._rng.random() < 0.9:
+            alarm = ev.AlarmRang(now + 0.0005, f"alarm:{life}", *life, now, worker.version, worker.phase, versions)
+            self._clock.call_in(0.0005, lambda: self._feed(alarm))
+        exit_s = 0.001 + self._rng.random() * 0.3
+        ended = ev.WorkerExited(now + exit_s, f"exit:{life}", *life, status, worker.version, worker.phase, versions)
+        self._clock.call_in(exit_s, lambda: self._feed(ended))
+        if worker.phase not in {"boot", "paused", "raised", "exiting", "returned"}:
+            for peer in list(self._world.workers.values()):
+                if peer.rank != worker.rank and (not self._world.is_declared or self._rng.random() < 0.3):
+                    self._clock.call_in(self._rng.random() * 0.02, peer.broke)
+
+    def kill(self) -> None:
+        """The whole node is gone."""
+        self.is_alive = False
+        self._network.unlisten(self.node_rank)
+        for worker in self._processes.values():
+            worker.die(-SIGKILL)
+
+    # ------------------------------------------------------------------ the machine
+
+    def _feed(self, event: ev.Event) -> None:
+        if not self.is_alive:
+            return
+        commands = self.machine.handle(event)
+        self.machine.check()
+        for command in commands:
+            self._execute(command)
+        self._alarm.set(self.machine.next_deadline())
+
+    def _execute(self, command: do.Command) -> None:
+        if isinstance(command, do.SpawnWorker):
+            self._spawn(command)
+        elif isinstance(command, do.SignalWorker):
+            worker = self._processes.get((command.rank, command.incarnation))
+            if worker is not None and (command.signal_number == SIGKILL or not worker.is_frozen):
+                worker.die(-command.signal_number)
+        elif isinstance(command, do.TellWorker):
+            self._processes[command.rank, command.incarnation].obey(command.command)
+        elif isinstance(command, do.TellManager):
+            self._send(command.event)
+        elif isinstance(command, do.FinishRun | do.FallBack):
+            self._finish(command)
+
+    def _finish(self, command: do.FinishRun | do.FallBack) -> None:
+        self.outcome = command
+        if isinstance(command, do.FinishRun):
+            self._send(ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, command.outcome, command.reason))
+        self.is_alive = False
+        self._network.unlisten(self.node_rank)
+        for worker in self._processes.values():
+            worker.die(-SIGKILL)
+
+    def _tick(self) -> None:
+        self._feed(ev.Tick(self._clock.now(), "tick"))
+
+    # ------------------------------------------------------------------ the manager
+
+    def _send(self, content: object) -> None:
+        self._sequence += 1
+        self._network.send(self.node_rank, MANAGER, Packet(self._sequence, self._name, content))
+
+    def _beat(self) -> None:
+        if not self.is_alive or self._is_refused:
+            return
+        now = self._clock.now()
+        self._clock.call_in(self._timeouts.heartbeat_s, self._beat)
+        if not self._is_joined:
+            self._register()
+        elif now - self._heard_at > self._timeouts.manager_silence_s:
+            self._is_joined = False
+            self._feed(ev.ManagerLost(now, "silence"))
+        else:
+            self._send(ev.AgentHeard(now, "heartbeat", self.node_rank))
+
+    def _register(self) -> None:
+        self._send(self.machine.registration(self._clock.now()))
+
+    def _receive(self, _sender: object, packet: object) -> None:
+        assert isinstance(packet, Packet)
+        now, last = self._clock.now(), self._manager
+        self._heard_at = now
+        has_gap = last is not None and last[0] == packet.life and packet.sequence > last[1] + 1
+        is_other = last is not None and last[0] != packet.life
+        self._manager = (packet.life, packet.sequence if last is None or is_other else max(last[1], packet.sequence))
+        content = packet.content
+        if isinstance(content, Accepted):
+            self._is_joined = True
+            self._feed(ev.ManagerJoined(now, "accepted", content.generation, content.restarts_used))
+        elif isinstance(content, Refused):
+            self._is_refused = True
+            self._feed(ev.ManagerRefused(now, "refused", content.reason))
+        elif isinstance(content, Answer):
+            if not content.known or has_gap or is_other:
+                self._register()
+        else:
+            self._feed(ev.CommandReceived(now, "command", content))
+            if has_gap:
+                self._register()

@@ -1,0 +1,167 @@
+"""A whole job in virtual time: the real machines over a network in memory, with modelled workers and scripted troubles.
+
+Judges what only an onlooker can see: a rank is resumed only when it really is outside its function, the final state holds
+every step once and in order, and the job ends.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from taskd.core import commands as do
+from taskd.core.job import Phase
+from taskd.core.node import NodeMachine
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.story import Story
+from taskd.core.timeouts import Timeouts
+from taskd.testing.clock import FakeClock
+from taskd.testing.network import MemoryNetwork, NetworkQuality
+from taskd.testing.script import FaultScript, Trouble
+from taskd.testing.shells import MANAGER, SimulatedAgent, SimulatedManager
+from taskd.testing.worker import World
+
+
+@dataclass
+class Result:
+    """What became of the job. `states`: the committed steps that each rank held at its end."""
+
+    succeeded: bool | None
+    reason: str
+    ended_at: float
+    records: list[do.RecoveryRecord]
+    states: dict[int, list[int] | None]
+    outcomes: dict[int, do.FinishRun | do.FallBack | None]
+    stories: list[Story]
+    missed: list[Trouble] = field(default_factory=list)
+
+
+class SimulatedJob:
+    """Set up with what is wanted, then `run`."""
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 1,
+        ranks_per_node: int = 4,
+        steps: int = 30,
+        script: FaultScript | None = None,
+        seed: int = 0,
+        quality: NetworkQuality | None = None,
+        is_declared: bool = True,
+        max_restarts: int = 32767,
+        fault_timeout_s: float = 30.0,
+        wait_for_exit: bool = False,
+        has_manager: bool = True,
+    ) -> None:
+        rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
+        self.clock = FakeClock()
+        self.timeouts = Timeouts.derive(fault_timeout_s)
+        self.network = MemoryNetwork(self.clock, rng, quality)
+        world_size = nodes * ranks_per_node
+        self.world = World(self.clock, rng, world_size, steps, is_declared=is_declared)
+        self.records: list[do.RecoveryRecord] = []
+        self.commands: list[do.Command] = []
+        self.stories: list[Story] = []
+        self._missed: list[Trouble] = []
+        self._ended: do.EndJob | None = None
+        self._managers = 0
+        self.manager: SimulatedManager | None = None
+        if has_manager:
+            self._start_manager()
+        self.agents = [
+            SimulatedAgent(
+                node,
+                NodeMachine(
+                    node, range(node * ranks_per_node, (node + 1) * ranks_per_node), self.timeouts, node_count=nodes,
+                    world_size=world_size, max_restarts=max_restarts, agent_incarnation=f"agent {node}",
+                    wait_for_exit=wait_for_exit,
+                ),
+                self.timeouts, self.world, self.network,
+            )
+            for node in range(nodes)
+        ]  # fmt: skip
+        for trouble in script or ():
+            self.clock.call_at(trouble.at, lambda trouble=trouble: self.hurt(trouble))
+
+    def run(self, until: float = 20_000.0) -> Result:
+        """Until the manager has ended the job, or all agents have left and nobody is there to say so."""
+        while self._ended is None and self.clock.now() < until:
+            alone = self.manager is None and not any(agent.is_alive for agent in self.agents)
+            if alone or not self.clock.run_next():
+                break
+        states = {
+            rank: worker.state if worker.state is not None else worker.parked
+            for rank, worker in sorted(self.world.workers.items())
+        }
+        ended = self._ended
+        return Result(
+            None if ended is None else ended.succeeded,
+            "did not end" if ended is None else ended.reason,
+            self.clock.now(),
+            self.records,
+            states,
+            {agent.node_rank: agent.outcome for agent in self.agents},
+            self.stories,
+            self._missed,
+        )
+
+    def hurt(self, trouble: Trouble) -> None:
+        """Let it happen now."""
+        if not self._apply(trouble):
+            self._missed.append(trouble)
+
+    def _apply(self, trouble: Trouble) -> bool:
+        """Whether there was something to hurt."""
+        if trouble.kind == "manager":
+            return self._kill_manager(trouble.lasts_s)
+        if trouble.kind in {"agent", "cut"}:
+            agent = self.agents[trouble.target]
+            if trouble.kind == "agent":
+                agent.kill()
+            else:
+                self.network.cut(MANAGER, trouble.target)
+            return True
+        worker = self.world.workers.get(trouble.target)
+        if worker is None or not worker.is_alive or worker.is_frozen:
+            return False
+        if trouble.kind == "fail start":
+            next(agent for agent in self.agents if trouble.target in agent.machine.lives.present).fail_starts += 1
+            worker.die(-9)
+        elif trouble.kind == "raise":
+            worker.raise_next = True
+        elif trouble.kind == "tear":
+            worker.tear_next = True
+        elif trouble.kind == "freeze":
+            is_alone = all(peer is worker or peer.is_frozen for peer in self.world.workers.values())
+            if is_alone or worker.phase != "step" or (worker.version or 0) >= self.world.steps - 1:
+                return False                         # nobody would ever notice: hangs are another module's business
+            worker.freeze()
+        else:
+            worker.die({"kill": -9, "crash": -11, "exit": 3, "exit early": 0}[trouble.kind])
+        return True
+
+    def _start_manager(self) -> None:
+        self._managers += 1
+        self.manager = SimulatedManager(
+            f"manager {self._managers}", self.timeouts, self.clock, self.network, self._watch
+        )
+        self.stories.append(self.manager.machine.story)
+
+    def _kill_manager(self, lasts_s: float) -> bool:
+        if self.manager is None or not self.manager.is_alive:
+            return False
+        self.manager.kill()
+        self.clock.call_in(lasts_s, self._start_manager)
+        return True
+
+    def _watch(self, machine: RecoveryMachine, command: do.Command) -> None:
+        """Look at each command of the manager as it is made."""
+        self.commands.append(command)
+        if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
+            for worker in self.world.workers.values():
+                is_out = not worker.is_alive or worker.is_frozen or worker.phase in {"paused", "raised"}
+                has_it = worker.generation == command.generation     # said again after a registration
+                assert is_out or has_it, f"rank {worker.rank} is in {worker.phase} when resumed as {command}"
+        elif isinstance(command, do.RecordRecovery):
+            self.records.append(command.record)
+        elif isinstance(command, do.EndJob):
+            self._ended = command

@@ -1,0 +1,113 @@
+"""The `Link` contract in memory: for tests and simulation, ordered and reliable, or lossy on demand.
+
+Owns no thread and no clock: `poll` never waits, it returns at once whatever the timeout. Must not know messages.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from taskd.errors import TransportError
+from taskd.transport.base import MAX_FRAME_BYTES
+
+Filter = Callable[[bytes, bytes], bool]
+
+
+class MemoryNetwork:
+    """Where routers and dealers of one test meet.
+
+    `passes(peer, data)` decides about each message in either direction, `peer` being the dealer's identity; False loses it.
+    """
+
+    def __init__(self, passes: Filter | None = None) -> None:
+        self.passes: Filter = passes or (lambda _peer, _data: True)
+        self.routers: dict[str, MemoryRouter] = {}
+
+
+class MemoryRouter:
+    """Binds a name."""
+
+    def __init__(self, network: MemoryNetwork, address: str) -> None:
+        if address in network.routers:
+            raise TransportError(f"{address} is taken")
+        self._network = network
+        self.address = address
+        self.dealers: dict[bytes, MemoryDealer] = {}
+        self.inbox: deque[tuple[bytes, bytes]] = deque()
+        network.routers[address] = self
+
+    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002 - the contract's
+        """See `Link`; no descriptors here."""
+        return set()
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """See `Link`."""
+        received = list(self.inbox)
+        self.inbox.clear()
+        return received
+
+    def send(self, peer: bytes | None, data: bytes) -> bool:
+        """See `Link`."""
+        dealer = None if peer is None else self.dealers.get(peer)
+        if peer is None or dealer is None:
+            return False
+        if self._network.passes(peer, data):
+            dealer.inbox.append((b"", data))
+        return True
+
+    def take_refused(self) -> list[str]:
+        """Nobody is turned away here."""
+        return []
+
+    def take_disconnects(self) -> int:
+        """Nor does a connection break; lose messages with the network's filter."""
+        return 0
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._network.routers.pop(self.address, None)
+
+
+class MemoryDealer:
+    """Connects to a name, also if nobody is there yet: messages wait until somebody is."""
+
+    def __init__(self, network: MemoryNetwork, address: str, identity: str | bytes) -> None:
+        self._network = network
+        self._address = address
+        self._identity = identity.encode() if isinstance(identity, str) else identity
+        self._waiting: deque[bytes] = deque()
+        self.inbox: deque[tuple[bytes, bytes]] = deque()
+        self._connect()
+
+    def _connect(self) -> "MemoryRouter | None":
+        router = self._network.routers.get(self._address)
+        if router is not None:
+            router.dealers[self._identity] = self
+            while self._waiting:
+                router.inbox.append((self._identity, self._waiting.popleft()))
+        return router
+
+    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002 - the contract's
+        """See `Link`; no descriptors here. Finds a router that has come since."""
+        self._connect()
+        return set()
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """See `Link`."""
+        received = list(self.inbox)
+        self.inbox.clear()
+        return received
+
+    def send(self, peer: bytes | None, data: bytes) -> bool:
+        """See `Link`."""
+        if peer is not None:
+            raise ValueError("a dealer has one peer only")
+        if self._network.passes(self._identity, data) and len(data) <= 4 * MAX_FRAME_BYTES:
+            self._waiting.append(data)
+        self._connect()
+        return True
+
+    def close(self) -> None:
+        """See `Link`."""
+        router = self._network.routers.get(self._address)
+        if router is not None and router.dealers.get(self._identity) is self:
+            del router.dealers[self._identity]
