@@ -1,6 +1,7 @@
 """Builds csrc/ into libtaskd.so and the Cython binding to it. Nothing else: the rest is in pyproject.toml.
 
-Both are optional: without a C compiler or without Cython the build warns once and goes on, and taskd works without them.
+Both are optional: without a C compiler the build warns once and goes on, and taskd works without them; without Cython or
+Python's headers only the binding is left out, and taskd reaches the library through ctypes.
 TASKD_BUILD_NATIVE=off leaves them out on purpose, TASKD_BUILD_NATIVE=required makes a failure fatal (for continuous integration).
 """
 
@@ -78,19 +79,17 @@ def binding() -> list[Extension]:
         from Cython.Build import cythonize  # noqa: PLC0415 - optional, and only wanted when there is a compiler
     except ImportError:
         return []
-    return cythonize(
-        [
-            Extension(
-                BINDING,
-                sources=["taskd/native/_binding.pyx"],
-                include_dirs=["csrc/include"],
-                libraries=["taskd"],
-                extra_link_args=["-Wl,-rpath,$ORIGIN/../python/cython_api/libs"],
-                optional=MODE != "required",
-            )
-        ],
-        quiet=True,
+    extension = Extension(
+        BINDING,
+        sources=["taskd/native/_binding.pyx"],
+        include_dirs=["csrc/include"],
+        libraries=["taskd"],
+        extra_link_args=["-Wl,-rpath,$ORIGIN/../python/cython_api/libs"],
     )
+    made = cythonize([extension], quiet=True)
+    for extension in made:
+        extension.optional = MODE != "required"  # cythonize does not keep it
+    return made
 
 
 def extensions() -> list[Extension]:
@@ -120,7 +119,10 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build one; a failure of an optional one is one warning, not a failed installation."""
         if ext.name == BINDING:
-            ext.library_dirs = [str(Path(self.get_ext_fullpath(LIBRARY)).parent)]
+            built = Path(self.get_ext_fullpath(LIBRARY))
+            if not built.exists():
+                return  # it was left out, which has been said
+            ext.library_dirs = [str(built.parent)]
         try:
             super().build_extension(ext)
         # Whatever the compiler's wrapper raises: the library is optional, the installation is not.

@@ -92,7 +92,7 @@ class Forkserver:
         else:
             root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
             command = [sys.executable, "-u", "-c", _MAIN, str(theirs.fileno()), root, names, "-" * _TITLE_ROOM]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)  # noqa: S603
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         theirs.close()
         log.info("forkserver started by %s: %s", mode, reason)
         return cls(Wire(ours), process, mode, reason)
@@ -190,7 +190,7 @@ def _fork(ours: socket.socket, theirs: socket.socket, preload: str) -> int:
         # The first entry belongs to torchrun's own start; a worker gets its script's directory instead.
         entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
         _serve(theirs, tuple(entries), preload)
-    except BaseException:  # noqa: BLE001 - the top of a process: torchrun's own code must not run twice
+    except BaseException:  # the top of a process: torchrun's own code must not run twice
         log.exception("the forkserver failed")
     finally:
         os._exit(1)
@@ -285,7 +285,7 @@ class _Server:
             self._wake_read.detach()
             self._wake_write.detach()
             spawn.become(request, self._baseline, self._blas, warm=warm)
-        except BaseException:  # noqa: BLE001 - the top of a process: it must not go on as a second forkserver
+        except BaseException:  # the top of a process: it must not go on as a second forkserver
             log.exception("a worker could not be started")
         finally:
             os._exit(1)
@@ -335,7 +335,7 @@ def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - around a user's callback: importing may do anything
-        if name not in ("numpy",):
+        if name != "numpy":
             log.warning("the forkserver could not preload %s: %s: %s", name, type(error).__name__, error)
 
 

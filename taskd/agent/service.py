@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from taskd.clock import Clock
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
+    from taskd.log import Identity
     from taskd.native.black_box import BlackBox
     from taskd.transport.channel import Channel
 
@@ -96,8 +97,10 @@ class Outcome:
 class Service:
     """See the module. `run` returns when this node's part of the job is over."""
 
-    def __init__(self, host: Host, config: AgentConfig, clock: Clock, *, generation: int, restarts_used: int) -> None:
-        """`generation` and `restarts_used`: not 0 after a restart without a manager."""
+    def __init__(self, host: Host, config: AgentConfig, clock: Clock, *, identity: Identity, generation: int,
+                 restarts_used: int) -> None:
+        """`identity`: the log prefix, kept up to date. `generation` and `restarts_used`: not 0 after a restart without a manager."""
+        self._identity = identity
         self._host = host
         self._config = config
         self._clock = clock
@@ -164,6 +167,7 @@ class Service:
         log.debug("event %s", event)
         for command in self._machine.handle(event):
             self._execute(command)
+        self._identity.generation = self._machine.generation
 
     # ------------------------------------------------------------------ what happened
 

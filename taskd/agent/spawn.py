@@ -189,7 +189,7 @@ def _restore_signals() -> None:
 
 
 def _fresh_streams() -> None:
-    """stdin buffered, stdout and stderr as `-u` makes them; encodings as this interpreter chose them."""
+    """Make stdin buffered, stdout and stderr as `-u` makes them; encodings as this interpreter chose them."""
     for name, descriptor, mode in (("stdin", 0, "rb"), ("stdout", 1, "wb"), ("stderr", 2, "wb")):
         previous = getattr(sys, f"__{name}__")
         stream = None if previous is None else _stream(name, descriptor, mode, previous.encoding, previous.errors)
@@ -203,11 +203,11 @@ def _stream(name: str, descriptor: int, mode: str, encoding: str, errors: str) -
     except OSError:
         return None                     # closed by whoever started torchrun
     raw = getattr(binary, "raw", binary)
-    raw.name = f"<{name}>"
+    raw.name = f"<{name}>"  # type: ignore[misc]
     is_output = mode == "wb"
     text = io.TextIOWrapper(binary, encoding=encoding, errors=errors, newline="\n" if is_output else None,
                             line_buffering=False, write_through=True)
-    text.mode = mode[0]  # type: ignore[misc] - as the interpreter does
+    text.mode = mode[0]  # type: ignore[misc]
     return text
 
 
@@ -288,7 +288,7 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
         if program.is_module:
             sys.argv[0] = "-m"
             import runpy  # noqa: PLC0415 - only for -m, as the interpreter does
-            runpy._run_module_as_main(program.target)  # noqa: SLF001 - what `python -m` itself calls
+            runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` calls
         else:
             _run_script(program.target, main)
     except BaseException as error:  # noqa: BLE001 - the top of the process: what no handler took ends it

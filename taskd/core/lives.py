@@ -42,6 +42,11 @@ class Life:
         return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
 
     @property
+    def is_recoverable(self) -> bool:
+        """Whether it is known to use `taskd.recoverable`: it said so, or it replaces one that did."""
+        return self.is_declared or self.is_gated
+
+    @property
     def fault(self) -> Fault | None:
         """How it failed, as far as known."""
         known = self.exit_known or self.lost

@@ -12,9 +12,6 @@ from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerReport
 
 
-_NO_LIMIT = 2**31
-
-
 class WorkerState(Enum):
     """What the manager believes of one life of a worker. Values are those of `WorkerReport.state`."""
 
@@ -71,6 +68,9 @@ class Member:
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""
         return Copy(self.rank, self.version, self.clean, self.replaced, self.box_versions)
+
+
+_NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
 
 
 @dataclass(slots=True)

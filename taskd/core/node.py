@@ -18,7 +18,7 @@ Hard cases:
 - A signal to a process that is only being started is lost: it is sent again when the process is there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
@@ -29,6 +29,7 @@ from taskd.core.exits import SIGKILL, SIGTERM, exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.ladder import describe
 from taskd.core.lives import Life, Lives
+from taskd.core.manager_link import ManagerLink
 from taskd.core.membership import WorkerState
 from taskd.core.story import Story
 from taskd.core.table import Method, Table
@@ -53,14 +54,6 @@ class NodePhase(Enum):
     DONE = "done"
 
 
-class Link(Enum):
-    """The manager, as far as this node can tell."""
-
-    AWAY = "away"
-    PRESENT = "present"
-    REFUSED = "refused"
-
-
 class NodeMachine:
     """One node's workers. The shell has started (or is starting) the first life of each rank, ungated.
 
@@ -73,7 +66,7 @@ class NodeMachine:
     def __init__(
         self,
         node_rank: int,
-        ranks: Iterable[int],
+        ranks: Sequence[int],
         timeouts: Timeouts,
         *,
         node_count: int = 1,
@@ -85,6 +78,12 @@ class NodeMachine:
         incarnations: Mapping[int, int] | None = None,
         wait_for_exit: bool = False,
     ) -> None:
+        self.arguments = {
+            "node_rank": node_rank, "ranks": tuple(ranks), "timeouts": timeouts, "node_count": node_count,
+            "world_size": world_size, "max_restarts": max_restarts, "agent_incarnation": agent_incarnation,
+            "generation": generation, "restarts_used": restarts_used, "incarnations": dict(incarnations or {}),
+            "wait_for_exit": wait_for_exit,
+        }  # fmt: skip
         self.node_rank = node_rank
         self.phase = NodePhase.RUNNING
         self.generation = generation
@@ -97,8 +96,7 @@ class NodeMachine:
         self._max_restarts = max_restarts
         self._agent_incarnation = agent_incarnation
         self._wait_for_exit = wait_for_exit
-        self._link = Link.AWAY
-        self._away_since: float | None = None            # None: there has never been a manager
+        self._manager = ManagerLink(timeouts)
         self._is_released = False
         self._give_up: do.GiveUp | None = None
         self._now = 0.0
@@ -128,11 +126,8 @@ class NodeMachine:
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due."""
-        deadlines = [life.kill_at for life in self.lives.all() if life.kill_at is not None]
-        alone_at = self._alone_at()
-        if alone_at is not None:
-            deadlines.append(alone_at)
-        return min(deadlines, default=None)
+        deadlines = [self._alone_at(), *(life.kill_at for life in self.lives.all())]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
@@ -175,7 +170,7 @@ class NodeMachine:
         life.died_at = event.died_at
         life.version = event.version
         life.kill_at = self._now + self._timeouts.lost_grace_s
-        if self._is_released or not life.is_declared or event.phase == "exiting":
+        if self._is_released or not life.is_recoverable or event.phase == "exiting":
             return []
         fault = Fault(FaultKind.LOST, event.rank, event.incarnation, "", event.version, event.phase)
         return self._lose(life, fault, event.box_versions)
@@ -204,7 +199,7 @@ class NodeMachine:
         if former is not None or life.state is WorkerState.LOST:
             commands = self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
-        if is_success and (self._is_released or not life.is_declared):
+        if is_success and (self._is_released or not life.is_recoverable):
             life.state, life.waits_since = WorkerState.FINISHED, None
             finished = ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)
             return self._tell(finished) + self._finish_if_all_finished()
@@ -275,11 +270,11 @@ class NodeMachine:
 
     def _tell(self, event: ev.Event) -> Commands:
         """Report, if there is somebody to report to. What matters is kept with the life and told again later."""
-        return [do.TellManager(event.cause, self.generation, event)] if self._link is Link.PRESENT else []
+        return [do.TellManager(event.cause, self.generation, event)] if self._manager.is_present else []
 
     def _joined(self, event: ev.ManagerJoined) -> Commands:
         """The manager is there: it has our registration, and now hears the details."""
-        self._link = Link.PRESENT
+        self._manager.joined()
         self.restarts_used = max(self.restarts_used, event.restarts_used)
         commands: Commands = []
         for life in self.lives.all():
@@ -292,27 +287,21 @@ class NodeMachine:
 
     def _manager_lost(self, event: ev.ManagerLost) -> Commands:
         """It has been silent for too long."""
-        self._link, self._away_since = Link.AWAY, event.now
+        self._manager.lost(event.now)
         return []
 
     def _refused(self, event: ev.ManagerRefused) -> Commands:
         """It will never answer us."""
-        self._link = Link.REFUSED
+        self._manager.refused()
         self.story.note(event.now, f"no manager for us: {event.reason}")
         return []
 
     def _alone_at(self) -> float | None:
         """When this node stops to wait for a manager, if it waits for one that is not there."""
-        if self._link is Link.PRESENT or self.phase is not NodePhase.RUNNING:
-            return None
         since = self.lives.waiting_since(is_released=self._is_released)
-        if since is None:
+        if since is None or self.phase is not NodePhase.RUNNING:
             return None
-        if self._link is Link.REFUSED:
-            return since
-        if self._away_since is None:
-            return since + self._timeouts.fallback_never_connected_s
-        return max(since, self._away_since) + self._timeouts.fallback_connected_s
+        return self._manager.patience_ends_at(since)
 
     def _go_alone(self) -> Commands:
         """Nobody answers."""

@@ -65,6 +65,9 @@ class RecoveryMachine:
         self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None
     ) -> None:
         self.job_id = job_id
+        self.arguments = {
+            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node
+        }  # fmt: skip
         self._job = Job(timeouts, Membership(node_count, ranks_per_node))
         self._leases = Leases(timeouts)
         self._unconfirmed: dict[tuple[int, int], KnownFault] = {}  # deaths whose exit status is not known yet

@@ -5,6 +5,7 @@ different pairs there is no order. `cut` breaks a connection: what is under way 
 what is missing. `duplicate` repeats messages, as an agent that registers again does.
 """
 
+import functools
 import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class MemoryNetwork:
             arrival = max(self._clock.now() + delay_s, self._last_arrival.get(pair, 0.0))
             self._last_arrival[pair] = arrival
             connection = self._connection.get(frozenset(pair), 0)
-            self._clock.call_at(arrival, lambda connection=connection: self._arrive(pair, connection, message))
+            self._clock.call_at(arrival, functools.partial(self._arrive, pair, connection, message))
 
     def cut(self, one: Hashable, other: Hashable) -> None:
         """Break the connection: all that is under way is lost. The next message opens a new one."""

@@ -42,7 +42,7 @@ class FaultScript:
         cls, rng: random.Random, *, count: int, until: float, ranks: int, nodes: int, kinds: Sequence[str] = KINDS
     ) -> "FaultScript":
         """`count` troubles of these kinds, some of them close together, because recoveries are where it hurts."""
-        troubles = []
+        troubles: list[Trouble] = []
         at = 0.0
         for _ in range(count):
             at = at + rng.random() * 0.2 if troubles and rng.random() < 0.5 else rng.random() * until

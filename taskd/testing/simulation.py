@@ -4,6 +4,7 @@ Judges what only an onlooker can see: a rank is resumed only when it really is o
 every step once and in order, and the job ends.
 """
 
+import functools
 import random
 from dataclasses import dataclass, field
 
@@ -80,7 +81,7 @@ class SimulatedJob:
             for node in range(nodes)
         ]  # fmt: skip
         for trouble in script or ():
-            self.clock.call_at(trouble.at, lambda trouble=trouble: self.hurt(trouble))
+            self.clock.call_at(trouble.at, functools.partial(self.hurt, trouble))
 
     def run(self, until: float = 20_000.0) -> Result:
         """Until the manager has ended the job, or all agents have left and nobody is there to say so."""

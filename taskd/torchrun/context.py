@@ -10,10 +10,10 @@ import itertools
 import logging
 import os
 import select
-import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from signal import SIGKILL, Signals
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
@@ -21,13 +21,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from taskd.agent import processes
 from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started, StartFailed
-from taskd.agent.spawn_protocol import Reply
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 from taskd.native.black_box import BlackBox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from taskd.agent.spawn_protocol import Reply
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class SlotEvent:
 class TaskdContext(PContext):
     """See the module."""
 
-    def __init__(  # noqa: PLR0913 - torch's parameters, and ours
+    def __init__(
         self, *, forkserver: Forkserver, bootstraps: dict[int, dict[str, Any]], life_fd: int, entrypoint: str,
         restart_forkserver: Callable[[], Forkserver | None], **torch_arguments: Any,
     ) -> None:
@@ -126,7 +127,7 @@ class TaskdContext(PContext):
         slot = self._by_token.get(reply.token)
         if slot is None:
             if isinstance(reply, Started):      # asked for by a context that was closed before it started
-                processes.signal_group(reply.pid, signal.SIGKILL)
+                processes.signal_group(reply.pid, SIGKILL)
                 os.close(reply.pidfd)
             return None
         if isinstance(reply, Started):
@@ -267,9 +268,9 @@ class TaskdContext(PContext):
                       slot.error or processes.describe_status(slot.status or 0))
         return result
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+    def _close(self, death_sig: Signals, timeout: int = 30) -> None:
         """End what lives, politely first; then free what the context holds. May be called twice."""
-        for number in (death_sig, signal.SIGKILL):
+        for number in (death_sig, SIGKILL):
             for slot in self._alive():
                 log.info("sending %s to local rank %d (pid %d)", number.name, slot.local_rank, slot.pid)
                 processes.signal_group(slot.pid or 0, number)

@@ -8,7 +8,7 @@ when that falls back, torch's own loop runs over the same workers.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import datetime as dt
 import logging
 import os
 import sys
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FALLBACK_GENERATION = 1 << 20    # generations that agents count without a manager: above all that a manager gave out
 _FORKSERVER_RESTARTS = 3         # one that dies that often dies of something that another one will not cure
-_STORE_TIMEOUT = datetime.timedelta(minutes=5)   # torchrun's own default for a store
+_STORE_TIMEOUT = dt.timedelta(minutes=5)   # torchrun's own default for a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Launch:
 
     forkserver: Forkserver
     max_restarts: int            # as the user gave it; the agent's spec holds the raised one
+    rendezvous_endpoint: str = ""
 
 
 CURRENT_LAUNCH: ContextVar[Launch | None] = ContextVar("taskd_launch", default=None)
@@ -140,11 +141,13 @@ class TaskdElasticAgent(LocalElasticAgent):
         # Loaded before the workers start: they may need the agent within their first milliseconds.
         from taskd.torchrun import loop  # noqa: PLC0415 - not at the import of this module: the forkserver has no use for it
 
+        settings = loop.settings_of(self)
+        self.job_id, self.fault_timeout_s = settings.job_id, settings.fault_timeout_s
         self._initialize_workers(self._worker_group)
         self._workers_run = True
         if self.context is None:
             return self.run_plainly(role)
-        return loop.run(self, self.context)
+        return loop.run(self, self.context, settings)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers_run:

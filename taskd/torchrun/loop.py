@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING
 
+from taskd import log as log_setup
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
+from taskd.config import AgentConfig
 from taskd.torchrun.host import TorchrunHost
 
 if TYPE_CHECKING:
@@ -22,20 +25,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
-def run(agent: TaskdElasticAgent, context: TaskdContext) -> RunResult:
+
+def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
+    """The agent's configuration, read before the workers start: a mistake in it must not cost a running job.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+    endpoint = agent.launch.rendezvous_endpoint if agent.launch else ""
+    host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
+    return AgentConfig.load(
+        master_addr=agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR"), rendezvous_host=host or None,
+        # A dead process may still hold the device; on the CPU there is nothing to wait for.
+        wait_for_exit=any(os.path.exists(path) for path in _DEVICE_FILES),
+    )
+
+
+def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) -> RunResult:
     """The agent's work between the start of the workers and torchrun's result."""
-    import os, types
-    settings = types.SimpleNamespace(job_id=os.environ.get("MINDX_TASK_ID","default_job"), manager_address="127.0.0.1:"+os.environ.get("TASKD_PORT","9601"), secret=None, fault_timeout_s=float(os.environ.get("TASKD_FAULT_TIMEOUT","30")), wait_for_exit=False)
     host = TorchrunHost(agent, context)
-    outcome = Service(host, settings, MonotonicClock(), generation=agent.generation, restarts_used=agent.restarts_used).run()
+    identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
+    service = Service(host, settings, MonotonicClock(), identity=identity, generation=agent.generation,
+                      restarts_used=agent.restarts_used)
+    outcome = service.run()
     if outcome.kind == "fallback":
         log.warning("node %d: %s. Going on as plain torchrun: a failure restarts all workers.", host.node_rank, outcome.reason)
         return agent.run_plainly(agent.worker_group.spec.role)
     host.close()
     if outcome.kind == "succeeded":
         return agent.succeeded()
-    _say_at_the_end(agent.job_id, outcome)
+    _say_at_the_end(settings.job_id, outcome)
     return agent.failed(host.local_ranks({fault.rank for fault in outcome.faults}))
 
 

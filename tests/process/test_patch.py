@@ -29,6 +29,19 @@ sys.stdout.write(f"rank {dist.get_rank()} of {int(total)} parent {parent} argv {
                  f"agent store {os.environ['TORCHELASTIC_USE_AGENT_STORE']} max {os.environ['TORCHELASTIC_MAX_RESTARTS']}\\n")
 dist.destroy_process_group()
 """
+FAILS_TWICE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if dist.get_rank() == 0:
+    print("attempt", attempt)
+dist.barrier()
+if attempt < 2 and dist.get_rank() == 1:
+    os._exit(3)
+dist.barrier()
+dist.destroy_process_group()
+"""
 SAYS_PARENT = "import os\nprint('parent ' + open(f'/proc/{os.getppid()}/cmdline').read().split(chr(0))[0])\n"
 WAITS = "import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n"
 
@@ -155,6 +168,29 @@ def test_redirects_and_tee(tmp_path: Path) -> None:
             assert [file.read_text(encoding="utf-8") for file in files] == [f"{stream} {rank}\n"]
 
 
+@pytest.mark.parametrize("rendezvous", ["standalone", "static", "c10d"])
+def test_restart_without_a_manager(tmp_path: Path, rendezvous: str) -> None:
+    """The whole group, warm, under a fresh store prefix: plain torchrun >= 2.6 fails its second attempt here."""
+    (tmp_path / "train.py").write_text(FAILS_TWICE, encoding="utf-8")
+    port = harness.free_port()
+    arguments = {
+        "standalone": ["--standalone"], "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"],
+    }[rendezvous]
+    done = taskd_run(tmp_path, *arguments, "--nproc-per-node", "2", "--max-restarts", "2", "train.py", TASKD_FAULT_TIMEOUT="3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"attempt {attempt}" for attempt in range(3)]
+
+
+def test_spent_budget_without_a_manager(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_TWICE, encoding="utf-8")
+    done = taskd_run(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py",
+                     TASKD_FAULT_TIMEOUT="3")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == ["attempt 0", "attempt 1"]
+    assert "exitcode  : 3" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
@@ -171,6 +207,9 @@ def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signal
     assert process.returncode != 0
     deadline = time.monotonic() + TIMEOUT_S
     for pid in harness.marked(mark):
-        descriptor = os.pidfd_open(pid)
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
         assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], f"{pid} lives on"
         os.close(descriptor)

@@ -1,0 +1,65 @@
+"""init_taskd_agent, register_func and start_taskd_agent."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from taskd.api.veneer import as_bool
+from taskd.config import CallbackAgentConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from taskd.agent.callbacks import CallbackAgent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Held:
+    """What init made for start."""
+
+    agent: CallbackAgent | None = None
+
+
+_held = _Held()
+
+
+@as_bool
+def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None) -> bool:  # noqa: ANN401 - torch's agent
+    """Check the configuration. `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent."""
+    from taskd.agent.callbacks import CallbackAgent  # noqa: PLC0415 - a shell is loaded by whoever starts it
+    from taskd.clock import MonotonicClock  # noqa: PLC0415
+
+    _held.agent = CallbackAgent(CallbackAgentConfig.load(config), cls, MonotonicClock())
+    return True
+
+
+@as_bool
+def register_func(operator: str, func: Callable[..., Any]) -> bool:
+    """Use `func` for `operator`, see docs/operations.md. False before init_taskd_agent or if it cannot be called."""
+    if _held.agent is None:
+        log.error("register_func: call init_taskd_agent first")
+        return False
+    if not isinstance(operator, str) or not callable(func):
+        log.error("register_func: operator=%r, func=%r are not accepted: expected a name and a callable", operator, func)
+        return False
+    _held.agent.register(operator, func)
+    return True
+
+
+def start_taskd_agent() -> Any:  # noqa: ANN401 - torch's RunResult
+    """Run the workers until the job is over; returns the launcher's RunResult. None: not initialised, or not possible.
+
+    Exceptions of the launcher and of its callbacks pass, as they do in torch's own loop: torchrun knows what to do with them.
+    """
+    if _held.agent is None:
+        log.error("start_taskd_agent: call init_taskd_agent first")
+        return None
+    if _held.agent.framework != "PyTorch":
+        log.error("start_taskd_agent: Framework=%r can be configured but not run: only PyTorch is supported",
+                  _held.agent.framework)
+        return None
+    return _held.agent.run()

@@ -1,0 +1,106 @@
+"""Timeouts, deadlines, leases, exit statuses: the parts without a story."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from taskd.core.exits import exit_fault
+from taskd.core.faults import FaultKind
+from taskd.core.leases import Deadlines, Leases
+from taskd.core.timeouts import Timeouts
+
+
+class TestTimeouts:
+    @given(st.floats(1e-3, 1e6))
+    def test_the_order_holds_for_every_setting(self, setting) -> None:
+        Timeouts.derive(setting).check()
+
+    def test_the_default_is_what_the_documentation_says(self) -> None:
+        timeouts = Timeouts.derive()
+        assert timeouts.communication_grace_s == timeouts.heartbeat_s == 1.0
+        assert timeouts.manager_silence_s == timeouts.fallback_connected_s == 10.0
+        assert timeouts.pause_s == timeouts.agent_lease_s == 30.0
+        assert (timeouts.start_s, timeouts.fallback_never_connected_s) == (600.0, 2.0)
+
+    @pytest.mark.parametrize("wrong", [0, -1, float("inf"), float("nan")])
+    def test_a_senseless_setting_is_refused(self, wrong) -> None:
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            Timeouts.derive(wrong)
+
+    def test_a_wrong_order_is_found(self) -> None:
+        with pytest.raises(AssertionError):
+            dataclasses.replace(Timeouts.derive(), pause_s=1000.0).check()
+
+
+class TestDeadlines:
+    @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.floats(0, 100)))))
+    def test_next_is_the_earliest_of_those_that_are_set(self, moves) -> None:
+        table, model = Deadlines(), {}
+        for key, deadline in moves:
+            if deadline is None:
+                table.discard(key)
+                model.pop(key, None)
+            else:
+                table.set(key, deadline)
+                model[key] = deadline
+            assert table.next() == min(model.values(), default=None)
+            assert set(table.pending()) == set(model)
+            assert len(table) == len(model)
+            assert set(table.overdue(50)) == {key for key, value in model.items() if value <= 50}
+            assert all(key in table for key in model)
+
+    def test_clear_forgets_all(self) -> None:
+        table = Deadlines()
+        table.set(1, 2.0)
+        table.clear()
+        assert table.next() is None
+        assert not len(table)
+
+
+class TestLeases:
+    def test_a_silent_agent_is_lost_after_the_lease(self) -> None:
+        leases = Leases(Timeouts.derive(30))
+        leases.renew(0, 0.0)
+        leases.renew(1, 10.0)
+        assert leases.next_deadline() == 28.0
+        assert leases.expired(28.0) == []
+        assert leases.next_deadline() == 30.0
+        assert leases.expired(30.0) == [0]
+        assert not leases.is_held(0)
+        assert leases.is_held(1)
+        assert leases.silence_s(0, 30.0) == 30.0
+
+    def test_a_manager_that_slept_hears_what_waited_before_it_judges(self) -> None:
+        leases = Leases(Timeouts.derive(30))
+        leases.renew(0, 0.0)
+        assert leases.expired(500.0) == []
+        leases.renew(0, 500.1)
+        assert leases.expired(502.0) == []
+
+    def test_an_agent_that_left_is_not_missed(self) -> None:
+        leases = Leases(Timeouts.derive(30))
+        leases.renew(0, 0.0)
+        leases.drop(0)
+        assert leases.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "detail"),
+    [
+        (-9, FaultKind.KILLED, "SIGKILL"),
+        (-15, FaultKind.KILLED, "SIGTERM"),
+        (-1, FaultKind.KILLED, "SIGHUP"),
+        (-2, FaultKind.KILLED, "SIGINT"),
+        (-11, FaultKind.CRASHED, "SIGSEGV"),
+        (-6, FaultKind.CRASHED, "SIGABRT"),
+        (-40, FaultKind.CRASHED, "signal 40"),
+        (3, FaultKind.EXITED, "exit 3"),
+        (0, FaultKind.EXITED_EARLY, "exit 0 before the job was complete"),
+    ],
+)
+def test_exit_statuses_are_read_as_the_kernel_means_them(status, kind, detail) -> None:
+    fault = exit_fault(2, 1, status, version=7, phase="step")
+    assert (fault.kind, fault.detail, fault.signature) == (kind, detail, detail)
+    assert (fault.rank, fault.incarnation, fault.version, fault.phase, fault.exit_code) == (2, 1, 7, "step", status)
