@@ -10,8 +10,8 @@ import select
 import socket
 
 from taskd.errors import TransportError
+from taskd.transport.base import MAX_FRAME_BYTES
 
-MAX_FRAME_BYTES = 256 * 1024     # as MAX_MESSAGE_BYTES of the wire; longer ones arrive cut, and are refused there
 _SEND_BUFFER_BYTES = MAX_FRAME_BYTES   # the kernel doubles it and limits it by net.core.wmem_max (208 KiB, so 416 KiB)
 # The buffer holds hundreds of messages. A peer that has left it full for that long is stopped or stuck; waiting longer
 # would make the agent deaf to all other workers.
@@ -62,7 +62,7 @@ class Channel:
         messages = []
         while not self.closed:
             try:
-                data = self._socket.recv(MAX_FRAME_BYTES + 1)
+                data = self._socket.recv(MAX_FRAME_BYTES + 1)   # a longer message arrives cut, and the wire refuses its size
             except BlockingIOError:
                 break
             except ConnectionResetError:

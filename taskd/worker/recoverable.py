@@ -16,6 +16,7 @@ from typing import Any, Callable, TypeVar
 from taskd.core import events
 from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
+from taskd.worker import life as life_module
 from taskd.worker import runtime as runtime_module
 from taskd.worker import victims
 from taskd.worker.life import Life
@@ -57,6 +58,7 @@ def recoverable(function: F) -> F:
         if present.released:
             log.warning("rank %d: %s runs without recovery: a recoverable function has already returned on all ranks, "
                         "and a process has one; put all of the training into it", present.life.rank, function.__qualname__)
+            life_module.set_current(None)        # a TrainState in there counts, and no more
             return function(*args, **kwargs)
         return _run(present, functools.partial(function, *args, **kwargs))
 
@@ -76,8 +78,8 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
                 return result
         elif not isinstance(error, Interrupted):
             _await_verdict(runtime, error, clean=clean)
-        _drop_frames(error)
-        runtime.gate(version=version, clean=clean, reason=reason)
+        runtime.gate(version=version, clean=clean, reason=reason, meanwhile=functools.partial(_drop_frames, error))
+        error = None
         if runtime.outer_init is not None:
             runtime.outer_init()
 

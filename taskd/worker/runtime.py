@@ -54,14 +54,14 @@ class Runtime:
         """`bootstrap`: the dict that the agent made for this incarnation (docs/protocol.md, "bootstrap")."""
         self.job_id: str = bootstrap["job_id"]
         self.node_rank: int = bootstrap["node_rank"]
-        self.fault_timeout_s: float = bootstrap["fault_timeout_s"]
         box = BlackBox.attach(bootstrap["box_fd"])
         self.life = Life(
             rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
             generation=bootstrap["generation"], box=box,
         )
         box.begin(os.getpid(), self.life.incarnation)
-        self._inherit(bootstrap.get("previous_fd"))
+        if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
+            self._inherit(bootstrap.get("previous_fd"))
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
         self.groups = Groups(self.life.generation)
         self.declared = False
@@ -202,8 +202,12 @@ class Runtime:
 
     # ------------------------------------------------------------------ the main thread
 
-    def gate(self, *, version: int | None, clean: bool, reason: str = "") -> None:
-        """If a recovery is going on, report `WorkerPaused`, wait for `Resume` and apply it. Returns at once otherwise."""
+    def gate(self, *, version: int | None, clean: bool, reason: str = "",
+             meanwhile: Callable[[], None] = lambda: None) -> None:
+        """If a recovery is going on, report `WorkerPaused`, wait for `Resume` and apply it. Returns at once otherwise.
+
+        `meanwhile`: work that fits into the wait, after the report.
+        """
         while True:
             with self.condition:
                 if not self.must_gate:
@@ -213,6 +217,7 @@ class Runtime:
             self.mark(Phase.PAUSED)
             self.send(events.WorkerPaused(**self.identity("paused"), generation=generation, version=version,
                                           clean=clean, reason=reason))
+            meanwhile()
             self.groups.retire()
             resume = self._await_resume(generation)
             if resume is not None:

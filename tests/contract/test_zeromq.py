@@ -1,0 +1,147 @@
+"""What only sockets have: taken ports, strangers, secrets, limits."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import pytest
+
+from taskd.errors import TransportError
+from taskd.transport import base, zeromq
+from tests.contract.test_links import SECRET, await_messages
+
+
+@pytest.fixture
+def router():
+    made = zeromq.Router("127.0.0.1:0")
+    yield made
+    made.close()
+
+
+def await_refusals(router: zeromq.Router, limit_s: float = 10.0) -> list[str]:
+    deadline = time.monotonic() + limit_s
+    while True:
+        router.poll(0.05)
+        refused = router.take_refused()
+        if refused:
+            return refused
+        assert time.monotonic() < deadline, "nobody was refused"
+
+
+def test_a_taken_port_says_which_process_to_look_for(router: zeromq.Router) -> None:
+    port = router.address.rpartition(":")[2]
+    with pytest.raises(TransportError) as caught:
+        zeromq.Router(router.address)
+    assert f"127.0.0.1:{port} is taken" in str(caught.value)
+    assert f"ss -ltnp 'sport = :{port}'" in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:9601", "no.such.host:9601", "127.0.0.1:99999999"])
+def test_an_address_that_cannot_be_bound_is_named(address: str) -> None:
+    with pytest.raises(TransportError, match=address.partition(":")[0]):
+        zeromq.Router(address)
+
+
+def test_an_address_that_makes_no_sense_cannot_be_connected_to() -> None:
+    with pytest.raises(TransportError, match="host:port"):
+        zeromq.Dealer("nonsense", "a")
+
+
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.0\r\n\r\n", b"\xff" + bytes(9), bytes(64), b"\xff" * 100])
+def test_strangers_are_counted_and_do_no_harm(router: zeromq.Router, greeting: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", int(router.address.rpartition(":")[2]))) as stranger:
+        stranger.sendall(greeting)
+    assert await_refusals(router)
+    dealer = zeromq.Dealer(router.address, "a")
+    dealer.send(None, b"x")
+    assert await_messages(router, 1) == [(b"a", b"x")]
+    dealer.close()
+
+
+def test_a_peer_that_goes_is_noticed(router: zeromq.Router) -> None:
+    dealer = zeromq.Dealer(router.address, "a")
+    dealer.send(None, b"x")
+    await_messages(router, 1)
+    router.take_disconnects()
+    dealer.close()
+    deadline = time.monotonic() + 10
+    while not router.take_disconnects():
+        assert time.monotonic() < deadline
+        router.poll(0.05)
+    assert router.send(b"a", b"y") is False
+
+
+def test_a_peer_that_comes_back_under_its_name_takes_its_place(router: zeromq.Router) -> None:
+    first, second = (zeromq.Dealer(router.address, "a") for _ in range(2))
+    first.send(None, b"1")
+    await_messages(router, 1)
+    second.send(None, b"2")
+    await_messages(router, 1)
+    router.send(b"a", b"answer")
+    assert await_messages(second, 1) == [(b"", b"answer")]
+    assert first.receive() == []
+    first.close()
+    second.close()
+
+
+def test_a_monstrous_frame_costs_its_sender_the_connection(router: zeromq.Router) -> None:
+    big, small = zeromq.Dealer(router.address, "big"), zeromq.Dealer(router.address, "small")
+    big.send(None, bytes(8 * base.MAX_FRAME_BYTES))
+    small.send(None, b"x")
+    assert await_messages(router, 1) == [(b"small", b"x")]
+    big.close()
+    small.close()
+
+
+@pytest.mark.parametrize("theirs", [b"fedcba9876543210", None])
+def test_without_the_secret_nobody_gets_in(theirs: bytes | None) -> None:
+    router = zeromq.Router("127.0.0.1:0", secret=SECRET)
+    stranger = zeromq.Dealer(router.address, "stranger", secret=theirs)
+    stranger.send(None, b"x")
+    assert await_refusals(router)
+    assert router.receive() == []
+    friend = zeromq.Dealer(router.address, "friend", secret=SECRET)
+    friend.send(None, b"y")
+    assert await_messages(router, 1) == [(b"friend", b"y")]
+    for link in (stranger, friend, router):
+        link.close()
+
+
+def test_a_key_that_is_not_on_the_list_does_not_get_in() -> None:
+    """Somebody who knows the listener's public key, but not the secret: encryption alone must not be enough."""
+    router = zeromq.Router("127.0.0.1:0", secret=SECRET)
+    stranger = zeromq.Dealer(router.address, "early", secret=SECRET)
+    stranger.close()
+    stranger = zeromq.Dealer.__new__(zeromq.Dealer)
+    zeromq._Socket.__init__(stranger, zeromq.zmq.DEALER, router.address, None)
+    public, private = zeromq.zmq.curve_keypair()
+    server_key = zeromq.zmq.curve_public(zeromq._derive_key(SECRET, b"server"))
+    for option, value in ((zeromq.zmq.CURVE_SERVERKEY, server_key), (zeromq.zmq.CURVE_PUBLICKEY, public), (zeromq.zmq.CURVE_SECRETKEY, private)):
+        stranger._socket.setsockopt(option, value)
+    stranger._socket.connect(f"tcp://{router.address}")
+    stranger.send(None, b"x")
+    assert await_refusals(router) == ["a wrong secret"]
+    assert router.receive() == []
+    stranger._linger_ms = 0
+    stranger.close()
+    router.close()
+
+
+def test_an_address_that_others_reach_is_warned_of_unless_there_is_a_secret(caplog) -> None:
+    logging.getLogger("taskd").propagate = True
+    for secret, warnings in ((None, 1), (SECRET, 0)):
+        caplog.clear()
+        router = zeromq.Router("0.0.0.0:0", secret=secret)
+        router.close()
+        assert len([record for record in caplog.records if "TASKD_SECRET_FILE" in record.message]) == warnings
+
+
+def test_closing_does_not_wait_for_a_manager_that_never_was() -> None:
+    dealer = zeromq.Dealer("127.0.0.1:1", "a")
+    for _ in range(10):
+        assert dealer.send(None, b"x")
+    began = time.monotonic()
+    dealer.close()
+    assert time.monotonic() - began < 0.9

@@ -1,0 +1,592 @@
+"""RecoveryMachine: events in, commands out, for each kind of fault."""
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import FaultKind
+from taskd.core.job import Phase
+
+
+def kinds(commands) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def only(commands, kind):
+    found = [command for command in commands if isinstance(command, kind)]
+    assert len(found) == 1, commands
+    return found[0]
+
+
+def plan(resume: do.Resume) -> dict[int, int | None]:
+    return {move.rank: move.source for move in resume.moves}
+
+
+class TestOneDeath:
+    def test_the_story_of_a_kill(self, manager) -> None:
+        job = manager().joined()
+        interrupt, replacement = job.lose(2, age=0.002)
+        assert interrupt == do.Interrupt("e6", 1, "rank 2 ended at step 5")
+        assert replacement == do.ReplaceWorker("e6", 1, 0, 2, 1, restarts_used=1)
+        assert job.pause(0) == job.pause(1) == job.pause(3) == []
+        assert job.worker(ev.WorkerStarted, 2, 4711) == job.worker(ev.WorkerDeclared, 2) == []
+        (resume,) = job.pause(2, None)
+        assert isinstance(resume, do.Resume)
+        assert (resume.generation, resume.version, resume.restarts_used, resume.cause) == (1, 5, 1, "e6")
+        assert plan(resume) == {0: None, 1: None, 2: 0, 3: None}
+        assert job.recover(0) == job.recover(1) == job.recover(3) == []
+        record = only(job.recover(2, took=0.2), do.RecordRecovery).record
+        assert job.machine.phase is Phase.RUNNING
+        assert (record.generation, record.strategy, record.version, record.steps_redone) == (1, "recover-in-place", 5, 0)
+        assert record.sources == ((0, "kept"), (1, "kept"), (2, "rank 0"), (3, "kept"))
+        assert (record.restarts_used, record.max_restarts, record.followers) == (1, 100, 0)
+        assert record.detect_s == pytest.approx(0.002)
+        assert record.decide_s == 0
+        assert record.quiesce_s == pytest.approx(0.03)
+        assert record.respawn_s == pytest.approx(0.06)
+        assert (record.groups_s, record.state_s, record.first_step_s) == (0.2, 0.1, 0.05)
+        assert record.total_s == pytest.approx(0.002 + 0.10)
+
+    def test_the_record_tells_how_it_died_when_that_came_to_be_known(self, manager, make_fault) -> None:
+        job = manager().joined()
+        job.lose(2)
+        assert job.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.KILLED, 2, 0, "SIGKILL"), incarnation=0) == []
+        job.pause_all()
+        record = only(job.recover_all(), do.RecordRecovery).record
+        assert [(fault.kind, fault.detail) for fault in record.faults] == [(FaultKind.KILLED, "SIGKILL")]
+
+    def test_what_an_earlier_life_says_is_ignored_and_recorded(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        assert job.pause(2, 5, incarnation=0) == []
+        assert job.worker(ev.WorkerLost, 2, None, 0.0, incarnation=0) == []
+        assert any("incarnation 0 of rank 2 is over" in line for line in job.machine.story.of_rank(2))
+
+    def test_an_unknown_rank_is_ignored(self, manager) -> None:
+        assert manager().joined().send(ev.WorkerFinished, 77, 0) == []
+
+    def test_a_step_that_only_the_dead_had_committed_counts_as_redone(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, version=6)
+        assert only(job.pause_all(5), do.Resume).version == 5
+        assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 1
+
+    def test_a_rank_that_is_one_step_ahead_wins(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, version=5)
+        job.pause(0, 5), job.pause(1, 6), job.pause(3, 5)
+        resume = only(job.pause(2, None), do.Resume)
+        assert (resume.version, plan(resume)) == (6, {0: 1, 1: None, 2: 1, 3: 1})
+
+    def test_missing_extras_are_told_in_the_story(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, box=(4,))
+        job.pause_all()
+        assert any("held no extras of version 5" in line for line in job.machine.story.of_rank(2))
+
+    def test_a_world_of_one_is_restarted(self, manager) -> None:
+        job = manager(per_node=1).joined()
+        (restart,) = job.lose(0)
+        assert isinstance(restart, do.RestartGroup)
+        assert restart.reason == "no live worker uses taskd.recoverable"
+
+
+class TestSeveralDeaths:
+    def test_a_second_one_while_pausing_joins_the_same_generation(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        (replacement,) = job.lose(0)
+        assert replacement == do.ReplaceWorker("e6", 1, 0, 0, 1, restarts_used=2)
+        assert plan(only(job.pause_all(), do.Resume)) == {0: 1, 1: None, 2: 3, 3: None}
+        record = only(job.recover_all(), do.RecordRecovery).record
+        assert [fault.rank for fault in record.faults] == [2, 0]
+
+    def test_one_after_resume_makes_a_new_generation_and_one_record(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        job.pause_all()
+        job.recover(0)
+        began = job.now
+        interrupt, replacement = job.lose(3, age=0.0)
+        assert (interrupt.generation, interrupt.cause, replacement.rank) == (2, "e6", 3)
+        assert job.recover(1, generation=1) == []
+        job.pause(0, 6), job.pause(1, 5), job.pause(2, 5)
+        assert only(job.pause(3, None), do.Resume).version == 6
+        record = only(job.recover_all(7), do.RecordRecovery).record
+        assert (record.generation, len(record.faults), record.restarts_used) == (2, 2, 2)
+        assert record.total_s > job.now - began
+
+    def test_the_replacement_dies_at_once(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, box=(5,))
+        assert job.lose(2, version=None)[0].incarnation == 2
+        assert job.lose(2, version=None)[0].incarnation == 3
+        resume = only(job.pause_all(), do.Resume)
+        assert resume.restarts_used == 3
+        assert not any("no extras" in line for line in job.machine.story.of_rank(2))
+
+    def test_all_at_once_means_a_restart_with_the_reason(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(0)
+        assert only(job.lose(1), do.RestartGroup).reason == "no live worker uses taskd.recoverable"
+
+    def test_nobody_left_who_holds_the_state(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(0)
+        job.worker(ev.WorkerDeclared, 0)
+        job.lose(1)
+        job.worker(ev.WorkerDeclared, 1)
+        restart = only(job.pause_all(), do.RestartGroup)
+        assert "step 5 was committed" in restart.reason
+        assert restart.incarnations == ((0, 2), (1, 2))
+        job.worker(ev.WorkerStarted, 0, 1)
+        record = only(job.worker(ev.WorkerStarted, 1, 2), do.RecordRecovery).record
+        assert (record.strategy, record.steps_redone, record.version) == ("restart", 5, None)
+
+    def test_all_copies_torn(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(0)
+        job.pause(0, None)
+        assert "rank 1 was between optimizer.step() and commit()" in only(job.pause(1, 5, clean=False), do.RestartGroup).reason
+
+    def test_a_rank_that_ended_as_it_should_is_not_waited_for(self, manager) -> None:
+        job = manager(per_node=3).joined()
+        job.lose(2)
+        job.pause(2, None)
+        job.pause(0)
+        resume = only(job.worker(ev.WorkerFinished, 1), do.Resume)
+        assert plan(resume) == {0: None, 2: 0}
+
+    def test_everybody_else_ended(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(0)
+        job.worker(ev.WorkerFinished, 1)
+        assert job.worker(ev.WorkerFinished, 0) == []
+        assert job.machine.phase is Phase.RUNNING
+
+
+class TestExceptions:
+    def test_the_raiser_counts_as_paused_and_nobody_is_replaced(self, manager) -> None:
+        job = manager().joined()
+        assert kinds(job.raise_(1)) == ["Interrupt"]
+        assert job.pause(1) == []
+        job.pause(0), job.pause(2)
+        assert only(job.pause(3), do.Resume).version == 5
+        assert job.pause(1) == []
+        record = only(job.recover_all(), do.RecordRecovery).record
+        assert (record.strategy, record.restarts_used) == ("retry", 1)
+
+    def test_a_world_of_one_goes_on_at_once(self, manager) -> None:
+        assert kinds(manager(per_node=1).joined().raise_(0)) == ["Interrupt", "Resume"]
+
+    def test_a_torn_raiser_receives(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.raise_(1, clean=False)
+        assert plan(only(job.pause(0), do.Resume)) == {0: None, 1: 0}
+
+    def test_the_same_one_at_the_same_step_ends_the_job_after_a_grace(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(1)
+        job.pause_all()
+        assert job.raise_(1) == []
+        give_up = only(job.tick(), do.GiveUp)
+        assert give_up.reason == "the same exception came back: rank 1 raised ValueError: x at step 5"
+        assert give_up.culprit == 1
+        assert give_up.fault.traceback == "Traceback"
+
+    def test_the_same_one_at_another_step_is_recovered(self, manager) -> None:
+        job = manager().joined()
+        for version in range(5, 9):
+            assert kinds(job.raise_(1, version=version)) == ["Interrupt"]
+            job.pause_all(version)
+            job.recover_all(version + 1)
+
+    def test_from_all_ranks_at_once_it_is_one_fault(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(0)
+        for rank in (1, 2):
+            assert job.raise_(rank, generation=0) == []
+        assert only(job.raise_(3, generation=0), do.Resume).restarts_used == 1
+        assert only(job.recover_all(), do.RecordRecovery).record.followers == 3
+
+    def test_one_that_follows_a_death_is_its_consequence(self, manager) -> None:
+        job = manager().joined()
+        for attempt in range(3):
+            assert kinds(job.raise_(1)) == ["Interrupt"] if attempt == 0 else job.raise_(1) == []
+            job.lose(2, age=0.5)
+            job.pause_all()
+            record = only(job.recover_all(5), do.RecordRecovery).record
+            assert [fault.rank for fault in record.faults] == [2]
+            assert record.followers == 1
+            assert record.restarts_used == attempt + 1
+
+    def test_one_of_an_earlier_generation_is_ignored(self, manager) -> None:
+        job = manager().joined()
+        for _ in range(2):
+            job.lose(2)
+            job.pause_all()
+        assert job.raise_(1, generation=1) == []
+        assert job.raise_(1, generation=0) == []
+        job.lose(0)
+        assert job.raise_(1, generation=1) == []
+        assert job.machine.phase is Phase.PAUSING
+
+    def test_a_second_one_from_a_waiting_rank_is_ignored(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(1, kind=FaultKind.COMMUNICATION)
+        assert job.raise_(1) == []
+
+
+class TestBrokenCommunication:
+    def test_it_waits_for_the_cause(self, manager) -> None:
+        job = manager().joined()
+        assert job.raise_(1, "reset", kind=FaultKind.COMMUNICATION) == []
+        assert job.raise_(3, "reset", kind=FaultKind.COMMUNICATION) == []
+        assert job.machine.phase is Phase.SUSPECTING
+        interrupt, _ = job.lose(2)
+        assert interrupt.reason == "rank 2 ended at step 5"
+        job.pause(0)
+        assert kinds(job.pause(2, None)) == ["Resume"]
+        record = only(job.recover_all(), do.RecordRecovery).record
+        assert (record.followers, len(record.faults)) == (2, 1)
+
+    def test_without_a_cause_the_earliest_is_the_fault(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(1, "reset", kind=FaultKind.COMMUNICATION)
+        job.raise_(3, "reset", kind=FaultKind.COMMUNICATION, age=0.5)
+        assert job.machine.next_deadline() == pytest.approx(job.now - 0.01 + 1.0)
+        (interrupt,) = job.tick()
+        assert interrupt.reason == "rank 3 lost its communication: reset at step 5"
+        job.pause_all()
+        record = only(job.recover_all(), do.RecordRecovery).record
+        assert (record.strategy, record.followers) == ("retry", 1)
+        assert record.decide_s == pytest.approx(0.99)
+
+    def test_an_exception_meanwhile_is_the_cause(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(1, "reset", kind=FaultKind.COMMUNICATION)
+        assert job.raise_(3)[0].reason == "rank 3 raised ValueError: x at step 5"
+
+    def test_an_exception_that_came_back_says_more(self, manager) -> None:
+        job = manager().joined()
+        job.raise_(1)
+        job.pause_all()
+        job.raise_(3, "reset", kind=FaultKind.COMMUNICATION, age=0.5)
+        job.raise_(1)
+        assert only(job.tick(), do.GiveUp).culprit == 1
+
+    def test_three_times_at_one_step_end_the_job(self, manager) -> None:
+        job = manager().joined()
+        for rank in (1, 2):
+            job.raise_(rank, "reset", kind=FaultKind.COMMUNICATION)
+            assert kinds(job.tick()) == ["Interrupt"]
+            job.pause_all()
+        job.raise_(3, "reset", kind=FaultKind.COMMUNICATION)
+        assert only(job.tick(), do.GiveUp).reason.startswith("the same failure came 3 times: rank 3 lost")
+
+
+class TestRepeatedFailures:
+    def test_the_same_exit_three_times(self, manager) -> None:
+        job = manager().joined()
+        for _ in range(2):
+            job.lose(2, FaultKind.EXITED, "exit 3")
+            job.pause_all()
+        give_up = only(job.lose(2, FaultKind.EXITED, "exit 3"), do.GiveUp)
+        assert give_up.reason == "the same failure came 3 times: rank 2 ended with exit 3 at step 5"
+
+    def test_known_only_after_the_replacement_was_ordered(self, manager, make_fault) -> None:
+        job = manager().joined()
+        for attempt in range(3):
+            life = job.incarnation(2)
+            assert "ReplaceWorker" in kinds(job.lose(2))
+            how = make_fault(FaultKind.CRASHED, 2, life, "SIGSEGV", version=5)
+            commands = job.worker(ev.WorkerExitKnown, 2, how, incarnation=life)
+            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+            if attempt < 2:
+                job.pause_all()
+
+    def test_known_only_after_the_recovery_it_is_no_reason_to_stop(self, manager, make_fault) -> None:
+        job = manager().joined()
+        for _ in range(3):
+            life = job.incarnation(2)
+            job.lose(2)
+            job.pause_all()
+            job.recover_all()
+            how = make_fault(FaultKind.CRASHED, 2, life, "SIGSEGV", version=5)
+            assert job.worker(ev.WorkerExitKnown, 2, how, incarnation=life) == []
+
+    def test_being_killed_never_counts(self, manager) -> None:
+        job = manager().joined()
+        for _ in range(20):
+            job.lose(2, FaultKind.KILLED, "SIGKILL")
+            assert kinds(job.pause_all()) == ["Resume"]
+
+    def test_a_replacement_that_cannot_be_started(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        for _ in range(2):
+            assert kinds(job.lose(2, FaultKind.START_FAILED, "no memory", version=None)) == ["ReplaceWorker"]
+        give_up = only(job.lose(2, FaultKind.START_FAILED, "no memory", version=None), do.GiveUp)
+        assert "rank 2 could not be started: no memory" in give_up.reason
+
+    def test_the_budget(self, manager) -> None:
+        job = manager(max_restarts=2).joined()
+        for _ in range(2):
+            job.lose(2)
+            job.pause_all()
+        give_up = only(job.lose(1), do.GiveUp)
+        assert give_up.reason == (
+            "restart budget spent: 2 of 2 restarts used (--max_restarts) when rank 1 ended at step 5"
+        )
+        assert (give_up.culprit, job.machine.restarts_used) == (1, 2)
+
+    def test_an_exit_that_nobody_asked_about_is_ignored(self, manager, make_fault) -> None:
+        job = manager().joined()
+        assert job.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.KILLED, 2)) == []
+
+
+class TestUnresponsive:
+    def test_a_rank_that_does_not_come_is_killed_and_replaced(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        job.pause(0), job.pause(3)
+        job.hear_all_until(120.0)
+        kill, replacement = job.tick(at=130.2)
+        assert kill == do.KillWorker("e6", 1, 0, 1, 0, "did not leave its step")
+        assert (replacement.rank, replacement.incarnation, replacement.generation) == (1, 1, 1)
+        assert job.pause(2, None) == []
+        assert kinds(job.pause(1, None)) == ["Resume"]
+
+    def test_a_new_process_has_more_time(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(1)
+        job.pause(0)
+        for moment in range(110, 700, 10):
+            job.hear_all_until(moment)
+        kill, replacement = job.tick(at=job.now + 20)
+        assert (kill.rank, kill.incarnation, kill.reason) == (1, 1, "did not start")
+        assert replacement.incarnation == 2
+
+    def test_a_rank_that_never_declared_has_more_time(self, manager) -> None:
+        job = manager(per_node=2).joined(declared=False)
+        job.worker(ev.WorkerDeclared, 0)
+        job.lose(0)
+        assert job.machine.phase is Phase.RESTARTING
+        job = manager(per_node=3).joined(declared=False)
+        job.worker(ev.WorkerDeclared, 0)
+        job.lose(1)
+        job.pause(0), job.pause(1, None)
+        for moment in range(110, 690, 10):
+            job.hear_all_until(moment)
+            assert job.machine.phase is Phase.PAUSING
+
+    def test_ranks_that_are_not_restarted_in_time_are_restarted_again(self, manager) -> None:
+        job = manager(per_node=2).joined(declared=False)
+        job.lose(1)
+        job.worker(ev.WorkerStarted, 0, 1)
+        for moment in range(110, 700, 10):
+            job.hear_all_until(moment)
+        restart = only(job.tick(at=job.now + 15), do.RestartGroup)
+        assert restart.incarnations == ((0, 2), (1, 2))
+
+
+class TestUndeclared:
+    def test_a_failure_restarts_the_group(self, manager) -> None:
+        job = manager().joined(declared=False)
+        restart = only(job.lose(1, version=None), do.RestartGroup)
+        assert restart == do.RestartGroup(
+            "e2", 1, 1, "no live worker uses taskd.recoverable", ((0, 1), (1, 1), (2, 1), (3, 1))
+        )
+        for rank in (0, 1, 2):
+            assert job.worker(ev.WorkerStarted, rank, 1) == []
+        record = only(job.worker(ev.WorkerStarted, 3, 1), do.RecordRecovery).record
+        assert (record.strategy, record.version, record.sources, record.steps_redone) == ("restart", None, (), 0)
+        assert record.respawn_s == pytest.approx(0.04)
+
+    def test_a_failure_during_the_restart_restarts_again(self, manager) -> None:
+        job = manager().joined(declared=False)
+        job.lose(1)
+        job.worker(ev.WorkerStarted, 1, 1)
+        assert only(job.lose(1), do.RestartGroup).generation == 2
+
+    def test_three_equal_failures_in_a_row(self, manager, make_fault) -> None:
+        job = manager().joined(declared=False)
+        for _ in range(2):
+            life = job.incarnation(1)
+            job.lose(1, version=None)
+            job.worker(ev.WorkerExitKnown, 1, make_fault(FaultKind.EXITED, 1, life, "exit 1"), incarnation=life)
+            for rank in job.ranks:
+                job.worker(ev.WorkerStarted, rank, 1)
+        give_up = only(job.lose(2, FaultKind.EXITED, "exit 1", version=None), do.GiveUp)
+        assert give_up.reason == (
+            "3 equal failures in a row, each within 60 s of its start: rank 2 ended with exit 1"
+        )
+
+    def test_the_third_is_recognised_after_the_restart_was_ordered(self, manager, make_fault) -> None:
+        job = manager().joined(declared=False)
+        for attempt in range(3):
+            life = job.incarnation(1)
+            assert kinds(job.lose(1, version=None)) == ["RestartGroup"]
+            how = make_fault(FaultKind.EXITED, 1, life, "exit 1")
+            commands = job.worker(ev.WorkerExitKnown, 1, how, incarnation=life)
+            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+
+    @pytest.mark.parametrize("between", ["killed", "other", "long life"])
+    def test_not_in_a_row(self, manager, between) -> None:
+        job = manager().joined(declared=False)
+        for attempt in range(5):
+            if attempt == 2:
+                if between == "killed":
+                    job.lose(1, FaultKind.KILLED, "SIGKILL", version=None)
+                elif between == "other":
+                    job.lose(1, FaultKind.CRASHED, "SIGSEGV", version=None)
+                else:
+                    for moment in range(110, 190, 10):
+                        job.hear_all_until(moment)
+            if attempt < 4:
+                assert kinds(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
+
+    def test_it_ends_when_all_processes_have(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        job.worker(ev.WorkerFinished, 0)
+        assert job.send(ev.AgentLeft, 0, "succeeded", "") == []
+        job.worker(ev.WorkerFinished, 1)
+        assert job.send(ev.AgentLeft, 1, "succeeded", "") == [do.EndJob("e6", 0, True, "every node succeeded")]
+
+    def test_a_failure_after_a_node_has_left_cannot_be_recovered(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        job.worker(ev.WorkerFinished, 0)
+        job.send(ev.AgentLeft, 0, "succeeded", "")
+        assert only(job.lose(1), do.GiveUp).reason == "rank 1 ended at step 5, and node 0 has already left"
+
+    def test_a_rank_that_declares_during_the_restart_is_recovered_in_place(self, manager) -> None:
+        job = manager().joined(declared=False)
+        job.lose(1)
+        job.worker(ev.WorkerStarted, 0, 1)
+        job.worker(ev.WorkerDeclared, 0)
+        assert kinds(job.lose(0)) == ["RestartGroup"]
+        for rank in (0, 1):
+            job.worker(ev.WorkerStarted, rank, 1)
+            job.worker(ev.WorkerDeclared, rank)
+        assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
+        assert job.worker(ev.WorkerStarted, 2, 1) == job.worker(ev.WorkerStarted, 3, 1) == []
+        assert kinds(job.pause_all(0)) == ["RestartGroup"]
+
+    def test_a_broken_communication_during_the_restart(self, manager) -> None:
+        job = manager(per_node=2).joined(declared=False)
+        job.lose(1, version=None)
+        job.worker(ev.WorkerStarted, 0, 1)
+        assert job.raise_(0, kind=FaultKind.COMMUNICATION, version=None) == []
+        assert kinds(job.worker(ev.WorkerStarted, 1, 1)) == ["RecordRecovery"]
+        assert kinds(job.tick()) == ["Interrupt"]
+        assert only(job.pause(1, None), do.Resume).version is None
+
+
+class TestTheEnd:
+    def test_release_once_when_all_have_returned(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        assert job.return_(0) == []
+        assert job.return_(0) == []
+        assert job.return_(1) == [do.Release("e6", 0)]
+        assert job.return_(1) == job.pause(1) == job.recover(1) == job.worker(ev.WorkerDeclared, 1) == []
+        assert job.worker(ev.WorkerFinished, 0) == job.worker(ev.WorkerFinished, 1) == []
+        assert only(job.send(ev.AgentLeft, 0, "succeeded", ""), do.EndJob).succeeded
+        assert job.machine.next_deadline() is None
+        assert job.send(ev.AgentHeard, 0) == []
+
+    def test_a_death_while_others_have_returned_is_recovered(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0)
+        assert kinds(job.lose(1, version=9)) == ["Interrupt", "ReplaceWorker"]
+        assert job.return_(0, generation=0) == []
+        assert job.pause(0, 10) == []
+        resume = only(job.pause(1, None), do.Resume)
+        assert (resume.version, plan(resume)) == (10, {0: None, 1: 0})
+        assert job.return_(0) == []
+        record, release = job.return_(1)
+        assert isinstance(record, do.RecordRecovery)
+        assert isinstance(release, do.Release)
+        assert record.record.groups_s == 0
+
+    def test_one_returns_and_one_recovers(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(1)
+        job.pause_all()
+        job.recover(0)
+        assert kinds(job.return_(1)) == ["RecordRecovery"]
+        assert kinds(job.return_(0)) == ["Release"]
+
+    def test_a_death_after_release_waits_for_the_others_and_ends_the_job(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        assert job.lose(0, FaultKind.CRASHED, "SIGSEGV", version=10) == []
+        give_up = only(job.worker(ev.WorkerFinished, 1), do.GiveUp)
+        assert give_up.reason == "rank 0 ended with SIGSEGV at step 10 after the training function had returned everywhere"
+        assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob) == do.EndJob("e9", 0, False, give_up.reason)
+
+    def test_it_also_waits_to_learn_how_it_died(self, manager, make_fault) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        assert job.lose(0) == job.worker(ev.WorkerFinished, 1) == []
+        how = make_fault(FaultKind.EXITED, 0, 0, "exit 3")
+        assert "rank 0 ended with exit 3 after" in only(job.worker(ev.WorkerExitKnown, 0, how), do.GiveUp).reason
+
+    def test_others_that_hang_after_release_are_not_waited_for_for_ever(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        job.lose(0, FaultKind.EXITED, "exit 3")
+        for moment in range(110, 700, 10):
+            job.hear_all_until(moment)
+        assert only(job.tick(at=job.now + 20), do.GiveUp).culprit == 0
+
+    def test_an_exception_after_release(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        assert job.raise_(0) == job.raise_(0) == []
+        assert "raised ValueError: x" in only(job.worker(ev.WorkerFinished, 1), do.GiveUp).reason
+
+    def test_a_node_that_falls_silent_after_release_has_ended(self, manager) -> None:
+        job = manager(per_node=1).joined()
+        job.return_(0)
+        job.tick()
+        assert only(job.tick(), do.EndJob).succeeded
+
+
+class TestAgents:
+    def test_a_silent_agent_ends_the_job(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        job.send(ev.AgentHeard, 0, at=115.0)
+        assert job.tick() == []
+        (give_up,) = job.tick()
+        assert give_up.reason == "the agent of node 1 has been silent for 30 s"
+        assert job.machine.phase is Phase.ENDING
+        assert job.send(ev.AgentHeard, 1) == []
+        job.tick()
+        assert only(job.tick(), do.EndJob) == do.EndJob("e9", 0, False, give_up.reason)
+
+    def test_an_agent_that_was_stopped_ends_the_job(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        (give_up,) = job.send(ev.AgentLeft, 1, "stopped", "SIGTERM")
+        assert give_up.reason == "the agent of node 1 left (stopped: SIGTERM)"
+        assert job.lose(0) == job.worker(ev.WorkerFinished, 0) == []
+        assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob).succeeded is False
+
+    def test_the_only_agent_leaves(self, manager) -> None:
+        assert kinds(manager().joined().send(ev.AgentLeft, 0, "failed", "")) == ["GiveUp", "EndJob"]
+
+    def test_a_stranger_that_is_heard_is_not_counted(self, manager) -> None:
+        job = manager().joined()
+        assert job.send(ev.AgentHeard, 7) == []
+
+    def test_a_tick_before_anything_is_due_leaves_no_trace(self, manager) -> None:
+        job = manager().joined()
+        before = len(job.machine.story)
+        assert job.send(ev.Tick) == []
+        assert len(job.machine.story) == before
+        assert manager().send(ev.Tick) == []
+
+    def test_thousands_of_ranks_are_handled_in_no_time(self, manager) -> None:
+        job = manager(nodes=256, per_node=8).joined()
+        job.lose(77)
+        resume = only(job.pause_all(), do.Resume)
+        assert len(resume.moves) == 2048

@@ -1,0 +1,300 @@
+"""RecoveryMachine: registrations, refusals, reconnections, and a manager that was started again in the middle."""
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import FaultKind
+from taskd.core.job import Phase
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.timeouts import Timeouts
+
+Report = ev.WorkerReport
+
+
+def kinds(commands) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+class TestJoining:
+    def test_nothing_happens_until_every_rank_is_known(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.machine.phase is Phase.JOINING
+        job.register(1)
+        assert job.machine.phase is Phase.RUNNING
+
+    def test_faults_are_kept_until_then(self, manager, make_fault) -> None:
+        job = manager(nodes=2, per_node=2)
+        job.register(0)
+        job.worker(ev.WorkerDeclared, 0)
+        assert job.lose(1) == []
+        assert job.worker(ev.WorkerExitKnown, 1, make_fault(FaultKind.EXITED, 1, 0, "exit 3")) == []
+        commands = job.register(1)
+        assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
+        assert "rank 1 ended with exit 3" in commands[0].reason
+
+    def test_but_not_for_ever(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        job.lose(0)
+        job.hear_all_until(120.0)
+        (give_up,) = job.tick(at=131.0)
+        assert give_up.reason == "rank 0 ended at step 5, and ranks [1] are not known to this manager"
+
+    def test_exceptions_are_kept_too(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.raise_(0, "reset", kind=FaultKind.COMMUNICATION) == []
+        assert job.register(1) == []
+        assert job.machine.phase is Phase.SUSPECTING
+        assert kinds(job.tick()) == ["Interrupt"]
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.raise_(0) == []
+        assert kinds(job.register(1)) == ["Interrupt"]
+
+    def test_a_recovery_that_is_reported_before_that_is_anothers(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.recover(0) == []
+
+    def test_the_smallest_budget_counts(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, max_restarts=7)
+        job.register(1, max_restarts=3)
+        assert job.machine.membership.max_restarts == 3
+
+    def test_a_node_that_never_comes_is_waited_for(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        assert job.machine.next_deadline() is None
+        job.register(0)
+        job.tick()
+        assert kinds(job.tick()) == ["GiveUp", "EndJob"]
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"agent": "other"}, "node 0 is taken by agent agent0"),
+            ({"world_size": 9}, "the job has 4 ranks, this agent says 9"),
+            ({"reports": [Report(9, 0, "running"), Report(3, 0, "running")], "node": 1}, "rank 9 is outside of a world of 4"),
+            ({"reports": [Report(0, 0, "running"), Report(3, 0, "running")], "node": 1}, "rank 0 belongs to node 0"),
+            ({"reports": [Report(3, 0, "running"), Report(3, 0, "running")], "node": 1}, "the same rank is given twice"),
+        ],
+    )
+    def test_who_is_refused(self, manager, change, words) -> None:
+        job = manager(nodes=2, per_node=2)
+        job.register(0)
+        reports = change.pop("reports", [])
+        node = change.pop("node", 0)
+        before = job.machine.membership
+        assert job.register(node, *reports, **change) == []
+        assert any(words in str(entry) for entry in job.machine.story)
+        assert sorted(before.members) == [0, 1]
+
+    @pytest.mark.parametrize(
+        ("nodes", "per_node", "words"), [(3, None, "started for 3 nodes, this agent says 2"), (2, 4, "for 4 ranks per node")]
+    )
+    def test_what_the_user_promised_is_checked(self, nodes, per_node, words) -> None:
+        machine = RecoveryMachine("job", Timeouts.derive(), nodes, per_node)
+        reports = (Report(0, 0, "running"), Report(1, 0, "running"))
+        event = ev.AgentRegistered(0.0, "c", 0, "me", 2, 4, 3, 0, 0, reports)
+        assert words in machine.refusal(event)
+        assert machine.handle(event) == []
+
+    def test_an_ended_job_takes_nobody(self, manager) -> None:
+        job = manager().joined()
+        job.send(ev.AgentLeft, 0, "succeeded", "")
+        event = ev.AgentRegistered(job.now, "c", 0, "new", 1, 4, 3, 0, 0, ())
+        assert job.machine.refusal(event) == "the job has ended: every node succeeded"
+
+    def test_nobody_is_refused_without_a_reason(self, manager) -> None:
+        event = ev.AgentRegistered(0.0, "c", 0, "me", 1, 1, 3, 0, 0, (Report(0, 0, "running"),))
+        assert manager().machine.refusal(event) is None
+
+
+class TestANewManager:
+    """It knows only what the registrations say."""
+
+    def test_takes_over_a_healthy_job(self, manager) -> None:
+        job = manager(per_node=2)
+        reports = [Report(rank, 3, "running", declared=True, version=7) for rank in range(2)]
+        assert job.register(0, *reports, generation=5, used=4) == []
+        assert (job.machine.generation, job.machine.restarts_used, job.machine.phase) == (5, 4, Phase.RUNNING)
+        interrupt, replacement = job.lose(0)
+        assert (interrupt.generation, replacement.incarnation, replacement.restarts_used) == (6, 4, 5)
+
+    def test_finds_a_paused_worker(self, manager) -> None:
+        job = manager(per_node=2)
+        reports = [Report(0, 0, "paused", True, 7, clean=False), Report(1, 0, "running", True, 7)]
+        (interrupt,) = job.register(0, *reports, generation=1)
+        assert interrupt.reason == "a recovery was under way when the manager was restarted"
+        (resume,) = job.pause(1, 7)
+        assert resume.moves == (do.Move(0, 1), do.Move(1))
+        record = job.recover_all()[0].record
+        assert (record.faults, record.detect_s) == ((), 0)
+
+    def test_finds_everybody_paused(self, manager) -> None:
+        job = manager(per_node=2)
+        reports = [Report(rank, 0, "paused", True, 7) for rank in range(2)]
+        assert kinds(job.register(0, *reports, generation=1)) == ["Interrupt", "Resume"]
+
+    def test_finds_a_lost_worker_and_learns_the_rest(self, manager, make_fault) -> None:
+        job = manager(per_node=2)
+        reports = [Report(0, 0, "lost", True, 7), Report(1, 0, "running", True, 7)]
+        commands = job.register(0, *reports)
+        assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
+        job.worker(ev.WorkerLost, 0, make_fault(FaultKind.LOST, 0), 3.0, (7,), incarnation=0)
+        job.worker(ev.WorkerExitKnown, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL"), incarnation=0)
+        job.pause_all(7)
+        assert [fault.detail for fault in job.recover_all(8)[0].record.faults] == ["SIGKILL"]
+
+    def test_hears_the_details_before_it_is_complete(self, manager, make_fault) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "lost", True, 7))
+        assert job.worker(ev.WorkerLost, 0, make_fault(FaultKind.LOST, 0, version=7), 3.0, (7,)) == []
+        assert job.worker(ev.WorkerLost, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7), 3.0) == []
+        commands = job.register(1, Report(1, 0, "running", True, 7))
+        assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
+        assert "SIGKILL" in commands[0].reason
+
+    def test_hears_of_a_pause_before_it_is_complete(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "running", True))
+        assert job.pause(0, generation=1) == []
+        assert kinds(job.register(1, Report(1, 0, "running", True), generation=1)) == ["Interrupt"]
+
+    def test_agents_that_heard_different_generations_mean_an_unfinished_recovery(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "running", True, 7), generation=3)
+        (interrupt,) = job.register(1, Report(1, 0, "running", True, 7), generation=2)
+        assert interrupt.generation == 4
+
+    def test_a_pause_that_it_did_not_order_is_answered(self, manager) -> None:
+        job = manager(per_node=2)
+        job.register(0, *[Report(rank, 0, "running", True, 7) for rank in range(2)], generation=3)
+        assert kinds(job.pause(0, 7, generation=3)) == ["Interrupt"]
+        assert kinds(job.pause(1, 7)) == ["Resume"]
+
+    def test_everybody_has_returned(self, manager) -> None:
+        job = manager(per_node=2)
+        assert kinds(job.register(0, Report(0, 0, "returned", True, 9), Report(1, 0, "finished", True, 9))) == ["Release"]
+
+    def test_the_others_left_before_it_came(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        assert job.send(ev.AgentLeft, 1, "succeeded", "") == []
+        assert kinds(job.register(0, Report(0, 0, "returned", True, 9))) == ["Release"]
+        job.worker(ev.WorkerFinished, 0)
+        assert job.send(ev.AgentLeft, 0, "succeeded", "")[0].succeeded
+
+    def test_the_others_leave_while_it_waits(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "returned", True, 9))
+        assert kinds(job.send(ev.AgentLeft, 1, "succeeded", "")) == ["Release"]
+
+    def test_the_others_left_and_were_never_heard_of(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.return_(0) == []
+        job.hear_all_until(120.0)
+        assert kinds(job.tick(at=131.0)) == ["Release"]
+        assert job.worker(ev.WorkerFinished, 0) == []
+        assert job.send(ev.AgentLeft, 0, "succeeded", "")[0].succeeded
+
+    def test_some_returned_and_the_others_are_not_here(self, manager) -> None:
+        job = manager(nodes=2, per_node=2)
+        job.register(0)
+        job.return_(0)
+        job.hear_all_until(120.0)
+        assert job.tick(at=131.0) == []
+        assert job.machine.phase is Phase.JOINING
+
+    def test_everybody_who_came_has_left(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert job.send(ev.AgentLeft, 0, "succeeded", "") == []
+        (end,) = job.tick()
+        assert end.succeeded
+
+    def test_paused_workers_do_not_wait_for_ever_for_ranks_that_never_come(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "paused", True, 9))
+        job.hear_all_until(120.0)
+        assert job.tick(at=131.0)[0].reason == "a recovery is under way, and ranks [1] are not known to this manager"
+
+
+class TestAnAgentThatComesBack:
+    """The same agent registers again: it hears what it may have missed."""
+
+    def again(self, job, *reports, generation=None, node=0):
+        known = job.machine.generation if generation is None else generation
+        return job.register(node, *reports, generation=known, used=job.machine.restarts_used)
+
+    def test_nothing_was_missed(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        assert self.again(job) == []
+
+    def test_before_the_job_is_complete(self, manager) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0)
+        assert self.again(job, Report(0, 0, "lost")) == []
+        assert kinds(job.register(1)) == ["RestartGroup"]
+
+    def test_interrupt_and_replacement(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        sent = job.lose(1)
+        assert self.again(job, Report(0, 0, "running"), Report(1, 0, "lost"), generation=0) == sent
+
+    def test_its_pauses_were_lost(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(1)
+        commands = self.again(job, Report(0, 0, "paused", True, 6), Report(1, 1, "paused"))
+        assert kinds(commands) == ["Interrupt", "Resume"]
+        assert commands[1].version == 6
+
+    def test_resume(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.lose(1)
+        sent = job.pause_all()
+        assert self.again(job, Report(0, 0, "paused", True, 5), Report(1, 1, "paused")) == sent
+        assert self.again(job, Report(0, 0, "running", True, 5), Report(1, 1, "running")) == []
+
+    def test_the_restart_of_the_group(self, manager) -> None:
+        job = manager(per_node=2).joined(declared=False)
+        sent = job.lose(1)
+        assert self.again(job, Report(0, 0, "running"), Report(1, 0, "lost"), generation=0) == sent
+
+    def test_release(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0)
+        (sent,) = job.return_(1)
+        assert self.again(job, Report(0, 0, "returned"), Report(1, 0, "returned")) == [sent]
+
+    def test_the_end(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        (sent,) = job.send(ev.AgentLeft, 1, "failed", "")
+        assert self.again(job, Report(0, 0, "running")) == [sent]
+
+    def test_it_lost_a_worker_meanwhile(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        assert kinds(self.again(job, Report(0, 0, "running", True), Report(1, 0, "lost"))) == ["Interrupt", "ReplaceWorker"]
+
+    def test_it_lost_a_worker_after_release(self, manager, make_fault) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        assert kinds(self.again(job, Report(0, 0, "finished"), Report(1, 0, "lost"))) == ["Release"]
+        assert kinds(job.worker(ev.WorkerLost, 1, make_fault(FaultKind.EXITED, 1, 0, "exit 3"), 1.0)) == ["GiveUp"]
+
+    def test_its_workers_returned_meanwhile(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        assert kinds(self.again(job, Report(0, 0, "returned"), Report(1, 0, "returned"))) == ["Release"]
+
+    def test_after_it_was_given_up_for_lost(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        job.hear_all_until(101.0)
+        job.send(ev.AgentHeard, 0, at=115.0)
+        job.tick()
+        (sent,) = job.tick()
+        assert self.again(job, Report(1, 0, "running"), node=1) == [sent]
+        assert job.send(ev.AgentLeft, 0, "failed", "") == []
+        assert kinds(job.send(ev.AgentLeft, 1, "failed", "")) == ["EndJob"]
