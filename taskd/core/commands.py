@@ -18,9 +18,14 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt(Command):
-    """To every agent and worker: leave the step, abort collectives, report `WorkerPaused`."""
+    """To every agent and worker: leave the step, abort collectives, report `WorkerPaused`.
+
+    `reach`: the newest version that anybody committed, the dead included. Whoever is behind it has all gradients on the way
+    and finishes the step if it can, so that no committed step is lost with its only holder.
+    """
 
     reason: str
+    reach: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ class Job:
                 self.awaited.set(member.rank, self.now + patience_s)
         faults = "; ".join(describe(known.fault) for known in attempt.faults)
         reason = faults or "a recovery was under way when the manager was restarted"
-        command = do.Interrupt(attempt.cause, self.generation, reason)
+        command = do.Interrupt(attempt.cause, self.generation, reason, self.membership.committed)
         self.last = command
         return command
 
@@ -229,6 +229,8 @@ class Job:
     def count_recovered(self, rank: int, report: WorkerRecovered | None) -> Commands:
         """A rank is back (without a report: it started, returned or ended). The last one completes the record."""
         attempt = self.attempt
+        if attempt is not None and attempt.is_restart:
+            attempt.paused(self.now, replaced=True)
         if attempt is None or not attempt.recovered(rank, report):
             return []
         self.attempt = None

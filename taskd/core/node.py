@@ -215,6 +215,7 @@ class NodeMachine:
     def _lose(self, life: Life, fault: Fault, box_versions: tuple[int, ...]) -> Commands:
         """A life failed."""
         life.state, life.waits_since, life.stand = WorkerState.LOST, self._now, None
+        life.version = fault.version if fault.version is not None else life.version
         life.died_at = self._now if life.died_at is None else life.died_at
         life.lost = ev.WorkerLost(
             self._now, self._cause, life.rank, life.incarnation, fault, max(0.0, self._now - life.died_at), box_versions

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from taskd.log import make_directory
 
@@ -81,25 +81,25 @@ class Records:
         """The line and the JSON record."""
         log.info("%s", describe(record))
         plain = {"job_id": self._job_id, "time": time.time(), **dataclasses.asdict(record)}
-        self._write("recoveries.jsonl", [plain], "a")
+        self._write("recoveries.jsonl", [json.dumps(plain)], "a")
 
-    def story(self, generation: int, header: dict[str, Any], entries: list[dict[str, Any]]) -> None:
-        """The story so far, self-contained: the header says how the machine was made."""
-        path = self._write(f"story-{generation}.jsonl", [{"type": "Header", **header}, *entries], "w")
+    def story(self, generation: int, lines: Iterable[str]) -> None:
+        """The story so far, fit for `python -m taskd.replay`."""
+        path = self._write(f"story-{generation}.jsonl", lines, "w")
         if path is None or path in self._stories:
             return
         self._stories.append(path)
         if len(self._stories) > _KEPT_STORIES:
             self._stories.pop(0).unlink(missing_ok=True)
 
-    def _write(self, name: str, lines: list[dict[str, Any]], mode: str) -> pathlib.Path | None:
+    def _write(self, name: str, lines: Iterable[str], mode: str) -> pathlib.Path | None:
         """Returns the path, or None if it could not be written."""
         path = self._directory / name
         problem = make_directory(self._directory)
         if problem is None:
             try:
                 with path.open(mode, encoding="utf-8") as file:
-                    file.writelines(json.dumps(line) + "\n" for line in lines)
+                    file.writelines(line + "\n" for line in lines)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
         if problem is None:

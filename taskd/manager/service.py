@@ -19,6 +19,7 @@ import threading
 import uuid
 from typing import TYPE_CHECKING
 
+from taskd import replay
 from taskd.clock import MonotonicClock
 from taskd.core import commands, events
 from taskd.core.recovery import EVENTS, RecoveryMachine
@@ -260,12 +261,7 @@ class Service:
                 log.error("  %s", line)
 
     def _write_story(self) -> None:
-        story = self._machine.story
-        header = {
-            "job_id": self._config.job_id, "fault_timeout_s": self._config.fault_timeout_s, "dropped": story.dropped,
-            "node_count": self._config.node_count, "ranks_per_node": self._config.ranks_per_node,
-        }
-        self._records.story(self._machine.generation, header, story.to_dicts())
+        self._records.story(self._machine.generation, replay.dump_lines(self._machine))
 
 
 def _check_position(event: events.Event, node_rank: int, session: Session) -> None:

@@ -175,7 +175,7 @@ class Router(_Socket):
 
     def close(self) -> None:
         """See `Link`."""
-        if self._monitor is not None:
+        if not self._socket.closed:
             self._socket.disable_monitor()
         super().close()
 
@@ -189,7 +189,7 @@ class Router(_Socket):
         self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
 
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
-        return [socket for socket in (self._monitor, self._zap) if socket is not None]
+        return [self._monitor] if self._zap is None else [self._monitor, self._zap]
 
     def _serve(self) -> None:
         while self._monitor.poll(0):

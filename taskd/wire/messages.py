@@ -241,9 +241,10 @@ class CommandMessage(Message):
 @_message(50)
 @dataclass(frozen=True, slots=True)
 class Interrupt(CommandMessage):
-    """Leave the step."""
+    """Leave the step; whoever is behind the version `reach` finishes it first if it can."""
 
     reason: str
+    reach: int | None = None
 
 
 @_message(51)

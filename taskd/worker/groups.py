@@ -16,6 +16,7 @@ import functools
 import logging
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
 from taskd.worker.interrupt import abort_groups, open_sockets
@@ -26,6 +27,16 @@ log = logging.getLogger(__name__)
 _GENERATIONS_KEPT = 2
 
 
+@dataclass
+class Opened:
+    """What the creation of one generation's groups opened: their sockets and those of their store (fd -> kernel name)."""
+
+    groups: list[Any] = field(default_factory=list)
+    sockets: dict[int, str] = field(default_factory=dict)
+    store_sockets: dict[int, str] = field(default_factory=dict)
+    before: dict[int, str] | None = None         # sockets before the creation in progress; None: none in progress
+
+
 class Groups:
     """Owns what torch.distributed has open in this process."""
 
@@ -33,12 +44,9 @@ class Groups:
         """`generation`: the one that this process starts in."""
         self.generation = generation
         self.created_at: float | None = None         # when the default group of this generation was ready
+        self.opened = Opened()
         self._lock = threading.Lock()
-        self._groups: list[Any] = []
-        self._sockets: dict[int, str] = {}
-        self._before: dict[int, str] | None = None   # sockets before the creation in progress; None: none in progress
-        self._store_sockets: dict[int, str] = {}
-        self._retired: list[tuple[int, list[Any]]] = []
+        self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
 
     def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
@@ -56,22 +64,23 @@ class Groups:
             for store, rank, world_size in original_rendezvous(*args, **kwargs):
                 with self._lock:
                     now = open_sockets()
-                    self._store_sockets.update({fd: name for fd, name in now.items() if before.get(fd) != name})
+                    self.opened.store_sockets.update(_newer(now, before))
                 yield c10d.PrefixStore(f"taskd/{self.generation}", store), rank, world_size
 
         @functools.wraps(original_helper)
         def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
-                outermost = self._before is None
+                opened = self.opened
+                outermost = opened.before is None
                 if outermost:
-                    self._before = open_sockets()
+                    opened.before = open_sockets()
             try:
                 created = original_helper(*args, **kwargs)
             finally:
                 if outermost:
-                    self._finish_creation()
+                    self._finish_creation(opened)
             with self._lock:
-                self._groups.append(created[0] if isinstance(created, tuple) else created)
+                opened.groups.append(created[0] if isinstance(created, tuple) else created)
             self.created_at = time.monotonic()
             return created
 
@@ -94,22 +103,19 @@ class Groups:
             setattr(module, name, original)
         self._originals.clear()
 
-    def _finish_creation(self) -> None:
+    def _finish_creation(self, opened: Opened) -> None:
         with self._lock:
-            before = self._before or {}
-            opened = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
-            self._sockets.update(opened)
-            self._before = None
+            opened.sockets.update(_newer(open_sockets(), opened.before or {}))
+            opened.before = None
 
-    def abort(self) -> None:
+    def abort(self, opened: Opened) -> None:
         """From the runtime thread: every collective, and a creation in progress, raises in the thread that waits in it."""
         with self._lock:
-            sockets = dict(self._sockets)
-            if self._before is not None:             # blocked while connecting to a peer, or in the store
-                now = open_sockets()
-                sockets.update({fd: name for fd, name in now.items() if self._before.get(fd) != name})
-                sockets.update(self._store_sockets)
-            groups = list(self._groups)
+            sockets = dict(opened.sockets)
+            if opened.before is not None:            # blocked while connecting to a peer, or in the store
+                sockets.update(_newer(open_sockets(), opened.before))
+                sockets.update(opened.store_sockets)
+            groups = list(opened.groups)
         abort_groups(_backends(groups), sockets)
 
     def retire(self) -> None:
@@ -117,10 +123,9 @@ class Groups:
         import torch.distributed as dist  # noqa: PLC0415
 
         with self._lock:
-            groups, self._groups = self._groups, []
-            self._sockets, self._store_sockets = {}, {}
-        if groups:
-            self._retired.append((self.generation, groups))
+            old, self.opened = self.opened, Opened()
+        if old.groups:
+            self._retired.append((self.generation, old))
         if not dist.is_available():
             return
         if dist.is_initialized():
@@ -135,6 +140,11 @@ class Groups:
         self.generation = generation
         self.created_at = None
         self._retired = [entry for entry in self._retired if generation - entry[0] <= _GENERATIONS_KEPT]
+
+
+def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:
+    """The sockets of `now` that were not there before."""
+    return {fd: name for fd, name in now.items() if before.get(fd) != name}
 
 
 def _backends(groups: list[Any]) -> list[Any]:

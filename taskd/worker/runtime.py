@@ -12,10 +12,12 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import math
 import os
 import select
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable
 
 from taskd.core import commands, events
@@ -27,7 +29,7 @@ from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker import life as life_module
 from taskd.worker import victims
-from taskd.worker.groups import Groups
+from taskd.worker.groups import Groups, Opened
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life, Plan
 
@@ -35,6 +37,13 @@ if TYPE_CHECKING:
     from taskd.core.events import WorkerEvent
 
 log = logging.getLogger(__name__)
+
+# Between an interrupt and the abort of the groups. What is on its way between survivors arrives: they finish a collective that
+# the dead had completed, and gloo does not lose the operation that it begins to write to a socket while that fails (its waiter
+# would never be woken, torch 2.13). Less than a fork of the replacement takes, so nothing is lost by it.
+_QUIET_S = 0.03
+# The same for a rank that is behind a committed version: the rest of its backward pass and its optimizer step.
+_FINISH_S = 0.5
 
 WORKER_ENV = "TASKD_WORKER"      # JSON of the bootstrap, for workers that were started by exec
 
@@ -45,6 +54,16 @@ class Where(enum.Enum):
     OUTSIDE = "outside"          # before, between or after recoverable functions
     INSIDE = "inside"            # running the function
     WAITING = "waiting"          # in one of our own waits
+
+
+@dataclass(frozen=True)
+class PendingAbort:
+    """An abort that is to be carried out by the runtime thread at the monotonic time `due`."""
+
+    opened: Opened
+    generation: int
+    reason: str
+    due: float
 
 
 class Runtime:
@@ -76,6 +95,7 @@ class Runtime:
         self.released = False
         self.gave_up: commands.GiveUp | None = None
         self.agent_gone = False
+        self._abort: PendingAbort | None = None            # the runtime thread's own
         self._channel = Channel(bootstrap["channel_fd"])
         self._sequence = 0
         self._pid = os.getpid()
@@ -150,7 +170,8 @@ class Runtime:
         poller = select.poll()
         poller.register(self._channel.fd, select.POLLIN)
         while not self._channel.closed:
-            poller.poll()
+            due = self._abort.due - time.monotonic() if self._abort is not None else None
+            poller.poll(None if due is None else max(0, math.ceil(due * 1000)))
             for data in self._channel.receive():
                 try:
                     envelope, message = codec.decode(data)
@@ -159,6 +180,8 @@ class Runtime:
                     log.warning("rank %d: a message of the agent was refused: %s", self.life.rank, error)
                     continue
                 self._obey(command)
+            if self._abort is not None and time.monotonic() >= self._abort.due:
+                self._carry_out(self._abort)
         with self.condition:
             self.agent_gone = True
             self.condition.notify_all()
@@ -193,12 +216,27 @@ class Runtime:
             self.target_generation = command.generation
             self.resume = None
             self.must_gate = True
-            where = self.where
+            is_inside = self.where is Where.INSIDE
             self.condition.notify_all()
-        # First the abort, then the signal: an exception that unwinds frames may free groups and must not wait for them.
-        self.groups.abort()
-        if where is Where.INSIDE:
-            self._interrupter.interrupt(command.reason)
+        version = self.life.version
+        is_behind = is_inside and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
+        if self._abort is not None:
+            self._carry_out(self._abort)
+        self._abort = PendingAbort(self.groups.opened, command.generation, command.reason,
+                                   time.monotonic() + (_FINISH_S if is_behind else _QUIET_S))
+        if is_inside:
+            self.life.pending = command.reason       # commit() raises it
+            if not is_behind:
+                self._interrupter.interrupt(command.reason)
+
+    def _carry_out(self, abort: PendingAbort) -> None:
+        """Make collectives raise, then the main thread leave, if it has not yet."""
+        self._abort = None
+        self.groups.abort(abort.opened)
+        with self.condition:
+            is_inside = self.where is Where.INSIDE and self.must_gate and self.target_generation == abort.generation
+        if is_inside:
+            self._interrupter.interrupt(abort.reason)
 
     # ------------------------------------------------------------------ the main thread
 

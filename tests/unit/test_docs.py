@@ -87,8 +87,9 @@ def log_calls() -> Iterator[tuple[str, str, str]]:
             is_logger = (isinstance(owner, ast.Name) and owner.id in {"log", "logger", "_log"}) or (
                 isinstance(owner, ast.Call) and ast.unparse(owner.func).endswith("getLogger"))
             level = {"warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "ERROR"}.get(node.func.attr)
-            if is_logger and level:
-                yield level, text_of(node.args[0]), f"{path.relative_to(ROOT)}:{node.lineno}"
+            text = text_of(node.args[0])
+            if is_logger and level and re.search(r"[a-z]{2}", text):     # "%s: %s" is somebody else's text
+                yield level, text, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 # ---------------------------------------------------------------------- operations.md

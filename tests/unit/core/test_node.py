@@ -1,0 +1,382 @@
+"""NodeMachine: what one node does about its workers."""
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.exits import SIGKILL, SIGTERM
+from taskd.core.faults import FaultKind
+from taskd.core.node import NodePhase
+
+
+def kinds(commands) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def told(commands) -> list[object]:
+    """What goes to the manager."""
+    return [command.event for command in commands if isinstance(command, do.TellManager)]
+
+
+def passed_on(commands) -> list[tuple[int, str]]:
+    """What goes to workers."""
+    return [(command.rank, type(command.command).__name__) for command in commands if isinstance(command, do.TellWorker)]
+
+
+class TestADeath:
+    def test_a_declared_worker_is_lost_when_the_alarm_rings(self, node) -> None:
+        agent = node()
+        (lost,) = told(agent.alarm(1))
+        assert (lost.fault.kind, lost.fault.version, lost.fault.phase) == (FaultKind.LOST, 5, "step")
+        assert (lost.rank, lost.incarnation, lost.box_versions) == (1, 0, (5,))
+        assert lost.age_s == pytest.approx(0.01)
+        (known,) = told(agent.exit(1, -9))
+        assert (known.fault.kind, known.fault.detail) == (FaultKind.KILLED, "SIGKILL")
+
+    def test_without_an_alarm_the_exit_tells(self, node) -> None:
+        (lost,) = told(node().exit(1, 3))
+        assert (lost.fault.kind, lost.fault.detail, lost.fault.exit_code) == (FaultKind.EXITED, "exit 3", 3)
+
+    def test_last_words_describe_the_exit(self, node, make_fault) -> None:
+        words = make_fault(FaultKind.EXITED, 1, 0, "exit 1 after ValueError: x", signature="ValueError: x", traceback="Trace")
+        (lost,) = told(node().exit(1, 1, words=words))
+        assert (lost.fault.detail, lost.fault.signature, lost.fault.traceback) == (
+            "exit 1 after ValueError: x", "ValueError: x", "Trace"
+        )
+
+    @pytest.mark.parametrize(("declared", "phase"), [(True, "exiting"), (False, "step"), (False, "boot")])
+    def test_who_may_be_ending_as_it_should_is_judged_by_the_exit_code(self, node, declared, phase) -> None:
+        agent = node(declared=declared)
+        assert agent.alarm(1, phase) == []
+        (lost,) = told(agent.exit(1, -11, phase))
+        assert lost.fault.detail == "SIGSEGV"
+        assert lost.age_s == pytest.approx(0.02)
+
+    def test_a_second_alarm_changes_nothing(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        assert agent.alarm(1) == agent.alarm(0, incarnation=7) == []
+
+    def test_a_dying_process_that_does_not_end_is_killed(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        (signal,) = agent.tick()
+        assert (signal.rank, signal.incarnation, signal.signal_number) == (1, 0, SIGKILL)
+        assert agent.machine.next_deadline() is None
+
+    def test_a_declared_worker_that_exits_0_too_early_has_failed(self, node) -> None:
+        (lost,) = told(node().exit(1, 0, "exiting"))
+        assert lost.fault.kind is FaultKind.EXITED_EARLY
+
+    def test_a_replacement_that_exits_0_before_it_declares_has_failed(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        agent.exit(1)
+        agent.replace(1)
+        (lost,) = told(agent.exit(1, 0, "exiting"))
+        assert lost.fault.kind is FaultKind.EXITED_EARLY
+
+    def test_it_could_not_be_started(self, node) -> None:
+        agent = node(started=False)
+        (lost,) = told(agent.worker(ev.WorkerStartFailed, 1, "no memory"))
+        assert (lost.fault.kind, lost.fault.detail) == (FaultKind.START_FAILED, "no memory")
+
+    def test_its_end_is_known_once(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        assert agent.exit(1) == agent.exit(1, incarnation=9) == []
+
+
+class TestReplacement:
+    def test_it_starts_at_once_and_the_old_process_is_killed_first(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        signal, spawn = agent.replace(1)
+        assert (signal.incarnation, signal.signal_number) == (0, SIGKILL)
+        assert spawn == do.SpawnWorker("c", 1, 1, 1, gated=True, restarts_used=1, after_reaped=False)
+        (known,) = told(agent.exit(1, incarnation=0))
+        assert known.incarnation == 0
+        assert kinds(agent.worker(ev.WorkerStarted, 1, 4711)) == ["TellManager"]
+
+    def test_or_when_the_old_process_is_gone(self, node) -> None:
+        agent = node(wait_for_exit=True)
+        agent.alarm(1)
+        assert kinds(agent.replace(1)) == ["SignalWorker"]
+        *_, spawn = agent.exit(1, incarnation=0)
+        assert spawn == do.SpawnWorker("c", 1, 1, 1, gated=True, restarts_used=1, after_reaped=True)
+
+    def test_which_may_be_so_already(self, node) -> None:
+        agent = node(wait_for_exit=True)
+        agent.exit(1)
+        (spawn,) = agent.replace(1)
+        assert not spawn.after_reaped
+
+    def test_orders_for_lives_that_are_over_or_not_here_are_ignored(self, node) -> None:
+        agent = node()
+        assert agent.replace(1, incarnation=0) == agent.replace(7) == []
+        assert agent.command(do.KillWorker, 1, 0, 7, 0, "x") == agent.command(do.KillWorker, 1, 0, 1, 5, "x") == []
+        agent.replace(1, generation=3)
+        assert agent.replace(1, incarnation=2, generation=2) == []
+
+    def test_a_signal_that_came_before_the_process_is_sent_again(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        agent.replace(1)
+        assert kinds(agent.command(do.KillWorker, 1, 0, 1, 1, "late")) == ["SignalWorker"]
+        assert kinds(agent.replace(1, incarnation=2)) == ["SignalWorker", "SpawnWorker"]
+        (signal,) = agent.worker(ev.WorkerStarted, 1, 4711, incarnation=1)
+        assert (signal.incarnation, signal.signal_number) == (1, SIGKILL)
+        assert agent.worker(ev.WorkerStarted, 1, 4711, incarnation=0) == []
+
+    def test_kill_and_replace(self, node) -> None:
+        agent = node()
+        (signal,) = agent.command(do.KillWorker, 1, 0, 1, 0, "did not leave its step")
+        assert signal.signal_number == SIGKILL
+        assert agent.command(do.KillWorker, 1, 0, 1, 0, "again") == []
+        assert kinds(agent.replace(1)) == ["SignalWorker", "SpawnWorker"]
+        assert agent.exit(1, incarnation=0) == []
+
+    def test_killed_before_it_was_asked_for(self, node) -> None:
+        agent = node(wait_for_exit=True)
+        agent.alarm(1)
+        agent.replace(1)
+        assert agent.command(do.KillWorker, 1, 0, 1, 1, "x") == []
+        assert kinds(agent.exit(1, incarnation=0)) == ["TellManager"]
+
+    def test_an_interrupt_reaches_a_replacement_that_is_held_back(self, node) -> None:
+        agent = node(wait_for_exit=True)
+        agent.alarm(1)
+        agent.replace(1)
+        assert passed_on(agent.command(do.Interrupt, 2, "x")) == [(0, "Interrupt")]
+        *_, spawn = agent.exit(1, incarnation=0)
+        assert (spawn.generation, spawn.gated) == (2, True)
+
+
+class TestARecovery:
+    def test_commands_go_to_live_workers_once(self, node) -> None:
+        agent = node(3)
+        agent.alarm(1)
+        assert passed_on(agent.command(do.Interrupt, 1, "x")) == [(0, "Interrupt"), (2, "Interrupt")]
+        agent.replace(1)
+        assert agent.command(do.Interrupt, 1, "x") == []
+        for rank, version in ((0, 5), (1, None), (2, 5)):
+            (event,) = told(agent.worker(ev.WorkerPaused, rank, 1, version, True))
+            assert event.rank == rank
+        assert passed_on(agent.command(do.Resume, 1, 5, (), 1)) == [(0, "Resume"), (1, "Resume"), (2, "Resume")]
+        assert agent.command(do.Resume, 1, 5, (), 1) == []
+        assert agent.command(do.Resume, 0, 5, (), 1) == []
+        assert agent.worker(ev.WorkerPaused, 0, 1, 5, True) == []
+        (event,) = told(agent.worker(ev.WorkerRecovered, 0, 1, 6, 0.1, 0.1, 0.1))
+        assert event.version == 6
+        assert agent.worker(ev.WorkerRecovered, 0, 0, 6, 0.1, 0.1, 0.1) == []
+        assert agent.machine.restarts_used == 1
+
+    def test_an_interrupt_said_again_is_answered_again(self, node) -> None:
+        agent = node()
+        agent.command(do.Interrupt, 1, "x")
+        agent.worker(ev.WorkerPaused, 0, 1, 5, False)
+        (again,) = told(agent.command(do.Interrupt, 1, "x"))
+        assert (again.rank, again.version, again.clean) == (0, 5, False)
+
+    def test_an_interrupt_that_was_lost_comes_with_the_resume(self, node, make_fault) -> None:
+        agent = node(1)
+        agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True)
+        assert passed_on(agent.command(do.Resume, 1, 5, (), 1)) == [(0, "Interrupt"), (0, "Resume")]
+
+    def test_what_an_earlier_life_says_is_ignored(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        assert agent.worker(ev.WorkerPaused, 1, 1, 5, True) == []
+        agent.replace(1)
+        for kind, details in (
+            (ev.WorkerPaused, (1, 5, True)), (ev.WorkerReturned, (1, 5)), (ev.WorkerDeclared, ()),
+            (ev.WorkerRecovered, (1, 5, 0.1, 0.1, 0.1)),
+        ):  # fmt: skip
+            assert agent.worker(kind, 1, *details, incarnation=0) == []
+
+    def test_what_is_no_command_for_an_agent_is_ignored(self, node) -> None:
+        agent = node()
+        assert agent.command(do.EndJob, 1, True, "") == []
+        assert agent.send(ev.CommandReceived, "nonsense") == []
+
+
+class TestRestartOfTheGroup:
+    def restart(self, agent, generation=1, incarnation=1):
+        lives = tuple((rank, incarnation) for rank in range(4))
+        return agent.command(do.RestartGroup, generation, 1, "why", lives)
+
+    def test_processes_end_and_new_ones_follow(self, node) -> None:
+        agent = node(declared=False)
+        agent.exit(1, 1)
+        *signals, spawn = self.restart(agent)
+        assert [(signal.rank, signal.signal_number) for signal in signals] == [(0, SIGTERM)]
+        assert (spawn.rank, spawn.incarnation, spawn.gated, spawn.generation) == (1, 1, False, 1)
+        assert self.restart(agent) == []
+        (spawn,) = agent.exit(0, -15, incarnation=0)
+        assert (spawn.rank, spawn.incarnation, spawn.after_reaped) == (0, 1, True)
+
+    def test_who_does_not_end_is_killed(self, node) -> None:
+        agent = node(1, declared=False)
+        self.restart(agent)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now + 5)
+        (signal,) = agent.tick()
+        assert (signal.incarnation, signal.signal_number) == (0, SIGKILL)
+
+    def test_a_second_restart_before_the_first_is_done(self, node) -> None:
+        agent = node(1, declared=False)
+        self.restart(agent)
+        assert self.restart(agent, 2, 2) == []
+        (spawn,) = agent.exit(0, -15, incarnation=0)
+        assert (spawn.incarnation, spawn.generation) == (2, 2)
+
+    def test_a_worker_of_which_the_alarm_was_heard(self, node) -> None:
+        agent = node(1, declared=False)
+        agent.alarm(0)
+        self.restart(agent)
+        assert kinds(agent.exit(0, -9, incarnation=0)) == ["SpawnWorker"]
+
+
+class TestTheEnd:
+    def test_released_workers_finish(self, node) -> None:
+        agent = node()
+        for rank in range(2):
+            agent.worker(ev.WorkerReturned, rank, 0, 10)
+        assert passed_on(agent.command(do.Release, 0)) == [(0, "Release"), (1, "Release")]
+        assert agent.command(do.Release, 0) == []
+        assert agent.alarm(0, "returned") == []
+        (finished,) = told(agent.exit(0, 0))
+        assert isinstance(finished, ev.WorkerFinished)
+        *_, finish = agent.exit(1, 0)
+        assert finish == do.FinishRun("cause", 0, "succeeded", "every worker of this node finished")
+        assert agent.machine.phase is NodePhase.DONE
+        assert agent.send(ev.Tick) == agent.worker(ev.WorkerDeclared, 0) == []
+
+    def test_a_released_worker_that_fails_is_reported(self, node) -> None:
+        agent = node()
+        agent.command(do.Release, 0)
+        (lost,) = told(agent.exit(0, 3))
+        assert lost.fault.detail == "exit 3"
+
+    def test_undeclared_workers_finish_by_themselves(self, node) -> None:
+        agent = node(1, declared=False)
+        assert kinds(agent.exit(0, 0, "boot")) == ["TellManager", "FinishRun"]
+
+    def test_giving_up_lets_the_culprit_speak_and_stops_the_others(self, node, make_fault) -> None:
+        agent = node(3)
+        what = make_fault(FaultKind.RAISED, 1, 0, "ValueError: x", version=5)
+        agent.worker(ev.WorkerRaised, 1, 0, what, True)
+        agent.exit(2, 3)
+        commands = agent.command(do.GiveUp, 0, "why", 1, what)
+        assert passed_on(commands) == [(1, "GiveUp")]
+        (signal,) = [command for command in commands if isinstance(command, do.SignalWorker)]
+        assert (signal.rank, signal.signal_number) == (0, SIGTERM)
+        assert agent.worker(ev.WorkerDeclared, 0) == agent.send(ev.ManagerLost) == []
+        assert agent.exit(0, -15) == []
+        (finish,) = agent.exit(1, 1)
+        assert (finish.outcome, finish.reason) == ("failed", "why")
+        assert [(fault.rank, fault.detail) for fault in finish.faults] == [(1, "ValueError: x"), (2, "exit 3")]
+
+    def test_who_does_not_stop_is_killed(self, node) -> None:
+        agent = node(1)
+        agent.command(do.GiveUp, 0, "why", None, None)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now + 30)
+        assert [signal.signal_number for signal in agent.tick()] == [SIGKILL]
+        assert kinds(agent.exit(0, -9)) == ["FinishRun"]
+
+    def test_nobody_is_left_to_be_stopped(self, node) -> None:
+        agent = node(1)
+        agent.exit(0, 3)
+        (finish,) = agent.command(do.GiveUp, 0, "why", 7, None)
+        assert [fault.detail for fault in finish.faults] == ["exit 3"]
+
+    def test_a_worker_that_was_being_started_is_stopped_too(self, node) -> None:
+        agent = node(2)
+        agent.exit(1)
+        agent.replace(1)
+        agent.command(do.GiveUp, 1, "why", None, None)
+        (signal,) = agent.worker(ev.WorkerStarted, 1, 4711)
+        assert signal.signal_number == SIGTERM
+        agent.exit(1, -15)
+        assert agent.worker(ev.WorkerStarted, 1, 4711) == []
+        agent.exit(0, -15)
+
+    def test_a_start_that_fails_while_stopping(self, node) -> None:
+        agent = node(1, started=False)
+        agent.command(do.GiveUp, 0, "why", None, None)
+        assert kinds(agent.worker(ev.WorkerStartFailed, 0, "no memory")) == ["FinishRun"]
+
+    def test_how_it_died_is_told_even_if_it_was_only_known_while_stopping(self, node) -> None:
+        agent = node(1)
+        agent.alarm(0)
+        agent.command(do.GiveUp, 0, "why", None, None)
+        (finish,) = agent.exit(0, -11)
+        assert [fault.detail for fault in finish.faults] == ["SIGSEGV"]
+
+
+class TestWithoutAManager:
+    def test_a_fault_waits_a_little_for_one_that_was_never_there(self, node) -> None:
+        agent = node(manager=False)
+        assert agent.alarm(1) == []
+        assert agent.exit(1) == []
+        assert agent.machine.next_deadline() == pytest.approx(agent.now - 0.01 + 2)
+        assert agent.tick() == [do.FallBack("cause", 0, "rank 1 ended with SIGKILL at step 5, and no manager answers")]
+        assert agent.machine.phase is NodePhase.DONE
+
+    def test_and_longer_for_one_that_was(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        agent.send(ev.ManagerLost)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now + 10)
+        assert kinds(agent.tick()) == ["FallBack"]
+
+    def test_but_not_for_one_that_refused_us(self, node) -> None:
+        agent = node(manager=False)
+        agent.send(ev.ManagerRefused, "wrong job")
+        agent.exit(1)
+        assert kinds(agent.tick(at=agent.now)) == ["FallBack"]
+
+    def test_paused_workers_need_it_too(self, node) -> None:
+        agent = node()
+        agent.command(do.Interrupt, 1, "x")
+        agent.worker(ev.WorkerPaused, 0, 1, 5, True)
+        agent.send(ev.ManagerLost)
+        assert agent.tick()[0].reason == "rank 0 waits, and no manager answers"
+
+    def test_when_it_is_back_it_hears_everything(self, node, make_fault) -> None:
+        agent = node(4)
+        agent.send(ev.ManagerLost)
+        agent.alarm(0)
+        agent.exit(0, -9)
+        agent.worker(ev.WorkerRaised, 1, 0, make_fault(FaultKind.RAISED, 1, 0, "x", version=5), False)
+        agent.worker(ev.WorkerReturned, 2, 0, 10)
+        registration = agent.machine.registration(agent.now)
+        assert [(report.state, report.version, report.clean) for report in registration.workers] == [
+            ("lost", 5, True), ("paused", 5, False), ("returned", 10, True), ("running", None, True),
+        ]  # fmt: skip
+        events = told(agent.send(ev.ManagerJoined, 3, 7, at=agent.now + 1))
+        assert [type(event).__name__ for event in events] == [
+            "WorkerLost", "WorkerExitKnown", "WorkerRaised", "WorkerReturned",
+        ]  # fmt: skip
+        assert events[0].age_s == pytest.approx(1.05, abs=0.02)
+        assert all(event.now == agent.now for event in events)
+        assert agent.machine.restarts_used == 7
+        assert agent.machine.next_deadline() is None
+
+    def test_workers_that_returned_are_released_alone(self, node) -> None:
+        agent = node(manager=False)
+        agent.worker(ev.WorkerReturned, 0, 0, 10)
+        assert agent.machine.next_deadline() is None
+        agent.worker(ev.WorkerReturned, 1, 0, 10)
+        assert passed_on(agent.tick()) == [(0, "Release"), (1, "Release")]
+        agent.exit(0, 0)
+        assert kinds(agent.exit(1, 0)) == ["FinishRun"]
+
+    def test_registration_says_who_we_are(self, node) -> None:
+        agent = node(2, node_count=3, world_size=6, max_restarts=9, generation=2, restarts_used=1, incarnations={1: 4})
+        event = agent.machine.registration(7.0, "why")
+        assert (event.now, event.cause, event.node_rank, event.agent_incarnation) == (7.0, "why", 0, "me")
+        assert (event.node_count, event.world_size, event.max_restarts) == (3, 6, 9)
+        assert (event.generation, event.restarts_used) == (2, 1)
+        assert [(report.rank, report.incarnation, report.state) for report in event.workers] == [
+            (0, 0, "running"), (1, 4, "running"),
+        ]  # fmt: skip

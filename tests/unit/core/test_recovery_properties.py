@@ -1,0 +1,218 @@
+"""RecoveryMachine under any history: stale, repeated, crossing and senseless reports included.
+
+The model knows only what goes in and what comes out: which life of a rank is current, and who has said since the last
+Interrupt that it is outside.
+"""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.job import Phase
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.timeouts import Timeouts
+from taskd.replay import dump_lines, load_lines, replay
+
+KINDS = [FaultKind.LOST, FaultKind.KILLED, FaultKind.CRASHED, FaultKind.EXITED, FaultKind.START_FAILED]
+STATES = ["starting", "running", "paused", "returned", "lost", "finished"]
+RANKS = st.integers(0, 3)
+VERSIONS = st.one_of(st.none(), st.integers(0, 3))
+
+
+class AnyHistory(RuleBasedStateMachine):
+    @initialize(nodes=st.sampled_from([1, 2]), budget=st.sampled_from([2, 1000]), generation=st.integers(0, 3))
+    def begin(self, nodes: int, budget: int, generation: int) -> None:
+        self.machine = RecoveryMachine("job", Timeouts.derive(30.0))
+        self.nodes, self.budget = nodes, budget
+        self.now, self.count = 0.0, 0
+        self.lives = dict.fromkeys(range(4), 0)
+        self.unconfirmed_killed: set[tuple[int, int]] = set()
+        self.dead: set[int] = set()
+        self.done: set[int] = set()
+        self.outside: set[int] = set()
+        self.highest = (0, 0)
+        self.first_generation = generation
+
+    # ------------------------------------------------------------------ in
+
+    def send(self, kind, *details) -> list[do.Command]:
+        self.now += 0.125
+        self.count += 1
+        commands = self.machine.handle(kind(self.now, f"e{self.count}", *details))
+        self.machine.check()
+        for command in commands:
+            self.look_at(command)
+        return commands
+
+    def look_at(self, command: do.Command) -> None:
+        assert command.generation == self.machine.generation or isinstance(command, do.RecordRecovery)
+        if isinstance(command, do.KillWorker):
+            assert command.incarnation == self.lives[command.rank]
+            self.dead.add(command.rank)
+        elif isinstance(command, do.ReplaceWorker):
+            if command.incarnation != self.lives[command.rank]:      # else: said again to an agent that came back
+                assert command.rank in self.dead, "a live rank was replaced"
+                assert command.incarnation == self.lives[command.rank] + 1
+                self.lives[command.rank] = command.incarnation
+                self.dead.discard(command.rank)
+                self.outside.discard(command.rank)
+        elif isinstance(command, do.RestartGroup):
+            if dict(command.incarnations) != self.lives:
+                assert dict(command.incarnations) == {rank: life + 1 for rank, life in self.lives.items()}
+                self.lives = dict(command.incarnations)
+                self.dead, self.done, self.outside = set(), set(), set()
+        elif isinstance(command, do.Resume):
+            assert set(self.lives) - self.dead - self.done == {move.rank for move in command.moves}
+            assert {move.source for move in command.moves if move.source is not None} <= set(self.lives) - self.dead
+            if self.machine.phase is Phase.RESUMED:
+                assert {move.rank for move in command.moves} <= self.outside | self.resumed_before(command)
+                self.last_resume = command
+                self.outside = set()
+
+    def resumed_before(self, command: do.Resume) -> set[int]:
+        return set(self.lives) if command == getattr(self, "last_resume", None) else set()
+
+    def life(self, rank: int, age: int) -> int:
+        return max(0, self.lives[rank] - age)
+
+    def is_current(self, rank: int, age: int) -> bool:
+        return self.life(rank, age) == self.lives[rank] and rank not in self.dead and self.machine.phase is not Phase.ENDED
+
+    @rule(node=st.integers(0, 1), ages=st.lists(st.integers(0, 1), min_size=4, max_size=4), behind=st.integers(0, 1),
+          states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4), versions=st.lists(VERSIONS, min_size=4, max_size=4))
+    def registered(self, node, ages, behind, states, versions) -> None:
+        node %= self.nodes
+        ranks = range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes)
+        is_new = node not in self.machine.membership.nodes
+        generation = self.first_generation if is_new else max(0, self.machine.generation - behind)
+        reports = []
+        for rank in ranks:
+            age = 0 if is_new else ages[rank]
+            state = "running" if states[rank] == "starting" and not is_new else states[rank]
+            if self.life(rank, age) == self.lives[rank]:
+                if state == "lost":
+                    self.dead.add(rank)
+                elif state == "finished":
+                    self.done.add(rank)
+                elif state == "paused":
+                    self.outside.add(rank)
+            reports.append(ev.WorkerReport(rank, self.life(rank, age), state, bool(age), versions[rank], True))
+        self.send(ev.AgentRegistered, node, f"a{node}", self.nodes, 4, self.budget, generation, 0, tuple(reports))
+
+    @rule(rank=RANKS, age=st.integers(0, 1))
+    def started(self, rank, age) -> None:
+        self.send(ev.WorkerStarted, rank, self.life(rank, age), 1)
+
+    @rule(rank=RANKS)
+    def declared(self, rank) -> None:
+        self.send(ev.WorkerDeclared, rank, self.lives[rank])
+
+    @rule(rank=RANKS, age=st.integers(0, 1), kind=st.sampled_from(KINDS), version=VERSIONS, ago=st.sampled_from([0.0, 0.2]))
+    def lost(self, rank, age, kind, version, ago) -> None:
+        life = self.life(rank, age)
+        if life == self.lives[rank]:
+            self.dead.add(rank)
+        fault = Fault(kind, rank, life, kind.value, version=version)
+        self.send(ev.WorkerLost, rank, life, fault, ago, ())
+
+    @rule(rank=RANKS, age=st.integers(0, 2), kind=st.sampled_from(KINDS))
+    def exit_known(self, rank, age, kind) -> None:
+        life = self.life(rank, age)
+        self.send(ev.WorkerExitKnown, rank, life, Fault(kind, rank, life, kind.value))
+
+    @rule(rank=RANKS, age=st.integers(0, 1), version=VERSIONS, clean=st.booleans(), behind=st.sampled_from([0, 0, 0, 1]))
+    def paused(self, rank, age, version, clean, behind) -> None:
+        generation = self.machine.generation - behind
+        if self.life(rank, age) == self.lives[rank] and behind == 0:
+            self.outside.add(rank)
+        self.send(ev.WorkerPaused, rank, self.life(rank, age), generation, version, clean)
+
+    @rule(rank=RANKS, age=st.integers(0, 1), behind=st.integers(0, 1), text=st.sampled_from("ab"), version=VERSIONS,
+          communication=st.booleans(), clean=st.booleans())
+    def raised(self, rank, age, behind, text, version, communication, clean) -> None:
+        kind = FaultKind.COMMUNICATION if communication else FaultKind.RAISED
+        life = self.life(rank, age)
+        if life == self.lives[rank]:
+            self.outside.add(rank)
+        fault = Fault(kind, rank, life, text, version=version, signature=text)
+        self.send(ev.WorkerRaised, rank, life, self.machine.generation - behind, fault, clean)
+
+    @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), version=st.integers(0, 3))
+    def recovered(self, rank, behind, version) -> None:
+        self.send(ev.WorkerRecovered, rank, self.lives[rank], self.machine.generation - behind, version, 0.1, 0.1, 0.1)
+
+    @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]))
+    def returned(self, rank, behind) -> None:
+        self.send(ev.WorkerReturned, rank, self.lives[rank], self.machine.generation - behind, 3)
+
+    @rule(rank=RANKS)
+    def finished(self, rank) -> None:
+        self.done.add(rank)
+        self.send(ev.WorkerFinished, rank, self.lives[rank])
+
+    @rule(node=st.integers(0, 1))
+    def heard(self, node) -> None:
+        self.send(ev.AgentHeard, node)
+
+    @precondition(lambda self: self.count > 10)
+    @rule(node=st.integers(0, 1), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "stopped"]))
+    def left(self, node, outcome) -> None:
+        node %= self.nodes
+        if outcome == "succeeded":
+            self.done |= set(range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes))
+        self.send(ev.AgentLeft, node, outcome, "")
+
+    @precondition(lambda self: self.machine.next_deadline() is not None)
+    @rule()
+    def time_passes(self) -> None:
+        self.now = max(self.now, self.machine.next_deadline() or 0.0)
+        self.send(ev.Tick)
+
+    # ------------------------------------------------------------------ always
+
+    @invariant()
+    def generation_and_budget_only_grow(self) -> None:
+        if hasattr(self, "machine"):
+            now = (self.machine.generation, self.machine.restarts_used)
+            assert now[0] >= self.highest[0]
+            assert now[1] >= self.highest[1]
+            if self.machine.membership.nodes:
+                assert now[1] <= self.machine.membership.max_restarts
+            self.highest = now
+
+    def teardown(self) -> None:
+        if not hasattr(self, "machine"):
+            return
+        self.everybody_answers()
+        fresh, entries = load_lines(dump_lines(self.machine))
+        assert replay(fresh, entries) == []
+        assert fresh.phase is self.machine.phase
+
+    def everybody_answers(self) -> None:
+        """Every fault ends in Resume, RestartGroup or GiveUp."""
+        for _ in range(50):
+            phase, members = self.machine.phase, self.machine.membership.members
+            if phase is Phase.PAUSING:
+                for rank in sorted(members):
+                    if self.machine.phase is Phase.PAUSING and members[rank].is_live:
+                        self.outside.add(rank)
+                        self.send(ev.WorkerPaused, rank, members[rank].incarnation, self.machine.generation, 1, True)
+            elif phase is Phase.RESTARTING:
+                for rank in sorted(members):
+                    self.send(ev.WorkerStarted, rank, members[rank].incarnation, 1)
+                    self.send(ev.WorkerReturned, rank, members[rank].incarnation, self.machine.generation, 1)
+            elif phase is Phase.SUSPECTING:
+                for node in range(self.nodes):
+                    self.send(ev.AgentHeard, node)
+                self.now = max(self.now, self.machine.next_deadline() or 0.0)
+                self.send(ev.Tick)
+            else:
+                break
+        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING)
+
+
+AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyHistory = AnyHistory.TestCase
