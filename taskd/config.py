@@ -334,10 +334,11 @@ def _secret(environment: Environment) -> bytes | None:
 # ---------------------------------------------------------------- addresses
 
 
-def _port(key: str, value: object) -> int:
+def _port(key: str, value: object, shown: object = None) -> int:
+    """`shown`: what the value was a part of."""
     is_number = isinstance(value, str) and value.isascii() and value.isdigit()
     if not is_number or not 0 < int(str(value)) < 65536:
-        raise _error(key, value, "a port from 1 to 65535")
+        raise _error(key, shown or value, "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535")
     return int(str(value))
 
 
@@ -352,13 +353,13 @@ def split_address(key: str, text: str, default_port: int) -> tuple[str, int]:
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
             raise _error(key, text, "host, host:port or [IPv6 address]:port")
-        return host, _port(key, rest[1:]) if rest else default_port
+        return host, _port(key, rest[1:], text) if rest else default_port
     if text.count(":") > 1:
         return text, default_port
     host, colon, port = text.partition(":")
     if not host or any(character.isspace() or character == "/" for character in host):
         raise _error(key, text, "host, host:port or [IPv6 address]:port")
-    return host, _port(key, port) if colon else default_port
+    return host, _port(key, port, text) if colon else default_port
 
 
 def _manager_port(environment: Environment) -> int:

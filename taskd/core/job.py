@@ -236,6 +236,7 @@ class Job:
         self.attempt = None
         if self.phase in (Phase.RESUMED, Phase.RESTARTING):
             self.phase = Phase.RUNNING
+            self.awaited.clear()
         record = attempt.record(self.now, self.generation, self.budget.used, self.membership.max_restarts)
         return [do.RecordRecovery(attempt.cause, self.generation, record)]
 
@@ -268,6 +269,7 @@ class Job:
         members = self.membership.ordered()
         if not any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members):
             # Some have returned, the others are not here. If all have, then an earlier manager released the others.
+            self.open, self.suspects = [], []
             if all(member.is_done for member in members):
                 self.phase = Phase.RUNNING
             return self.proceed()
@@ -312,12 +314,15 @@ class Job:
     def give_up(self, reason: str, fault: Fault | None = None) -> Commands:
         """End the job as failed."""
         self.phase, self.reason = Phase.ENDING, reason
-        self.awaited.clear()
-        self.alarm, self.attempt, self.suspects, self.open, self.late = None, None, [], [], []
+        self._drop_everything()
         self.story.note(self.now, f"given up: {reason}")
         command = do.GiveUp(self.cause, self.generation, reason, None if fault is None else fault.rank, fault)
         self.last = command
         return [command, *self.end_if_all_left()]
+
+    def _drop_everything(self) -> None:
+        self.awaited.clear()
+        self.alarm, self.attempt, self.suspects, self.open, self.late = None, None, [], [], []
 
     def end_if_all_left(self) -> Commands:
         """The failed job is over when no agent is there any more."""
@@ -327,7 +332,8 @@ class Job:
 
     def end(self, *, succeeded: bool, reason: str) -> Commands:
         """The job is over."""
-        self.phase, self.reason, self.alarm = Phase.ENDED, reason, None
+        self.phase, self.reason = Phase.ENDED, reason
+        self._drop_everything()
         return [do.EndJob(self.cause, self.generation, succeeded, reason)]
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from taskd.core.cut import Copy
-from taskd.core.events import AgentRegistered, WorkerEvent, WorkerReport
+from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
 
 
 class WorkerState(Enum):
@@ -153,6 +153,8 @@ class Membership:
             return f"rank {event.rank} is not known"
         if event.incarnation != member.incarnation:
             return f"incarnation {event.incarnation} of rank {event.rank} is over, now is {member.incarnation}"
+        if member.state is WorkerState.FINISHED or (not member.is_live and not isinstance(event, WorkerLost)):
+            return f"rank {event.rank} is {member.state.value}"
         return None
 
     def note_version(self, version: int | None) -> None:

@@ -312,7 +312,14 @@ class NodeMachine:
             return self._release(do.Release(self._cause, self.generation))
         self.phase = NodePhase.DONE
         what = "; ".join(describe(fault) for fault in faults) or f"rank {stopped[0].rank} waits"
-        return [do.FallBack(self._cause, self.generation, f"{what}, and no manager answers")]
+        reason = f"{what}, and no manager answers"
+        # Those who wait would wait for ever: the one that raised raises, the others end, and torchrun sees failures.
+        waiting = [life for life in stopped if life.has_process and life.state is WorkerState.PAUSED]
+        calls = [
+            self._pass_on(life, do.GiveUp(self._cause, self.generation, reason, life.rank if isinstance(life.stand, ev.WorkerRaised) else None))
+            for life in waiting
+        ]
+        return [*calls, do.FallBack(self._cause, self.generation, reason)]
 
     # ------------------------------------------------------------------------------------------------ commands
 

@@ -181,6 +181,9 @@ class RecoveryMachine:
         """Every rank is known. Faults that were kept, and a recovery that an earlier manager left behind, come first."""
         job = self._job
         job.phase, job.alarm = Phase.RUNNING, None
+        stands = {member.rank for member in self.membership.ordered() if not member.is_done}
+        job.open = [known for known in job.open if known.fault.rank in stands]
+        job.suspects = [known for known in job.suspects if known.fault.rank in stands]
         self._take_over_lost()
         suspected = {known.fault.rank for known in job.suspects}
         stopped = [member.rank for member in self.membership.live() if member.state is WorkerState.PAUSED]
@@ -393,7 +396,8 @@ class RecoveryMachine:
 
     def _recovered(self, event: ev.WorkerRecovered) -> Commands:
         """First new commit of a rank."""
-        if event.generation != self.generation or self.phase is Phase.JOINING:
+        attempt = self._job.attempt
+        if event.generation != self.generation or attempt is None or attempt.is_restart:
             return self._ignore(f"recovered in generation {event.generation}, which is over", event.rank)
         self.membership.note_version(event.version)
         return self._job.count_recovered(event.rank, event)
@@ -452,12 +456,14 @@ class RecoveryMachine:
         ev.WorkerReturned: _returned,
         ev.WorkerFinished: _finished,
     }
+    _PAUSING: ClassVar[dict[type[ev.Event], Method]] = {**_WORKING, ev.WorkerRaised: _raised_when_called}
+    del _PAUSING[ev.WorkerReturned]
     RULES = Table(
         {
             Phase.JOINING: _WORKING,
             Phase.RUNNING: _WORKING,
             Phase.SUSPECTING: _WORKING,
-            Phase.PAUSING: {**_WORKING, ev.WorkerRaised: _raised_when_called},
+            Phase.PAUSING: _PAUSING,
             Phase.RESUMED: _WORKING,
             Phase.RESTARTING: _WORKING,
             Phase.RELEASED: {
@@ -470,6 +476,7 @@ class RecoveryMachine:
             Phase.ENDING: _ALWAYS,
         },
         {
+            Phase.PAUSING: {ev.WorkerReturned: "it was called out just then, and pauses next"},
             Phase.RELEASED: dict.fromkeys(_NOT_WHEN_RELEASED, "its function has returned since"),
             Phase.ENDING: dict.fromkeys(WORKER_EVENTS, "the job is being ended"),
             Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),

@@ -22,6 +22,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from taskd.agent.forkserver import Forkserver
+from taskd.clock import MonotonicClock
+from taskd.core.exits import exit_fault
+from taskd.core.ladder import RepeatRules
 from taskd.torchrun.context import TaskdContext
 
 if TYPE_CHECKING:
@@ -42,7 +45,6 @@ class Launch:
     """What the wrapper of `launch_agent` hands to the agent that torch builds."""
 
     forkserver: Forkserver
-    max_restarts: int            # as the user gave it; the agent's spec holds the raised one
     rendezvous_endpoint: str = ""
 
 
@@ -69,6 +71,9 @@ class TaskdElasticAgent(LocalElasticAgent):
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}   # last one given out, by global rank
         self._starts = 0
+        self._started_at = 0.0
+        self._is_plain = False
+        self._repeats = RepeatRules()
         self._workers_run = False
         self._forkserver_restarts = 0
         self._hosted_store: TCPStore | None = None
@@ -95,7 +100,7 @@ class TaskdElasticAgent(LocalElasticAgent):
             "job_id": self.job_id, "rank": worker.global_rank, "local_rank": local_rank,
             "node_rank": self._worker_group.group_rank, "world_size": worker.world_size, "incarnation": incarnation,
             "generation": self.generation, "gated": gated, "fault_timeout_s": self.fault_timeout_s,
-            "restarts_used": self.restarts_used,
+            "restarts_used": self.restarts_used, "plain": self._is_plain,
         }
 
     def succeeded(self) -> RunResult:
@@ -116,12 +121,11 @@ class TaskdElasticAgent(LocalElasticAgent):
     def run_plainly(self, role: str) -> RunResult:
         """Go on as plain torchrun, with the workers as they are: any failure restarts the group (warm).
 
-        The restart budget is the one that the user gave, less what has been used.
+        The restart budget is the same as with a manager, less what has been used; so is the rule that a failure which comes back
+        again and again, soon after the start, ends the job.
         """
-        assert self.launch is not None
-        spec = self._worker_group.spec
-        spec.max_restarts = self.launch.max_restarts
-        self._remaining_restarts = max(0, spec.max_restarts - self.restarts_used)
+        self._is_plain = True
+        self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - self.restarts_used)
         if self._pcontext is not None:
             for local_rank, pid in self._pcontext.pids().items():
                 self._worker_group.workers[local_rank].id = pid
@@ -155,9 +159,21 @@ class TaskdElasticAgent(LocalElasticAgent):
             return
         super()._initialize_workers(worker_group)
 
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if self._is_plain and result.is_failed() and self._remaining_restarts > 0:
+            rank, failure = next(iter(result.failures.items()))      # the first is the cause, the others were closed
+            fault = exit_fault(rank, self.incarnations[rank], failure.exitcode)
+            reason = self._repeats.count_failure(fault, MonotonicClock().now() - self._started_at)
+            if reason is not None:
+                log.error("%s: no further restart", reason)
+                self._remaining_restarts = 0
+        return result
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self.is_supported:
             return super()._start_workers(worker_group)
+        self._started_at = MonotonicClock().now()
         self._agree_on_generation(worker_group)
         agent_store = self._host_store(worker_group)
 

@@ -106,7 +106,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         forkserver = Forkserver.start(os.environ.get(FORKSERVER_ENV, "auto"), elastic_agent.preload_from_environment())
         raised = copy(config)
         raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
-        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, config.max_restarts, config.rdzv_endpoint))
+        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, config.rdzv_endpoint))
         try:
             return original(raised, entrypoint, args, health_check_server=health_check_server)
         finally:

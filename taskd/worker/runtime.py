@@ -353,8 +353,15 @@ def set_current(runtime: Runtime | None) -> None:
     _runtime = runtime
 
 
-def start(bootstrap: dict[str, Any]) -> Runtime:
-    """Start the runtime of this process from the agent's bootstrap dict."""
+def start(bootstrap: dict[str, Any]) -> Runtime | None:
+    """Start the runtime of this process from the agent's bootstrap dict.
+
+    None if it says "plain": the agent goes on without a manager, nobody would answer. Only the store prefix and the guard are set up.
+    """
+    if bootstrap["plain"]:
+        death_alarm.guard(BlackBox.attach(bootstrap["box_fd"]), bootstrap["life_fd"])
+        Groups(bootstrap["generation"]).install(lambda call: call())
+        return None
     runtime = Runtime(bootstrap)
     set_current(runtime)
     life_module.set_current(runtime.life)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 
 from taskd.errors import TransportError
 from taskd.transport import base, zeromq
 from taskd.transport.memory import MemoryDealer, MemoryNetwork, MemoryRouter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 SECRET = b"0123456789abcdef"
 

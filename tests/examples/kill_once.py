@@ -6,7 +6,9 @@ The example itself knows nothing of it. MARKER is the file that remembers that t
 """
 
 import hashlib
+import itertools
 import os
+import pathlib
 import runpy
 import signal
 import sys
@@ -14,17 +16,15 @@ import sys
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-marker, rank, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+marker, rank, step = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 sys.argv = sys.argv[4:]
-steps_begun = 0
+steps_begun = itertools.count(1)
 
 
 def count(*_: object) -> None:
     """Before each optimizer step."""
-    global steps_begun
-    steps_begun += 1
-    if steps_begun == step and os.environ["RANK"] == rank and not os.path.exists(marker):
-        open(marker, "x").close()
+    if next(steps_begun) == step and os.environ["RANK"] == rank and not marker.exists():
+        marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -33,7 +33,8 @@ names = runpy.run_path(sys.argv[0], run_name="__main__")
 model = names.get("trained", names.get("model"))
 if model is not None:
     data = b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
-    print(f"rank {os.environ['RANK']}: weights {hashlib.sha256(data).hexdigest()[:16]}", flush=True)
+    # One write: print() would write the line's end on its own, and the ranks share the output.
+    sys.stdout.write(f"rank {os.environ['RANK']}: weights {hashlib.sha256(data).hexdigest()[:16]}\n")
 if dist.is_initialized():
     dist.barrier()
 if step == 0:

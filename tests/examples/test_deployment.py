@@ -10,12 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from typing import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed
 
 from tests.process import harness
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 START = harness.ROOT / "examples" / "train_start.sh"
 DOCKERFILE = harness.ROOT / "examples" / "docker" / "Dockerfile"
@@ -59,9 +62,10 @@ def test_the_start_script_is_valid_bash() -> None:
 def test_the_start_script_runs_a_job_of_one_node(tmp_path: pathlib.Path, preload: str) -> None:
     if preload == "on" and not (harness.ROOT / "taskd/python/cython_api/libs/libtaskd.so").exists():
         pytest.skip("libtaskd.so is not built in this checkout")
-    script = """import os, torch.distributed as dist
+    script = """import os, sys, torch.distributed as dist
 dist.init_process_group("gloo")
-print("rank", dist.get_rank(), "of", dist.get_world_size(), os.environ["MASTER_ADDR"], os.environ.get("LD_PRELOAD"), flush=True)
+preloaded = os.environ.get("LD_PRELOAD")
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} {os.environ['MASTER_ADDR']} {preloaded}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """

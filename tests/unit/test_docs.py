@@ -8,13 +8,16 @@ import functools
 import importlib
 import pathlib
 import re
-from typing import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault
 from taskd.core.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -48,7 +48,7 @@ class AnyHistory(RuleBasedStateMachine):
         return commands
 
     def look_at(self, command: do.Command) -> None:
-        assert command.generation == self.machine.generation or isinstance(command, do.RecordRecovery)
+        assert command.generation <= self.machine.generation
         if isinstance(command, do.KillWorker):
             assert command.incarnation == self.lives[command.rank]
             self.dead.add(command.rank)
@@ -58,6 +58,7 @@ class AnyHistory(RuleBasedStateMachine):
                 assert command.incarnation == self.lives[command.rank] + 1
                 self.lives[command.rank] = command.incarnation
                 self.dead.discard(command.rank)
+                self.done.discard(command.rank)
                 self.outside.discard(command.rank)
         elif isinstance(command, do.RestartGroup):
             if dict(command.incarnations) != self.lives:
@@ -78,8 +79,10 @@ class AnyHistory(RuleBasedStateMachine):
     def life(self, rank: int, age: int) -> int:
         return max(0, self.lives[rank] - age)
 
-    def is_current(self, rank: int, age: int) -> bool:
-        return self.life(rank, age) == self.lives[rank] and rank not in self.dead and self.machine.phase is not Phase.ENDED
+    def counts(self, rank: int, age: int = 0) -> bool:
+        """Whether a report of this life is news."""
+        is_known = rank in self.machine.membership.members
+        return is_known and self.life(rank, age) == self.lives[rank] and rank not in self.dead | self.done
 
     @rule(node=st.integers(0, 1), ages=st.lists(st.integers(0, 1), min_size=4, max_size=4), behind=st.integers(0, 1),
           states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4), versions=st.lists(VERSIONS, min_size=4, max_size=4))
@@ -92,11 +95,12 @@ class AnyHistory(RuleBasedStateMachine):
         for rank in ranks:
             age = 0 if is_new else ages[rank]
             state = "running" if states[rank] == "starting" and not is_new else states[rank]
-            if self.life(rank, age) == self.lives[rank]:
+            if self.life(rank, age) == self.lives[rank] and rank not in self.done:
                 if state == "lost":
                     self.dead.add(rank)
                 elif state == "finished":
                     self.done.add(rank)
+                    self.dead.discard(rank)
                 elif state == "paused":
                     self.outside.add(rank)
             reports.append(ev.WorkerReport(rank, self.life(rank, age), state, bool(age), versions[rank], True))
@@ -113,7 +117,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(rank=RANKS, age=st.integers(0, 1), kind=st.sampled_from(KINDS), version=VERSIONS, ago=st.sampled_from([0.0, 0.2]))
     def lost(self, rank, age, kind, version, ago) -> None:
         life = self.life(rank, age)
-        if life == self.lives[rank]:
+        if self.counts(rank, age):
             self.dead.add(rank)
         fault = Fault(kind, rank, life, kind.value, version=version)
         self.send(ev.WorkerLost, rank, life, fault, ago, ())
@@ -126,7 +130,7 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(rank=RANKS, age=st.integers(0, 1), version=VERSIONS, clean=st.booleans(), behind=st.sampled_from([0, 0, 0, 1]))
     def paused(self, rank, age, version, clean, behind) -> None:
         generation = self.machine.generation - behind
-        if self.life(rank, age) == self.lives[rank] and behind == 0:
+        if self.counts(rank, age) and behind == 0:
             self.outside.add(rank)
         self.send(ev.WorkerPaused, rank, self.life(rank, age), generation, version, clean)
 
@@ -135,7 +139,7 @@ class AnyHistory(RuleBasedStateMachine):
     def raised(self, rank, age, behind, text, version, communication, clean) -> None:
         kind = FaultKind.COMMUNICATION if communication else FaultKind.RAISED
         life = self.life(rank, age)
-        if life == self.lives[rank]:
+        if self.counts(rank, age):
             self.outside.add(rank)
         fault = Fault(kind, rank, life, text, version=version, signature=text)
         self.send(ev.WorkerRaised, rank, life, self.machine.generation - behind, fault, clean)
@@ -150,7 +154,8 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(rank=RANKS)
     def finished(self, rank) -> None:
-        self.done.add(rank)
+        if self.counts(rank):
+            self.done.add(rank)
         self.send(ev.WorkerFinished, rank, self.lives[rank])
 
     @rule(node=st.integers(0, 1))
@@ -162,7 +167,9 @@ class AnyHistory(RuleBasedStateMachine):
     def left(self, node, outcome) -> None:
         node %= self.nodes
         if outcome == "succeeded":
-            self.done |= set(range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes))
+            ranks = set(range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes))
+            self.done |= ranks & set(self.machine.membership.members)
+            self.dead -= self.done
         self.send(ev.AgentLeft, node, outcome, "")
 
     @precondition(lambda self: self.machine.next_deadline() is not None)
@@ -211,7 +218,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.send(ev.Tick)
             else:
                 break
-        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING)
+        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING), self.machine.story.last(12)
 
 
 AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -29,11 +29,9 @@ def of_field(name: str, hint: typing.Any) -> st.SearchStrategy:
         return st.tuples(*(of_field(name, part) for part in parts))
     if dataclasses.is_dataclass(hint):
         return of_class(hint)
-    if hint is int:
-        if name == "exit_code":
-            return st.integers(-64, 255)
-        return RANK if name in schema._SMALL else COUNT
-    return {str: TEXT, bool: st.booleans(), float: st.floats(allow_nan=False, allow_infinity=False),
+    if hint is int and name in schema._SIGNED:
+        return st.integers(-64, 255)
+    return {int: RANK if name in schema._SMALL else COUNT, str: TEXT, bool: st.booleans(), float: st.floats(allow_nan=False, allow_infinity=False),
             FaultKind: st.sampled_from(FaultKind)}[hint]
 
 

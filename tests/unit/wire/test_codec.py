@@ -20,7 +20,10 @@ ENVELOPE = codec.Envelope("job", "agent", 0, None, "a1", 3, 7, "cause")
 KINDS = {"malformed", "version", "size", "unknown type"}
 
 
-def frame(message: messages.Message = messages.Release(3), **changes: object) -> dict:
+RELEASE = messages.Release(3)
+
+
+def frame(message: messages.Message = RELEASE, **changes: object) -> dict:
     return {**msgpack.unpackb(codec.encode(ENVELOPE, message)), **changes}
 
 

@@ -1,0 +1,90 @@
+"""Log set-up: prefix, levels, one line per record, a file that is ours alone, and what happens when it cannot be written."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import stat
+
+import pytest
+
+from taskd import log as log_module
+from taskd.config import LogConfig
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    yield
+    for handler in list(log_module.log.handlers):
+        log_module.log.removeHandler(handler)
+        handler.close()
+    log_module.log.propagate = True
+    log_module.log.setLevel(logging.NOTSET)
+
+
+def test_lines_carry_job_generation_and_role_and_go_to_both_places(tmp_path: pathlib.Path, capsys) -> None:
+    identity = log_module.setup(LogConfig(tmp_path / "log", "DEBUG", "WARNING"), job_id="job", role="agent 3")
+    identity.generation = 7
+    logging.getLogger("taskd.some.module").debug("quiet")
+    logging.getLogger("taskd.some.module").warning("loud")
+    shown = capsys.readouterr().err
+    assert "WARNING taskd job/7 agent 3 loud" in shown
+    assert "quiet" not in shown
+    path = tmp_path / "log" / "agent-3.log"
+    assert "DEBUG taskd job/7 agent 3 quiet" in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) & ~0o640 == 0
+    assert stat.S_IMODE(path.parent.stat().st_mode) & ~0o750 == 0
+
+
+def test_a_text_from_outside_cannot_forge_a_line(tmp_path: pathlib.Path, capsys) -> None:
+    log_module.setup(LogConfig(tmp_path), job_id="job", role="x")
+    logging.getLogger("taskd").warning("a\n2026 INFO taskd job/0 x \x1b[31mforged")
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
+    assert "a\\n2026" in shown
+    assert "\x1b" not in shown
+
+
+def test_output_can_be_switched_off(tmp_path: pathlib.Path, capsys) -> None:
+    log_module.setup(LogConfig(tmp_path, to_std=False), job_id="job", role="x")
+    logging.getLogger("taskd").error("to the file only")
+    assert capsys.readouterr().err == ""
+    assert "to the file only" in (tmp_path / "x.log").read_text()
+
+
+@pytest.mark.parametrize("obstacle", ["file", "link", "linked file"])
+def test_a_log_that_cannot_be_written_costs_one_line(tmp_path: pathlib.Path, capsys, obstacle: str) -> None:
+    directory = tmp_path / "log"
+    if obstacle == "file":
+        directory.write_text("")
+    elif obstacle == "link":
+        directory.symlink_to(tmp_path)
+    else:
+        directory.mkdir()
+        (directory / "x.log").symlink_to(tmp_path / "elsewhere")
+    log_module.setup(LogConfig(directory), job_id="job", role="x")
+    logging.getLogger("taskd").warning("goes on")
+    shown = capsys.readouterr().err
+    assert shown.count("no log file will be written") == 1
+    assert "goes on" in shown
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_any_place_to_write_nothing_breaks(tmp_path: pathlib.Path, capsys) -> None:
+    (tmp_path / "log").write_text("")
+    log_module.setup(LogConfig(tmp_path / "log", to_std=False), job_id="job", role="x")
+    logging.getLogger("taskd").error("nobody hears")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_set_up_replaces_the_first(tmp_path: pathlib.Path) -> None:
+    before = len(list(pathlib.Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        log_module.setup(LogConfig(tmp_path), job_id="job", role="x")
+    assert len(list(pathlib.Path("/proc/self/fd").iterdir())) <= before + 1
+    assert len(log_module.log.handlers) == 2
+
+
+def test_a_thing_is_said_once_and_the_memory_of_it_is_bounded() -> None:
+    once = log_module.SayOnce(capacity=2)
+    assert [once.is_new("a"), once.is_new("a"), once.is_new("b", 1), once.is_new("c")] == [True, False, True, False]
