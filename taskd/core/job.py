@@ -169,16 +169,18 @@ class Job:
 
     def proceed(self) -> Commands:
         """Do what is next, now that something may not be waited for any more."""
+        arrived = (WorkerState.PAUSED,) if self.phase is Phase.PAUSING else (WorkerState.RUNNING, WorkerState.RETURNED)
         for rank in self.awaited.pending():
             member = self.membership.members[rank]
-            if member.state is WorkerState.PAUSED or not member.is_live:
+            if member.state in arrived or not member.is_live:
                 self.awaited.discard(rank)
         if self.phase is Phase.PAUSING:
             return [] if len(self.awaited) else self._resume()
         commands: Commands = []
         if self.attempt is not None:
             for member in self.membership.ordered():
-                if member.is_done:
+                has_started = self.attempt is not None and self.attempt.is_restart and member.state is WorkerState.RUNNING
+                if member.is_done or has_started:
                     commands += self.count_recovered(member.rank, None)
         if self.phase is Phase.RELEASED:
             return commands + self.end_late_failure(is_overdue=False)

@@ -67,9 +67,10 @@ class Lives:
         return [*self.former.values(), *self.present.values()]
 
     def of(self, event: ev.WorkerEvent) -> Life | None:
-        """The life that this event is about, if it is the present one."""
+        """The life that this event is about, if it is the present one and has begun."""
         life = self.present.get(event.rank)
-        return life if life is not None and life.incarnation == event.incarnation else None
+        is_it = life is not None and life.incarnation == event.incarnation and life.spawn is None
+        return life if is_it else None
 
     def any_process(self) -> bool:
         """Whether anything is left to be reaped."""

@@ -364,7 +364,8 @@ class NodeMachine:
         spawn = do.SpawnWorker(
             command.cause, command.generation, command.rank, command.incarnation, True, command.restarts_used
         )
-        commands: Commands = [self._signal(life, SIGKILL)] if life.has_process else []
+        older = [former for former in self.lives.former.values() if former.rank == command.rank]
+        commands: Commands = [self._signal(old, SIGKILL) for old in (*older, life) if old.has_process]
         self.lives.succeed(life, spawn, self._now + self._timeouts.lost_grace_s)
         return [*commands, *self.lives.next_spawn(command.rank, at_once=not self._wait_for_exit)]
 
@@ -384,7 +385,7 @@ class NodeMachine:
         self.restarts_used = max(self.restarts_used, command.restarts_used)
         commands: Commands = []
         for life in self.lives.present.values():
-            if life.is_live and life.resumed < command.generation:
+            if life.is_live and life.has_process and life.resumed < command.generation:
                 if life.interrupted < command.generation:      # lost with a connection; a worker needs both
                     call = do.Interrupt(command.cause, command.generation, "the job is being resumed")
                     commands.append(self._pass_on(life, call))
@@ -415,7 +416,7 @@ class NodeMachine:
         self._is_released = True
         commands: Commands = []
         for life in self.lives.present.values():
-            if life.is_live and not life.is_told_release:
+            if life.is_live and life.has_process and not life.is_told_release:
                 life.is_told_release = True
                 commands.append(self._pass_on(life, command))
         return commands

@@ -210,6 +210,8 @@ class RecoveryMachine:
                 missed.append(member)
                 continue
             member.declared = member.declared or report.declared
+            if member.state is WorkerState.STARTING and not member.replaced and state is not WorkerState.STARTING:
+                member.state = WorkerState.RUNNING       # that it had started was not heard
             if state is WorkerState.LOST and member.is_live:
                 member.lose(())
                 self._lose_untold(member)
@@ -217,8 +219,9 @@ class RecoveryMachine:
                 member.state = WorkerState.FINISHED
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
-            elif state is WorkerState.PAUSED and event.generation == self.generation and member.rank in self._job.awaited:
-                member.pause(report.version, report.clean)
+            elif state is WorkerState.PAUSED and event.generation == self.generation and self.phase is Phase.PAUSING:
+                if member.rank in self._job.awaited:
+                    member.pause(report.version, report.clean)
         return missed
 
     def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:

@@ -275,12 +275,14 @@ def test_a_worker_reaches_the_manager_through_the_proxy(manager, monkeypatch) ->
 
 def test_the_proxy_forgets_clients_that_have_gone(manager, monkeypatch) -> None:
     from taskd.agent import relay as relay_module
-    monkeypatch.setattr(relay_module, "_SILENCE_S", 0.2)
     assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamPort": manager.port}) is True
     relay = proxy_module._held.relay
     dealer = zeromq.Dealer(relay.address, "gone")
     dealer.send(None, b"garbage is passed on like anything else")
     await_fact(lambda: manager.service._refusals.counts["malformed"] == 1, "not passed on")
+    monkeypatch.setattr(relay_module, "_SILENCE_S", 0.2)
+    dealer.send(None, b"last words")
+    await_fact(lambda: manager.service._refusals.counts["malformed"] == 2 or not relay._dealers, "neither passed on nor forgotten")
     dealer.close()
     await_fact(lambda: not relay._dealers, "not forgotten")
 
@@ -463,3 +465,31 @@ def test_an_interrupted_run_says_goodbye(manager) -> None:
         api.start_taskd_agent()
     manager.thread.join(LIMIT_S)
     assert manager.service.result is False
+
+
+@pytest.mark.slow
+def test_torchs_own_agent_is_driven_by_the_manager(manager, tmp_path) -> None:
+    """Real processes: one rank fails in its first life, the manager restarts the group, torchrun ends well."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, pathlib, sys\n"
+                      "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+                      f"pathlib.Path({str(tmp_path)!r}, 'life-' + count + '-' + os.environ['RANK']).touch()\n"
+                      "sys.exit(3 if count == '0' and os.environ['RANK'] == '1' else 0)\n")
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
+        "from torch.distributed import run\n"
+        "from taskd.api import init_taskd_agent, start_taskd_agent\n"
+        "def invoke(self, role='default'):\n"
+        f"    config = {{'Framework': 'PyTorch', 'ServerRank': '0', 'UpstreamPort': '{manager.port}'}}\n"
+        "    assert init_taskd_agent(config, self)\n"
+        "    return start_taskd_agent()\n"
+        "LocalElasticAgent._invoke_run = invoke\n"
+        "run.main()\n")
+    finished = subprocess.run(
+        [sys.executable, str(launcher), "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=90)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    assert {path.name for path in tmp_path.glob("life-*")} >= {"life-0-1", "life-1-0", "life-1-1"}
+    manager.thread.join(LIMIT_S)
+    assert manager.service.result is True

@@ -171,9 +171,9 @@ class Job:
         path = self.log_dir / "recoveries.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def digests(self) -> set[str]:
-        """Final digests of all ranks that finished."""
-        return {entry["digest"] for entry in self.facts("returned")}
+    def digests(self) -> dict[int, str]:
+        """Final digest of each rank that finished."""
+        return {entry["rank"]: entry["digest"] for entry in self.facts("returned")}
 
     def leftovers(self) -> set[int]:
         """Processes of this job that are still there."""

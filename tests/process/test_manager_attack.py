@@ -88,7 +88,7 @@ def shout(port: int, data: bytes) -> None:
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(4096):
                 pass
-        except ConnectionError:
+        except OSError:
             pass                 # it hung up on us: that is fine
 
 

@@ -340,7 +340,16 @@ class TestWithoutAManager:
         agent.command(do.Interrupt, 1, "x")
         agent.worker(ev.WorkerPaused, 0, 1, 5, True)
         agent.send(ev.ManagerLost)
-        assert agent.tick()[0].reason == "rank 0 waits, and no manager answers"
+        tell, fall_back = agent.tick()
+        assert passed_on([tell]) == [(0, "GiveUp")]
+        assert (tell.command.culprit, fall_back.reason) == (None, "rank 0 waits, and no manager answers")
+
+    def test_a_worker_that_raised_is_told_to_raise(self, node, make_fault) -> None:
+        agent = node(1, manager=False)
+        agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True)
+        tell, fall_back = agent.tick()
+        assert tell.command.culprit == 0
+        assert isinstance(fall_back, do.FallBack)
 
     def test_when_it_is_back_it_hears_everything(self, node, make_fault) -> None:
         agent = node(4)

@@ -26,7 +26,7 @@ class TestOneDeath:
     def test_the_story_of_a_kill(self, manager) -> None:
         job = manager().joined()
         interrupt, replacement = job.lose(2, age=0.002)
-        assert interrupt == do.Interrupt("e6", 1, "rank 2 ended at step 5")
+        assert interrupt == do.Interrupt("e6", 1, "rank 2 ended at step 5", reach=5)
         assert replacement == do.ReplaceWorker("e6", 1, 0, 2, 1, restarts_used=1)
         assert job.pause(0) == job.pause(1) == job.pause(3) == []
         assert job.worker(ev.WorkerStarted, 2, 4711) == job.worker(ev.WorkerDeclared, 2) == []

@@ -218,7 +218,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.send(ev.Tick)
             else:
                 break
-        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING), self.machine.story.last(12)
+        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING), self.machine.story.last()
 
 
 AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

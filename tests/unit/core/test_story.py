@@ -1,0 +1,160 @@
+"""Story and replay: what a machine remembers, how it is written down, and that it decides the same again."""
+
+import io
+import json
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from taskd import replay as replay_module
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.story import Note, Story, describe, from_plain, to_plain
+from taskd.replay import dump_lines, load_lines, main, replay
+
+
+def heard(now: float, node: int) -> ev.AgentHeard:
+    return ev.AgentHeard(now, "beat", node)
+
+
+class TestStory:
+    def test_it_is_bounded_and_counts_what_it_forgot(self) -> None:
+        story = Story(capacity=3)
+        for now in range(5):
+            story.note(float(now), "x")
+        assert len(story) == 3
+        assert story.dropped == 2
+
+    def test_heartbeats_do_not_push_everything_else_out(self) -> None:
+        story = Story()
+        story.note(0.0, "first")
+        for now in range(1000):
+            story.event(heard(float(now), now % 3))
+        assert [entry.now for entry in story] == [0.0, 999.0, 997.0, 998.0]
+        story.event(ev.Tick(1000.0, "t"))
+        story.event(heard(1001.0, 0))
+        story.event(heard(1002.0, 0))
+        assert [entry.now for entry in story][-2:] == [1000.0, 1002.0]
+
+    def test_a_heartbeat_that_was_forgotten_is_written_again(self) -> None:
+        story = Story(capacity=2)
+        story.event(heard(0.0, 0))
+        story.note(1.0, "a")
+        story.note(2.0, "b")
+        story.event(heard(3.0, 0))
+        assert [entry.now for entry in story] == [2.0, 3.0]
+
+    def test_it_tells_of_one_rank(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        job.pause_all()
+        job.send(ev.AgentHeard, 0)
+        lines = "\n".join(job.machine.story.of_rank(2))
+        assert "WorkerLost" in lines
+        assert "ReplaceWorker" in lines
+        assert "Resume" in lines
+        assert "AgentHeard" not in lines
+        other = "\n".join(job.machine.story.of_rank(1))
+        assert "WorkerLost" not in other
+        assert "Interrupt" in other
+        job.send(ev.AgentLeft, 0, "failed", "")
+        assert "AgentLeft" not in "\n".join(job.machine.story.of_rank(1))
+
+    def test_the_last_lines_are_for_error_messages(self) -> None:
+        story = Story()
+        for now in range(30):
+            story.note(float(now), f"note {now}")
+        assert story.last(2) == "28.000000 note 28\n29.000000 note 29"
+
+    def test_a_line_leaves_out_what_is_not_set(self) -> None:
+        fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL")
+        assert describe(ev.WorkerLost(1.5, "c", 1, 0, fault, 0.0)) == (
+            "1.500000 WorkerLost cause=c rank=1 incarnation=0 fault=killed: SIGKILL age_s=0.0"
+        )
+        assert describe(do.Release("c", 3)) == "  ->  Release cause=c generation=3".replace("->  ", "-> ")
+
+
+FAULTS = st.builds(
+    Fault, st.sampled_from(FaultKind), st.integers(0, 9), st.integers(0, 9), st.text(), st.none() | st.integers(0, 9)
+)
+THINGS = st.one_of(
+    st.builds(ev.WorkerLost, st.floats(0, 9), st.text(), st.integers(0, 9), st.integers(0, 9), FAULTS, st.floats(0, 9),
+              st.tuples(st.integers(0, 9))),
+    st.builds(do.Resume, st.text(), st.integers(0, 9), st.none() | st.integers(0, 9),
+              st.lists(st.builds(do.Move, st.integers(0, 9), st.none() | st.integers(0, 9))).map(tuple), st.integers(0, 9)),
+    st.builds(do.GiveUp, st.text(), st.integers(0, 9), st.text(), st.none(), st.none() | FAULTS),
+    st.builds(Note, st.floats(0, 9), st.text()),
+)  # fmt: skip
+
+
+@given(THINGS)
+def test_plain_form_comes_back_the_same_through_json(thing) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(thing)))) == thing
+
+
+def test_plain_form_knows_no_other_names() -> None:
+    with pytest.raises(ValueError, match="not 'Popen'"):
+        from_plain({"type": "Popen", "args": "rm"})
+
+
+class TestReplay:
+    def story_file(self, tmp_path, machine) -> str:
+        path = tmp_path / "story.jsonl"
+        path.write_text("\n".join(dump_lines(machine)), encoding="utf-8")
+        return str(path)
+
+    def played(self, manager):
+        job = manager().joined()
+        job.lose(2)
+        job.pause_all()
+        job.recover_all()
+        return job.machine
+
+    def test_the_manager_decides_the_same_again(self, manager, tmp_path, capsys) -> None:
+        assert main([self.story_file(tmp_path, self.played(manager))]) == 0
+        out = capsys.readouterr().out
+        assert "WorkerLost" in out
+        assert "RecordRecovery" in out
+
+    def test_so_does_a_node(self, node, tmp_path) -> None:
+        agent = node(2, incarnations={1: 3})
+        agent.alarm(1)
+        agent.replace(1, incarnation=4)
+        assert main([self.story_file(tmp_path, agent.machine)]) == 0
+
+    def test_another_decision_is_shown(self, manager, tmp_path, capsys) -> None:
+        path = tmp_path / "story.jsonl"
+        lines = [line for line in dump_lines(self.played(manager)) if "ReplaceWorker" not in line]
+        path.write_text("\n".join(lines), encoding="utf-8")
+        assert main([str(path)]) == 1
+        assert "decided differently" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("", "must be a header"),
+            ("[]", "must be a header"),
+            ('{"format": 1, "machine": "RecoveryMachine", "arguments": {}, "dropped": 7}', "first 7 entries"),
+            ("HEADER\n{\"type\": \"Popen\"}", "line 2"),
+            ("HEADER\n{\"type\": \"Tick\"}", "line 2"),
+        ],
+    )
+    def test_what_is_no_story_is_refused(self, manager, tmp_path, capsys, text, words) -> None:
+        path = tmp_path / "story.jsonl"
+        header = next(dump_lines(manager().machine))
+        path.write_text(text.replace("HEADER", header), encoding="utf-8")
+        assert main([str(path)]) == 2
+        assert words in capsys.readouterr().err
+
+    def test_a_missing_file_and_a_missing_name(self, tmp_path, capsys) -> None:
+        assert main([str(tmp_path / "none")]) == 2
+        assert main([]) == 2
+        assert "usage" in capsys.readouterr().err
+
+    def test_a_fresh_machine_is_made_of_the_same_arguments(self, manager) -> None:
+        fresh, entries = load_lines(io.StringIO("\n".join(dump_lines(self.played(manager)))))
+        assert fresh.arguments == manager().machine.arguments
+        assert replay(fresh, entries) == []
+        assert replay_module.FORMAT == 1
