@@ -112,6 +112,19 @@ TASKD_API int taskd_watch(int box_fd, uint64_t token, int pipe_fd);
 /* Agent side: lets a watch go whose worker died without ever having had a guard. No effect on a guarded box. */
 TASKD_API int taskd_unwatch(int box_fd);
 
+/* Worker side: prepares `library` ("libtorch_cpu.so", already loaded) so that timed waits in it can be ended. 0, or -ENOENT: not
+ * loaded; -ENOSYS: it waits in a way that is not known. Nothing is changed then. See waits.c.
+ */
+TASKD_API int taskd_waits_hook(const char *library);
+
+/* Ends the timed waits of these threads, now and from now on, as if their time were over. Returns how many were waiting. A
+ * thread that was just beginning to wait may be missed: call again until it has gone on.
+ */
+TASKD_API int taskd_waits_expire(const int32_t *tids, int count);
+
+/* These threads have ended: their numbers may be given to others. */
+TASKD_API int taskd_waits_forgive(const int32_t *tids, int count);
+
 struct taskd_death {
     uint64_t token;
     uint64_t monotonic_ns; /* CLOCK_MONOTONIC when the mutex came free */

@@ -55,6 +55,7 @@ class Job:
         self.suspects: list[KnownFault] = []             # victims, unless nobody else turns out to be the cause
         self.late: list[KnownFault] = []                 # failures after Release
         self.attempt: Attempt | None = None
+        self.restart_cause: KnownFault | None = None     # of the last restart of the group, as far as known
         self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release or GiveUp
         self.reason = ""
 
@@ -223,10 +224,24 @@ class Job:
         for member in self.membership.ordered():
             member.begin_life(member.incarnation + 1, self.now, replaced=False)
             self.awaited.set(member.rank, self.now + self.timeouts.start_s)
+        self.restart_cause = min(self.attempt.faults, key=lambda known: known.died_at, default=None)
         lives = tuple((member.rank, member.incarnation) for member in self.membership.ordered())
         command = do.RestartGroup(self.attempt.cause, self.generation, self.budget.used, reason, lives)
         self.last = command
         return [command]
+
+    def correct_cause(self, earlier: KnownFault) -> Commands:
+        """The group was restarted because of a victim: this death came before, its news after."""
+        victim = self.restart_cause
+        if victim is None or victim.is_declared or earlier.died_at >= victim.died_at or self.phase is Phase.ENDING:
+            return []
+        self.restart_cause, earlier.life_s = earlier, victim.life_s
+        if self.attempt is not None and victim in self.attempt.faults:
+            self.attempt.demote(victim)
+            self.attempt.faults.append(earlier)
+        self.repeats.forget_failure()
+        reason = self.repeats.count_failure(earlier.fault, earlier.life_s)
+        return [] if reason is None else self.give_up(reason, earlier.fault)
 
     def count_recovered(self, rank: int, report: WorkerRecovered | None) -> Commands:
         """A rank is back (without a report: it started, returned or ended). The last one completes the record."""

@@ -106,6 +106,7 @@ class RepeatRules:
     _exits: dict[tuple[object, ...], int] = field(default_factory=dict)
     _last_failure: tuple[FaultKind, str] | None = None
     _failures_in_a_row: int = 0
+    _before: tuple[tuple[FaultKind, str] | None, int] = (None, 0)
 
     def would_end(self, fault: Fault, generation: int) -> bool:
         """Whether this exception has been seen in an earlier recovery at the same version."""
@@ -135,6 +136,7 @@ class RepeatRules:
         """Count a fault of a job without `taskd.recoverable`. Returns why the job must end, or None."""
         if fault.kind is FaultKind.LOST:
             return None
+        self._before = (self._last_failure, self._failures_in_a_row)
         failure = (fault.kind, _signature(fault))
         if fault.kind in _UNCOUNTED or life_s >= SHORT_LIFE_S:
             self._last_failure, self._failures_in_a_row = None, 0
@@ -144,6 +146,10 @@ class RepeatRules:
         if self._failures_in_a_row < EXIT_LIMIT:
             return None
         return f"{EXIT_LIMIT} equal failures in a row, each within {SHORT_LIFE_S:g} s of its start: {describe(fault)}"
+
+    def forget_failure(self) -> None:
+        """The last failure turned out to be the consequence of an earlier death, which is counted in its place."""
+        self._last_failure, self._failures_in_a_row = self._before
 
 
 def _signature(fault: Fault) -> str:

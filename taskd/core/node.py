@@ -197,7 +197,8 @@ class NodeMachine:
                 life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
             return self._finish_if_stopped()
         if former is not None or life.state is WorkerState.LOST:
-            commands = self._confirm(life, fault)
+            is_news = life.lost is None and life.died_at is not None and not is_success and life.is_live
+            commands = self._lose(life, fault, box_versions) if is_news else self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
         if is_success and (self._is_released or not life.is_recoverable):
             life.state, life.waits_since = WorkerState.FINISHED, None
@@ -314,11 +315,11 @@ class NodeMachine:
         what = "; ".join(describe(fault) for fault in faults) or f"rank {stopped[0].rank} waits"
         reason = f"{what}, and no manager answers"
         # Those who wait would wait for ever: the one that raised raises, the others end, and torchrun sees failures.
-        waiting = [life for life in stopped if life.has_process and life.state is WorkerState.PAUSED]
-        calls = [
-            self._pass_on(life, do.GiveUp(self._cause, self.generation, reason, life.rank if isinstance(life.stand, ev.WorkerRaised) else None))
-            for life in waiting
-        ]
+        calls = []
+        for life in stopped:
+            if life.has_process and life.state is WorkerState.PAUSED:
+                culprit = life.rank if isinstance(life.stand, ev.WorkerRaised) else None
+                calls.append(self._pass_on(life, do.GiveUp(self._cause, self.generation, reason, culprit)))
         return [*calls, do.FallBack(self._cause, self.generation, reason)]
 
     # ------------------------------------------------------------------------------------------------ commands
@@ -442,8 +443,6 @@ class NodeMachine:
         others = [fault for fault in self.lives.faults() if first is None or fault.rank != first.rank]
         faults = others if first is None else [first, *others]
         return [do.FinishRun(self._cause, self.generation, "failed", self._give_up.reason, tuple(faults))]
-
-    # ------------------------------------------------------------------------------------------------ time
 
     def _tick(self, event: ev.Tick) -> Commands:
         """Use force on what is overdue; stop waiting for a manager."""

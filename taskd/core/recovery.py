@@ -33,7 +33,7 @@ Hard cases:
 - The manager itself was asleep: see `taskd.core.leases`.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from taskd.core import commands as do
 from taskd.core import events as ev
@@ -41,12 +41,10 @@ from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job, Phase
 from taskd.core.leases import Leases
 from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.record import KnownFault
 from taskd.core.story import Story
 from taskd.core.table import Method, Table
 from taskd.core.timeouts import Timeouts
-
-if TYPE_CHECKING:
-    from taskd.core.record import KnownFault
 
 _NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
 WORKER_EVENTS = (*_NOT_WHEN_RELEASED, ev.WorkerLost, ev.WorkerExitKnown, ev.WorkerRaised, ev.WorkerFinished)
@@ -114,7 +112,8 @@ class RecoveryMachine:
         if isinstance(event, ev.WorkerEvent) and not isinstance(event, ev.WorkerExitKnown):
             stale = self.membership.stale(event)
             if stale is not None:
-                return self._ignore(stale, event.rank)
+                late = self._lost_before_restart(event) if isinstance(event, ev.WorkerLost) else []
+                return late or self._ignore(stale, event.rank)
         rule = self.RULES.rule(self.phase, event, self.story)
         if isinstance(rule, str):
             return self._ignore(rule, getattr(event, "rank", None))
@@ -312,6 +311,15 @@ class RecoveryMachine:
             return self._job.fail_late(known)
         self._job.open.append(known)
         return self._answer()
+
+    def _lost_before_restart(self, event: ev.WorkerLost) -> Commands:
+        """A death in the life before the last restart of the group: perhaps the reason for it."""
+        member = self.membership.members.get(event.rank)
+        if member is None or event.incarnation != member.incarnation - 1:
+            return []
+        commands = self._job.correct_cause(KnownFault(event.fault, event.now - event.age_s, event.now))
+        self.story.commands(commands)
+        return commands
 
     def _answer(self) -> Commands:
         return self._job.keep() if self.phase is Phase.JOINING else self._job.recover()

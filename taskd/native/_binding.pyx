@@ -3,7 +3,8 @@
 
 import os
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int32_t, uint64_t
+from libc.stdlib cimport free, malloc
 
 from taskd.native cimport _libtaskd as c
 
@@ -44,3 +45,32 @@ def unwatch(int box_fd):
     with nogil:
         result = c.taskd_unwatch(box_fd)
     _check("taskd_unwatch", result)
+
+
+def waits_hook(str library not None):
+    _check("taskd_waits_hook", c.taskd_waits_hook(library.encode()))
+
+
+cdef int32_t *_numbers(list tids) except NULL:
+    cdef int32_t *numbers = <int32_t *>malloc((len(tids) + 1) * sizeof(int32_t))
+    if numbers == NULL:
+        raise MemoryError
+    for index, tid in enumerate(tids):
+        numbers[index] = tid
+    return numbers
+
+
+def waits_expire(list tids not None):
+    cdef int32_t *numbers = _numbers(tids)
+    cdef int count = len(tids)
+    cdef int woken
+    with nogil:
+        woken = c.taskd_waits_expire(numbers, count)
+    free(numbers)
+    return woken
+
+
+def waits_forgive(list tids not None):
+    cdef int32_t *numbers = _numbers(tids)
+    c.taskd_waits_forgive(numbers, len(tids))
+    free(numbers)

@@ -25,6 +25,9 @@ def _open() -> ctypes.CDLL:
         library.taskd_guard_start.argtypes = [ctypes.c_int, ctypes.c_int]
         library.taskd_watch.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         library.taskd_unwatch.argtypes = [ctypes.c_int]
+        library.taskd_waits_hook.argtypes = [ctypes.c_char_p]
+        for function in (library.taskd_waits_expire, library.taskd_waits_forgive):
+            function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int]
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error
     return library
@@ -61,3 +64,18 @@ def watch(box_fd: int, token: int, pipe_fd: int) -> None:
 def unwatch(box_fd: int) -> None:
     """See taskd.h."""
     _check("taskd_unwatch", _library.taskd_unwatch(box_fd))
+
+
+def waits_hook(library: str) -> None:
+    """See taskd.h."""
+    _check("taskd_waits_hook", _library.taskd_waits_hook(library.encode()))
+
+
+def waits_expire(tids: list[int]) -> int:
+    """See taskd.h."""
+    return int(_library.taskd_waits_expire((ctypes.c_int32 * len(tids))(*tids), len(tids)))
+
+
+def waits_forgive(tids: list[int]) -> None:
+    """See taskd.h."""
+    _library.taskd_waits_forgive((ctypes.c_int32 * len(tids))(*tids), len(tids))

@@ -7,34 +7,43 @@ recoverable function).
 
 Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads with the GIL held,
 while one of them may need the GIL to destroy a finished work. A group is kept for two further generations; by then its
-threads have long come to rest.
+threads have long come to rest. An operation that gloo itself has lost is ended by `taskd.native.waits`.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
+from taskd.native.waits import Waits
 from taskd.worker.interrupt import abort_groups, open_sockets
 
 log = logging.getLogger(__name__)
 
 # Generations for which an aborted group is kept. One would do if its threads rest by the next recovery; two is certain.
 _GENERATIONS_KEPT = 2
+_GLOO_THREAD = "pt_gloo_runloop"
 
 
 @dataclass
 class Opened:
-    """What the creation of one generation's groups opened: their sockets and those of their store (fd -> kernel name)."""
+    """What the creation of one generation's groups opened: their sockets and those of their store (fd -> kernel name), threads."""
 
     groups: list[Any] = field(default_factory=list)
     sockets: dict[int, str] = field(default_factory=dict)
     store_sockets: dict[int, str] = field(default_factory=dict)
     before: dict[int, str] | None = None         # sockets before the creation in progress; None: none in progress
+    threads: set[int] = field(default_factory=set)   # kernel threads that the creation started
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to abort, and nothing is being created."""
+        return not self.groups and not self.store_sockets and self.before is None
 
 
 class Groups:
@@ -45,6 +54,7 @@ class Groups:
         self.generation = generation
         self.created_at: float | None = None         # when the default group of this generation was ready
         self.opened = Opened()
+        self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
@@ -54,6 +64,7 @@ class Groups:
         import torch.distributed as dist  # noqa: PLC0415 - a worker that never uses torch must not pay for it
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
+        self._waits = Waits()
         original_rendezvous = c10d.rendezvous
         original_helper = c10d._new_process_group_helper
         original_init = c10d.init_process_group
@@ -74,12 +85,14 @@ class Groups:
                 outermost = opened.before is None
                 if outermost:
                     opened.before = open_sockets()
+            threads = _threads()
             try:
                 created = original_helper(*args, **kwargs)
             finally:
                 if outermost:
                     self._finish_creation(opened)
             with self._lock:
+                opened.threads |= _threads() - threads      # they name themselves a moment later
                 opened.groups.append(created[0] if isinstance(created, tuple) else created)
             self.created_at = time.monotonic()
             return created
@@ -115,8 +128,10 @@ class Groups:
             if opened.before is not None:            # blocked while connecting to a peer, or in the store
                 sockets.update(_newer(open_sockets(), opened.before))
                 sockets.update(opened.store_sockets)
-            groups = list(opened.groups)
+            groups, threads = list(opened.groups), _gloo_threads(opened.threads)
         abort_groups(_backends(groups), sockets)
+        if self._waits is not None:
+            self._waits.expire(threads)
 
     def retire(self) -> None:
         """Take the present groups out of torch and keep them until their threads rest. Main thread, after the unwinding."""
@@ -139,7 +154,36 @@ class Groups:
         """A new generation: stores get its prefix from now on; what is old enough is freed."""
         self.generation = generation
         self.created_at = None
-        self._retired = [entry for entry in self._retired if generation - entry[0] <= _GENERATIONS_KEPT]
+        if self._waits is None or not self._waits.available:
+            return                        # a thread that sleeps for ever could be joined: better to keep them all
+        kept = []
+        for retired_in, old in self._retired:
+            if generation - retired_in <= _GENERATIONS_KEPT:
+                kept.append((retired_in, old))
+                continue
+            threads = _gloo_threads(old.threads)
+            self._waits.expire(threads)
+            old.groups.clear()            # frees them: joins their threads
+            self._waits.forgive(threads)
+        self._retired = kept
+
+
+def _threads() -> set[int]:
+    """Kernel ids of all threads of this process."""
+    return {int(entry) for entry in os.listdir("/proc/self/task")}
+
+
+def _gloo_threads(candidates: set[int]) -> list[int]:
+    """Those that execute gloo's collectives, by the name that torch gives them."""
+    found = []
+    for tid in sorted(candidates):
+        try:
+            with open(f"/proc/self/task/{tid}/comm", encoding="ascii", errors="replace") as file:
+                if file.read().strip() == _GLOO_THREAD:
+                    found.append(tid)
+        except OSError:                   # it has ended
+            continue
+    return found
 
 
 def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:

@@ -17,7 +17,7 @@ import os
 import select
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Callable
 
 from taskd.core import commands, events
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 _QUIET_S = 0.03
 # The same for a rank that is behind a committed version: the rest of its backward pass and its optimizer step.
 _FINISH_S = 0.5
+_AGAIN_S = 0.05          # between two tries of an abort
 
 WORKER_ENV = "TASKD_WORKER"      # JSON of the bootstrap, for workers that were started by exec
 
@@ -64,6 +65,7 @@ class PendingAbort:
     generation: int
     reason: str
     due: float
+    tries: int = 5
 
 
 class Runtime:
@@ -213,17 +215,20 @@ class Runtime:
         with self.condition:
             if command.generation <= self.target_generation:
                 return
+            # Before the main thread can notice: it retires these groups, and those it finds afterwards are the next generation's.
+            opened = self.groups.opened
             self.target_generation = command.generation
             self.resume = None
             self.must_gate = True
             is_inside = self.where is Where.INSIDE
+            is_retired = self.where is Where.WAITING and opened.is_empty
             self.condition.notify_all()
         version = self.life.version
         is_behind = is_inside and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
-        if self._abort is not None:
-            self._carry_out(self._abort)
-        self._abort = PendingAbort(self.groups.opened, command.generation, command.reason,
-                                   time.monotonic() + (_FINISH_S if is_behind else _QUIET_S))
+        if self._abort is not None:      # of an earlier generation, not carried out or not repeated yet
+            self.groups.abort(self._abort.opened)
+        due = time.monotonic() + (_FINISH_S if is_behind else _QUIET_S)
+        self._abort = None if is_retired else PendingAbort(opened, command.generation, command.reason, due)
         if is_inside:
             self.life.pending = command.reason       # commit() raises it
             if not is_behind:
@@ -231,12 +236,13 @@ class Runtime:
 
     def _carry_out(self, abort: PendingAbort) -> None:
         """Make collectives raise, then the main thread leave, if it has not yet."""
-        self._abort = None
         self.groups.abort(abort.opened)
         with self.condition:
             is_inside = self.where is Where.INSIDE and self.must_gate and self.target_generation == abort.generation
         if is_inside:
             self._interrupter.interrupt(abort.reason)
+        # A thread that was just beginning to wait was missed.
+        self._abort = replace(abort, due=time.monotonic() + _AGAIN_S, tries=abort.tries - 1) if abort.tries > 1 else None
 
     # ------------------------------------------------------------------ the main thread
 

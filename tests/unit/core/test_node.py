@@ -229,11 +229,19 @@ class TestRestartOfTheGroup:
         (spawn,) = agent.exit(0, -15, incarnation=0)
         assert (spawn.incarnation, spawn.generation) == (2, 2)
 
-    def test_a_worker_of_which_the_alarm_was_heard(self, node) -> None:
+    def test_a_worker_that_was_dying_may_be_the_reason(self, node) -> None:
         agent = node(1, declared=False)
         agent.alarm(0)
         self.restart(agent)
-        assert kinds(agent.exit(0, -9, incarnation=0)) == ["SpawnWorker"]
+        lost, spawn = agent.exit(0, -9, incarnation=0)
+        assert (lost.event.incarnation, lost.event.fault.detail) == (0, "SIGKILL")
+        assert lost.event.age_s == pytest.approx(0.03)
+        assert isinstance(spawn, do.SpawnWorker)
+
+    def test_a_worker_that_was_ended_for_it_is_not(self, node) -> None:
+        agent = node(1, declared=False)
+        self.restart(agent)
+        assert kinds(agent.exit(0, -15, incarnation=0)) == ["SpawnWorker"]
 
 
 class TestTheEnd:

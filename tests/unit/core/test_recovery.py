@@ -446,6 +446,38 @@ class TestUndeclared:
             if attempt < 4:
                 assert kinds(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
 
+    def test_victims_that_are_heard_of_first_are_not_counted(self, manager, make_fault) -> None:
+        job = manager().joined(declared=False)
+        for _ in range(5):
+            cause = job.incarnation(1)
+            assert kinds(job.lose(2, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
+            how = make_fault(FaultKind.KILLED, 1, cause, "SIGKILL")
+            assert job.worker(ev.WorkerLost, 1, how, 0.2, incarnation=cause) == []
+            for rank in job.ranks:
+                commands = job.worker(ev.WorkerStarted, rank, 1)
+            record = only(commands, do.RecordRecovery).record
+            assert [fault.detail for fault in record.faults] == ["SIGKILL"]
+            assert record.followers == 1
+
+    def test_a_cause_that_is_heard_of_late_may_end_the_job(self, manager, make_fault) -> None:
+        job = manager().joined(declared=False)
+        for attempt in range(3):
+            cause = job.incarnation(1)
+            job.lose(2, FaultKind.EXITED, f"exit {attempt}", version=None)
+            for rank in job.ranks:
+                job.worker(ev.WorkerStarted, rank, 1)
+            how = make_fault(FaultKind.EXITED, 1, cause, "exit 7")
+            commands = job.worker(ev.WorkerLost, 1, how, 0.5, incarnation=cause)
+            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+        assert job.worker(ev.WorkerLost, 1, how, 9.0, incarnation=2) == []
+
+    def test_later_deaths_in_the_old_life_are_consequences(self, manager, make_fault) -> None:
+        job = manager().joined(declared=False)
+        job.lose(2, version=None)
+        how = make_fault(FaultKind.EXITED, 1, 0, "exit 1")
+        assert job.worker(ev.WorkerLost, 1, how, 0.0, incarnation=0) == []
+        assert job.worker(ev.WorkerLost, 1, how, 0.0, incarnation=7) == []
+
     def test_it_ends_when_all_processes_have(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
         job.worker(ev.WorkerFinished, 0)
@@ -586,7 +618,9 @@ class TestAgents:
         assert manager().send(ev.Tick) == []
 
     def test_thousands_of_ranks_are_handled_in_no_time(self, manager) -> None:
-        job = manager(nodes=256, per_node=8).joined()
+        job = manager(nodes=256, per_node=8)
+        job.machine.check = lambda: None                     # looks at every rank each time
+        job.joined()
         job.lose(77)
         resume = only(job.pause_all(), do.Resume)
         assert len(resume.moves) == 2048

@@ -1,0 +1,276 @@
+/* Ending timed waits of chosen threads: how a gloo operation that would never be woken is made to time out at once.
+ *
+ * When a connection breaks, gloo (torch 2.13) tells the waiters of operations that it still holds in a list. An operation whose
+ * first or remaining bytes are just being written or read is in no list: its waiter sleeps until the timeout of the process group,
+ * half an hour by default. That timeout is the one way out that works for every waiter, so it is made to be over now, and
+ * only in the threads of groups that are being aborted.
+ *
+ * libtorch_cpu.so waits with pthread_cond_timedwait (or clockwait) and then compares std::chrono clocks. Its table of imported
+ * functions is pointed at the three or four functions below; no code is changed, and nobody else's imports are. They pass through to
+ * the originals unless the calling thread is expired: then a wait returns at once, and each look at a clock finds it a month later.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <errno.h>
+#include <link.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_EXPIRED 1024                            /* threads of aborted groups that have not been freed yet */
+#define LEAP_NS (30LL * 24 * 3600 * 1000000000LL)   /* longer than any timeout; 2,800 of them fit before an overflow */
+
+struct waiter {
+    struct waiter *next;
+    pid_t tid;
+    pthread_cond_t *cond;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct waiter *waiters;
+static pid_t expired[MAX_EXPIRED];
+static int expired_count;
+static _Atomic uint32_t epoch;      /* changes with `expired` */
+
+static _Thread_local uint32_t seen_epoch;
+static _Thread_local bool is_expired;
+static _Thread_local int64_t leaps;
+
+static int (*original_timedwait)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+static int (*original_clockwait)(pthread_cond_t *, pthread_mutex_t *, clockid_t, const struct timespec *);
+static int64_t (*original_steady_now)(void);
+static int64_t (*original_system_now)(void);
+
+static int find_expired(pid_t tid)
+{
+    for (int i = 0; i < expired_count; i++)
+        if (expired[i] == tid)
+            return i;
+    return -1;
+}
+
+/* Called with the lock held. */
+static void look_at_epoch(pid_t tid)
+{
+    seen_epoch = atomic_load(&epoch);
+    is_expired = find_expired(tid) >= 0;
+}
+
+static bool enter(struct waiter *self, pthread_cond_t *cond)
+{
+    self->tid = (pid_t)syscall(SYS_gettid);
+    self->cond = cond;
+    pthread_mutex_lock(&lock);
+    look_at_epoch(self->tid);
+    self->next = waiters;
+    waiters = self;
+    pthread_mutex_unlock(&lock);
+    return !is_expired;
+}
+
+static void leave(struct waiter *self)
+{
+    pthread_mutex_lock(&lock);
+    for (struct waiter **link = &waiters; *link; link = &(*link)->next) {
+        if (*link == self) {
+            *link = self->next;
+            break;
+        }
+    }
+    look_at_epoch(self->tid);
+    pthread_mutex_unlock(&lock);
+}
+
+static int timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct timespec *until)
+{
+    struct waiter self;
+    int result = ETIMEDOUT;
+    if (enter(&self, cond))
+        result = original_timedwait(cond, mutex, until);
+    leave(&self);
+    return is_expired ? ETIMEDOUT : result;
+}
+
+static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clock, const struct timespec *until)
+{
+    struct waiter self;
+    int result = ETIMEDOUT;
+    if (enter(&self, cond))
+        result = original_clockwait(cond, mutex, clock, until);
+    leave(&self);
+    return is_expired ? ETIMEDOUT : result;
+}
+
+/* Each look finds the clock a leap further on: a deadline that was computed from the last look is over at the next. */
+static int64_t leap(void)
+{
+    return is_expired ? ++leaps * LEAP_NS : 0;
+}
+
+static int64_t steady_now(void)
+{
+    return original_steady_now() + leap();
+}
+
+static int64_t system_now(void)
+{
+    return original_system_now() + leap();
+}
+
+static const struct hook {
+    const char *name;
+    void *replacement;
+    void **original;
+    int group;      /* one of each group must be imported, or nothing is changed: 0 a wait, 1 a clock */
+} hooks[] = {
+    {"pthread_cond_timedwait", (void *)timedwait, (void **)&original_timedwait, 0},
+    {"pthread_cond_clockwait", (void *)clockwait, (void **)&original_clockwait, 0},
+    {"_ZNSt6chrono3_V212steady_clock3nowEv", (void *)steady_now, (void **)&original_steady_now, 1},
+    {"_ZNSt6chrono3_V212system_clock3nowEv", (void *)system_now, (void **)&original_system_now, 1},
+};
+#define HOOK_COUNT (sizeof(hooks) / sizeof(hooks[0]))
+
+struct search {
+    const char *library;
+    ElfW(Addr) * slots[HOOK_COUNT];
+    bool is_found;
+};
+
+static void search_slots(struct search *search, ElfW(Addr) base, const ElfW(Dyn) * dynamic)
+{
+    const char *strings = NULL;
+    const ElfW(Sym) *symbols = NULL;
+    const ElfW(Rela) *tables[2] = {NULL, NULL};
+    size_t sizes[2] = {0, 0};
+    for (const ElfW(Dyn) *entry = dynamic; entry->d_tag != DT_NULL; entry++) {
+        switch (entry->d_tag) {
+        case DT_STRTAB:
+            strings = (const char *)entry->d_un.d_ptr;
+            break;
+        case DT_SYMTAB:
+            symbols = (const ElfW(Sym) *)entry->d_un.d_ptr;
+            break;
+        case DT_JMPREL:
+            tables[0] = (const ElfW(Rela) *)entry->d_un.d_ptr;
+            break;
+        case DT_PLTRELSZ:
+            sizes[0] = entry->d_un.d_val;
+            break;
+        case DT_RELA:
+            tables[1] = (const ElfW(Rela) *)entry->d_un.d_ptr;
+            break;
+        case DT_RELASZ:
+            sizes[1] = entry->d_un.d_val;
+            break;
+        default:
+            break;
+        }
+    }
+    if (!strings || !symbols)
+        return;
+    for (int table = 0; table < 2; table++) {
+        for (size_t i = 0; tables[table] && i < sizes[table] / sizeof(ElfW(Rela)); i++) {
+            const ElfW(Rela) *relocation = &tables[table][i];
+            size_t index = ELF64_R_SYM(relocation->r_info);
+            if (index == 0)
+                continue;
+            const char *name = strings + symbols[index].st_name;
+            for (size_t k = 0; k < HOOK_COUNT; k++)
+                if (!search->slots[k] && strcmp(name, hooks[k].name) == 0)
+                    search->slots[k] = (ElfW(Addr) *)(base + relocation->r_offset);
+        }
+    }
+}
+
+static int visit(struct dl_phdr_info *info, size_t size, void *argument)
+{
+    (void)size;
+    struct search *search = argument;
+    const char *slash = strrchr(info->dlpi_name, '/');
+    if (strcmp(slash ? slash + 1 : info->dlpi_name, search->library) != 0)
+        return 0;
+    search->is_found = true;
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            search_slots(search, info->dlpi_addr, (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr));
+    return 1;
+}
+
+static void *find_original(const char *name)
+{
+    void *found = dlsym(RTLD_DEFAULT, name);
+    if (found)
+        return found;
+    void *library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? dlsym(library, name) : NULL;
+}
+
+int taskd_waits_hook(const char *library)
+{
+    static bool is_hooked;
+    if (is_hooked)
+        return 0;
+    struct search search = {.library = library};
+    dl_iterate_phdr(visit, &search);
+    if (!search.is_found)
+        return -ENOENT;
+    int found[2] = {0, 0};
+    for (size_t k = 0; k < HOOK_COUNT; k++) {
+        if (!search.slots[k])
+            continue;
+        *hooks[k].original = find_original(hooks[k].name);
+        if (!*hooks[k].original)
+            return -ENOSYS;
+        found[hooks[k].group]++;
+    }
+    if (!found[0] || !found[1])
+        return -ENOSYS;
+    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
+    for (size_t k = 0; k < HOOK_COUNT; k++) {
+        if (!search.slots[k])
+            continue;
+        uintptr_t page = (uintptr_t)search.slots[k] & ~(page_bytes - 1);
+        if (mprotect((void *)page, page_bytes, PROT_READ | PROT_WRITE) != 0)
+            return -errno;
+        __atomic_store_n(search.slots[k], (ElfW(Addr))hooks[k].replacement, __ATOMIC_RELEASE);
+    }
+    is_hooked = true;
+    return 0;
+}
+
+int taskd_waits_expire(const int32_t *tids, int count)
+{
+    int woken = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < count; i++)
+        if (find_expired(tids[i]) < 0 && expired_count < MAX_EXPIRED)
+            expired[expired_count++] = tids[i];
+    atomic_fetch_add(&epoch, 1);
+    for (struct waiter *waiter = waiters; waiter; waiter = waiter->next) {
+        if (find_expired(waiter->tid) >= 0) {
+            pthread_cond_broadcast(waiter->cond);
+            woken++;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return woken;
+}
+
+int taskd_waits_forgive(const int32_t *tids, int count)
+{
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < count; i++) {
+        int index = find_expired(tids[i]);
+        if (index >= 0)
+            expired[index] = expired[--expired_count];
+    }
+    atomic_fetch_add(&epoch, 1);
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
