@@ -1,0 +1,1 @@
+"""Side-by-side measurements against torchrun; never part of the tests."""

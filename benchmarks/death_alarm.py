@@ -22,8 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from taskd.native.black_box import BlackBox  # noqa: E402
-from taskd.native.death_alarm import DeathAlarm  # noqa: E402
+from taskd.native.black_box import BlackBox
+from taskd.native.death_alarm import DeathAlarm
 
 TARGET_S = 0.005  # at 2 GB
 

@@ -22,8 +22,10 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import recovery  # noqa: E402
-from tests.process.harness import SCRIPTS, Job, environment  # noqa: E402
+import itertools
+
+from benchmarks import recovery
+from tests.process.harness import SCRIPTS, Job, environment
 
 WARM_UP = 30
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,7 +34,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def step_times(facts: pathlib.Path) -> list[float]:
     commits, _, _ = recovery.read_facts(facts)
     line = sorted(when for when, _ in commits[0])[WARM_UP:]
-    return [(b - a) / 1e6 for a, b in zip(line, line[1:])]
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(line)]
 
 
 def plain(directory: pathlib.Path, steps: int) -> list[float]:

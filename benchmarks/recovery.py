@@ -25,7 +25,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.process.harness import Job, environment  # noqa: E402 - the checkout's own harness
+from tests.process.harness import Job, environment
 
 WORKLOAD = str(ROOT / "benchmarks" / "workload.py")
 PLACES = ("step", "forward", "backward", "optimizer", "before-commit")

@@ -69,7 +69,7 @@ def prepare():
     dist.init_process_group("gloo")
     model, optimizer = build()
     position = [0]
-    model[0].weight.register_hook(lambda grad: here("backward", position[0]))
+    model[0].weight.register_hook(lambda _: here("backward", position[0]))
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", position[0]))
     return model, optimizer, position
 
@@ -84,7 +84,7 @@ def note(step):
 
 
 def with_taskd():
-    import taskd
+    import taskd  # noqa: PLC0415 - not there, and not wanted, under plain torchrun
 
     @taskd.recoverable
     def train():

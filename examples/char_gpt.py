@@ -15,7 +15,7 @@ import sysconfig
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
@@ -33,7 +33,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, WIDTH)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, WIDTH)
         x = x + self.out(attended)
         return x + self.mlp(self.norm2(x))
 
@@ -76,12 +76,13 @@ def train(steps: int) -> tuple[float, str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, loss=0.0)
-    print(f"rank {rank} (pid {os.getpid()}) starts at step {state.step}: {state.restore()}", flush=True)
+    restored = state.restore()
+    print(f"rank {rank} (pid {os.getpid()}) starts at step {state.step}: {restored}", flush=True)
     while state.step < steps:
         offsets = torch.randint(len(TEXT) - CONTEXT - 1, (BATCH,)).tolist()
         batch = torch.stack([TEXT[offset:offset + CONTEXT + 1] for offset in offsets])
         optimizer.zero_grad()
-        loss = F.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss = functional.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         scheduler.step()

@@ -24,7 +24,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run(title: str, kills: dict[int, int], directory: pathlib.Path) -> str:
+def run(title: str, kills: dict[int, int], directory: pathlib.Path) -> str:  # noqa: C901 - a script is read from top to bottom
     """One training. Prints what matters; returns the line with digest and loss."""
     print(f"\n=== {title}", flush=True)
     env = os.environ | {"TASKD_PROCESS_ENABLE": "on", "TASKD_PORT": str(free_port()), "MINDX_TASK_ID": "demo",

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-import taskd                                                             # + 1
+import taskd  # + 1
 
 
 @taskd.recoverable                                                       # + 2

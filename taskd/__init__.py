@@ -25,7 +25,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes and functions alike
+def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use, and keep it."""
     home = _HOMES.get(name)
     if home is None:

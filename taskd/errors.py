@@ -33,7 +33,7 @@ class RemoteProtocolError(ProtocolError):
         self.type_code = type_code
 
 
-class InvalidTransition(TaskdError):
+class InvalidTransition(TaskdError):  # noqa: N818 - the term of the field
     """A state machine met an event that it has no rule for. The text carries the story: please report it."""
 
 
@@ -61,7 +61,7 @@ class InternalError(TaskdError):
     """A bug in taskd: please report it with the log and the story file."""
 
 
-class Interrupted(BaseException):  # noqa: N818 - a state of the run, not an error: named for what happened
+class Interrupted(BaseException):
     """Raised in the main thread of a training process to unwind the function under `taskd.recoverable`.
 
     It derives from BaseException so that `except Exception` around a training step does not swallow it.

@@ -44,7 +44,7 @@ _UNLIMITED_RESTARTS = 32767      # what max_restarts 0 means, here as under the 
 class CallbackAgent:
     """See the module. `register` callbacks, then `run`."""
 
-    def __init__(self, config: CallbackAgentConfig, launcher: Any, clock: Clock) -> None:  # noqa: ANN401 - torch's agent
+    def __init__(self, config: CallbackAgentConfig, launcher: Any, clock: Clock) -> None:
         """Raises `ConfigError` if `launcher` is not what the framework needs."""
         missing = [name for name in _NEEDED if not hasattr(launcher, name)]
         if config.framework == "PyTorch" and missing:
@@ -74,7 +74,7 @@ class CallbackAgent:
             log.warning("register_func: nobody calls %r; known are %s", operator, ", ".join(OPERATORS))
         self._callbacks[operator] = function
 
-    def run(self) -> Any:  # noqa: ANN401 - torch's RunResult
+    def run(self) -> Any:
         """Start the workers, and return the result when the job is over for this node."""
         group = self._launcher._worker_group  # noqa: SLF001 - SimpleElasticAgent has no public name for it
         self._call("START_ALL_WORKER", group)
@@ -98,7 +98,7 @@ class CallbackAgent:
             self._say(upstream, events.AgentLeft(self._clock.now(), "farewell", self._config.node_rank, *farewell))
             upstream.close()
 
-    def _loop(self, upstream: Upstream, group: Any) -> Any:  # noqa: ANN401 - torch's objects
+    def _loop(self, upstream: Upstream, group: Any) -> Any:
         interval_s = float(group.spec.monitor_interval)
         was_joined = False
         while True:
@@ -122,7 +122,7 @@ class CallbackAgent:
 
     # ------------------------------------------------------------------ what happened
 
-    def _succeed(self, result: Any, upstream: Upstream) -> Any:  # noqa: ANN401 - torch's RunResult
+    def _succeed(self, result: Any, upstream: Upstream) -> Any:
         for rank in self._ranks():
             self._say(upstream, events.WorkerFinished(self._clock.now(), "finished", rank, self._incarnations[rank]))
         upstream.turn()
@@ -131,7 +131,7 @@ class CallbackAgent:
             barrier()                        # torch: wait for the agents of the other nodes
         return result
 
-    def _fail(self, result: Any, upstream: Upstream, group: Any) -> bool:  # noqa: ANN401 - torch's objects
+    def _fail(self, result: Any, upstream: Upstream, group: Any) -> bool:
         """Report each failed rank once, then wait for orders. True: nobody will give any, and nothing is left to try."""
         now = self._clock.now()
         if self._failed_at is None:
@@ -151,7 +151,7 @@ class CallbackAgent:
             return False
         return self._restart_alone(group)
 
-    def _restart_alone(self, group: Any) -> bool:  # noqa: ANN401 - torch's objects
+    def _restart_alone(self, group: Any) -> bool:
         """No manager: as torch's own loop. True: the restarts are used up."""
         remaining = self._launcher._remaining_restarts  # noqa: SLF001 - as above
         if remaining <= 0:
@@ -167,7 +167,7 @@ class CallbackAgent:
 
     # ------------------------------------------------------------------ what to do
 
-    def _obey(self, order: commands.Command, upstream: Upstream, group: Any) -> Any:  # noqa: ANN401 - torch's objects
+    def _obey(self, order: commands.Command, upstream: Upstream, group: Any) -> Any:
         """Carry out one order. Returns the result if it ends the run."""
         match order:
             case commands.RestartGroup():
@@ -181,7 +181,7 @@ class CallbackAgent:
                 log.debug("%s does not concern workers that know nothing of taskd", type(order).__name__)
         return None
 
-    def _restart(self, order: commands.RestartGroup, upstream: Upstream, group: Any) -> None:  # noqa: ANN401
+    def _restart(self, order: commands.RestartGroup, upstream: Upstream, group: Any) -> None:
         incarnations = {rank: number for rank, number in order.incarnations if rank in self._incarnations}
         if incarnations == self._incarnations:
             return                           # said again after a lost connection; done already
@@ -205,7 +205,7 @@ class CallbackAgent:
 
     # ------------------------------------------------------------------ small parts
 
-    def _call(self, operator: str, *arguments: Any) -> Any:  # noqa: ANN401 - user's callbacks
+    def _call(self, operator: str, *arguments: Any) -> Any:
         function = self._callbacks.get(operator)
         if function is None:
             function = getattr(self._launcher, DEFAULTS[operator])

@@ -41,11 +41,17 @@ log = logging.getLogger(__name__)
 class Worker(Protocol):
     """One incarnation of one rank, as the host keeps it."""
 
-    rank: int
-    incarnation: int
-    pid: int | None
-    channel: Channel
-    box: BlackBox
+    @property
+    def incarnation(self) -> int:
+        """Which life of the rank this is."""
+
+    @property
+    def channel(self) -> Channel:
+        """The agent's end of the link."""
+
+    @property
+    def box(self) -> BlackBox:
+        """The page that outlives the process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +74,14 @@ class Host(Protocol):
     node_count: int
     world_size: int
     max_restarts: int
-    ranks: Sequence[int]
-    workers: Mapping[int, Worker]        # by rank; the present incarnation of each
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks of this node."""
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        """By rank; the present incarnation of each."""
 
     @property
     def fds(self) -> Sequence[int]:
@@ -234,11 +246,14 @@ class Service:
         for _, data in self._dealer.receive():
             try:
                 envelope, message = codec.decode(data)
-                if envelope.role != "manager" or envelope.job_id != self._config.job_id:
-                    raise RemoteProtocolError("malformed", f"from a {envelope.role} of job {envelope.job_id}")
+                self._check_manager(envelope)
                 self._hear(envelope, message)
             except RemoteProtocolError as error:
                 log.warning("the manager at %s sent something that is no message: %s", self._config.manager_address, error)
+
+    def _check_manager(self, envelope: codec.Envelope) -> None:
+        if envelope.role != "manager" or envelope.job_id != self._config.job_id:
+            raise RemoteProtocolError("foreign", f"from a {envelope.role} of job {envelope.job_id}")
 
     def _hear(self, envelope: codec.Envelope, message: messages.Message) -> None:
         now = self._clock.now()
@@ -314,7 +329,7 @@ class Service:
             case commands.TellWorker():
                 self._tell(command)
             case commands.TellManager():
-                self._say(command.event)
+                self._say(command.event)  # type: ignore[arg-type] - an event, see TellManager
             case commands.FinishRun():
                 self._outcome = Outcome(command.outcome, command.reason, command.faults)
             case commands.FallBack():

@@ -229,7 +229,7 @@ def _fresh_libraries(environment: dict[str, str], blas: dict[str, int]) -> None:
             _blas_call(library, "set", threads or usual)
     finalizers = sys.modules.get("multiprocessing.util")
     if finalizers is not None:
-        finalizers._finalizer_registry.clear()  # noqa: SLF001 - as multiprocessing itself does in a forked child
+        finalizers._finalizer_registry.clear()
 
 
 def _skip_inherited_destructors() -> None:
@@ -288,7 +288,7 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
         if program.is_module:
             sys.argv[0] = "-m"
             import runpy  # noqa: PLC0415 - only for -m, as the interpreter does
-            runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # noqa: SLF001 - what `python -m` calls
+            runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]
         else:
             _run_script(program.target, main)
     except BaseException as error:  # noqa: BLE001 - the top of the process: what no handler took ends it

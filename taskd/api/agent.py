@@ -28,7 +28,7 @@ _held = _Held()
 
 
 @as_bool
-def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None) -> bool:  # noqa: ANN401 - torch's agent
+def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None) -> bool:
     """Check the configuration. `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent."""
     from taskd.agent.callbacks import CallbackAgent  # noqa: PLC0415 - a shell is loaded by whoever starts it
     from taskd.clock import MonotonicClock  # noqa: PLC0415
@@ -50,7 +50,7 @@ def register_func(operator: str, func: Callable[..., Any]) -> bool:
     return True
 
 
-def start_taskd_agent() -> Any:  # noqa: ANN401 - torch's RunResult
+def start_taskd_agent() -> Any:
     """Run the workers until the job is over; returns the launcher's RunResult. None: not initialised, or not possible.
 
     Exceptions of the launcher and of its callbacks pass, as they do in torch's own loop: torchrun knows what to do with them.

@@ -166,7 +166,7 @@ class Service:
             self._refuse(peer, "foreign", "a registration for somebody else")
             return
         event = translate.message_to_event(envelope, message, self._clock.now())
-        assert isinstance(event, events.AgentRegistered)  # noqa: S101 - for the type checker
+        assert isinstance(event, events.AgentRegistered)
         refusal = self._machine.refusal(event)
         if refusal is not None:
             self._refuse(peer, "refused", refusal)

@@ -61,6 +61,6 @@ def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) 
 
 
 def _say_at_the_end(job_id: str, outcome: Outcome) -> None:
-    """torchrun prints a long report when it fails; the reason of the whole job is to be the last line."""
+    """Torchrun prints a long report when it fails; the reason of the whole job is to be the last line."""
     line = f"taskd: job {job_id} has ended: {outcome.reason}"
-    atexit.register(lambda: print(line, file=sys.stderr, flush=True))
+    atexit.register(sys.stderr.write, f"{line}\n")

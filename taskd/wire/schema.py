@@ -4,7 +4,7 @@ Owns the rules for values: which integers are allowed, how long a text may be, w
 Knows no message: it reads the annotations of any dataclass of messages.py or core. Whatever is wrong with a value from
 outside is a `RemoteProtocolError` that names the field.
 """
-# ruff: noqa: ANN401 - values of any type are what this module is about
+
 
 import math
 import types

@@ -178,7 +178,7 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
     if layout is None:
         yield
         return
-    compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]  # noqa: SLF001
+    compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 
     @functools.wraps(compute)
     def answer(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:
@@ -191,11 +191,11 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
         limits = [layout.first_cap] + [layout.cap] * (len(layout.buckets) - 1)
         return layout.buckets[::-1], limits[::-1]
 
-    dist._compute_bucket_assignment_by_size = answer  # type: ignore[attr-defined]  # noqa: SLF001
+    dist._compute_bucket_assignment_by_size = answer  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        dist._compute_bucket_assignment_by_size = compute  # type: ignore[attr-defined]  # noqa: SLF001
+        dist._compute_bucket_assignment_by_size = compute  # type: ignore[attr-defined]
 
 
 def _agree(life: Life, layout: Layout | None, group: Any) -> Layout | None:
@@ -234,7 +234,7 @@ def _device_of(group: Any) -> torch.device:
 
 def _parameters_of(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     """The parameters as the reducer numbers them."""
-    parameters, _ = ddp._build_params_for_reducer()  # noqa: SLF001 - there is no public way to the numbering
+    parameters, _ = ddp._build_params_for_reducer()
     return list(parameters)
 
 
@@ -283,9 +283,9 @@ class _FirstBackward:
 
     def _finish(self, ddp: DistributedDataParallel) -> None:
         self._remove()
-        life, config = self._life, ddp._bucket_config  # noqa: SLF001
+        life, config = self._life, ddp._bucket_config
         limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
-        buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]  # noqa: SLF001
+        buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
             [self._parameters[index] for index in self._arrived], limits, [False] * len(self._arrived), self._arrived,
         )
         layout = Layout((life.version or 0) + 1, [list(bucket) for bucket in buckets], limits[0], limits[-1])
@@ -308,7 +308,7 @@ class _Confirmation:
         if ddp is None or self._life is None:
             self.remove()
             return
-        text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")  # noqa: SLF001
+        text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
         if not text:
             return
         self.remove()

@@ -24,7 +24,7 @@ _DEVICE_TYPES = ("cuda", "npu", "xpu")
 
 
 def _python_words() -> bytes:
-    return ctypes.string_at(id(random._inst) + _PYTHON_OFFSET, _TWISTER.size)  # type: ignore[attr-defined]  # noqa: SLF001
+    return ctypes.string_at(id(random._inst) + _PYTHON_OFFSET, _TWISTER.size)  # type: ignore[attr-defined]
 
 
 def _is_python_layout_known() -> bool:
@@ -56,7 +56,7 @@ class RandomStates:
         cpu = torch.default_generator.get_state()
         captured: dict[str, Any] = {"torch": ctypes.string_at(cpu.data_ptr(), cpu.numel())}
         if self._reads_python:
-            captured["python"] = (_python_words(), random._inst.gauss_next)  # type: ignore[attr-defined]  # noqa: SLF001
+            captured["python"] = (_python_words(), random._inst.gauss_next)  # type: ignore[attr-defined]
         else:
             captured["python"] = random.getstate()
         if "numpy.random" in sys.modules:
@@ -69,7 +69,7 @@ class RandomStates:
 
     def _capture_numpy(self) -> tuple[Any, ...] | None:
         numpy_random = sys.modules["numpy.random"]
-        owner = numpy_random.mtrand._rand._bit_generator  # noqa: SLF001 - the one behind np.random.rand() and friends
+        owner = numpy_random.mtrand._rand._bit_generator
         if owner is not self._numpy_owner:
             is_twister = type(owner).__name__ == "MT19937"
             self._numpy_owner = owner
@@ -102,7 +102,7 @@ class RandomStates:
         import numpy as np  # noqa: PLC0415 - only where the job uses it
 
         if state[0] == "bit generator":
-            np.random.mtrand._rand._bit_generator.state = state[1]  # noqa: SLF001
+            np.random.mtrand._rand._bit_generator.state = state[1]
         else:
             name, keys, position, has_gauss, gauss = state
             words = np.frombuffer(keys, dtype=np.uint32)

@@ -18,10 +18,13 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from taskd.native.waits import Waits
 from taskd.worker.interrupt import abort_groups, open_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 

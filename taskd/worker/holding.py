@@ -144,7 +144,7 @@ class Holding:
         reason = "between optimizer.step() and commit()" if self.began else self.rollback.roll_back()
         self.drop_gradients()
         self.parked_versions = {
-            id(tensor): tensor._version  # noqa: SLF001 - tells whether somebody writes to it until it is restored
+            id(tensor): tensor._version
             for tensor in self.roles.named_tensors().values() if isinstance(tensor, torch.nn.Parameter)
         }
         return reason

@@ -13,11 +13,12 @@ import os
 import signal
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, Iterable
+from typing import TYPE_CHECKING, Any
 
 from taskd.errors import Interrupted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import FrameType
 
     from taskd.worker.life import Life
@@ -63,7 +64,7 @@ def shut_down_sockets(sockets: dict[int, str]) -> int:
     return count
 
 
-def abort_backend(backend: Any) -> None:  # noqa: ANN401 - a torch C++ class, one per backend
+def abort_backend(backend: Any) -> None:
     """Abort what runs on an accelerator backend (NCCL, HCCL). gloo's abort() does nothing in torch 2.13: see sockets."""
     name = type(backend).__name__
     if "Gloo" in name:

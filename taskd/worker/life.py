@@ -8,11 +8,13 @@ signal handler runs in the main thread, so between looking at `held` and raising
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from taskd.errors import Interrupted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from taskd.core.commands import Move
     from taskd.native.black_box import BlackBox
 

@@ -117,7 +117,7 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> None:
 
 def _check_untouched(old: Holding, state_name: str, name: str, tensor: torch.Tensor) -> None:
     parked_version = old.parked_versions.get(id(tensor))
-    if parked_version is not None and tensor._version != parked_version:  # noqa: SLF001
+    if parked_version is not None and tensor._version != parked_version:
         message = (f"TrainState({state_name!r}): {name} was written to after the fault and before restore(): the trained values are gone. Build "
                    "the model inside the recoverable function, or call restore() before anything initialises it again")
         raise StateError(message)
@@ -145,7 +145,7 @@ def caches_of(roles: Roles) -> set[str]:
     names: set[str] = set()
     for role, module in roles.modules.items():
         for path, part in module.named_modules():
-            names.update(".".join(word for word in (role, path, key) if word) for key in part._non_persistent_buffers_set)  # noqa: SLF001
+            names.update(".".join(word for word in (role, path, key) if word) for key in part._non_persistent_buffers_set)
     return names
 
 

@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 import traceback
-from typing import Any, Callable, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taskd.core import events
 from taskd.errors import Interrupted, StateError
@@ -19,8 +20,10 @@ from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker import runtime as runtime_module
 from taskd.worker import victims
-from taskd.worker.life import Life
 from taskd.worker.runtime import Runtime, Where
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +114,7 @@ def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | Non
     try:
         life.in_recoverable = True
         if life.pending is not None:          # it came between INSIDE and the line above
-            raise Interrupted(life.pending)
+            return None, Interrupted(life.pending)
         return call(), None
     except Interrupted as interrupt:
         return None, interrupt

@@ -153,7 +153,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:  # noqa: SLF001 - where torch.compile keeps what it wraps
+        elif "_orig_mod" in module._modules:
             module = module.get_submodule("_orig_mod")
         else:
             return module

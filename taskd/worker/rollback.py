@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from taskd.worker.roles import Roles
 
 # torch's batch norm writes its running statistics without raising their version counter (torch 2.13): always copied.
-_SILENT = nn.modules.batchnorm._NormBase  # noqa: SLF001 - the class that all batch and instance norms share
+_SILENT = nn.modules.batchnorm._NormBase
 # One parameter per optimizer is looked at, at both ends: it tells an update by an optimizer that was not registered.
 _PROBES = 1
 
@@ -29,7 +29,7 @@ class _Buffer:
 
     def __init__(self, name: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
         self.name, self.module, self.key, self.tensor = name, module, key, tensor
-        self.version = tensor._version  # noqa: SLF001 - the only cheap sign of a change
+        self.version = tensor._version
         self.copy: torch.Tensor | None = None
 
 
@@ -54,7 +54,7 @@ class Rollback:
         self._moving, self._still, seen = [], [], set()
         for role, module in self._roles.modules.items():
             for path, part in module.named_modules():
-                for key, tensor in part._buffers.items():  # noqa: SLF001 - buffers that are not persistent too
+                for key, tensor in part._buffers.items():
                     if tensor is None or id(tensor) in seen:
                         continue
                     seen.add(id(tensor))
@@ -73,7 +73,7 @@ class Rollback:
             self._copy_moving()
         self._remember_small()
         self._probes = [
-            (parameter, parameter._version)  # noqa: SLF001
+            (parameter, parameter._version)
             for _, optimizer in self._optimizer_items for parameter in optimizer.param_groups[0]["params"][:_PROBES]
         ]
 
@@ -92,8 +92,8 @@ class Rollback:
         """Move the buffers that changed since the last commit, and the others of their modules, to those always copied."""
         changed: set[int] = set()
         for buffer in self._still:
-            now = buffer.module._buffers.get(buffer.key)  # noqa: SLF001
-            if now is not buffer.tensor or now._version != buffer.version:  # noqa: SLF001
+            now = buffer.module._buffers.get(buffer.key)
+            if now is not buffer.tensor or now._version != buffer.version:
                 changed.add(id(buffer.module))
             elif buffer.copy is not None:
                 buffer.copy = None              # it stood still for a step: its memory is given back
@@ -105,13 +105,13 @@ class Rollback:
     def _copy_moving(self) -> None:
         copies, tensors = [], []
         for buffer in self._moving:
-            now = buffer.module._buffers[buffer.key]  # noqa: SLF001
+            now = buffer.module._buffers[buffer.key]
             if now is None:
                 buffer.tensor = buffer.copy = None  # type: ignore[assignment]
                 continue
             if buffer.copy is None or buffer.copy.shape != now.shape or buffer.copy.dtype != now.dtype:
                 buffer.copy = torch.empty_like(now)
-            buffer.tensor, buffer.version = now, now._version  # noqa: SLF001
+            buffer.tensor, buffer.version = now, now._version
             copies.append(buffer.copy)
             tensors.append(now)
         if copies:
@@ -122,7 +122,7 @@ class Rollback:
         """The buffers that change in the forward pass, live, by name."""
         found = []
         for buffer in self._moving:
-            now = buffer.module._buffers.get(buffer.key)  # noqa: SLF001
+            now = buffer.module._buffers.get(buffer.key)
             if now is not None:
                 found.append((buffer.name, now))
         return found
@@ -132,7 +132,7 @@ class Rollback:
     def roll_back(self) -> str:
         """Make the objects what they were at the last commit. Returns "" or why that is not possible."""
         for parameter, version in self._probes:
-            if parameter._version != version:  # noqa: SLF001
+            if parameter._version != version:
                 return "parameters were changed since the last commit() by something that is not a registered optimizer"
         problem = self._roll_back_buffers()
         for role, optimizer in self._roles.optimizers.items():
@@ -147,12 +147,12 @@ class Rollback:
     def _roll_back_buffers(self) -> str:
         problem = ""
         for buffer in (*self._moving, *self._still):
-            now = buffer.module._buffers.get(buffer.key)  # noqa: SLF001
-            is_touched = now is not buffer.tensor or (now is not None and now._version != buffer.version)  # noqa: SLF001
+            now = buffer.module._buffers.get(buffer.key)
+            is_touched = now is not buffer.tensor or (now is not None and now._version != buffer.version)
             if buffer.copy is not None and buffer.tensor is not None:
                 with torch.no_grad():
                     buffer.tensor.copy_(buffer.copy)
-                buffer.module._buffers[buffer.key] = buffer.tensor  # noqa: SLF001
+                buffer.module._buffers[buffer.key] = buffer.tensor
             elif is_touched:
                 problem = problem or f"buffer {buffer.name} changed for the first time since the last commit() and no copy of it was kept"
         return problem

@@ -18,7 +18,7 @@ import select
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
@@ -34,6 +34,8 @@ from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from taskd.core.events import WorkerEvent
 
 log = logging.getLogger(__name__)

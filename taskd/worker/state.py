@@ -206,7 +206,7 @@ def _land(life: Life, holding: Holding) -> Restored:
         version = plan.version
         is_old = is_first or life.version == version      # else it is created anew, commits after the recovery
         restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
-    assert life.version is not None  # noqa: S101 - set by all branches
+    assert life.version is not None
     holding.rollback.begin()
     holding.part = holding.encode(holding.step)
     holding.attach()
@@ -228,7 +228,7 @@ def _land(life: Life, holding: Holding) -> Restored:
 
 def _take(life: Life, holding: Holding, version: int) -> Restored:
     """A recovery with a cut: keep what is parked and send it to those who need it, or receive it."""
-    assert life.plan is not None  # noqa: S101 - the caller looked
+    assert life.plan is not None
     moves = life.plan.moves
     mine = moves.get(life.rank)
     source = None if mine is None else mine.source

@@ -1,4 +1,4 @@
-"""Telling a victim from a culprit: is this exception what the death of somebody else looks like?"""
+"""Telling a victim from a culprit: whether an exception is what the death of somebody else looks like."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DETAIL_CHARS = 500
 def is_communication_error(error: BaseException | None) -> bool:
     """True if `error`, or what it was raised from, comes from a broken collective or store."""
     seen = 0
-    while error is not None and seen < 16:   # noqa: PLR2004 - a chain longer than that is a loop
+    while error is not None and seen < 16:
         if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"):
             return True
         if isinstance(error, (RuntimeError, ConnectionError)):

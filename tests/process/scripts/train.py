@@ -131,7 +131,7 @@ def digest(model):
 
 @taskd.recoverable
 def train():
-    global entries
+    global entries  # noqa: PLW0603 - a script
     entries += 1
     fact("entered", entry=entries)
     here(f"entry-{entries}", 0)

@@ -137,8 +137,8 @@ class TestReplay:
             ("", "must be a header"),
             ("[]", "must be a header"),
             ('{"format": 1, "machine": "RecoveryMachine", "arguments": {}, "dropped": 7}', "first 7 entries"),
-            ("HEADER\n{\"type\": \"Popen\"}", "line 2"),
-            ("HEADER\n{\"type\": \"Tick\"}", "line 2"),
+            ('HEADER\n{"type": "Popen"}', "line 2"),
+            ('HEADER\n{"type": "Tick"}', "line 2"),
         ],
     )
     def test_what_is_no_story_is_refused(self, manager, tmp_path, capsys, text, words) -> None:

@@ -459,7 +459,7 @@ class TestMistakes:
             job.life.states.clear()
 
     def test_outside_a_recoverable_function(self, job):
-        with pytest.raises(StateError, match="@taskd.recoverable"):
+        with pytest.raises(StateError, match=r"@taskd\.recoverable"):
             TrainState(epoch=1)
 
     def test_the_same_name_twice(self, job):
@@ -498,7 +498,7 @@ class TestMistakes:
 
         job.enter(entry)
         with pytest.raises(StateError, match="earlier entry"):
-            job.enter(lambda: old[0].commit())
+            job.enter(old[0].commit)
 
     def test_another_shape_names_the_tensor(self, job):
         widths = [3, 4]
