@@ -329,7 +329,8 @@ class Service:
             case commands.TellWorker():
                 self._tell(command)
             case commands.TellManager():
-                self._say(command.event)  # type: ignore[arg-type] - an event, see TellManager
+                assert isinstance(command.event, events.Event)
+                self._say(command.event)
             case commands.FinishRun():
                 self._outcome = Outcome(command.outcome, command.reason, command.faults)
             case commands.FallBack():

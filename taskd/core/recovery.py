@@ -200,6 +200,9 @@ class RecoveryMachine:
         self._unconfirmed[(member.rank, member.incarnation)] = known
         self._job.open.append(known)
 
+    def _awaits(self, member: Member, generation: int) -> bool:
+        return self.phase is Phase.PAUSING and generation == self.generation and member.rank in self._job.awaited
+
     def _compare(self, event: ev.AgentRegistered) -> list[Member]:
         """Take over what an agent that came back says of its workers. Returns those whose new life it has missed."""
         missed = []
@@ -218,9 +221,8 @@ class RecoveryMachine:
                 member.state = WorkerState.FINISHED
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
-            elif state is WorkerState.PAUSED and event.generation == self.generation and self.phase is Phase.PAUSING:
-                if member.rank in self._job.awaited:
-                    member.pause(report.version, report.clean)
+            elif state is WorkerState.PAUSED and self._awaits(member, event.generation):
+                member.pause(report.version, report.clean)
         return missed
 
     def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
