@@ -200,11 +200,9 @@ class RecoveryMachine:
         self._unconfirmed[(member.rank, member.incarnation)] = known
         self._job.open.append(known)
 
-    def _awaits(self, member: Member, generation: int) -> bool:
-        return self.phase is Phase.PAUSING and generation == self.generation and member.rank in self._job.awaited
-
     def _compare(self, event: ev.AgentRegistered) -> list[Member]:
         """Take over what an agent that came back says of its workers. Returns those whose new life it has missed."""
+        is_awaited = self.phase is Phase.PAUSING and event.generation == self.generation
         missed = []
         for report in sorted(event.workers, key=lambda report: report.rank):
             member, state = self.membership.members[report.rank], WorkerState(report.state)
@@ -221,7 +219,7 @@ class RecoveryMachine:
                 member.state = WorkerState.FINISHED
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
-            elif state is WorkerState.PAUSED and self._awaits(member, event.generation):
+            elif state is WorkerState.PAUSED and is_awaited and member.rank in self._job.awaited:
                 member.pause(report.version, report.clean)
         return missed
 
