@@ -1,4 +1,5 @@
-# One command each: `make demo`, `make test`. Everything goes into .venv; nothing else on the machine is changed.
+# One command each: `make demo`, `make test`. Everything goes into .venv (tests build the library beside its sources, too); nothing
+# else on the machine is changed.
 #
 #   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a machine with an accelerator set
 #           your own, for example  make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
@@ -32,6 +33,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 
 $(VENV)/tested: $(VENV)/installed
 	$(PY) -m pip install --quiet pytest hypothesis pytest-timeout pytest-randomly ruff mypy
+	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
 install: $(VENV)/installed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,25 @@ def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
     """
     endpoint = agent.launch.rendezvous_endpoint if agent.launch else ""
     host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
+    master = agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR") or host
+    if master and not os.environ.get("POD_IP") and _is_own(master):
+        master = "127.0.0.1"             # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
-        master_addr=agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR"), rendezvous_host=host or None,
+        master_addr=master or None,
         # A dead process may still hold the device; on the CPU there is nothing to wait for.
         wait_for_exit=any(os.path.exists(path) for path in _DEVICE_FILES),
     )
+
+
+def _is_own(host: str) -> bool:
+    """Whether `host` is an address of this host: only those can be bound."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) -> RunResult:

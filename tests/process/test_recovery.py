@@ -19,6 +19,12 @@ from tests.process import harness
 
 pytestmark = pytest.mark.slow
 
+RENDEZVOUS = [
+    pytest.param(("--standalone",), id="standalone"),
+    pytest.param(("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"), id="c10d"),
+    pytest.param(("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port={port}"), id="static"),
+]
+
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory):
@@ -204,11 +210,7 @@ def test_a_spent_budget_ends_the_job_and_says_so(tmp_path: pathlib.Path) -> None
         assert job.leftovers() == set()
 
 
-@pytest.mark.parametrize("options", [
-    ("--standalone",),
-    ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"),
-    ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port={port}"),
-])
+@pytest.mark.parametrize("options", RENDEZVOUS)
 @pytest.mark.parametrize("share", ["0", "1"])
 def test_each_rendezvous(tmp_path: pathlib.Path, reference, options: tuple[str, ...], share: str) -> None:
     with harness.job(tmp_path, FAULTS="0@5:forward:kill", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share) as job:
@@ -274,7 +276,8 @@ def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, 
         assert [record["generation"] for record in job.recoveries()] == [1, 2]
 
 
-def test_an_unmodified_script_is_restarted_warm(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("options", RENDEZVOUS)
+def test_an_unmodified_script_is_restarted_warm(tmp_path: pathlib.Path, options: tuple[str, ...]) -> None:
     example = harness.ROOT / "examples" / "unmodified.py"
     with harness.job(tmp_path) as job:
         clean = harness.Output([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example),
@@ -284,7 +287,8 @@ def test_an_unmodified_script_is_restarted_warm(tmp_path: pathlib.Path) -> None:
         clean.end()
         assert len(expected) == 2
         job.start_manager()
-        agent = job.start_agent("hurt_unmodified.py", str(example), str(tmp_path / "hurt.pt"), nproc=2)
+        agent = job.start_agent("hurt_unmodified.py", str(example), str(tmp_path / "hurt.pt"), nproc=2,
+                                options=tuple(option.format(port=job.master_port) for option in options))
         finished = agent.wait(60)
         assert finished.returncode == 0, finished.output[-6000:]
         assert sorted(sums.findall(finished.output)) == expected

@@ -6,7 +6,7 @@ import runpy
 import signal
 import sys
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 marker = f"{os.environ['FACTS']}/fault-0"
 steps = 0
@@ -22,6 +22,6 @@ def count(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-torch.optim.optimizer.register_optimizer_step_pre_hook(count)
+register_optimizer_step_pre_hook(count)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
