@@ -148,7 +148,7 @@ class AgentConfig:
             log=LogConfig.load(environment),
             wait_for_exit=wait_for_exit,
             native=_choice(environment, NATIVE_ENV, ("on", "off"), "on") == "on",
-            forkserver=_choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec", "off"), "auto"),
+            forkserver=_choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
             preload=tuple(preload),
         )
 

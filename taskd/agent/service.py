@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
 from taskd.core.timeouts import Timeouts
-from taskd.errors import RemoteProtocolError
+from taskd.errors import RemoteProtocolError, TaskdError
 from taskd.native.death_alarm import DeathAlarm
 from taskd.transport import zeromq
 from taskd.wire import codec, messages, translate
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from taskd.transport.channel import Channel
 
 log = logging.getLogger(__name__)
+
+_BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
 class Worker(Protocol):
@@ -177,8 +179,13 @@ class Service:
 
     def _feed(self, event: events.Event) -> None:
         log.debug("event %s", event)
-        for command in self._machine.handle(event):
-            self._execute(command)
+        try:
+            for command in self._machine.handle(event):
+                self._execute(command)
+        except _BUGS:
+            # The top of the shell: an event that we cannot digest must not take healthy workers along. Not `Exception`: torchrun's
+            # signal handlers raise one of those wherever the main thread is.
+            log.exception("a bug in taskd, please report it: %s of node %d was dropped", type(event).__name__, self._host.node_rank)
         self._identity.generation = self._machine.generation
 
     # ------------------------------------------------------------------ what happened
@@ -322,8 +329,7 @@ class Service:
         log.debug("command %s", command)
         match command:
             case commands.SpawnWorker():
-                self._host.spawn(command.rank, command.incarnation, generation=command.generation, gated=command.gated,
-                                 restarts_used=command.restarts_used)
+                self._spawn(command)
             case commands.SignalWorker():
                 self._host.signal(command.rank, command.incarnation, command.signal_number)
             case commands.TellWorker():
@@ -338,6 +344,13 @@ class Service:
             case _:
                 message = f"{type(command).__name__} is no command for an agent"
                 raise TypeError(message)
+
+    def _spawn(self, command: commands.SpawnWorker) -> None:
+        try:
+            self._host.spawn(command.rank, command.incarnation, generation=command.generation, gated=command.gated,
+                             restarts_used=command.restarts_used)
+        except OSError as error:             # no descriptors, no memory
+            self._feed(events.WorkerStartFailed(self._clock.now(), command.cause, command.rank, command.incarnation, str(error)))
 
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)

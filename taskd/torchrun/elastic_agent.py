@@ -45,6 +45,7 @@ class Launch:
     """What the wrapper of `launch_agent` hands to the agent that torch builds."""
 
     forkserver: Forkserver
+    preload: tuple[str, ...] = ()        # modules that a forkserver imports besides its own list
     rendezvous_endpoint: str = ""
 
 
@@ -215,7 +216,7 @@ class TaskdElasticAgent(LocalElasticAgent):
                       self._forkserver_restarts + 1)
             return None
         self._forkserver_restarts += 1
-        return Forkserver.start("exec", preload_from_environment())
+        return Forkserver.start("exec", self.launch.preload if self.launch else ())
 
     def _agree_on_generation(self, worker_group: WorkerGroup) -> None:
         """The store prefix of a start that no manager ordered: the same on all nodes, and never used before.
@@ -257,11 +258,6 @@ class TaskdElasticAgent(LocalElasticAgent):
 
 
 _start_processes = local_elastic_agent.start_processes
-
-
-def preload_from_environment() -> list[str]:
-    """TASKD_PRELOAD: modules that the forkserver imports besides its own list."""
-    return [name.strip() for name in os.environ.get("TASKD_PRELOAD", "").split(",") if name.strip()]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from taskd.config import AgentConfig
 from taskd.errors import UnsupportedTorchError
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
 
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 ENABLE_ENV = "TASKD_PROCESS_ENABLE"
 UNLIMITED_RESTARTS = 32767       # what max_restarts 0 has always meant in taskd
-FORKSERVER_ENV = "TASKD_FORKSERVER"   # "auto" (default), "fork" or "exec"
 
 _originals: dict[tuple[str, str], Any] = {}     # what revert() puts back; empty: not applied
 
@@ -103,10 +103,11 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         if not elastic_agent.is_supported(entrypoint):
             log.warning("taskd leaves this job to torchrun: its workers are not started by %s", "this Python interpreter")
             return original(config, entrypoint, args, health_check_server=health_check_server)
-        forkserver = Forkserver.start(os.environ.get(FORKSERVER_ENV, "auto"), elastic_agent.preload_from_environment())
+        settings = AgentConfig.load()       # first of all: a wrong value is told before anything runs
+        forkserver = Forkserver.start(settings.forkserver, settings.preload)
         raised = copy(config)
         raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
-        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, config.rdzv_endpoint))
+        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, settings.preload, config.rdzv_endpoint))
         try:
             return original(raised, entrypoint, args, health_check_server=health_check_server)
         finally:

@@ -1,0 +1,39 @@
+"""libtaskd ends the waits of gloo's threads: a collective that nobody joins times out at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.native import library
+from tests.process import harness
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.load() is None, reason="libtaskd is not built")]
+
+
+def test_a_collective_that_nobody_joins_ends_at_once(tmp_path: pathlib.Path) -> None:
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen([sys.executable, str(harness.SCRIPTS / "lost_wait.py"), str(rank), str(tmp_path)], env=harness.environment(),
+                         stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    output, _ = (process.communicate(timeout=100)[0] for process in ranks)
+    assert [process.returncode for process in ranks] == [0, 0]
+    assert output.startswith("available"), output
+    assert "Timed out waiting" in output, output
+    assert time.monotonic() - began < 100          # the group's own timeout is half an hour
+
+
+def test_a_library_that_is_not_loaded_is_refused() -> None:
+    binding = library.load()
+    assert binding is not None
+    with pytest.raises(Exception, match="No such file"):
+        binding.waits_hook("libnothere.so")
