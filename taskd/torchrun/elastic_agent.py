@@ -140,6 +140,13 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     # ------------------------------------------------------------------ overridden
 
+    def run(self, role: str = "default_role") -> RunResult:
+        """As torch's, and then free what the agent holds."""
+        try:
+            return super().run(role)
+        finally:
+            self.close()
+
     def _invoke_run(self, role: str = "default_role") -> RunResult:
         if not self.is_supported:
             return super()._invoke_run(role)

@@ -199,9 +199,11 @@ def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signal
     command = [sys.executable, "-m", "taskd.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        for _ in range(2):
+        seen = b""
+        while seen.count(b"up") < 2:         # unbuffered workers write a line in pieces, and share it
             assert select.select([process.stdout], [], [], TIMEOUT_S)[0]
-            assert os.read(process.stdout.fileno(), 100).startswith(b"up")
+            seen += os.read(process.stdout.fileno(), 100)
+            assert seen
         os.kill(process.pid, number)
         process.communicate(timeout=TIMEOUT_S)
     assert process.returncode != 0
