@@ -2,6 +2,9 @@
 
     python benchmarks/overhead.py [--pairs 8] [--steps 150] [--json FILE]
 
+In-step cost: one run under taskd in which blocks of 25 steps with its hooks and commit() alternate with blocks without them; the
+figure is the median over neighbouring blocks of the ratio of their median step times.
+
 Step time: pairs of runs of the same DDP workload (4 ranks, gloo), once under taskd (manager, agent, black box, commit at each
 step) and once under plain torchrun, order alternating; the figure is the median over the pairs of the ratio of median step
 times. The first steps of each run are left out. Idle cost: CPU seconds of the manager and of the torchrun process over a
@@ -46,6 +49,18 @@ def plain(directory: pathlib.Path, steps: int) -> list[float]:
     return step_times(facts)
 
 
+def alternating(directory: pathlib.Path, steps: int) -> list[float]:
+    """Ratio of the median step time of each block with taskd to that of the block without it that follows, in one run."""
+    facts = recovery.run_taskd(directory, steps, "", "alternating")
+    blocks: dict[int, list[int]] = {}
+    for line in (facts / "0.txt").read_text().splitlines():
+        kind, block, when = line.split()
+        assert kind == "block"
+        blocks.setdefault(int(block), []).append(int(when))
+    medians = [statistics.median(b - a for a, b in itertools.pairwise(times)) for _, times in sorted(blocks.items())][2:]
+    return [on / off for on, off in zip(medians[::2], medians[1::2], strict=False)]
+
+
 def cpu_s(pid: int) -> float:
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
@@ -82,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--alternating-steps", type=int, default=2000)
     parser.add_argument("--window-s", type=float, default=30)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
@@ -96,7 +112,11 @@ def main() -> None:
                          else plain(where, options.steps + WARM_UP))
                 medians[which].append(statistics.median(times))
             ratios.append(medians["on"][-1] / medians["off"][-1])
+        inside = alternating(base / "alternating", options.alternating_steps)
         result = {
+            "in_step_overhead_percent_median": round(100 * (statistics.median(inside) - 1), 2),
+            "in_step_overhead_percent_quartiles": [round(100 * (q - 1), 2) for q in statistics.quantiles(inside, n=4)],
+            "in_step_pairs_of_blocks": len(inside),
             "conditions": recovery.conditions(), "pairs": options.pairs, "steps_per_run": options.steps,
             "step_ms_on": round(statistics.median(medians["on"]), 3), "step_ms_off": round(statistics.median(medians["off"]), 3),
             "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 2),

@@ -6,6 +6,7 @@ place one of forward, backward, optimizer, before-commit, step. Each kill happen
 
 MODE=taskd        taskd.recoverable and TrainState
 MODE=checkpoint   neither: a checkpoint every 50 steps by rank 0, loaded at start (what a plain torchrun job does)
+MODE=alternating  blocks of steps with and without taskd's part in them, for benchmarks/overhead.py
 """
 
 import hashlib
@@ -31,6 +32,7 @@ for number, spec in enumerate(KILLS):
     rank, step = (int(part) for part in where.split("@"))
     if rank == RANK:
         MINE[step, place] = number
+BLOCK = 25      # steps; benchmarks/overhead.py pairs neighbouring blocks
 out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
 
 
@@ -122,4 +124,27 @@ def with_checkpoints():
     dist.destroy_process_group()
 
 
-{"taskd": with_taskd, "checkpoint": with_checkpoints}[MODE]()
+def alternating():
+    """Blocks of steps with taskd's hooks and commit, and without them, in turn, in the same processes."""
+    import taskd  # noqa: PLC0415 - as above
+
+    @taskd.recoverable
+    def train():
+        model, optimizer, position = prepare()
+        ddp = DistributedDataParallel(model)
+        state = taskd.TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        holding = state._holding  # noqa: SLF001 - there is no public way to leave the hooks out
+        for step in range(STEPS):
+            is_on = step // BLOCK % 2 == 0
+            if step and step % BLOCK == 0:
+                (holding.attach if is_on else holding.detach)()
+            one_step(ddp, optimizer, step, position)
+            if is_on:
+                state.commit()
+            out.write(f"block {step // BLOCK} {time.monotonic_ns()}\n")
+
+    train()
+
+
+{"taskd": with_taskd, "checkpoint": with_checkpoints, "alternating": alternating}[MODE]()

@@ -57,6 +57,8 @@ class Logbook:
     def write_pending(self, version: int, parts: dict[str, bytes]) -> None:
         """Within a step: what will belong to `version`, should others commit it and this rank not live to do so."""
         blob = extras.encode(self.randoms.capture(), parts, is_pending=True)
+        if self._pending == (version, blob):       # the optimizer begins, and nothing was drawn since the forward pass
+            return
         self._pending = (version, blob)
         self._write(version, blob, pending=True)
 
