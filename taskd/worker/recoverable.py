@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +18,6 @@ from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker import runtime as runtime_module
-from taskd.worker import victims
 from taskd.worker.runtime import Runtime, Where
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
     """Enter, and enter again, until every rank has returned."""
     version: int | None = None
     clean, reason = True, ""
-    runtime.gate(version=None, clean=True)
+    _rejoin(runtime, version=None, clean=True)
     while True:
         result, error = _enter(runtime, call)
         version, clean, reason = _park(runtime)
@@ -80,11 +78,16 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
             if _await_release(runtime, version):
                 return result
         elif not isinstance(error, Interrupted):
-            _await_verdict(runtime, error, clean=clean)
-        runtime.gate(version=version, clean=clean, reason=reason, meanwhile=functools.partial(_drop_frames, error))
+            runtime.await_verdict(error, clean=clean)
+        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(_drop_frames, error))
         error = None
-        if runtime.outer_init is not None:
-            runtime.outer_init()
+
+
+def _rejoin(runtime: Runtime, **held: Any) -> None:
+    """Wait at the gate if a recovery is going on, and make the default group again if it was made outside the function."""
+    while runtime.gate(**held):
+        if runtime.outer_init is None or runtime.init_outside(runtime.outer_init):
+            return
 
 
 def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -146,21 +149,6 @@ def _await_release(runtime: Runtime, version: int | None) -> bool:
             runtime.condition.wait()
     runtime.where = Where.OUTSIDE
     return True
-
-
-def _await_verdict(runtime: Runtime, error: BaseException, *, clean: bool) -> None:
-    """An exception ended the function. Returns when a recovery begins; raises it again if the job is given up."""
-    with runtime.condition:
-        if runtime.must_gate:              # already interrupted: it is a consequence, or it will come back
-            log.info("rank %d: %s, while being interrupted", runtime.life.rank, victims.describe(error))
-            return
-    runtime.report_raised(error, clean=clean, raised_at=time.monotonic())
-    with runtime.condition:
-        while not runtime.must_gate:
-            if runtime.gave_up is not None or runtime.agent_gone:
-                runtime.where = Where.OUTSIDE
-                raise error
-            runtime.condition.wait()
 
 
 def _drop_frames(error: BaseException | None) -> None:

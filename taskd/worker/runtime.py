@@ -249,15 +249,15 @@ class Runtime:
     # ------------------------------------------------------------------ the main thread
 
     def gate(self, *, version: int | None, clean: bool, reason: str = "",
-             meanwhile: Callable[[], None] = lambda: None) -> None:
-        """If a recovery is going on, report `WorkerPaused`, wait for `Resume` and apply it. Returns at once otherwise.
+             meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """If a recovery is going on, report `WorkerPaused`, wait for `Resume`, apply it, and return True. False at once otherwise.
 
         `meanwhile`: work that fits into the wait, after the report.
         """
         while True:
             with self.condition:
                 if not self.must_gate:
-                    return
+                    return False
                 generation = self.target_generation
                 self.where = Where.WAITING
             self.mark(Phase.PAUSED)
@@ -268,7 +268,7 @@ class Runtime:
             resume = self._await_resume(generation)
             if resume is not None:
                 self._apply(resume)
-                return
+                return True
 
     def _await_resume(self, generation: int) -> commands.Resume | None:
         """The `Resume` of `generation`, or None if a newer interrupt made it void."""
@@ -319,19 +319,39 @@ class Runtime:
         if self.where is Where.INSIDE or not self.declared:
             call()
             return
-        while True:
+        self.gate(version=None, clean=True)
+        while not self.init_outside(call):
             self.gate(version=None, clean=True)
-            try:
-                call()
-            except RuntimeError as error:
-                with self.condition:
-                    interrupted = self.must_gate
-                if not interrupted:
+        self.outer_init = call
+
+    def init_outside(self, call: Callable[[], None]) -> bool:
+        """Run an `init_process_group` outside the function. False: it broke because of others; the gate comes next."""
+        try:
+            call()
+        except RuntimeError as error:
+            with self.condition:
+                interrupted = self.must_gate
+            if not interrupted:
+                if not victims.is_communication_error(error):
                     raise
-                log.info("rank %d: init_process_group was interrupted: %s", self.life.rank, victims.describe(error))
-                continue
-            self.outer_init = call
-            return
+                self.await_verdict(error, clean=True)
+            log.info("rank %d: init_process_group was interrupted: %s", self.life.rank, victims.describe(error))
+            return False
+        return True
+
+    def await_verdict(self, error: BaseException, *, clean: bool) -> None:
+        """An exception stopped this rank: report it. Returns when a recovery begins; raises it again if the job is given up."""
+        with self.condition:
+            if self.must_gate:                 # already interrupted: it is a consequence, or it will come back
+                log.info("rank %d: %s, while being interrupted", self.life.rank, victims.describe(error))
+                return
+        self.report_raised(error, clean=clean, raised_at=time.monotonic())
+        with self.condition:
+            while not self.must_gate:
+                if self.gave_up is not None or self.agent_gone:
+                    self.where = Where.OUTSIDE
+                    raise error
+                self.condition.wait()
 
     def report_raised(self, error: BaseException, *, clean: bool, raised_at: float) -> None:
         """An exception left the function: say what it was, and wait to be told what follows."""
