@@ -54,6 +54,7 @@ lint: $(VENV)/tested
 bench: install
 	$(PY) benchmarks/recovery.py
 	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/soak.py
 	$(PY) benchmarks/death_alarm.py
 	$(PY) benchmarks/commit_cost.py
 

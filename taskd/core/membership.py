@@ -70,6 +70,7 @@ class Member:
         return Copy(self.rank, self.version, self.clean, self.replaced, self.box_versions)
 
 
+LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back
 _NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
 
 
@@ -110,6 +111,8 @@ class Membership:
         node = self.nodes.get(event.node_rank)
         if node is not None and node.is_present and node.agent_incarnation != event.agent_incarnation:
             return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
+        if node is not None and node.outcome not in (None, LOST_NODE):
+            return f"node {event.node_rank} has left this job ({node.outcome})"
         if self.node_count is not None and event.node_count != self.node_count:
             return f"the manager was started for {self.node_count} nodes, this agent says {event.node_count}"
         if self.ranks_per_node is not None and len(event.workers) != self.ranks_per_node:

@@ -84,13 +84,6 @@ class Attempt:
             self.slowest = event
         return not self.waiting
 
-    def find(self, rank: int, incarnation: int) -> KnownFault | None:
-        """The fault of one life."""
-        for known in self.faults:
-            if (known.fault.rank, known.fault.incarnation) == (rank, incarnation):
-                return known
-        return None
-
     def victims_of(self, death: KnownFault) -> list[KnownFault]:
         """Exceptions that came after this death: taken for causes so far, they are its consequences."""
         return [

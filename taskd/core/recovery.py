@@ -40,7 +40,7 @@ from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job, Phase
 from taskd.core.leases import Leases
-from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.membership import LOST_NODE, Member, Membership, WorkerState
 from taskd.core.record import KnownFault
 from taskd.core.story import Story
 from taskd.core.table import Method, Table
@@ -399,8 +399,6 @@ class RecoveryMachine:
     def _raised_late(self, event: ev.WorkerRaised) -> Commands:
         """An exception after Release (a second function, say): this rank cannot go on, and is not to be trained again."""
         member = self.membership.members[event.rank]
-        if not member.is_live:
-            return []
         known = self._job.known(event.fault, event.age_s)
         member.lose(())
         return self._job.fail_late(known)
@@ -440,7 +438,7 @@ class RecoveryMachine:
             # After Release a missing goodbye is more likely than a node that was lost in these very seconds.
             has_ended = self.phase is Phase.RELEASED and not any(member.state is WorkerState.LOST for member in members)
             has_ended = has_ended or all(member.state is WorkerState.FINISHED for member in members)
-            outcome = "succeeded" if has_ended else "lost"
+            outcome = "succeeded" if has_ended else LOST_NODE
             commands += self._lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
         job = self._job
         if job.alarm is not None and job.alarm <= event.now:

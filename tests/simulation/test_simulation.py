@@ -210,7 +210,7 @@ QUALITIES = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5), QUALITIES, st.booleans())
 def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait_for_exit) -> None:
     ranks = nodes * per_node
@@ -235,7 +235,7 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
     assert all(record.steps_redone <= 1 or record.strategy == "restart" for record in result.records)
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(2, 3), st.integers(0, 3), QUALITIES)
 def test_any_script_that_is_not_recoverable(seed, nodes, per_node, count, quality) -> None:
     faults = FaultScript.random(

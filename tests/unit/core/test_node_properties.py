@@ -148,5 +148,5 @@ class AnyNodeHistory(RuleBasedStateMachine):
         assert replay(fresh, entries) == []
 
 
-AnyNodeHistory.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+AnyNodeHistory.TestCase.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=40, deadline=None)
 TestAnyNodeHistory = AnyNodeHistory.TestCase

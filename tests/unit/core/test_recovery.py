@@ -563,6 +563,12 @@ class TestTheEnd:
         how = make_fault(FaultKind.EXITED, 0, 0, "exit 3")
         assert "rank 0 ended with exit 3 after" in only(job.worker(ev.WorkerExitKnown, 0, how), do.GiveUp).reason
 
+    def test_the_first_of_two_late_failures_is_the_reason(self, manager) -> None:
+        job = manager(per_node=2).joined()
+        job.return_(0), job.return_(1)
+        assert job.lose(1, FaultKind.EXITED, "exit 3") == []
+        assert only(job.lose(0, FaultKind.EXITED, "exit 4", age=0.0), do.GiveUp).culprit == 1
+
     def test_others_that_hang_after_release_are_not_waited_for_for_ever(self, manager) -> None:
         job = manager(per_node=2).joined()
         job.return_(0), job.return_(1)

@@ -92,6 +92,13 @@ class TestJoining:
         assert any(words in str(entry) for entry in job.machine.story)
         assert sorted(before.members) == [0, 1]
 
+    def test_a_node_that_has_left_does_not_come_back(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        job.worker(ev.WorkerFinished, 1)
+        job.send(ev.AgentLeft, 1, "succeeded", "")
+        assert job.register(1, agent="a new one") == []
+        assert any("node 1 has left this job (succeeded)" in str(entry) for entry in job.machine.story)
+
     @pytest.mark.parametrize(
         ("nodes", "per_node", "words"), [(3, None, "started for 3 nodes, this agent says 2"), (2, 4, "for 4 ranks per node")]
     )
