@@ -97,10 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--ranks", type=int, default=recovery.RANKS)
     parser.add_argument("--alternating-steps", type=int, default=2000)
     parser.add_argument("--window-s", type=float, default=30)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
+    recovery.RANKS = options.ranks
     ratios, medians = [], {"on": [], "off": []}
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
         base = pathlib.Path(name)
