@@ -55,6 +55,11 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def state_of(pid: int) -> str:
+    """The state letter of a process (proc(5): R, S, D, T, Z, ...)."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def marked(value: str) -> set[int]:
     """All live processes whose environment holds TASKD_TEST_MARK=value: orphans of a job are found by it."""
     needle = f"TASKD_TEST_MARK={value}".encode()
@@ -62,10 +67,8 @@ def marked(value: str) -> set[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
-                if needle in pathlib.Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    state = pathlib.Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z":
-                        found.add(int(entry))
+                if needle in pathlib.Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") and state_of(int(entry)) != "Z":
+                    found.add(int(entry))
     return found
 
 
@@ -157,7 +160,24 @@ class Job:
         """Manager and one torchrun; returns torchrun's end."""
         if manager:
             self.start_manager()
-        return self.start_agent(script, nproc=nproc, options=options, **env).wait(timeout_s)
+        agent = self.start_agent(script, nproc=nproc, options=options, **env)
+        try:
+            return agent.wait(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(self.story()) from error
+
+    def story(self) -> str:
+        """What everybody said so far and what each rank noted last, for the message of a test that waited in vain."""
+        said = [f"{process.path.name}:\n{process.text[-4000:]}" for process in [*self.agents, self.manager] if process is not None]
+        last = {fact["rank"]: f"rank {fact['rank']}, state {self._state(fact['pid'])}: {fact}" for fact in self.facts()}
+        return "\n".join([*said, *(last[rank] for rank in sorted(last))])
+
+    @staticmethod
+    def _state(pid: int) -> str:
+        try:
+            return state_of(pid)
+        except FileNotFoundError:
+            return "gone"
 
     def facts(self, what: str | None = None) -> list[dict]:
         """What the workers noted, with their rank, in order of time."""

@@ -101,7 +101,7 @@ def await_end(pid: int) -> None:
 
 
 def test_workers_draw_different_random_numbers(shared: Client) -> None:
-    source = "import random, numpy, torch, os\nprint(random.random(), numpy.random.rand(), torch.rand(1).item(), os.urandom(4))"
+    source = "import random, numpy, torch, os\nprint(random.random(), numpy.random.rand(), torch.rand(1).item(), os.urandom(4).hex())"
     tokens = [shared.spawn(source) for _ in range(2)]
     for token in tokens:
         assert shared.await_reply(Exited, token).status == 0
