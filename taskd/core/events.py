@@ -34,6 +34,7 @@ class WorkerReport:
     declared: bool = False
     version: int | None = None
     clean: bool = True
+    entered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,12 @@ class WorkerStarted(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDeclared(WorkerEvent):
-    """The worker's script uses `taskd.recoverable`: it can be recovered in place."""
+    """The worker's script uses `taskd.recoverable`: it can be recovered in place.
+
+    `entered`: it has come to its function. Until then it may be busy with anything, and may end well without training.
+    """
+
+    entered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

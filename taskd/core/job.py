@@ -149,7 +149,7 @@ class Job:
         self.awaited.clear()
         for member in self.membership.live():
             if member.state is not WorkerState.PAUSED:
-                patience_s = self.timeouts.pause_s if member.declared else self.timeouts.start_s
+                patience_s = self.timeouts.pause_s if member.entered else self.timeouts.start_s
                 self.awaited.set(member.rank, self.now + patience_s)
         faults = "; ".join(describe(known.fault) for known in attempt.faults)
         reason = faults or "a recovery was under way when the manager was restarted"
@@ -170,6 +170,9 @@ class Job:
 
     def proceed(self) -> Commands:
         """Do what is next, now that something may not be waited for any more."""
+        missing = self.membership.missing()
+        if missing and self.phase is not Phase.RELEASED:
+            return self._want_back(missing)
         arrived = (WorkerState.PAUSED,) if self.phase is Phase.PAUSING else (WorkerState.RUNNING, WorkerState.RETURNED)
         for rank in self.awaited.pending():
             member = self.membership.members[rank]
@@ -186,6 +189,15 @@ class Job:
         if self.phase is Phase.RELEASED:
             return commands + self.end_late_failure(is_overdue=False)
         return commands + self._release_if_all_returned()
+
+    def _want_back(self, missing: list[Member]) -> Commands:
+        """These ended well, and too early as it turns out."""
+        for member in missing:
+            detail = "exit 0 before it came to its function, while others train"
+            fault = Fault(FaultKind.EXITED_EARLY, member.rank, member.incarnation, detail, signature=detail, exit_code=0)
+            self.open.append(self.known(fault, 0.0))
+            member.lose(())
+        return self.recover()
 
     def _resume(self) -> Commands:
         """Everybody waits: choose the version, say who sends it to whom, let them go."""

@@ -23,6 +23,7 @@ class Life:
     has_process: bool = True             # there is one, or it is being started; False: reaped, or not asked for yet
     spawn: SpawnWorker | None = None  # held back until the life before is reaped
     is_declared: bool = False
+    is_entered: bool = False
     version: int | None = None
     clean: bool = True
     interrupted: int = -1                # newest generation told by Interrupt (or by the bootstrap)
@@ -42,9 +43,13 @@ class Life:
         return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
 
     @property
-    def is_recoverable(self) -> bool:
-        """Whether it is known to use `taskd.recoverable`: it said so, or it replaces one that did."""
-        return self.is_declared or self.is_gated
+    def is_needed(self) -> bool:
+        """Whether it trains, as far as known: it has come to its function, or replaces one that had to."""
+        return self.is_entered or self.is_gated
+
+    def enter(self) -> None:
+        """It has come to its recoverable function."""
+        self.is_declared = self.is_entered = True
 
     @property
     def fault(self) -> Fault | None:
@@ -79,7 +84,9 @@ class Lives:
     def reports(self) -> tuple[ev.WorkerReport, ...]:
         """The present lives, for a registration."""
         return tuple(
-            ev.WorkerReport(life.rank, life.incarnation, life.state.value, life.is_declared, life.version, life.clean)
+            ev.WorkerReport(
+                life.rank, life.incarnation, life.state.value, life.is_declared, life.version, life.clean, life.is_entered
+            )
             for life in self.present.values()
         )
 

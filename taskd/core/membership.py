@@ -33,6 +33,7 @@ class Member:
     state: WorkerState
     born_at: float
     declared: bool = False
+    entered: bool = False                # has come to its recoverable function
     replaced: bool = False               # this life began in a recovery and has not resumed yet
     version: int | None = None
     clean: bool = True
@@ -48,6 +49,10 @@ class Member:
         """Whether it has nothing more to train."""
         return self.state in (WorkerState.RETURNED, WorkerState.FINISHED)
 
+    def enter(self) -> None:
+        """It has come to its recoverable function."""
+        self.declared = self.entered = True
+
     def pause(self, version: int | None, clean: bool) -> None:
         """It waits outside of its function."""
         self.state, self.version, self.clean = WorkerState.PAUSED, version, clean
@@ -61,7 +66,8 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared, self.replaced, self.version, self.clean = False, replaced, None, True
+        self.declared = self.entered = False
+        self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions = ()
 
@@ -189,6 +195,13 @@ class Membership:
         """Members whose process is gone, by rank."""
         return [member for member in self.ordered() if member.state is WorkerState.LOST]
 
+    def missing(self) -> list[Member]:
+        """Members that ended well before they came to their function, while others are in theirs: these cannot train alone."""
+        if not any(member.entered for member in self.members.values()):
+            return []
+        ended = [member for member in self.ordered() if member.state is WorkerState.FINISHED]
+        return [member for member in ended if member.declared and not member.entered]
+
     def on_node(self, node_rank: int) -> Iterable[Member]:
         """Members of one node, by rank."""
         return [self.members[rank] for rank in self.nodes[node_rank].ranks]
@@ -220,4 +233,5 @@ def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
         declared=report.declared,
         version=report.version,
         clean=report.clean,
+        entered=report.entered,
     )

@@ -8,8 +8,8 @@ there is no manager.
     DONE      the run is over for this node
 
 Hard cases:
-- The alarm rings before the kernel can say how the worker died. A declared worker in the middle of its work is lost at
-  once. One that was leaving, was released, or never declared may be ending as it should: the exit code decides.
+- The alarm rings before the kernel can say how the worker died. A worker in the middle of its function is lost at once.
+  One that was leaving, was released, or never came to its function may be ending as it should: the exit code decides.
 - The manager is away. Everything that it must know is kept with the life that it concerns and told when it is back (it
   takes repetitions well). A fault that nobody answers for too long ends in `FallBack`: plain torchrun behaviour. If all
   functions here have returned, the workers are released, as nobody else could do it.
@@ -170,7 +170,7 @@ class NodeMachine:
         life.died_at = event.died_at
         life.version = event.version
         life.kill_at = self._now + self._timeouts.lost_grace_s
-        if self._is_released or not life.is_recoverable or event.phase == "exiting":
+        if self._is_released or not life.is_needed or event.phase == "exiting":
             return []
         fault = Fault(FaultKind.LOST, event.rank, event.incarnation, "", event.version, event.phase)
         return self._lose(life, fault, event.box_versions)
@@ -200,7 +200,7 @@ class NodeMachine:
             is_news = life.lost is None and life.died_at is not None and not is_success and life.is_live
             commands = self._lose(life, fault, box_versions) if is_news else self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
-        if is_success and (self._is_released or not life.is_recoverable):
+        if is_success and (self._is_released or not life.is_needed):
             life.state, life.waits_since = WorkerState.FINISHED, None
             finished = ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)
             return self._tell(finished) + self._finish_if_all_finished()
@@ -235,11 +235,11 @@ class NodeMachine:
     # ------------------------------------------------------------------------------------------------ what workers say
 
     def _declared(self, event: ev.WorkerDeclared) -> Commands:
-        """It uses `taskd.recoverable`."""
+        """It uses `taskd.recoverable`, or has come to its function."""
         life = self.lives.of(event)
         if life is None:
             return self._ignore("said by an earlier life", event.rank)
-        life.is_declared = True
+        life.is_declared, life.is_entered = True, life.is_entered or event.entered
         return self._tell(event)
 
     def _stood(self, event: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned) -> Commands:
@@ -252,10 +252,11 @@ class NodeMachine:
             return self._ignore("said by an earlier life, or before it was resumed", event.rank)
         life.stand, life.waits_since = event, self._now
         if isinstance(event, ev.WorkerReturned):
-            life.state, life.version, life.is_declared = WorkerState.RETURNED, event.version, True
+            life.enter()
+            life.state, life.version = WorkerState.RETURNED, event.version
         elif isinstance(event, ev.WorkerRaised):
+            life.enter()
             life.state, life.version, life.clean = WorkerState.PAUSED, event.fault.version, event.clean
-            life.is_declared = True
         else:
             life.state, life.version, life.clean = WorkerState.PAUSED, event.version, event.clean
         return self._tell(event)

@@ -209,7 +209,7 @@ class RecoveryMachine:
             if report.incarnation != member.incarnation:
                 missed.append(member)
                 continue
-            member.declared = member.declared or report.declared
+            member.declared, member.entered = member.declared or report.declared, member.entered or report.entered
             if member.state is WorkerState.STARTING and not member.replaced and state is not WorkerState.STARTING:
                 member.state = WorkerState.RUNNING       # that it had started was not heard
             if state is WorkerState.LOST and member.is_live:
@@ -291,9 +291,10 @@ class RecoveryMachine:
         return self._job.count_recovered(event.rank, None) if attempt is not None and attempt.is_restart else []
 
     def _declared(self, event: ev.WorkerDeclared) -> Commands:
-        """It can be recovered in place."""
-        self.membership.members[event.rank].declared = True
-        return []
+        """It can be recovered in place; once it is in its function, every rank is needed."""
+        member = self.membership.members[event.rank]
+        member.declared, member.entered = True, member.entered or event.entered
+        return [] if self.phase is Phase.JOINING else self._job.proceed()
 
     def _lost(self, event: ev.WorkerLost) -> Commands:
         """A process is gone."""
@@ -375,7 +376,7 @@ class RecoveryMachine:
         is_answered = member.state is WorkerState.PAUSED and job.phase is not Phase.JOINING
         if is_over or is_answered or not member.is_live:
             return self._ignore(f"raised in generation {event.generation}, answered already", event.rank)
-        member.declared = True
+        member.enter()
         self.membership.note_version(event.fault.version)
         member.pause(event.fault.version, event.clean)
         job.awaited.discard(event.rank)
@@ -390,7 +391,7 @@ class RecoveryMachine:
         member, job = self.membership.members[event.rank], self._job
         if event.generation < job.resumed_generation:
             return self._ignore(f"raised in generation {event.generation}, which is over", event.rank)
-        member.declared = True
+        member.enter()
         self.membership.note_version(event.fault.version)
         if member.rank in job.awaited and job.attempt is not None:
             job.attempt.followers.add((event.rank, event.incarnation))
@@ -418,7 +419,8 @@ class RecoveryMachine:
         if is_over or member.state not in (WorkerState.RUNNING, WorkerState.STARTING):
             return self._ignore(f"returned in generation {event.generation}, answered already", event.rank)
         self.membership.note_version(event.version)
-        member.declared, member.state, member.version = True, WorkerState.RETURNED, event.version
+        member.enter()
+        member.state, member.version = WorkerState.RETURNED, event.version
         job.awaited.discard(event.rank)
         return self._wait_for_others() if job.phase is Phase.JOINING else job.proceed()
 

@@ -141,7 +141,9 @@ class WorkerStarted(WorkerMessage):
 @_message(21)
 @dataclass(frozen=True, slots=True)
 class WorkerDeclared(WorkerMessage):
-    """Its script uses `recoverable`."""
+    """Its script uses `recoverable`, or has come to its function."""
+
+    entered: bool = False
 
 
 @_message(22)

@@ -67,9 +67,9 @@ class Life:
 
     def release_hold(self) -> None:
         """A commit is complete. Raises the interrupt that was held back, if any."""
-        self.held = False
         if self.on_commit is not None:
-            self.on_commit()
+            self.on_commit()       # still held: it takes a lock, which an Interrupted raised in the middle could leave taken
+        self.held = False
         if self.pending is not None:
             reason, self.pending = self.pending, None
             raise Interrupted(reason)

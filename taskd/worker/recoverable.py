@@ -98,7 +98,7 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
         runtime.where = Where.WAITING if interrupted else Where.INSIDE
     if interrupted:
         return None, Interrupted("interrupted before the function was entered")
-    runtime.mark(Phase.ENTERED)
+    runtime.enter()
     # The signal handler raises wherever the main thread is while `in_recoverable` is set: also in the handlers of
     # the inner try. The outer one makes sure that this cannot leave the loop.
     try:

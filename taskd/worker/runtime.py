@@ -87,7 +87,7 @@ class Runtime:
             self._inherit(bootstrap.get("previous_fd"))
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
         self.groups = Groups(self.life.generation)
-        self.declared = False
+        self.declared = self.entered = False
         self.where = Where.OUTSIDE
         self.outer_init: Callable[[], None] | None = None   # how the default group was made outside the function
         # All below: written under the condition's lock.
@@ -163,6 +163,13 @@ class Runtime:
         buckets.install()
         self.send(events.WorkerDeclared(**self.identity("declared")))
 
+    def enter(self) -> None:
+        """The main thread is about to run the function: tell the agent, the first time."""
+        self.mark(Phase.ENTERED)
+        if not self.entered:
+            self.entered = True
+            self.send(events.WorkerDeclared(**self.identity("entered"), entered=True))
+
     def mark(self, phase: Phase) -> None:
         """Note in the black box where the main thread is."""
         if self.life.box is not None:
@@ -224,25 +231,26 @@ class Runtime:
             self.must_gate = True
             is_inside = self.where is Where.INSIDE
             is_retired = self.where is Where.WAITING and opened.is_empty
+            version = self.life.version
+            is_behind = is_inside and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
+            if is_inside:
+                self.life.pending = command.reason       # commit() raises it
+                if not is_behind:
+                    self._interrupter.interrupt(command.reason)
             self.condition.notify_all()
-        version = self.life.version
-        is_behind = is_inside and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
         if self._abort is not None:      # of an earlier generation, not carried out or not repeated yet
             self.groups.abort(self._abort.opened)
         due = time.monotonic() + (_FINISH_S if is_behind else _QUIET_S)
         self._abort = None if is_retired else PendingAbort(opened, command.generation, command.reason, due)
-        if is_inside:
-            self.life.pending = command.reason       # commit() raises it
-            if not is_behind:
-                self._interrupter.interrupt(command.reason)
 
     def _carry_out(self, abort: PendingAbort) -> None:
         """Make collectives raise, then the main thread leave, if it has not yet."""
         self.groups.abort(abort.opened)
+        # Under the lock, as in `_interrupt`: the main thread must not have left the function in between, or it would find
+        # an interrupt of an earlier generation pending when it is in again.
         with self.condition:
-            is_inside = self.where is Where.INSIDE and self.must_gate and self.target_generation == abort.generation
-        if is_inside:
-            self._interrupter.interrupt(abort.reason)
+            if self.where is Where.INSIDE and self.must_gate and self.target_generation == abort.generation:
+                self._interrupter.interrupt(abort.reason)
         # A thread that was just beginning to wait was missed.
         self._abort = replace(abort, due=time.monotonic() + _AGAIN_S, tries=abort.tries - 1) if abort.tries > 1 else None
 

@@ -67,7 +67,7 @@ class ManagerDriver:
         for node in range(self.nodes):
             assert self.register(node) == []
         for rank in self.ranks if declared else ():
-            assert self.worker(ev.WorkerDeclared, rank) == []
+            assert self.worker(ev.WorkerDeclared, rank, True) == []
         return self
 
     def lose(self, rank: int, kind: FaultKind = FaultKind.LOST, detail: str = "", *, version: int | None = 5,
@@ -131,7 +131,7 @@ class NodeDriver:
         for rank in range(ranks) if started else ():
             self.worker(ev.WorkerStarted, rank, 1000 + rank)
             if declared:
-                self.worker(ev.WorkerDeclared, rank)
+                self.worker(ev.WorkerDeclared, rank, True)
 
     def send(self, kind: type[ev.Event], *details: Any, at: float | None = None) -> list[do.Command]:
         self.now = self.now + 0.01 if at is None else at

@@ -7,20 +7,7 @@ from taskd.core import events as ev
 from taskd.core.exits import SIGKILL, SIGTERM
 from taskd.core.faults import FaultKind
 from taskd.core.node import NodePhase
-
-
-def kinds(commands) -> list[str]:
-    return [type(command).__name__ for command in commands]
-
-
-def told(commands) -> list[object]:
-    """What goes to the manager."""
-    return [command.event for command in commands if isinstance(command, do.TellManager)]
-
-
-def passed_on(commands) -> list[tuple[int, str]]:
-    """What goes to workers."""
-    return [(command.rank, type(command.command).__name__) for command in commands if isinstance(command, do.TellWorker)]
+from tests.unit.core.answers import kinds, passed_on, told
 
 
 class TestADeath:
@@ -64,9 +51,23 @@ class TestADeath:
         assert (signal.rank, signal.incarnation, signal.signal_number) == (1, 0, SIGKILL)
         assert agent.machine.next_deadline() is None
 
-    def test_a_declared_worker_that_exits_0_too_early_has_failed(self, node) -> None:
+    def test_a_worker_that_exits_0_in_its_function_has_failed(self, node) -> None:
         (lost,) = told(node().exit(1, 0, "exiting"))
         assert lost.fault.kind is FaultKind.EXITED_EARLY
+
+    @pytest.mark.parametrize("phase", ["boot", "exiting"])
+    def test_a_worker_that_declared_and_never_came_to_its_function_may_end_well(self, node, phase) -> None:
+        agent = node(2, declared=False)
+        agent.worker(ev.WorkerDeclared, 1)
+        assert agent.alarm(1, phase) == []
+        (finished,) = told(agent.exit(1, 0, phase))
+        assert isinstance(finished, ev.WorkerFinished)
+
+    def test_that_it_came_to_its_function_is_registered(self, node) -> None:
+        agent = node(2, declared=False)
+        agent.worker(ev.WorkerDeclared, 0)
+        agent.worker(ev.WorkerDeclared, 1, True)
+        assert [(report.declared, report.entered) for report in agent.machine.registration(0.0).workers] == [(True, False), (True, True)]
 
     def test_a_replacement_that_exits_0_before_it_declares_has_failed(self, node) -> None:
         agent = node()

@@ -68,9 +68,9 @@ class AnyNodeHistory(RuleBasedStateMachine):
     def started(self, rank, age) -> None:
         self.send(ev.WorkerStarted, rank, self.life(rank, age), 1)
 
-    @rule(rank=RANKS, age=AGES)
-    def declared(self, rank, age) -> None:
-        self.send(ev.WorkerDeclared, rank, self.life(rank, age))
+    @rule(rank=RANKS, age=AGES, entered=st.booleans())
+    def declared(self, rank, age, entered) -> None:
+        self.send(ev.WorkerDeclared, rank, self.life(rank, age), entered)
 
     @rule(rank=RANKS, age=AGES, behind=AGES)
     def paused(self, rank, age, behind) -> None:

@@ -8,12 +8,9 @@ from taskd.core.faults import FaultKind
 from taskd.core.job import Phase
 from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
+from tests.unit.core.answers import kinds
 
 Report = ev.WorkerReport
-
-
-def kinds(commands) -> list[str]:
-    return [type(command).__name__ for command in commands]
 
 
 class TestJoining:

@@ -32,6 +32,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.dead: set[int] = set()
         self.done: set[int] = set()
         self.outside: set[int] = set()
+        self.entered: set[tuple[int, int]] = set()
         self.highest = (0, 0)
         self.last_resume: do.Resume | None = None
         self.first_generation = generation
@@ -54,7 +55,8 @@ class AnyHistory(RuleBasedStateMachine):
             self.dead.add(command.rank)
         elif isinstance(command, do.ReplaceWorker):
             if command.incarnation != self.lives[command.rank]:      # else: said again to an agent that came back
-                assert command.rank in self.dead, "a live rank was replaced"
+                ended_before_it_began = command.rank in self.done and (command.rank, self.lives[command.rank]) not in self.entered
+                assert command.rank in self.dead or ended_before_it_began, "a live or a finished rank was replaced"
                 assert command.incarnation == self.lives[command.rank] + 1
                 self.lives[command.rank] = command.incarnation
                 self.dead.discard(command.rank)
@@ -81,8 +83,9 @@ class AnyHistory(RuleBasedStateMachine):
         return is_known and self.life(rank, age) == self.lives[rank] and rank not in self.dead | self.done
 
     @rule(node=st.integers(0, 1), ages=st.lists(st.integers(0, 1), min_size=4, max_size=4), behind=st.integers(0, 1),
-          states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4), versions=st.lists(VERSIONS, min_size=4, max_size=4))
-    def registered(self, node, ages, behind, states, versions) -> None:
+          states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4), versions=st.lists(VERSIONS, min_size=4, max_size=4),
+          entered=st.lists(st.booleans(), min_size=4, max_size=4))
+    def registered(self, node, ages, behind, states, versions, entered) -> None:
         node %= self.nodes
         ranks = range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes)
         is_new = node not in self.machine.membership.nodes
@@ -101,16 +104,21 @@ class AnyHistory(RuleBasedStateMachine):
                     self.dead.discard(rank)
                 elif state == "paused":
                     self.outside.add(rank)
-            reports.append(ev.WorkerReport(rank, self.life(rank, age), state, bool(age), versions[rank], True))
+                if entered[rank]:
+                    self.entered.add((rank, self.lives[rank]))
+            declared = bool(age) or entered[rank]
+            reports.append(ev.WorkerReport(rank, self.life(rank, age), state, declared, versions[rank], True, entered[rank]))
         self.send(ev.AgentRegistered, node, f"a{node}", self.nodes, 4, self.budget, generation, 0, tuple(reports))
 
     @rule(rank=RANKS, age=st.integers(0, 1))
     def started(self, rank, age) -> None:
         self.send(ev.WorkerStarted, rank, self.life(rank, age), 1)
 
-    @rule(rank=RANKS)
-    def declared(self, rank) -> None:
-        self.send(ev.WorkerDeclared, rank, self.lives[rank])
+    @rule(rank=RANKS, entered=st.booleans())
+    def declared(self, rank, entered) -> None:
+        if entered and self.counts(rank):
+            self.entered.add((rank, self.lives[rank]))
+        self.send(ev.WorkerDeclared, rank, self.lives[rank], entered)
 
     @rule(rank=RANKS, age=st.integers(0, 1), kind=st.sampled_from(KINDS), version=VERSIONS, ago=st.sampled_from([0.0, 0.2]))
     def lost(self, rank, age, kind, version, ago) -> None:

@@ -1,0 +1,51 @@
+"""Ranks that have declared that they are recoverable and have not come to their function: slow ones, and some that never will."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.slow
+
+
+def pids(job: harness.Job, what: str) -> dict[int, set[int]]:
+    """Processes of each rank that noted `what`."""
+    found: dict[int, set[int]] = {}
+    for fact in job.facts(what):
+        found.setdefault(fact["rank"], set()).add(fact["pid"])
+    return found
+
+
+def test_a_rank_that_sets_up_for_longer_than_the_fault_timeout_is_left_alone(tmp_path: pathlib.Path) -> None:
+    with harness.job(tmp_path, CASE="slow", TASKD_FAULT_TIMEOUT="2", SETUP_S="4") as job:
+        finished = job.run("entering.py", nproc=3)
+        assert finished.returncode == 0, finished.output
+        assert len(job.facts("fault")) == 1
+        assert {rank: len(found) for rank, found in pids(job, "began").items()} == {0: 1, 1: 2, 2: 1}
+        assert sorted(pids(job, "done")) == [0, 1, 2]
+
+
+def test_a_script_may_decorate_a_function_and_not_call_it(tmp_path: pathlib.Path) -> None:
+    with harness.job(tmp_path, CASE="evaluate") as job:
+        finished = job.run("entering.py", nproc=2)
+        assert finished.returncode == 0, finished.output
+        assert {rank: len(found) for rank, found in pids(job, "began").items()} == {0: 1, 1: 1}
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 0, job.manager.text
+        assert job.recoveries() == []
+
+
+def test_a_rank_that_leaves_before_its_function_is_wanted_back(tmp_path: pathlib.Path) -> None:
+    with harness.job(tmp_path, CASE="one leaves") as job:
+        finished = job.run("entering.py", nproc=3)
+        assert finished.returncode == 0, finished.output
+        assert len(job.facts("fault")) == 1
+        assert sorted(pids(job, "done")) == [0, 1, 2]
+        (record,) = job.recoveries()
+        assert [(fault["rank"], fault["kind"]) for fault in record["faults"]] == [(1, "exited early")]
