@@ -1,13 +1,15 @@
 """What the step boundary costs: `commit()` and the captures around it, in one process, with a real black box.
 
-    python benchmarks/commit_cost.py [--commits 20000]
+    python benchmarks/commit_cost.py [--commits 20000] [--steps 600]
 
-Prints one table and one line of JSON. Each row is the median over batches of 200 calls.
+Prints one table and one line of JSON. The rows of the first kind are the median over batches of 200 calls, one after the other. Those
+"in a step" are the median over the steps of a real training (the model of benchmarks/workload.py), which has emptied the caches before.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -54,11 +56,46 @@ def make_state(layers: int, *, norm: bool = False) -> tuple[TrainState, torch.nn
     return state, model, optimizer
 
 
+def in_steps(steps: int, *, draws: bool) -> dict[str, float]:
+    """Median time of commit() and of each hook between the parts of a real step; `draws`: which uses torch's generator (dropout)."""
+    life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
+    life_module.set_current(life)
+    model = torch.nn.Sequential(*(part for _ in range(5) for part in (torch.nn.Linear(512, 512), torch.nn.GELU())))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    state = TrainState(model=model, optimizer=optimizer)
+    state.restore()
+    holding = state._holding  # noqa: SLF001 - the hooks are called here, where they can be timed
+    holding.detach()
+    where = "in a step that draws" if draws else "in a step"
+    calls = {f"forward hook, {where}": functools.partial(holding.capture_pending, life),
+             f"optimizer hook, {where}": holding.begin_update, f"commit, {where}": state.commit}
+    forward, update, commit = calls
+    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def timed(name: str) -> None:
+        start = time.perf_counter()
+        calls[name]()
+        times[name].append((time.perf_counter() - start) * 1e6)
+
+    generator = None if draws else torch.Generator()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 512, generator=generator)).square().mean()
+        timed(forward)
+        loss.backward()
+        timed(update)
+        optimizer.step()
+        timed(commit)
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commits", type=int, default=20_000)
-    calls = parser.parse_args().commits
+    parser.add_argument("--steps", type=int, default=600)
+    options = parser.parse_args()
+    calls = options.commits
     torch.set_num_threads(1)
     import numpy as np  # noqa: PLC0415 - a job with numpy loaded is the dearer case
 
@@ -77,6 +114,8 @@ def main() -> None:
     rows["forward hook"] = median_us(lambda: holding.capture_pending(life), calls)
     rows["optimizer hook"] = median_us(holding.begin_update, calls)
 
+    rows.update(in_steps(options.steps, draws=False))
+    rows.update(in_steps(options.steps, draws=True))
     print(f"{'what':<40}{'µs':>8}")
     for name, value in rows.items():
         print(f"{name:<40}{value:>8.2f}")

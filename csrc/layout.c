@@ -14,7 +14,9 @@ _Static_assert(sizeof(pthread_mutex_t) <= TASKD_MUTEX_BYTES, "the mutex fits its
 _Static_assert(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(mutex) == 64, "as documented");
 _Static_assert(HEADER(pid) == 128 && HEADER(version) == 152 && HEADER(committed) == 160, "as documented");
 _Static_assert(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET, "areas do not overlap");
-_Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES <= TASKD_BOX_BYTES, "slots fit the box");
+_Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES == TASKD_COMMON_OFFSET, "areas do not overlap");
+_Static_assert(TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES <= TASKD_BOX_BYTES, "slots fit the box");
+_Static_assert(TASKD_COMMON_SLOTS > TASKD_EXTRAS_SLOTS, "one is always free");
 _Static_assert(sizeof(struct taskd_death) == 24, "one record on the pipe");
 
 static const struct {
@@ -29,6 +31,9 @@ static const struct {
     {"extras_offset", TASKD_EXTRAS_OFFSET},
     {"extras_bytes", TASKD_EXTRAS_BYTES},
     {"extras_slots", TASKD_EXTRAS_SLOTS},
+    {"common_offset", TASKD_COMMON_OFFSET},
+    {"common_bytes", TASKD_COMMON_BYTES},
+    {"common_slots", TASKD_COMMON_SLOTS},
     {"slot_header_bytes", TASKD_SLOT_HEADER_BYTES},
     {"offset_magic", HEADER(magic)},
     {"offset_layout_version", HEADER(layout_version)},
@@ -42,7 +47,9 @@ static const struct {
     {"slot_offset_complete", SLOT(complete)},
     {"slot_offset_version", SLOT(version)},
     {"slot_offset_length", SLOT(length)},
-    {"slot_offset_crc32", SLOT(crc32)},
+    {"slot_offset_checksum", SLOT(checksum)},
+    {"slot_offset_common", SLOT(common)},
+    {"slot_offset_common_checksum", SLOT(common_checksum)},
     {"guard_held", TASKD_GUARD_HELD},
     {"death_bytes", sizeof(struct taskd_death)},
 };

@@ -41,7 +41,8 @@ extern "C" {
  *    69632  extras slot 0, 5 MiB       struct taskd_slot_header, then the payload: committed
  *  5312512  extras slot 1, 5 MiB       the same: committed, used in turn with slot 0
  * 10555392  extras slot 2, 5 MiB       the same: pending
- * 15798272  not used, up to 16 MiB
+ * 15798272  4 common slots, 64 KiB    the same: what several extras have in common, in front of their payloads
+ * 16060416  not used, up to 16 MiB
  */
 #define TASKD_BOX_MAGIC 0x584F42444B534154 /* "TASKDBOX" */
 #define TASKD_BOX_LAYOUT_VERSION 1
@@ -52,6 +53,9 @@ extern "C" {
 #define TASKD_EXTRAS_OFFSET 69632
 #define TASKD_EXTRAS_BYTES (5 * 1024 * 1024)
 #define TASKD_EXTRAS_SLOTS 3
+#define TASKD_COMMON_OFFSET 15798272
+#define TASKD_COMMON_BYTES (64 * 1024)
+#define TASKD_COMMON_SLOTS 4
 #define TASKD_SLOT_HEADER_BYTES 64
 #define TASKD_MUTEX_BYTES 64 /* pthread_mutex_t has 40 bytes on x86-64, 48 on aarch64 */
 
@@ -83,8 +87,10 @@ struct taskd_slot_header {
     /*  0 */ int64_t complete;
     /*  8 */ int64_t version;
     /* 16 */ int64_t length;
-    /* 24 */ int64_t crc32; /* of the payload, started with the low 32 bits of the version */
-    /* 32 */ uint8_t reserved[TASKD_SLOT_HEADER_BYTES - 32];
+    /* 24 */ int64_t checksum; /* Adler-32 of the payload XOR the low 32 bits of the version XOR common_checksum */
+    /* 32 */ int64_t common;       /* extras only: common slot (1 to 4) that goes in front; 0: none */
+    /* 40 */ int64_t common_checksum; /* that slot's checksum, to tell whether it is still the same */
+    /* 48 */ uint8_t reserved[TASKD_SLOT_HEADER_BYTES - 48];
 };
 
 /* ---- Functions --------------------------------------------------------------------------------------------------- */

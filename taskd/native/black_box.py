@@ -31,6 +31,9 @@ LAYOUT_BYTES = 64 * 1024
 EXTRAS_OFFSET = LAYOUT_OFFSET + LAYOUT_BYTES
 EXTRAS_BYTES = 5 * 1024 * 1024
 EXTRAS_SLOTS = 3
+COMMON_OFFSET = EXTRAS_OFFSET + EXTRAS_SLOTS * EXTRAS_BYTES
+COMMON_BYTES = 64 * 1024
+COMMON_SLOTS = EXTRAS_SLOTS + 1
 SLOT_HEADER_BYTES = 64
 
 OFFSET_MAGIC = 0
@@ -46,10 +49,13 @@ OFFSET_COMMITTED = 160
 SLOT_OFFSET_COMPLETE = 0
 SLOT_OFFSET_VERSION = 8
 SLOT_OFFSET_LENGTH = 16
-SLOT_OFFSET_CRC32 = 24
+SLOT_OFFSET_CHECKSUM = 24
+SLOT_OFFSET_COMMON = 32
+SLOT_OFFSET_COMMON_CHECKSUM = 40
 
 MAX_LAYOUT_PAYLOAD_BYTES = LAYOUT_BYTES - SLOT_HEADER_BYTES
 MAX_EXTRAS_PAYLOAD_BYTES = EXTRAS_BYTES - SLOT_HEADER_BYTES
+MAX_COMMON_PAYLOAD_BYTES = COMMON_BYTES - SLOT_HEADER_BYTES
 
 # The same as word indices: the box is written through a view of signed 64-bit words, one store each.
 _WORD = 8
@@ -59,7 +65,9 @@ _INCARNATION = OFFSET_INCARNATION // _WORD
 _PHASE = OFFSET_PHASE // _WORD
 _VERSION = OFFSET_VERSION // _WORD
 _COMMITTED = OFFSET_COMMITTED // _WORD
-_COMPLETE, _SLOT_VERSION, _LENGTH, _CRC32 = range(4)
+_COMPLETE, _SLOT_VERSION, _LENGTH, _CHECKSUM, _COMMON, _COMMON_CHECKSUM = range(6)
+
+_SLOT_HEADER = struct.Struct("=5q")     # the words behind `complete`
 
 _NONE = -1           # in the box only; Python sees None
 _PENDING_SLOT = 2
@@ -92,8 +100,14 @@ def _slot_word(offset: int) -> int:
     return offset // _WORD
 
 
+def _checksum(payload: bytes, version: int, common: int) -> int:
+    """Adler-32, which needs no tables: those of CRC-32 cost more than the payload when a training step has emptied the caches."""
+    return zlib.adler32(payload) ^ (version & 0xFFFFFFFF) ^ common
+
+
 _LAYOUT_WORD = _slot_word(LAYOUT_OFFSET)
 _EXTRAS_WORDS = tuple(_slot_word(EXTRAS_OFFSET + slot * EXTRAS_BYTES) for slot in range(EXTRAS_SLOTS))
+_COMMON_WORDS = tuple(_slot_word(COMMON_OFFSET + slot * COMMON_BYTES) for slot in range(COMMON_SLOTS))
 
 # Boxes that this process has open, for `_disarm_in_child` alone.
 _open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
@@ -110,6 +124,7 @@ class BlackBox:
         self._map = mmap.mmap(fd, BOX_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("q")
+        self._common: tuple[bytes, int, int] = (b"", 0, 0)      # what was written last: itself, where, its checksum
         _open_boxes.add(self)
 
     @classmethod
@@ -197,32 +212,49 @@ class BlackBox:
 
     # ------------------------------------------------------------ payloads
 
-    def write_extras(self, version: int, payload: bytes, *, pending: bool = False) -> bool:
-        """Keep what the rank needs besides its state at `version`. False: the payload is too large, nothing changed.
+    def write_extras(self, version: int, payload: bytes, *, common: bytes = b"", pending: bool = False) -> bool:
+        """Keep what the rank needs besides its state at `version`. False: it is too large, nothing changed.
 
         Committed payloads use two slots in turn, so that one is complete at any moment; a pending one (for a version that may
-        or may not come about) has a slot of its own.
+        or may not come about) has a slot of its own. `common` is read in front of the payload. It is written only when it is
+        another object than the last time: keep what many versions share in it.
         """
+        if len(common) > MAX_COMMON_PAYLOAD_BYTES:
+            common, payload = b"", common + payload
         if len(payload) > MAX_EXTRAS_PAYLOAD_BYTES:
             return False
-        words = self._words
+        if common is not self._common[0]:
+            self._write_common(common)
+        _, place, checksum = self._common
         if pending:
-            self._write_slot(_EXTRAS_WORDS[_PENDING_SLOT], version, payload)
-        else:
-            slot = 1 if words[_COMMITTED] == 0 else 0
-            self._write_slot(_EXTRAS_WORDS[slot], version, payload)
-            words[_COMMITTED] = slot
+            self._write_slot(_EXTRAS_WORDS[_PENDING_SLOT], version, payload, place, checksum)
+            return True
+        slot = 1 if self._words[_COMMITTED] == 0 else 0
+        self._write_slot(_EXTRAS_WORDS[slot], version, payload, place, checksum)
+        self._words[_COMMITTED] = slot
         return True
 
+    def _write_common(self, common: bytes) -> None:
+        if not common:
+            self._common = (common, 0, 0)
+            return
+        # One more place than there are extras: one is referred to by none of them.
+        used = {self._words[word + _COMMON] for word in _EXTRAS_WORDS}
+        place = next(place for place in range(1, COMMON_SLOTS + 1) if place not in used)
+        word = _COMMON_WORDS[place - 1]
+        self._write_slot(word, 0, common)
+        self._common = (common, place, self._words[word + _CHECKSUM])
+
     def read_extras(self) -> dict[int, bytes]:
-        """Complete payloads by version: the newest committed one, the one before it, a pending one if not superseded."""
+        """Complete payloads by version, each with its common part in front: the newest committed one, the one before it, a pending one if not superseded."""
         newest = self._words[_COMMITTED]
         found: dict[int, bytes] = {}
         for slot in (_PENDING_SLOT, 1 - newest, newest) if newest in {0, 1} else (_PENDING_SLOT, 0):
             content = self._read_slot(_EXTRAS_WORDS[slot], MAX_EXTRAS_PAYLOAD_BYTES)
-            if content is not None:
+            common = self._read_common(_EXTRAS_WORDS[slot])
+            if content is not None and common is not None:
                 version, payload = content
-                found[version] = payload
+                found[version] = common + payload
         return found
 
     def write_layout(self, payload: bytes) -> bool:
@@ -237,15 +269,24 @@ class BlackBox:
         content = self._read_slot(_LAYOUT_WORD, MAX_LAYOUT_PAYLOAD_BYTES)
         return None if content is None else content[1]
 
-    def _write_slot(self, word: int, version: int, payload: bytes) -> None:
-        words = self._words
-        words[word + _COMPLETE] = 0
-        start = word * _WORD + SLOT_HEADER_BYTES
+    def _read_common(self, word: int) -> bytes | None:
+        """What the slot at `word` refers to; None: it has been overwritten, or was never complete."""
+        place, checksum = self._words[word + _COMMON], self._words[word + _COMMON_CHECKSUM]
+        if place == 0:
+            return b""
+        if not 0 < place <= COMMON_SLOTS:
+            return None
+        content = self._read_slot(_COMMON_WORDS[place - 1], MAX_COMMON_PAYLOAD_BYTES)
+        return content[1] if content is not None and self._words[_COMMON_WORDS[place - 1] + _CHECKSUM] == checksum else None
+
+    def _write_slot(self, word: int, version: int, payload: bytes, common: int = 0, common_checksum: int = 0) -> None:
+        self._words[word] = 0
+        header = word * _WORD
+        start = header + SLOT_HEADER_BYTES
         self._bytes[start : start + len(payload)] = payload
-        words[word + _SLOT_VERSION] = version
-        words[word + _LENGTH] = len(payload)
-        words[word + _CRC32] = zlib.crc32(payload, version & 0xFFFFFFFF)
-        words[word + _COMPLETE] = 1
+        checksum = _checksum(payload, version, common_checksum)
+        _SLOT_HEADER.pack_into(self._bytes, header + SLOT_OFFSET_VERSION, version, len(payload), checksum, common, common_checksum)
+        self._words[word] = 1
 
     def _read_slot(self, word: int, limit: int) -> tuple[int, bytes] | None:
         words = self._words
@@ -255,7 +296,8 @@ class BlackBox:
         start = word * _WORD + SLOT_HEADER_BYTES
         payload = bytes(self._bytes[start : start + length])
         # The writer may be alive and at it: then the parts do not fit together.
-        return (version, payload) if zlib.crc32(payload, version & 0xFFFFFFFF) == words[word + _CRC32] else None
+        checksum = _checksum(payload, version, words[word + _COMMON_CHECKSUM])
+        return (version, payload) if checksum == words[word + _CHECKSUM] else None
 
     # ------------------------------------------------------------ end
 

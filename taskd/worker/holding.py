@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Running statistics above this are not written to the black box at every commit (copying 4 MiB takes about 1 ms).
 _MAX_BUFFER_BYTES = 4 * 1024 * 1024
+_BARE = encode_part({}, {}, {})
 
 
 class Holding:
@@ -46,12 +47,12 @@ class Holding:
 
     # ------------------------------------------------------------ the per-rank part
 
-    def encode(self, step: int) -> bytes:
-        """The per-rank part as it is now, for a commit that makes the count `step`."""
+    def encode(self) -> bytes:
+        """The per-rank part as it is now."""
         roles = self.roles
         positions = {role: read_position(value) for role, value in roles.positions.items()} if roles.positions else {}
-        buffers = self._read_buffers() if roles.modules else {}
-        return encode_part(step, roles.values, positions, buffers)
+        buffers = self._read_buffers() if self.rollback.has_moving else {}
+        return encode_part(roles.values, positions, buffers) if roles.values or positions or buffers else _BARE
 
     def _read_buffers(self) -> dict[str, bytes]:
         """Running statistics, which differ between ranks (DDP spreads those of rank 0 in the next forward pass).
@@ -119,7 +120,7 @@ class Holding:
     def capture_pending(self, life: Life) -> None:
         """Write what this rank's extras will be once the present step is committed."""
         parts = parts_of(life.states)
-        parts[self.name] = self.encode(self.step + 1)
+        parts[self.name] = self.encode()
         logbook_of(life).write_pending((life.version or 0) + 1, parts)
 
     def commit(self, life: Life, logbook: Logbook) -> None:
@@ -127,7 +128,7 @@ class Holding:
         self.began = True             # whatever fails in here leaves a copy that is neither version
         self.rollback.remember()
         self.step += 1
-        self.part = self.encode(self.step)
+        self.part = self.encode()
         version = life.version = (life.version or 0) + 1
         logbook.write_committed(version, parts_of(life.states))
         box = life.box

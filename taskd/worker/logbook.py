@@ -10,9 +10,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from taskd.worker import extras
-from taskd.worker.extras import Extras, RandomStates
+from taskd.worker.randoms import RandomStates
 
 if TYPE_CHECKING:
+    from taskd.worker.extras import Extras
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
@@ -26,17 +27,23 @@ class Logbook:
     def __init__(self, life: Life) -> None:
         self.life = life
         self.randoms = RandomStates()
-        self._committed: dict[int, bytes] = {}
-        self._pending: tuple[int, bytes] | None = None
+        # By version: the generators, and the rest as pickled for the box.
+        self._committed: dict[int, tuple[bytes, bytes]] = {}
+        self._pending: tuple[int, bytes, bytes] | None = None
+        # Committed and pending: the last parts, and those as pickled. They seldom change.
+        self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {False: ({}, b""), True: ({}, b"")}
         self._is_full_reported = False
 
     def write_committed(self, version: int, parts: dict[str, bytes]) -> None:
         """At a commit: what belongs to `version`."""
-        blob = extras.encode(self.randoms.capture(), parts, is_pending=False)
-        self._committed[version] = blob
+        generators = self.randoms.capture()
+        if self._written[False][0] != parts:
+            self._written[False] = parts, extras.encode(parts, is_pending=False)
+        blob = self._written[False][1]
+        self._committed[version] = generators, blob
         if len(self._committed) > _KEPT:
             del self._committed[min(self._committed)]
-        self._write(version, blob, pending=False)
+        self._write(version, generators, blob, pending=False)
 
     def write_landed(self, version: int, parts: dict[str, bytes]) -> None:
         """After a restore: the same extras again, so that another fault before the next commit finds them in this process's box.
@@ -50,35 +57,37 @@ class Logbook:
         if found is None:
             self.write_committed(version, parts)
             return
-        blob = extras.encode(self.randoms.capture(), {**found.parts, **parts}, is_pending=found.is_pending)
-        self._committed[version] = blob
-        self._write(version, blob, pending=False)
+        generators, blob = self.randoms.capture(), extras.encode({**found.parts, **parts}, is_pending=found.is_pending)
+        self._committed[version] = generators, blob
+        self._write(version, generators, blob, pending=False)
 
     def write_pending(self, version: int, parts: dict[str, bytes]) -> None:
         """Within a step: what will belong to `version`, should others commit it and this rank not live to do so."""
-        blob = extras.encode(self.randoms.capture(), parts, is_pending=True)
-        if self._pending == (version, blob):       # the optimizer begins, and nothing was drawn since the forward pass
+        generators = self.randoms.capture()
+        if self._written[True][0] != parts:
+            self._written[True] = parts, extras.encode(parts, is_pending=True)
+        pending = (version, generators, self._written[True][1])
+        if self._pending == pending:       # the optimizer begins, and nothing was drawn since the forward pass
             return
-        self._pending = (version, blob)
-        self._write(version, blob, pending=True)
+        self._pending = pending
+        self._write(*pending, pending=True)
 
-    def _write(self, version: int, blob: bytes, *, pending: bool) -> None:
+    def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
         box = self.life.box
-        if box is None or box.write_extras(version, blob, pending=pending):
+        if box is None or box.write_extras(version, blob, common=generators, pending=pending):
             return
         if not self._is_full_reported:
             self._is_full_reported = True
             log.warning("rank %d: the per-rank part of the training state (%d bytes) is larger than the black box; if this process dies, its "
-                        "replacement takes sampler and RNG state as the script starts them", self.life.rank, len(blob))
+                        "replacement takes sampler and RNG state as the script starts them", self.life.rank, len(generators) + len(blob))
 
     def find(self, version: int) -> Extras | None:
         """The extras of `version`, committed ones before pending ones, own ones before inherited ones."""
-        blob = self._committed.get(version)
-        if blob is None and self._pending is not None and self._pending[0] == version:
-            blob = self._pending[1]
-        if blob is None:
-            blob = self.life.inherited_extras.get(version)
-        return None if blob is None else extras.decode(blob)
+        found = self._committed.get(version)
+        if found is None and self._pending is not None and self._pending[0] == version:
+            found = self._pending[1:]
+        data = self.life.inherited_extras.get(version) if found is None else b"".join(found)
+        return None if data is None else extras.decode(data)
 
     def forget(self) -> None:
         """Everybody starts afresh: what was captured belongs to no version any more."""

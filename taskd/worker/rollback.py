@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 # torch's batch norm writes its running statistics without raising their version counter (torch 2.13): always copied.
 _SILENT = nn.modules.batchnorm._NormBase
-# One parameter per optimizer is looked at, at both ends: it tells an update by an optimizer that was not registered.
-_PROBES = 1
 
 
 class _Buffer:
@@ -43,6 +41,7 @@ class Rollback:
         self._scalers: dict[str, dict[str, Any]] = {}
         self._moving: list[_Buffer] = []         # change in the forward pass: copied at every commit
         self._still: list[_Buffer] = []          # have not changed so far: only their version is looked at
+        # One parameter per optimizer: it tells an update by an optimizer that was not registered.
         self._probes: list[tuple[torch.Tensor, int]] = []
         self._scheduler_items = list(roles.schedulers.items())
         self._optimizer_items = list(roles.optimizers.items())
@@ -72,17 +71,18 @@ class Rollback:
         if self._moving:
             self._copy_moving()
         self._remember_small()
-        self._probes = [
-            (parameter, parameter._version)
-            for _, optimizer in self._optimizer_items for parameter in optimizer.param_groups[0]["params"][:_PROBES]
-        ]
 
     def _remember_small(self) -> None:
+        self._probes = []
         for role, optimizer in self._optimizer_items:
-            groups = self._groups[role] = [dict(group) for group in optimizer.param_groups]
+            groups = self._groups[role] = [group.copy() for group in optimizer.param_groups]
             for group in groups:
-                if isinstance(group.get("lr"), torch.Tensor):      # capturable optimizers: written in place by the scheduler
-                    group["lr"] = group["lr"].clone()
+                rate = group.get("lr")
+                if type(rate) is not float and isinstance(rate, torch.Tensor):      # capturable optimizers: the scheduler writes into it
+                    group["lr"] = rate.clone()
+            if groups and groups[0]["params"]:
+                parameter = groups[0]["params"][0]
+                self._probes.append((parameter, parameter._version))
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
@@ -117,6 +117,11 @@ class Rollback:
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_(copies, tensors)  # one call for all
+
+    @property
+    def has_moving(self) -> bool:
+        """Whether any buffer is known to change in the forward pass."""
+        return bool(self._moving)
 
     def moving_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that change in the forward pass, live, by name."""

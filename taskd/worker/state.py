@@ -208,7 +208,7 @@ def _land(life: Life, holding: Holding) -> Restored:
         restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
     assert life.version is not None
     holding.rollback.begin()
-    holding.part = holding.encode(holding.step)
+    holding.part = holding.encode()
     holding.attach()
     logbook = logbook_of(life)
     if restored.source == "nothing":

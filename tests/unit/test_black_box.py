@@ -104,6 +104,24 @@ def test_empty_payloads_are_payloads(box):
     assert box.read_layout() == b""
 
 
+def test_what_versions_have_in_common_is_in_front_of_each(box):
+    first, second = b"generators 1, ", b"generators 2, "
+    box.write_extras(1, b"one", common=first)
+    box.write_extras(2, b"two", common=first)
+    box.write_extras(3, b"three", common=second, pending=True)
+    assert box.read_extras() == {1: first + b"one", 2: first + b"two", 3: second + b"three"}
+    box.write_extras(3, b"three", common=second)
+    box.write_extras(4, b"four")
+    assert box.read_extras() == {3: second + b"three", 4: b"four"}
+
+
+def test_a_common_part_that_is_too_large_for_its_place_is_kept_all_the_same(box):
+    large = os.urandom(black_box.MAX_COMMON_PAYLOAD_BYTES + 1)
+    box.write_extras(1, b"one", common=large)
+    box.write_extras(2, b"two", common=large[:-1])
+    assert box.read_extras() == {1: large + b"one", 2: large[:-1] + b"two"}
+
+
 class Died(BaseException):
     """Stands for the end of the process in the middle of a write."""
 
@@ -112,7 +130,7 @@ def die_when_the_checksum_is_taken(monkeypatch):
     def die(*_):
         raise Died
 
-    monkeypatch.setattr(zlib, "crc32", die)
+    monkeypatch.setattr(zlib, "adler32", die)
 
 
 @pytest.mark.parametrize("pending", [False, True])
@@ -130,6 +148,19 @@ def test_a_death_in_the_middle_of_a_write_costs_only_that_write(box, monkeypatch
     assert box.read_extras()[2] == b"two"
 
 
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_death_in_the_middle_of_a_common_part_costs_only_that_write(box, monkeypatch, pending):
+    commons = [b"common %d, " % number for number in range(4)]
+    for version in (1, 2):
+        box.write_extras(version, b"", common=commons[version])
+    box.write_extras(3, b"", common=commons[3], pending=True)
+    with monkeypatch.context() as patch:
+        die_when_the_checksum_is_taken(patch)
+        with pytest.raises(Died):
+            box.write_extras(3, b"", common=commons[0], pending=pending)
+    assert box.read_extras() == {1: commons[1], 2: commons[2], 3: commons[3]}
+
+
 def test_a_torn_layout_is_no_layout(box, monkeypatch):
     box.write_layout(b"old")
     with monkeypatch.context() as patch:
@@ -141,18 +172,19 @@ def test_a_torn_layout_is_no_layout(box, monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 1 << 62), st.binary(max_size=64), st.booleans()), max_size=12),
+    st.lists(st.tuples(st.integers(0, 1 << 62), st.binary(max_size=64), st.booleans(), st.integers(0, 5)), max_size=12),
     st.binary(max_size=4096),
 )
 def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_for_one(writes, noise):
     box = BlackBox.create()
     committed = {}
-    for version, payload, pending in writes:
-        assert box.write_extras(version, payload, pending=pending)
+    commons = [b"%d" % number for number in range(6)]
+    for version, payload, pending, common in writes:
+        assert box.write_extras(version, payload, common=commons[common], pending=pending)
         if not pending:
-            committed = {version: payload}
+            committed = {version: commons[common] + payload}
         found = box.read_extras()
-        assert all((v, found[v]) in {(w, p) for w, p, _ in writes} for v in found)
+        assert all((v, found[v]) in {(w, commons[c] + p) for w, p, _, c in writes} for v in found)
         assert committed.items() <= found.items()
     os.pwrite(box.fd, noise, black_box.EXTRAS_OFFSET)
     box.read_extras()
