@@ -2,8 +2,8 @@
 
 Asking all of them costs 60 us on a core whose caches the step has just filled with something else. Nearly all steps draw from one
 of them at most, so first a few bytes of their memory are looked at: whether anything was drawn since the last capture. A Mersenne
-Twister cannot be drawn from without a change of its position or, every 624 draws, of its words. The layouts are verified when the
-process starts; where one is not as expected, that generator is asked each time.
+Twister cannot be drawn from without a change of its position or, every 624 draws, of its words. The layouts are verified once in
+each process; where one is not as expected, that generator is asked each time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import pickle
 import random
 import struct
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
 _TWISTER = struct.Struct("625I")  # both Mersenne Twisters of Python: 624 words and a position
@@ -92,6 +95,13 @@ class RandomStates:
         self._numpy_mark: _Mark | None = None
         # Looked up once: asking torch for a module that it has not costs microseconds. An extension is imported by the first restore().
         self._devices = [(kind, getattr(torch, kind)) for kind in _DEVICE_TYPES if _is_compiled(kind)]
+        # In the order of the marks; None: the mark is the state.
+        self._readers: list[tuple[str, Callable[[], Any] | None]] = [
+            ("torch", _read_torch),
+            ("python", random.getstate if self._python_mark is None else _read_python),
+            ("numpy", self._read_numpy),
+            *((kind, None) for kind, _ in self._devices),
+        ]
         # What was captured last, and what the generators looked like then.
         self._marks: list[Any] = []
         self._captured: dict[str, Any] = {}
@@ -113,11 +123,12 @@ class RandomStates:
         return self._pickled
 
     def _capture(self, marks: list[Any]) -> None:
-        """Read all of them."""
-        captured = {"torch": _read_torch(), "python": random.getstate() if marks[1] is None else _read_python()}
-        if marks[2] is not _ABSENT:
-            captured["numpy"] = self._read_numpy()
-        captured.update((kind, mark) for (kind, _), mark in zip(self._devices, marks[3:], strict=True) if mark is not _ABSENT)
+        """Read those that may have changed."""
+        captured = dict(self._captured)
+        before = self._marks or [None] * len(marks)
+        for (kind, read), mark, old in zip(self._readers, marks, before, strict=True):
+            if mark is not _ABSENT and (mark is None or mark != old):
+                captured[kind] = mark if read is None else read()
         # The second of a pair of normal deviates may be drawn without a trace in the mark.
         if any(captured["torch"][_TORCH_HELD_BACK]):
             marks[0] = None
@@ -132,15 +143,16 @@ class RandomStates:
             self._numpy = sys.modules["numpy.random"].mtrand._rand
         owner = self._numpy._bit_generator
         if owner is not self._numpy_owner:
-            is_twister = type(owner).__name__ == "MT19937"
-            self._numpy_owner = owner
-            # 624 words, then the position.
-            self._numpy_mark = _mark_at(owner.ctypes.state_address + _TWISTER.size - _MARK_BYTES) if is_twister else None
-            self._marks = []
+            self._numpy_owner, self._numpy_mark, self._marks = owner, None, []
+            if type(owner).__name__ == "MT19937":
+                mark = _mark_at(owner.ctypes.state_address + _TWISTER.size - _MARK_BYTES)
+                _, words, position, *_ = self._numpy.get_state()
+                if mark.raw == words.tobytes()[4 - _MARK_BYTES:] + struct.pack("i", position):
+                    self._numpy_mark = mark
         return None if self._numpy_mark is None else self._numpy_mark.raw
 
     def _read_numpy(self) -> tuple[Any, ...]:
-        if self._numpy_mark is None:
+        if type(self._numpy_owner).__name__ != "MT19937":
             return ("bit generator", self._numpy_owner.state)
         name, keys, position, has_gauss, gauss = self._numpy.get_state()
         return (name, keys.tobytes(), position, has_gauss, gauss)
@@ -165,7 +177,7 @@ def _read_torch() -> bytes:
     return _bytes_of(torch.default_generator.get_state())
 
 
-def _read_python() -> tuple[bytes, float | None]:
+def _read_python() -> tuple[Any, ...]:
     return (_python_words(), random._inst.gauss_next)  # type: ignore[attr-defined]
 
 

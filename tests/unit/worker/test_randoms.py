@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from taskd.worker import randoms as randoms_module
 from taskd.worker.randoms import RandomStates
 
 DRAWS = {
@@ -58,10 +59,14 @@ def test_looking_for_it_changes_nothing():
 
 @pytest.mark.parametrize("name", sorted(DRAWS))
 @pytest.mark.parametrize("layouts", ["known", "unknown"])
-def test_every_draw_is_noticed_and_comes_back(name, layouts):
+def test_every_draw_is_noticed_and_comes_back(name, layouts, monkeypatch):
+    if layouts == "unknown":
+        monkeypatch.setattr(randoms_module, "_is_python_layout_known", lambda: False)
+        monkeypatch.setattr(randoms_module, "_find_torch_mark", lambda: None)
     randoms = RandomStates()
     if layouts == "unknown":
-        randoms._torch_mark = randoms._python_mark = None
+        randoms.capture()
+        randoms._numpy_mark = None
     for _ in range(5):              # a pair of normal deviates is held back every other time
         captured = randoms.capture()
         before = seen()
