@@ -1,13 +1,14 @@
 """What taskd costs while nothing happens: step time on against off, and the idle manager and agent.
 
-    python benchmarks/overhead.py [--pairs 8] [--steps 150] [--json FILE]
+    python benchmarks/overhead.py [--pairs 8] [--steps 150] [--bare] [--json FILE]
 
 In-step cost: one run under taskd in which blocks of 25 steps with its hooks and commit() alternate with blocks without them; the
 figure is the median over neighbouring blocks of the ratio of their median step times.
 
 Step time: pairs of runs of the same DDP workload (4 ranks, gloo), once under taskd (manager, agent, black box, commit at each
 step) and once under plain torchrun, order alternating; the figure is the median over the pairs of the ratio of median step
-times. The first steps of each run are left out. Idle cost: CPU seconds of the manager and of the torchrun process over a
+times. The first steps of each run are left out. With --bare the script under taskd uses nothing of it, so that the steps are the
+same on both sides: what is left is the spread of whole runs. Idle cost: CPU seconds of the manager and of the torchrun process over a
 window in which 4 workers sleep, and resident memory of the manager.
 """
 
@@ -100,9 +101,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=recovery.RANKS)
     parser.add_argument("--alternating-steps", type=int, default=2000)
     parser.add_argument("--window-s", type=float, default=30)
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     recovery.RANKS = options.ranks
+    mode = "checkpoint" if options.bare else "taskd"
     ratios, medians = [], {"on": [], "off": []}
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
         base = pathlib.Path(name)
@@ -110,7 +113,7 @@ def main() -> None:
             order = ["on", "off"] if i % 2 == 0 else ["off", "on"]
             for which in order:
                 where = base / f"{which}{i}"
-                times = (step_times(recovery.run_taskd(where, options.steps + WARM_UP, "")) if which == "on"
+                times = (step_times(recovery.run_taskd(where, options.steps + WARM_UP, "", mode)) if which == "on"
                          else plain(where, options.steps + WARM_UP))
                 medians[which].append(statistics.median(times))
             ratios.append(medians["on"][-1] / medians["off"][-1])
