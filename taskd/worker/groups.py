@@ -142,6 +142,9 @@ class Groups:
 
         with self._lock:
             old, self.opened = self.opened, Opened()
+            if old.before is not None:       # the end of a creation was interrupted itself; sockets made from here on are not its own
+                old.sockets.update(_newer(open_sockets(), old.before))
+                old.before = None
         if old.groups:
             self._retired.append((self.generation, old))
         if not dist.is_available():
