@@ -85,15 +85,22 @@ def note(step):
     out.write(f"commit {step} {time.monotonic_ns()}\n")
 
 
-def with_taskd():
+def prepare_state():
     import taskd  # noqa: PLC0415 - not there, and not wanted, under plain torchrun
+
+    model, optimizer, position = prepare()
+    ddp = DistributedDataParallel(model)
+    state = taskd.TrainState(model=model, optimizer=optimizer)
+    state.restore()
+    return model, optimizer, position, ddp, state
+
+
+def with_taskd():
+    import taskd  # noqa: PLC0415 - as above
 
     @taskd.recoverable
     def train():
-        model, optimizer, position = prepare()
-        ddp = DistributedDataParallel(model)
-        state = taskd.TrainState(model=model, optimizer=optimizer)
-        state.restore()
+        model, optimizer, position, ddp, state = prepare_state()
         while state.step < STEPS:
             one_step(ddp, optimizer, state.step, position)
             state.commit()
@@ -130,10 +137,7 @@ def alternating():
 
     @taskd.recoverable
     def train():
-        model, optimizer, position = prepare()
-        ddp = DistributedDataParallel(model)
-        state = taskd.TrainState(model=model, optimizer=optimizer)
-        state.restore()
+        _, optimizer, position, ddp, state = prepare_state()
         holding = state._holding  # noqa: SLF001 - there is no public way to leave the hooks out
         for step in range(STEPS):
             is_on = step // BLOCK % 2 == 0

@@ -87,8 +87,8 @@ struct taskd_slot_header {
     /*  0 */ int64_t complete;
     /*  8 */ int64_t version;
     /* 16 */ int64_t length;
-    /* 24 */ int64_t checksum; /* Adler-32 of the payload XOR the low 32 bits of the version XOR common_checksum */
-    /* 32 */ int64_t common;       /* extras only: common slot (1 to 4) that goes in front; 0: none */
+    /* 24 */ int64_t checksum;        /* Adler-32 of the payload XOR the low 32 bits of the version XOR common_checksum */
+    /* 32 */ int64_t common;          /* extras only: common slot (1 to 4) that goes in front; 0: none */
     /* 40 */ int64_t common_checksum; /* that slot's checksum, to tell whether it is still the same */
     /* 48 */ uint8_t reserved[TASKD_SLOT_HEADER_BYTES - 48];
 };

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
+PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
 
 # ---------------------------------------------------------------- objects that carry a position: samplers, generators
 
@@ -66,7 +66,7 @@ class Part:
 
 def encode_part(values: dict[str, Any], positions: dict[str, Any], buffers: dict[str, Any]) -> bytes:
     """The pickled form of a `Part` (plain tuple: half the time of pickling the class)."""
-    return pickle.dumps((values, positions, buffers), _PROTOCOL)
+    return pickle.dumps((values, positions, buffers), PROTOCOL)
 
 
 def decode_part(data: bytes) -> Part:
@@ -76,7 +76,7 @@ def decode_part(data: bytes) -> Part:
 
 def encode(parts: dict[str, bytes], *, is_pending: bool) -> bytes:
     """The blob for the black box, to be read behind the generators as `RandomStates.capture` pickled them."""
-    return pickle.dumps((parts, is_pending), _PROTOCOL)
+    return pickle.dumps((parts, is_pending), PROTOCOL)
 
 
 def decode(data: bytes) -> Extras:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from taskd.worker.extras import PROTOCOL
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
 _TWISTER = struct.Struct("625I")  # both Mersenne Twisters of Python: 624 words and a position
 _PYTHON_OFFSET = 16               # the C struct of random.Random begins behind refcount and type: position, words
 _MARK_BYTES = 64                  # of a generator's memory: the position and at least ten words
@@ -136,7 +137,7 @@ class RandomStates:
             marks[2] = None
         self._marks = marks
         if captured != self._captured:
-            self._captured, self._pickled = captured, pickle.dumps(captured, _PROTOCOL)
+            self._captured, self._pickled = captured, pickle.dumps(captured, PROTOCOL)
 
     def _look_at_numpy(self) -> bytes | None:
         if self._numpy is None:

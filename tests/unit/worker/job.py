@@ -11,6 +11,19 @@ class Stop(Exception):  # noqa: N818 - not an error
     """Ends an entry."""
 
 
+class Sampler:
+    """An object that carries a position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
 class Job:
     """One life of rank 0; `replace()` begins the life of its successor."""
 

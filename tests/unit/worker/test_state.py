@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from job import Job, Stop, digest
+from job import Job, Sampler, Stop, digest
 from torch import nn
 
 from taskd.errors import Interrupted
@@ -258,17 +258,6 @@ def test_every_kind_of_plain_value_comes_back_as_of_the_commit(job):
     assert epoch == 3
     assert back["list"] == [1, 2.5, "three"]
     assert torch.equal(back["tensor"], torch.arange(3))
-
-
-class Sampler:
-    def __init__(self):
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version(job):

@@ -2,21 +2,11 @@
 
 import pytest
 import torch
+from job import Sampler
 from torch import nn
 
 from taskd.errors import StateError
 from taskd.worker.state import TrainState
-
-
-class Sampler:
-    def __init__(self):
-        self.position = 0
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.position = state["position"]
 
 
 class TestMistakes:
