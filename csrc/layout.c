@@ -7,6 +7,9 @@
 
 #define HEADER(field) offsetof(struct taskd_box_header, field)
 #define SLOT(field) offsetof(struct taskd_slot_header, field)
+#define WORDS(field) (HEADER(last_words) + offsetof(struct taskd_last_words, field))
+#define COMMUNICATOR(field) offsetof(struct taskd_communicator, field)
+#define CALL(field) offsetof(struct taskd_call, field)
 
 _Static_assert(sizeof(struct taskd_box_header) == TASKD_HEADER_BYTES, "the header is one page");
 _Static_assert(sizeof(struct taskd_slot_header) == TASKD_SLOT_HEADER_BYTES, "payloads start at a cache line");
@@ -16,6 +19,14 @@ _Static_assert(HEADER(pid) == 128 && HEADER(version) == 152 && HEADER(committed)
 _Static_assert(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET, "areas do not overlap");
 _Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES == TASKD_COMMON_OFFSET, "areas do not overlap");
 _Static_assert(TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES <= TASKD_BOX_BYTES, "slots fit the box");
+_Static_assert(TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES == TASKD_COLLECTIVES_OFFSET, "areas do not overlap");
+_Static_assert(TASKD_COLLECTIVES_OFFSET % 4096 == 0 && TASKD_TEXT_OFFSET % 4096 == 0, "can be mapped alone");
+_Static_assert(TASKD_TEXT_OFFSET + TASKD_TEXT_BYTES == TASKD_BOX_BYTES, "text ends with the file: more of it fails, and harms nothing");
+_Static_assert(sizeof(struct taskd_last_words) == TASKD_LAST_WORDS_BYTES, "as documented");
+_Static_assert(HEADER(progress_ns) == 184 && HEADER(phase_ns) == 256 && HEADER(last_words) == 512, "as documented");
+_Static_assert(sizeof(struct taskd_communicator) == 64 && sizeof(struct taskd_call) == 96, "as documented");
+_Static_assert(offsetof(struct taskd_collectives, calls) == 4160, "as documented");
+_Static_assert(sizeof(struct taskd_collectives) <= TASKD_COLLECTIVES_BYTES, "fits its area");
 _Static_assert(TASKD_COMMON_SLOTS > TASKD_EXTRAS_SLOTS, "one is always free");
 _Static_assert(sizeof(struct taskd_death) == 24, "one record on the pipe");
 
@@ -44,6 +55,45 @@ static const struct {
     {"offset_phase", HEADER(phase)},
     {"offset_version", HEADER(version)},
     {"offset_committed", HEADER(committed)},
+    {"offset_generation", HEADER(generation)},
+    {"offset_progress", HEADER(progress)},
+    {"offset_progress_ns", HEADER(progress_ns)},
+    {"offset_python_ns", HEADER(python_ns)},
+    {"offset_waiting", HEADER(waiting)},
+    {"offset_slowest_ns", HEADER(slowest_ns)},
+    {"offset_slowest_long_ns", HEADER(slowest_long_ns)},
+    {"offset_phase_ns", HEADER(phase_ns)},
+    {"offset_phase_count", HEADER(phase_count)},
+    {"phases", TASKD_PHASES},
+    {"words_offset_state", WORDS(state)},
+    {"words_offset_kind", WORDS(kind)},
+    {"words_offset_number", WORDS(number)},
+    {"words_offset_code", WORDS(code)},
+    {"words_offset_address", WORDS(address)},
+    {"words_offset_tid", WORDS(tid)},
+    {"words_offset_monotonic_ns", WORDS(monotonic_ns)},
+    {"words_offset_text_bytes", WORDS(text_bytes)},
+    {"words_offset_requested", WORDS(requested)},
+    {"words_offset_frame_count", WORDS(frame_count)},
+    {"words_offset_frames", WORDS(frames)},
+    {"words_offset_thread", WORDS(thread)},
+    {"words_offset_detail", WORDS(detail)},
+    {"text_offset", TASKD_TEXT_OFFSET},
+    {"text_bytes", TASKD_TEXT_BYTES},
+    {"frames", TASKD_FRAMES},
+    {"collectives_offset", TASKD_COLLECTIVES_OFFSET},
+    {"collectives_bytes", TASKD_COLLECTIVES_BYTES},
+    {"communicators", TASKD_COMMUNICATORS},
+    {"communicators_offset", offsetof(struct taskd_collectives, communicators)},
+    {"communicator_bytes", sizeof(struct taskd_communicator)},
+    {"communicator_offset_entered", COMMUNICATOR(entered)},
+    {"communicator_offset_left", COMMUNICATOR(left)},
+    {"communicator_offset_name", COMMUNICATOR(name)},
+    {"calls", TASKD_CALLS},
+    {"calls_offset", offsetof(struct taskd_collectives, calls)},
+    {"call_bytes", sizeof(struct taskd_call)},
+    {"call_offset_name", CALL(name)},
+    {"name_bytes", TASKD_NAME_BYTES},
     {"slot_offset_complete", SLOT(complete)},
     {"slot_offset_version", SLOT(version)},
     {"slot_offset_length", SLOT(length)},

@@ -29,7 +29,7 @@ extern "C" {
 #define TASKD_API __attribute__((visibility("default")))
 
 /* Raised when a function below changes or the layout does; the Python side refuses any other number. */
-#define TASKD_ABI_VERSION 1
+#define TASKD_ABI_VERSION 2
 
 /* ---- Layout of a black box ------------------------------------------------------------------------------------------
  * A file of TASKD_BOX_BYTES (a memfd, sparse), mapped shared by the worker and its agent. All words are native-endian;
@@ -42,10 +42,12 @@ extern "C" {
  *  5312512  extras slot 1, 5 MiB       the same: committed, used in turn with slot 0
  * 10555392  extras slot 2, 5 MiB       the same: pending
  * 15798272  4 common slots, 64 KiB    the same: what several extras have in common, in front of their payloads
- * 16060416  not used, up to 16 MiB
+ * 16060416  collectives, 64 KiB         struct taskd_collectives: communicators, and the last calls in a ring
+ * 16125952  not used
+ * 16252928  last words, 512 KiB         text: native and Python stacks of a crash, or on demand
  */
 #define TASKD_BOX_MAGIC 0x584F42444B534154 /* "TASKDBOX" */
-#define TASKD_BOX_LAYOUT_VERSION 1
+#define TASKD_BOX_LAYOUT_VERSION 2
 #define TASKD_BOX_BYTES (16 * 1024 * 1024)
 #define TASKD_HEADER_BYTES 4096
 #define TASKD_LAYOUT_OFFSET 4096
@@ -57,6 +59,15 @@ extern "C" {
 #define TASKD_COMMON_BYTES (64 * 1024)
 #define TASKD_COMMON_SLOTS 4
 #define TASKD_SLOT_HEADER_BYTES 64
+#define TASKD_COLLECTIVES_OFFSET 16060416
+#define TASKD_COLLECTIVES_BYTES (64 * 1024)
+#define TASKD_COMMUNICATORS 64
+#define TASKD_CALLS 256
+#define TASKD_NAME_BYTES 32
+#define TASKD_TEXT_OFFSET 16252928
+#define TASKD_TEXT_BYTES (512 * 1024)
+#define TASKD_PHASES 16
+#define TASKD_FRAMES 48
 #define TASKD_MUTEX_BYTES 64 /* pthread_mutex_t has 40 bytes on x86-64, 48 on aarch64 */
 
 /* guard_state: a futex word. Only ever goes up. */
@@ -65,6 +76,39 @@ enum taskd_guard_state {
     TASKD_GUARD_STARTING = 1, /* the worker is initialising the mutex */
     TASKD_GUARD_HELD = 2,     /* the mutex is locked; who gets it from now on is told of a death */
     TASKD_GUARD_CANCELLED = 3 /* the agent gave this life up before it had a guard */
+};
+
+#define TASKD_LAST_WORDS_BYTES 1024
+
+/* state of the last words: only ever goes up, but for TASKD_WORDS_STACKS, which may come again. */
+enum taskd_words_state {
+    TASKD_WORDS_NONE = 0,
+    TASKD_WORDS_WRITING = 1,  /* the record is being written: what is there may be used as far as it goes */
+    TASKD_WORDS_COMPLETE = 2,
+};
+
+enum taskd_words_kind {
+    TASKD_WORDS_SIGNAL = 1,    /* a signal that ends the process came out of the process itself */
+    TASKD_WORDS_EXIT = 2,      /* exit(), _exit() or the like with a status that is not 0 */
+    TASKD_WORDS_STACKS = 3,    /* stacks on demand: the process goes on */
+};
+
+/* What a process wrote when it crashed, or when it was asked for its stacks. Text follows at TASKD_TEXT_OFFSET. */
+struct taskd_last_words {
+    /*   0 */ int64_t state;       /* enum taskd_words_state */
+    /*   8 */ int64_t kind;        /* enum taskd_words_kind */
+    /*  16 */ int64_t number;      /* of the signal, or the exit status */
+    /*  24 */ int64_t code;        /* si_code */
+    /*  32 */ uint64_t address;    /* si_addr */
+    /*  40 */ int64_t tid;         /* kernel number of the thread that wrote */
+    /*  48 */ int64_t monotonic_ns;
+    /*  56 */ int64_t text_bytes;  /* length of the text; only valid when complete */
+    /*  64 */ int64_t requested;   /* how many times stacks were written on demand */
+    /*  72 */ int64_t frame_count;
+    /*  80 */ uint64_t frames[TASKD_FRAMES];
+    /* 464 */ char thread[16];     /* name of the thread */
+    /* 480 */ char detail[256];    /* type of an uncaught C++ exception, or "" */
+    /* 736 */ uint8_t reserved[TASKD_LAST_WORDS_BYTES - 736];
 };
 
 struct taskd_box_header {
@@ -79,7 +123,47 @@ struct taskd_box_header {
     /* 144 */ int64_t phase;       /* taskd.native.black_box.Phase */
     /* 152 */ int64_t version;     /* committed steps; -1: holds no state */
     /* 160 */ int64_t committed;   /* extras slot (0 or 1) that was completed last; -1: none */
-    /* 168 */ uint8_t reserved_b[TASKD_HEADER_BYTES - 168];
+    /* 168 */ int64_t generation;  /* in which the worker is, as far as it has heard */
+    /* 176 */ int64_t progress;    /* counts marks: of phases, and of commits */
+    /* 184 */ int64_t progress_ns; /* CLOCK_MONOTONIC of the last of them; 0: none yet */
+    /* 192 */ int64_t python_ns;   /* CLOCK_MONOTONIC when the runtime's Python thread last ran; 0: never */
+    /* 200 */ int64_t waiting;     /* 1: the runtime saw a collective begun that is not complete; 0: it saw none */
+    /* 208 */ int64_t slowest_ns;  /* the longest step among the last few hundred */
+    /* 216 */ int64_t slowest_long_ns[2]; /* the longest checkpoint, the longest evaluation */
+    /* 232 */ uint8_t reserved_b[24];
+    /* 256 */ int64_t phase_ns[TASKD_PHASES];    /* time spent in each phase, complete visits only */
+    /* 384 */ int64_t phase_count[TASKD_PHASES]; /* number of them */
+    /* 512 */ struct taskd_last_words last_words;
+    uint8_t reserved_c[TASKD_HEADER_BYTES - 512 - TASKD_LAST_WORDS_BYTES];
+};
+
+/* One communicator (process group). Counters are written by one thread at a time. */
+struct taskd_communicator {
+    /*  0 */ uint64_t id;         /* the same on all its ranks; 0: the entry is free */
+    /*  8 */ int64_t entered;     /* collectives begun: the number of the last one */
+    /* 16 */ int64_t left;        /* NCCL, HCCL: calls returned. gloo: collectives completed */
+    /* 24 */ int64_t entered_ns;  /* CLOCK_MONOTONIC of the last beginning */
+    /* 32 */ char name[TASKD_NAME_BYTES]; /* of the group, as far as known */
+};
+
+/* One call in the ring. `mark` is odd while the entry is being written, 2 * (index in the sequence of all calls) + 2 when complete. */
+struct taskd_call {
+    /*  0 */ uint64_t mark;
+    /*  8 */ uint64_t communicator;
+    /* 16 */ int64_t number;      /* in its communicator; 0: point to point, which is not counted */
+    /* 24 */ int64_t bytes;       /* of the input; -1: not known */
+    /* 32 */ int64_t dtype;       /* as the library numbers it; -1: none */
+    /* 40 */ int64_t enter_ns;
+    /* 48 */ int64_t leave_ns;    /* 0: has not come back */
+    /* 56 */ int64_t peer;        /* point to point and rooted: the other rank; -1: none */
+    /* 64 */ char name[TASKD_NAME_BYTES]; /* "ncclAllReduce", "gloo:all_reduce" */
+};
+
+struct taskd_collectives {
+    /*    0 */ uint64_t next;     /* calls begun so far; the newest is at (next - 1) % TASKD_CALLS */
+    /*    8 */ uint8_t reserved[56];
+    /*   64 */ struct taskd_communicator communicators[TASKD_COMMUNICATORS];
+    /* 4160 */ struct taskd_call calls[TASKD_CALLS];
 };
 
 /* Before a payload is overwritten `complete` becomes 0, after the other words are set it becomes 1. */
@@ -130,6 +214,30 @@ TASKD_API int taskd_waits_expire(const int32_t *tids, int count);
 
 /* These threads have ended: their numbers may be given to others. */
 TASKD_API int taskd_waits_forgive(const int32_t *tids, int count);
+
+/* 1 if this copy of the library was preloaded (its functions come before those of other libraries), else 0. */
+TASKD_API int taskd_is_preloaded(void);
+
+/* Worker side: calls of the hooked functions (hooks.def) are written to this box from now on. Once per process; -EBUSY. */
+TASKD_API int taskd_collectives_start(int box_fd);
+
+/* Forgets all communicators: those of an earlier generation never complete. 0, or -ENOENT: not started. */
+TASKD_API int taskd_collectives_reset(void);
+
+/* For backends without C symbols (gloo): what the runtime saw of a communicator. `name` may be "". 0, -ENOENT: not started,
+ * -ENOSPC: no entry is free. */
+TASKD_API int taskd_collectives_see(uint64_t id, const char *name, int64_t entered, int64_t left);
+
+/* ... and of one call, which is appended to the ring. Times as in struct taskd_call. 0, or -ENOENT: not started. */
+TASKD_API int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t bytes, int64_t enter_ns, int64_t leave_ns);
+
+/* getnameinfo() called by `library` ("libtorch_cpu.so", already loaded) asks no name server from now on: TCPStore's client does so once
+ * per connection, and where no resolver answers that can take 10 s. 0, or -ENOENT, -ENOSYS as for taskd_waits_hook. */
+TASKD_API int taskd_names_numeric(const char *library);
+
+/* Worker side: what is written to this box when the process crashes or exits with an error, and the stacks when `stacks_signal` (0:
+ * none) arrives. Chains to the handlers that were there. Once per process; -EBUSY. */
+TASKD_API int taskd_last_words_start(int box_fd, int stacks_signal);
 
 struct taskd_death {
     uint64_t token;

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from taskd.errors import NativeLibraryError
 
-BUILT_FOR_ABI = 1  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
+BUILT_FOR_ABI = 2  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
 
 LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
 

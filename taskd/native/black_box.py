@@ -3,8 +3,8 @@
 A box belongs to one incarnation of one rank. The agent creates it and hands the descriptor to the worker; the worker writes,
 the agent and the worker's successor read. It is a memfd: nothing has a name, and it is gone with the last holder.
 
-The byte layout is documented in csrc/include/taskd.h; the numbers below must be the same (a test compares them). This module
-works without libtaskd, and knows nothing of what the payloads mean.
+The byte layout is documented in csrc/include/taskd.h. This module works without libtaskd, and knows nothing of what the payloads
+mean. What a damaged box says is wrong, but reading it raises nothing.
 
 A process may die between any two instructions, so each value is one aligned word that is written at once, and each payload is
 marked as incomplete while it is written. What the dead process had written is what the reader sees: the memory is the same.
@@ -16,61 +16,43 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 import weakref
 import zlib
 from contextlib import suppress
 from enum import IntEnum
 
 from taskd.errors import NativeLibraryError
+from taskd.native import box_layout as layout
 
-MAGIC = 0x584F42444B534154  # "TASKDBOX"
-LAYOUT_VERSION = 1
-BOX_BYTES = 16 * 1024 * 1024
-LAYOUT_OFFSET = 4096
-LAYOUT_BYTES = 64 * 1024
-EXTRAS_OFFSET = LAYOUT_OFFSET + LAYOUT_BYTES
-EXTRAS_BYTES = 5 * 1024 * 1024
-EXTRAS_SLOTS = 3
-COMMON_OFFSET = EXTRAS_OFFSET + EXTRAS_SLOTS * EXTRAS_BYTES
-COMMON_BYTES = 64 * 1024
-COMMON_SLOTS = EXTRAS_SLOTS + 1
-SLOT_HEADER_BYTES = 64
+MAX_LAYOUT_PAYLOAD_BYTES = layout.LAYOUT_BYTES - layout.SLOT_HEADER_BYTES
+MAX_EXTRAS_PAYLOAD_BYTES = layout.EXTRAS_BYTES - layout.SLOT_HEADER_BYTES
+MAX_COMMON_PAYLOAD_BYTES = layout.COMMON_BYTES - layout.SLOT_HEADER_BYTES
 
-OFFSET_MAGIC = 0
-OFFSET_LAYOUT_VERSION = 8
-OFFSET_GUARD_STATE = 12
-OFFSET_ALIVE_NS = 16
-OFFSET_PID = 128
-OFFSET_INCARNATION = 136
-OFFSET_PHASE = 144
-OFFSET_VERSION = 152
-OFFSET_COMMITTED = 160
-
-SLOT_OFFSET_COMPLETE = 0
-SLOT_OFFSET_VERSION = 8
-SLOT_OFFSET_LENGTH = 16
-SLOT_OFFSET_CHECKSUM = 24
-SLOT_OFFSET_COMMON = 32
-SLOT_OFFSET_COMMON_CHECKSUM = 40
-
-MAX_LAYOUT_PAYLOAD_BYTES = LAYOUT_BYTES - SLOT_HEADER_BYTES
-MAX_EXTRAS_PAYLOAD_BYTES = EXTRAS_BYTES - SLOT_HEADER_BYTES
-MAX_COMMON_PAYLOAD_BYTES = COMMON_BYTES - SLOT_HEADER_BYTES
-
-# The same as word indices: the box is written through a view of signed 64-bit words, one store each.
+# Offsets as word indices: the box is written through a view of signed 64-bit words, one store each.
 _WORD = 8
-_ALIVE_NS = OFFSET_ALIVE_NS // _WORD
-_PID = OFFSET_PID // _WORD
-_INCARNATION = OFFSET_INCARNATION // _WORD
-_PHASE = OFFSET_PHASE // _WORD
-_VERSION = OFFSET_VERSION // _WORD
-_COMMITTED = OFFSET_COMMITTED // _WORD
+_ALIVE_NS = layout.OFFSET_ALIVE_NS // _WORD
+_PID = layout.OFFSET_PID // _WORD
+_INCARNATION = layout.OFFSET_INCARNATION // _WORD
+_PHASE = layout.OFFSET_PHASE // _WORD
+_VERSION = layout.OFFSET_VERSION // _WORD
+_COMMITTED = layout.OFFSET_COMMITTED // _WORD
+_GENERATION = layout.OFFSET_GENERATION // _WORD
+_PROGRESS = layout.OFFSET_PROGRESS // _WORD
+_PROGRESS_NS = layout.OFFSET_PROGRESS_NS // _WORD
+_PYTHON_NS = layout.OFFSET_PYTHON_NS // _WORD
+_WAITING = layout.OFFSET_WAITING // _WORD
+_SLOWEST_NS = layout.OFFSET_SLOWEST_NS // _WORD
+_SLOWEST_LONG_NS = layout.OFFSET_SLOWEST_LONG_NS // _WORD
+_PHASE_NS = layout.OFFSET_PHASE_NS // _WORD
+_PHASE_COUNT = layout.OFFSET_PHASE_COUNT // _WORD
 _COMPLETE, _SLOT_VERSION, _LENGTH, _CHECKSUM, _COMMON, _COMMON_CHECKSUM = range(6)
 
 _SLOT_HEADER = struct.Struct("=5q")     # the words behind `complete`
 
 _NONE = -1           # in the box only; Python sees None
 _PENDING_SLOT = 2
+_STEPS_REMEMBERED = 256     # the longest step is that of the last one to two times so many
 
 # MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it. Not in Python's os yet.
 _NOEXEC_SEAL = 0x0008
@@ -82,11 +64,22 @@ class Phase(IntEnum):
 
     BOOT = 0         # started, has not entered the recoverable function
     ENTERED = 1      # in the function, no step yet
-    STEP = 2         # in a training step
+    STEP = 2         # in a training step, outside the parts that have a phase of their own
     OPTIMIZER = 3    # between optimizer.step() and commit(): the state is torn
     RETURNED = 4     # the function returned, the others are waited for
     EXITING = 5      # on the way out: an end is expected
     PAUSED = 6       # left the function because of a fault, waits for the recovery
+    DATA = 7         # waits for a DataLoader
+    FORWARD = 8      # in the forward pass of a registered module
+    BACKWARD = 9     # behind it: loss and backward pass
+    COMMIT = 10
+    CHECKPOINT = 11  # saving or loading a file
+    EVALUATION = 12  # in a forward pass that does not train
+    UNKNOWN = 15     # the box is damaged
+
+
+_PHASES = {int(phase): phase for phase in Phase}
+LONG_PHASES = (Phase.CHECKPOINT, Phase.EVALUATION)     # each has its own longest duration in the box
 
 
 def _create_file() -> int:
@@ -105,9 +98,9 @@ def _checksum(payload: bytes, version: int, common: int) -> int:
     return zlib.adler32(payload) ^ (version & 0xFFFFFFFF) ^ common
 
 
-_LAYOUT_WORD = _slot_word(LAYOUT_OFFSET)
-_EXTRAS_WORDS = tuple(_slot_word(EXTRAS_OFFSET + slot * EXTRAS_BYTES) for slot in range(EXTRAS_SLOTS))
-_COMMON_WORDS = tuple(_slot_word(COMMON_OFFSET + slot * COMMON_BYTES) for slot in range(COMMON_SLOTS))
+_LAYOUT_WORD = _slot_word(layout.LAYOUT_OFFSET)
+_EXTRAS_WORDS = tuple(_slot_word(layout.EXTRAS_OFFSET + slot * layout.EXTRAS_BYTES) for slot in range(layout.EXTRAS_SLOTS))
+_COMMON_WORDS = tuple(_slot_word(layout.COMMON_OFFSET + slot * layout.COMMON_BYTES) for slot in range(layout.COMMON_SLOTS))
 
 # Boxes that this process has open, for `_disarm_in_child` alone.
 _open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
@@ -121,10 +114,11 @@ class BlackBox:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, BOX_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = mmap.mmap(fd, layout.BOX_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("q")
         self._common: tuple[bytes, int, int] = (b"", 0, 0)      # what was written last: itself, where, its checksum
+        self._steps = self._step_began = self._slowest_recent = self._long_ns = 0
         _open_boxes.add(self)
 
     @classmethod
@@ -132,13 +126,13 @@ class BlackBox:
         """A new, empty box: mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS)."""
         fd = _create_file()
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, BOX_BYTES)
+        os.ftruncate(fd, layout.BOX_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         box = cls(fd)
         box._words[_VERSION] = _NONE
         box._words[_COMMITTED] = _NONE
-        struct.pack_into("=I", box._map, OFFSET_LAYOUT_VERSION, LAYOUT_VERSION)
-        struct.pack_into("=Q", box._map, OFFSET_MAGIC, MAGIC)
+        struct.pack_into("=I", box._map, layout.OFFSET_LAYOUT_VERSION, layout.LAYOUT_VERSION)
+        struct.pack_into("=Q", box._map, layout.OFFSET_MAGIC, layout.MAGIC)
         return box
 
     @classmethod
@@ -153,9 +147,9 @@ class BlackBox:
             head = os.pread(fd, 12, 0)
         except OSError as error:
             raise NativeLibraryError(f"descriptor {fd} is no black box: {error}") from error
-        if size != BOX_BYTES or len(head) != 12 or struct.unpack("=QI", head) != (MAGIC, LAYOUT_VERSION):
+        if size != layout.BOX_BYTES or len(head) != 12 or struct.unpack("=QI", head) != (layout.MAGIC, layout.LAYOUT_VERSION):
             raise NativeLibraryError(
-                f"descriptor {fd} is no black box of layout {LAYOUT_VERSION} ({size} bytes, starts with {head.hex()}): "
+                f"descriptor {fd} is no black box of layout {layout.LAYOUT_VERSION} ({size} bytes, starts with {head.hex()}): "
                 "use one version of taskd on a node",
             )
         return cls(fd)
@@ -180,7 +174,7 @@ class BlackBox:
     @property
     def phase(self) -> Phase:
         """The last phase that was marked."""
-        return Phase(self._words[_PHASE])
+        return _PHASES.get(self._words[_PHASE], Phase.UNKNOWN)
 
     @property
     def version(self) -> int | None:
@@ -194,21 +188,104 @@ class BlackBox:
         alive_ns = self._words[_ALIVE_NS]
         return alive_ns / 1e9 if alive_ns else None
 
+    @property
+    def generation(self) -> int:
+        """The one that the worker is in, as far as it has heard."""
+        return self._words[_GENERATION]
+
+    @property
+    def progress(self) -> int:
+        """Number of marks so far: whatever raises it is a sign that the main thread goes on."""
+        return self._words[_PROGRESS]
+
+    @property
+    def progress_at(self) -> float | None:
+        """Monotonic seconds of the last mark."""
+        return self._words[_PROGRESS_NS] / 1e9 or None
+
+    @property
+    def python_at(self) -> float | None:
+        """Monotonic seconds when the runtime's Python thread last ran: a thread that keeps the GIL holds it up."""
+        return self._words[_PYTHON_NS] / 1e9 or None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the runtime saw a collective begun and not complete."""
+        return self._words[_WAITING] == 1
+
+    @property
+    def slowest_step_s(self) -> float:
+        """The longest of the last few hundred steps, without checkpoints and evaluations; 0: not known yet."""
+        return max(0, self._words[_SLOWEST_NS]) / 1e9
+
+    def slowest_long_s(self, phase: Phase) -> float:
+        """The longest checkpoint or evaluation so far (`LONG_PHASES`); 0: there was none."""
+        return max(0, self._words[_SLOWEST_LONG_NS + LONG_PHASES.index(phase)]) / 1e9
+
+    def phase_times(self) -> dict[str, tuple[int, float]]:
+        """By lower-case name of each phase: complete visits so far, and seconds spent in them."""
+        words = self._words
+        return {
+            phase.name.lower(): (words[_PHASE_COUNT + phase], words[_PHASE_NS + phase] / 1e9)
+            for phase in Phase if words[_PHASE_COUNT + phase] > 0
+        }
+
     def begin(self, pid: int, incarnation: int) -> None:
         """First thing in a worker's life."""
         words = self._words
         words[_INCARNATION] = incarnation
         words[_VERSION] = _NONE
         words[_PHASE] = Phase.BOOT
+        words[_PROGRESS_NS] = time.monotonic_ns()
         words[_PID] = pid
 
     def mark_phase(self, phase: Phase) -> None:
-        """One store; called several times per step."""
-        self._words[_PHASE] = phase
+        """The main thread begins something else. Called several times per step."""
+        words = self._words
+        now = time.monotonic_ns()
+        before = words[_PHASE]
+        took = now - words[_PROGRESS_NS]
+        words[_PHASE_NS + before] += took
+        words[_PHASE_COUNT + before] += 1
+        if before in LONG_PHASES:
+            self._long_ns += took
+            slowest = _SLOWEST_LONG_NS + LONG_PHASES.index(before)
+            words[slowest] = max(words[slowest], took)
+        words[_PHASE] = phase
+        words[_PROGRESS] += 1
+        words[_PROGRESS_NS] = now
 
     def mark_version(self, version: int) -> None:
         """One store; the moment at which a commit becomes true for everybody who reads the box."""
         self._words[_VERSION] = version
+
+    def mark_step(self, *, is_first: bool = False) -> None:
+        """A step ends here and the next one begins; `is_first`: what came before was no step like the others."""
+        words = self._words
+        now = time.monotonic_ns()
+        took = now - self._step_began - self._long_ns
+        self._step_began, self._long_ns = now, 0
+        if is_first:
+            return
+        self._steps += 1
+        if self._steps % _STEPS_REMEMBERED == 0:
+            words[_SLOWEST_NS], self._slowest_recent = self._slowest_recent, 0
+        self._slowest_recent = max(self._slowest_recent, took)
+        words[_SLOWEST_NS] = max(words[_SLOWEST_NS], took)
+
+    def mark_generation(self, generation: int) -> None:
+        """A recovery: this is the generation from now on."""
+        self._words[_GENERATION] = generation
+
+    def mark_python(self, *, waiting: bool) -> None:
+        """The runtime's Python thread runs, and sees a collective begun and not complete, or none."""
+        words = self._words
+        words[_WAITING] = int(waiting)
+        words[_PYTHON_NS] = time.monotonic_ns()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """A copy of bytes of the box, for those who know their layout."""
+        return bytes(self._bytes[offset : offset + length])
 
     # ------------------------------------------------------------ payloads
 
@@ -240,7 +317,7 @@ class BlackBox:
             return
         # One more place than there are extras: one is referred to by none of them.
         used = {self._words[word + _COMMON] for word in _EXTRAS_WORDS}
-        place = next(place for place in range(1, COMMON_SLOTS + 1) if place not in used)
+        place = next(place for place in range(1, layout.COMMON_SLOTS + 1) if place not in used)
         word = _COMMON_WORDS[place - 1]
         self._write_slot(word, 0, common)
         self._common = (common, place, self._words[word + _CHECKSUM])
@@ -274,7 +351,7 @@ class BlackBox:
         place, checksum = self._words[word + _COMMON], self._words[word + _COMMON_CHECKSUM]
         if place == 0:
             return b""
-        if not 0 < place <= COMMON_SLOTS:
+        if not 0 < place <= layout.COMMON_SLOTS:
             return None
         content = self._read_slot(_COMMON_WORDS[place - 1], MAX_COMMON_PAYLOAD_BYTES)
         return content[1] if content is not None and self._words[_COMMON_WORDS[place - 1] + _CHECKSUM] == checksum else None
@@ -282,10 +359,10 @@ class BlackBox:
     def _write_slot(self, word: int, version: int, payload: bytes, common: int = 0, common_checksum: int = 0) -> None:
         self._words[word] = 0
         header = word * _WORD
-        start = header + SLOT_HEADER_BYTES
+        start = header + layout.SLOT_HEADER_BYTES
         self._bytes[start : start + len(payload)] = payload
         checksum = _checksum(payload, version, common_checksum)
-        _SLOT_HEADER.pack_into(self._bytes, header + SLOT_OFFSET_VERSION, version, len(payload), checksum, common, common_checksum)
+        _SLOT_HEADER.pack_into(self._bytes, header + layout.SLOT_OFFSET_VERSION, version, len(payload), checksum, common, common_checksum)
         self._words[word] = 1
 
     def _read_slot(self, word: int, limit: int) -> tuple[int, bytes] | None:
@@ -293,7 +370,7 @@ class BlackBox:
         version, length = words[word + _SLOT_VERSION], words[word + _LENGTH]
         if words[word + _COMPLETE] != 1 or not 0 <= length <= limit:
             return None
-        start = word * _WORD + SLOT_HEADER_BYTES
+        start = word * _WORD + layout.SLOT_HEADER_BYTES
         payload = bytes(self._bytes[start : start + length])
         # The writer may be alive and at it: then the parts do not fit together.
         checksum = _checksum(payload, version, words[word + _COMMON_CHECKSUM])
@@ -318,7 +395,7 @@ class BlackBox:
 
     def _disarm(self) -> None:
         """Go on in private memory: what a forked child marks is not about the worker. The copy is not filled."""
-        self._bytes = memoryview(mmap.mmap(-1, BOX_BYTES))
+        self._bytes = memoryview(mmap.mmap(-1, layout.BOX_BYTES))
         self._words = self._bytes.cast("q")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taskd.errors import NativeLibraryError
-from taskd.native import black_box, library
+from taskd.native import black_box, box_layout, library
 from taskd.native.black_box import BlackBox, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def test_every_constant_is_the_one_the_library_was_built_with():
     if binding is None:
         pytest.skip("libtaskd is not built here")
     names = re.findall(r'^    \{"(\w+)",', (ROOT / "csrc/layout.c").read_text(), re.MULTILINE)
-    ours = {name: getattr(black_box, name.upper()) for name in names if name not in {"guard_held", "death_bytes"}}
+    ours = {name: getattr(box_layout, name.upper()) for name in names if name not in {"guard_held", "death_bytes"}}
     assert len(ours) > 15
     assert {name: binding.layout_value(name) for name in ours} == ours
     assert binding.layout_value("no such name") == -1
@@ -57,7 +57,7 @@ def test_what_one_side_marks_the_other_side_reads(box):
 def test_the_file_is_private_sealed_sparse_and_not_inherited(box):
     status = os.fstat(box.fd)
     assert status.st_mode & 0o777 == 0o600
-    assert status.st_size == black_box.BOX_BYTES
+    assert status.st_size == box_layout.BOX_BYTES
     assert status.st_blocks * 512 <= 64 * 1024
     assert not os.get_inheritable(box.fd)
     with pytest.raises(PermissionError):
@@ -186,7 +186,7 @@ def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_f
         found = box.read_extras()
         assert all((v, found[v]) in {(w, commons[c] + p) for w, p, _, c in writes} for v in found)
         assert committed.items() <= found.items()
-    os.pwrite(box.fd, noise, black_box.EXTRAS_OFFSET)
+    os.pwrite(box.fd, noise, box_layout.EXTRAS_OFFSET)
     box.read_extras()
     box.close()
 
@@ -241,7 +241,7 @@ def test_what_is_no_black_box_is_refused_and_left_open(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"something else")
     fd = os.open(path, os.O_RDWR)
-    with pytest.raises(NativeLibraryError, match="no black box of layout 1"):
+    with pytest.raises(NativeLibraryError, match="no black box of layout 2"):
         BlackBox.attach(fd)
     os.close(fd)
     with pytest.raises(NativeLibraryError, match="is no black box"):
@@ -249,7 +249,7 @@ def test_what_is_no_black_box_is_refused_and_left_open(tmp_path):
 
 
 def test_another_layout_version_is_refused(box):
-    os.pwrite(box.fd, b"\x02", black_box.OFFSET_LAYOUT_VERSION)
+    os.pwrite(box.fd, b"\x63", box_layout.OFFSET_LAYOUT_VERSION)
     with pytest.raises(NativeLibraryError, match="one version of taskd"):
         BlackBox.attach(box.fd)
 
@@ -269,3 +269,59 @@ def test_a_forgotten_box_gives_its_descriptor_back():
     del box
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_phases_are_timed_and_counted(box):
+    box.begin(1, 0)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CHECKPOINT, Phase.STEP):
+        box.mark_phase(phase)
+    times = box.phase_times()
+    assert {name: count for name, (count, _) in times.items()} == {"boot": 1, "forward": 1, "backward": 1, "checkpoint": 1}
+    assert box.progress == 4
+    assert box.slowest_long_s(Phase.CHECKPOINT) > 0
+    assert box.slowest_long_s(Phase.EVALUATION) == 0
+
+
+def test_the_longest_step_leaves_out_the_first_and_the_checkpoints(box, monkeypatch):
+    clock = [0]
+    monkeypatch.setattr(black_box.time, "monotonic_ns", lambda: clock[0])
+    box.begin(1, 0)
+    clock[0] = 30_000_000_000
+    box.mark_step(is_first=True)
+    assert box.slowest_step_s == 0
+    clock[0] += 50_000_000
+    box.mark_step()
+    box.mark_phase(Phase.CHECKPOINT)
+    clock[0] += 60_000_000_000
+    box.mark_phase(Phase.STEP)
+    clock[0] += 40_000_000
+    box.mark_step()
+    assert box.slowest_step_s == 0.05
+    assert box.slowest_long_s(Phase.CHECKPOINT) == 60
+
+
+def test_the_longest_step_is_forgotten_after_a_while(box, monkeypatch):
+    clock = [0]
+    monkeypatch.setattr(black_box.time, "monotonic_ns", lambda: clock[0])
+    box.mark_step(is_first=True)
+    for took_ms in [1000, *[50] * 256]:
+        clock[0] += took_ms * 1_000_000
+        box.mark_step()
+        assert box.slowest_step_s == 1.0
+    for _ in range(256):
+        clock[0] += 50_000_000
+        box.mark_step()
+    assert box.slowest_step_s == 0.05
+
+
+@given(st.binary(min_size=1024, max_size=1024), st.integers(0, 15))
+@settings(max_examples=50)
+def test_a_damaged_header_is_read_without_an_error(garbage, place):
+    box = BlackBox.create()
+    os.pwrite(box.fd, garbage, box_layout.OFFSET_PID if place == 0 else place * 256 + 64)
+    for name in ("pid", "incarnation", "phase", "version", "alive_at", "progress_at", "python_at", "is_waiting", "slowest_step_s"):
+        getattr(box, name)
+    box.phase_times()
+    box.read_extras()
+    box.read_layout()
+    box.close()
