@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taskd.errors import ConfigError, Interrupted, StateError, TaskdError
+    from taskd.worker.phases import checkpointing, evaluating
     from taskd.worker.recoverable import recoverable
     from taskd.worker.state import TrainState
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__", "recoverable"]
+__all__ = [
+    "ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__", "checkpointing", "evaluating",
+    "recoverable",
+]  # fmt: skip
 
 _HOMES = {
     "ConfigError": "taskd.errors",
@@ -21,6 +25,8 @@ _HOMES = {
     "StateError": "taskd.errors",
     "TaskdError": "taskd.errors",
     "TrainState": "taskd.worker.state",
+    "checkpointing": "taskd.worker.phases",
+    "evaluating": "taskd.worker.phases",
     "recoverable": "taskd.worker.recoverable",
 }
 

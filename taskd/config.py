@@ -24,6 +24,9 @@ PORT_ENV = "TASKD_PORT"
 BIND_ADDR_ENV = "TASKD_BIND_ADDR"
 MANAGER_ADDR_ENV = "TASKD_MANAGER_ADDR"
 FAULT_TIMEOUT_ENV = "TASKD_FAULT_TIMEOUT"
+HANG_DETECTION_ENV = "TASKD_HANG_DETECTION"
+HANG_FLOOR_ENV = "TASKD_HANG_FLOOR"
+HANG_CEILING_ENV = "TASKD_HANG_CEILING"
 LOG_PATH_ENV = "TASKD_LOG_PATH"
 FILE_LOG_LEVEL_ENV = "TASKD_FILE_LOG_LEVEL"
 STD_LOG_LEVEL_ENV = "TASKD_STD_LOG_LEVEL"
@@ -44,6 +47,8 @@ DEFAULT_HOST = "127.0.0.1"
 MANAGER_PORT = 9601
 RELAY_PORT = 9602
 DEFAULT_FAULT_TIMEOUT_S = 30.0
+DEFAULT_HANG_FLOOR_S = 2.0
+DEFAULT_HANG_CEILING_S = 1800.0
 MAX_FAULT_TIMEOUT_S = 86400.0        # a day: whoever waits longer for a stuck rank has mistyped
 MIN_SECRET_BYTES = 16                # 128 bits, if they are random
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -73,6 +78,24 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HangConfig:
+    """Whether ranks that stand still are looked for, and the bounds, in seconds, of the limits that are learnt."""
+
+    is_on: bool = True
+    floor_s: float = DEFAULT_HANG_FLOOR_S
+    ceiling_s: float = DEFAULT_HANG_CEILING_S
+
+    @classmethod
+    def load(cls, environment: Environment = os.environ) -> HangConfig:
+        """From the environment."""
+        floor_s = _seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
+        ceiling_s = _seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
+        if floor_s >= ceiling_s:
+            raise _error(HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}")
+        return cls(_choice(environment, HANG_DETECTION_ENV, ("on", "off"), "on") == "on", floor_s, ceiling_s)
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerConfig:
     """The manager of one job. `node_count` and `ranks_per_node` None: the agents' registrations give them."""
 
@@ -84,6 +107,7 @@ class ManagerConfig:
     node_count: int | None = None
     ranks_per_node: int | None = None
     is_enabled: bool = True
+    hang: HangConfig = HangConfig()
 
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
@@ -105,6 +129,7 @@ class ManagerConfig:
             node_count=_count(config, "node_nums"),
             ranks_per_node=_count(config, "proc_per_node"),
             is_enabled=_choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
+            hang=HangConfig.load(environment),
         )
 
 
@@ -304,16 +329,20 @@ def _job_id(config: Settings, environment: Environment) -> str:
 
 
 def _fault_timeout(environment: Environment) -> float:
-    value = environment.get(FAULT_TIMEOUT_ENV)
+    return _seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
+
+
+def _seconds(environment: Environment, key: str, default: float) -> float:
+    value = environment.get(key)
     if not value:
-        return DEFAULT_FAULT_TIMEOUT_S
+        return default
     accepted = f"seconds, more than 0 and at most {MAX_FAULT_TIMEOUT_S:.0f}"
     try:
         seconds = float(value)
     except ValueError:
-        raise _error(FAULT_TIMEOUT_ENV, value, accepted) from None
+        raise _error(key, value, accepted) from None
     if not 0 < seconds <= MAX_FAULT_TIMEOUT_S:
-        raise _error(FAULT_TIMEOUT_ENV, value, accepted)
+        raise _error(key, value, accepted)
     return seconds
 
 

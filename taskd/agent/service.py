@@ -17,6 +17,7 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
+from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
 from taskd.core.timeouts import Timeouts
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CLOSE_LOOK_S = 0.25         # between two heartbeats while a worker stands still
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -46,6 +48,10 @@ class Worker(Protocol):
     @property
     def incarnation(self) -> int:
         """Which life of the rank this is."""
+
+    @property
+    def pid(self) -> int | None:
+        """None until it has been started."""
 
     @property
     def channel(self) -> Channel:
@@ -129,6 +135,7 @@ class Service:
         self._dealer = zeromq.Dealer(config.manager_address, identity=f"agent-{host.node_rank}-{self._incarnation}",
                                      secret=config.secret)
         self._alarm = DeathAlarm()
+        self._vitals = Vitals()
         self._watched: dict[int, tuple[int, int, BlackBox]] = {}     # token of the death alarm -> the life it watches
         self._last_words: dict[tuple[int, int], Fault] = {}
         self._sequence = 0
@@ -287,7 +294,8 @@ class Service:
 
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life, or another try to register; and notice if the manager has fallen silent."""
-        self._next_beat = now + self._timeouts.heartbeat_s
+        marks = self._vitals.look(now, self._next_beat_s(), self._host.workers)
+        self._next_beat = now + self._next_beat_s()
         if self._refused:
             return
         if not self._joined:
@@ -304,9 +312,12 @@ class Service:
                         self._config.manager_address, now - self._manager_heard_at)
             self._feed(events.ManagerLost(now, "silence"))
             return
-        self._send(messages.Heartbeat(workers=tuple(
-            (rank, worker.incarnation, worker.box.version, worker.box.phase.name.lower())
-            for rank, worker in sorted(self._host.workers.items()))), "heartbeat")
+        self._send(messages.Heartbeat(marks), "heartbeat")
+
+    def _next_beat_s(self) -> float:
+        """Sooner while somebody stands: the manager decides by what it knows of all."""
+        is_close = self._joined and self._vitals.is_somebody_standing
+        return min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s) if is_close else self._timeouts.heartbeat_s
 
     def _register(self, now: float) -> None:
         self._say(self._machine.registration(now))
@@ -332,6 +343,8 @@ class Service:
                 self._spawn(command)
             case commands.SignalWorker():
                 self._host.signal(command.rank, command.incarnation, command.signal_number)
+            case commands.ExamineWorker():
+                self._examine(command)
             case commands.TellWorker():
                 self._tell(command)
             case commands.TellManager():
@@ -351,6 +364,9 @@ class Service:
                              restarts_used=command.restarts_used)
         except OSError as error:             # no descriptors, no memory
             self._feed(events.WorkerStartFailed(self._clock.now(), command.cause, command.rank, command.incarnation, str(error)))
+
+    def _examine(self, command: commands.ExamineWorker) -> None:
+        """Stacks of a rank that hangs."""
 
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)

@@ -40,12 +40,13 @@ class ReplaceWorker(Command):
 
 @dataclass(frozen=True, slots=True)
 class KillWorker(Command):
-    """To the agent of `rank`: SIGKILL this incarnation (it did not come when called)."""
+    """To the agent of `rank`: SIGKILL this incarnation (it did not come when called, or hangs). `examine`: take its stacks first."""
 
     node_rank: int
     rank: int
     incarnation: int
     reason: str
+    examine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,16 @@ class RecordRecovery(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportStraggler(Command):
+    """Say that a rank is slow. Nothing else is done about it. Seconds per step, its own and the median of the others."""
+
+    rank: int
+    phase: str
+    own_s: float
+    others_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndJob(Command):
     """The job is over: the manager leaves with success or failure."""
 
@@ -156,6 +167,14 @@ class SignalWorker(Command):
     rank: int
     incarnation: int
     signal_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExamineWorker(Command):
+    """Let this incarnation write down its stacks; `WorkerExamined` follows if it does."""
+
+    rank: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

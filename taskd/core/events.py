@@ -7,6 +7,7 @@ Events of a worker carry rank and incarnation, so that what an earlier life said
 from dataclasses import dataclass, field
 
 from taskd.core.faults import Fault
+from taskd.core.marks import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,10 @@ class AgentLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentHeard(Event):
-    """Anything arrived from the agent: its lease is renewed."""
+    """Anything arrived from the agent: its lease is renewed. With a heartbeat come the marks of its workers."""
 
     node_rank: int
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,13 @@ class WorkerUncaught(WorkerEvent):
     """Worker to agent only: the script ends by this exception; the exit that follows is to be described by `fault`."""
 
     fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExamined(WorkerEvent):
+    """The stacks of a rank that hangs, taken before it was killed: Python's of every thread, the main thread's native one."""
+
+    traceback: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ class FaultKind(str, Enum):
     RAISED = "raised"                    # an exception left the recoverable function
     COMMUNICATION = "communication"      # ... which is what a victim of somebody else's death sees
     UNRESPONSIVE = "unresponsive"        # did not come when called
+    HANG = "hang"                        # stands still while others wait for it; or all wait for the network
     START_FAILED = "start failed"        # the replacement could not be started
     NODE_LOST = "node lost"              # the agent is silent or gone
 

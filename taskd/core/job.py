@@ -4,17 +4,21 @@ Owns the state of a recovery and what each move does to it. Which event calls fo
 business; its docstring tells the phases, the invariants and the hard cases.
 """
 
+from dataclasses import replace
 from enum import Enum
 
 from taskd.core import commands as do
 from taskd.core.cut import NoCut, plan_cut
-from taskd.core.events import WorkerRecovered
+from taskd.core.events import WorkerExamined, WorkerRecovered
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.ladder import Budget, Choice, RepeatRules, Strategy, choose, describe
 from taskd.core.leases import Deadlines
+from taskd.core.marks import Mark
 from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.progress import Culprit, Progress
 from taskd.core.record import Attempt, KnownFault
 from taskd.core.story import Story
+from taskd.core.stragglers import Stragglers
 from taskd.core.timeouts import Timeouts
 
 Commands = list[do.Command]
@@ -49,6 +53,8 @@ class Job:
         self.story = Story()
         self.budget = Budget()
         self.repeats = RepeatRules()
+        self.progress = Progress(timeouts)
+        self.stragglers = Stragglers()
         self.awaited: Deadlines[int] = Deadlines()       # ranks that have not paused (or started) yet
         self.alarm: float | None = None                  # the end of a grace; its meaning depends on the phase
         self.open: list[KnownFault] = []                 # faults not yet answered
@@ -93,6 +99,14 @@ class Job:
         if known.is_declared:
             return self.repeats.count(known.fault, generation)
         return self.repeats.count_failure(known.fault, known.life_s)
+
+    def explained(self, known: KnownFault) -> Commands:
+        """How a death came about, that was reported without. May show that trying again is pointless."""
+        if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
+            return self.end_late_failure(is_overdue=False)
+        reason = self.count_repeat(known, known.generation)
+        is_settled = known.is_declared and (self.attempt is None or known not in self.attempt.faults)
+        return [] if reason is None or is_settled else self.give_up(reason, known.fault)
 
     def _take(self, attempt: Attempt, known: KnownFault) -> str | None:
         """Make a fault part of the recovery. Returns why the job must end, or None."""
@@ -313,15 +327,72 @@ class Job:
         for rank in sorted(overdue):
             member = self.membership.members[rank]
             detail = "did not start" if member.state is WorkerState.STARTING else "did not leave its step"
-            life = (rank, member.incarnation)
+            fault = Fault(FaultKind.UNRESPONSIVE, rank, member.incarnation, detail, version=member.version, signature=detail)
             if self.phase is Phase.PAUSING and self.attempt is not None:
-                cause = self.attempt.cause
-                commands.append(do.KillWorker(cause, self.generation, member.node_rank, *life, detail))
-            fault = Fault(FaultKind.UNRESPONSIVE, *life, detail, version=member.version, signature=detail)
-            self.open.append(self.known(fault, 0.0))
-            member.lose(())
-            self.awaited.discard(rank)
+                commands.append(self._condemn(fault, self.attempt.cause, examine=False))
+            self._lose(fault)
         return commands + self.recover()
+
+    def _condemn(self, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
+        """The command that ends a process which stands still."""
+        node_rank = self.membership.members[fault.rank].node_rank
+        return do.KillWorker(cause, self.generation, node_rank, fault.rank, fault.incarnation, fault.detail, examine)
+
+    def _lose(self, fault: Fault, since_s: float = 0.0) -> None:
+        """From now on it counts as gone."""
+        self.open.append(self.known(fault, since_s))
+        self.membership.members[fault.rank].lose(())
+        self.awaited.discard(fault.rank)
+
+    # ------------------------------------------------------------------------------------------------ standing still
+
+    def look_at(self, marks: tuple[Mark, ...]) -> Commands:
+        """An agent says how far its workers are; perhaps somebody hangs."""
+        self.progress.note(self.now, marks)
+        members = [member for member in self.membership.ordered() if member.state is WorkerState.RUNNING]
+        lives = [(member.rank, member.incarnation) for member in members if member.entered]
+        if self.phase is Phase.PAUSING:
+            called = [member for member in self.membership.live() if member.rank in self.awaited and not member.replaced]
+            stopped = self.progress.frozen(self.now, self.generation, [(member.rank, member.incarnation) for member in called])
+            return self._end_hang(stopped) if stopped and len(stopped) < len(self.membership.live()) else []
+        if self.phase not in (Phase.RUNNING, Phase.RESUMED) or not members:
+            return []
+        if not self.membership.is_declared:      # a restart of the group is dear
+            everybody = [(member.rank, member.incarnation) for member in members]
+            stopped = self.progress.frozen(self.now, self.generation, everybody, patience_s=self.timeouts.hang_busy_s)
+            return self._end_hang(stopped) if stopped else []
+        verdict = self.progress.judge(self.now, self.generation, lives)
+        if verdict is None:
+            return [
+                do.ReportStraggler(self.cause, self.generation, slow.rank, slow.phase, slow.own_s, slow.others_s)
+                for slow in self.stragglers.note(self.now, marks)
+            ]
+        if verdict.culprits:
+            return self._end_hang(verdict.culprits)
+        first = self.membership.members[lives[0][0]]
+        version = self.progress.count(first.rank)
+        fault = Fault(FaultKind.HANG, first.rank, first.incarnation, verdict.network, version=version, signature="network")
+        self.open.append(self.known(fault, verdict.since_s))
+        return self.recover()
+
+    def _end_hang(self, culprits: tuple[Culprit, ...]) -> Commands:
+        """Kill them, their stacks first, and replace them."""
+        commands: Commands = []
+        version = self.progress.count(culprits[0].rank)
+        for culprit in culprits:
+            member = self.membership.members[culprit.rank]
+            fault = Fault(FaultKind.HANG, culprit.rank, member.incarnation, culprit.detail, version=version, signature="hang")
+            commands.append(self._condemn(fault, self.cause, examine=True))
+            self._lose(fault, culprit.since_s)
+        return commands + self.recover()
+
+    def examined(self, event: WorkerExamined) -> Commands:
+        """The stacks of a rank that hangs: part of its fault, if that is still being answered."""
+        for known in self.attempt.faults if self.attempt is not None else []:
+            fault = known.fault
+            if (fault.kind, fault.rank, fault.incarnation) == (FaultKind.HANG, event.rank, event.incarnation):
+                known.fault = replace(fault, traceback=event.traceback)
+        return []
 
     # ------------------------------------------------------------------------------------------------ ends
 

@@ -11,6 +11,7 @@ The ladder, from cheap to dear:
 Repeat rules (a deterministic failure must not burn the budget):
 - the same exception at the same version in two recoveries;
 - the same crash or exit of the same rank, or the same broken communication, at the same version three times;
+- a hang at the same version four times (each has a longer limit than the one before, see `taskd.core.progress`);
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its start.
 Being killed from outside says nothing against the script and never counts.
 """
@@ -23,6 +24,7 @@ from taskd.core.faults import Fault, FaultKind
 
 EXCEPTION_LIMIT = 2      # an exception is precise evidence: the second time is no accident
 EXIT_LIMIT = 3           # an exit or a signal is weaker evidence: two may be bad luck
+HANG_LIMIT = 4           # and a limit that was too short for something that takes long is not evidence at all
 SHORT_LIFE_S = 60.0      # a script without commits shows progress by living longer than this
 
 _UNCOUNTED = frozenset({FaultKind.LOST, FaultKind.KILLED, FaultKind.NODE_LOST})
@@ -93,6 +95,7 @@ def describe(fault: Fault) -> str:
         FaultKind.RAISED: "raised",
         FaultKind.COMMUNICATION: "lost its communication:",
         FaultKind.UNRESPONSIVE: "did not come when called:",
+        FaultKind.HANG: "hangs:",
         FaultKind.START_FAILED: "could not be started:",
     }.get(fault.kind, "ended with" if fault.detail else "ended")
     return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
@@ -121,12 +124,13 @@ class RepeatRules:
             seen = self._exceptions.setdefault((_signature(fault), fault.version), set())
             seen.add(generation)
             return f"the same exception came back: {describe(fault)}" if len(seen) >= EXCEPTION_LIMIT else None
-        rank = None if fault.kind is FaultKind.COMMUNICATION else fault.rank
+        rank = None if fault.kind in (FaultKind.COMMUNICATION, FaultKind.HANG) else fault.rank
+        limit = HANG_LIMIT if fault.kind is FaultKind.HANG else EXIT_LIMIT
         key = (fault.kind, rank, _signature(fault), fault.version)
         self._exits[key] = self._exits.get(key, 0) + 1
-        if self._exits[key] < EXIT_LIMIT:
+        if self._exits[key] < limit:
             return None
-        return f"the same failure came {EXIT_LIMIT} times: {describe(fault)}"
+        return f"the same failure came {limit} times: {describe(fault)}"
 
     def forget_exception(self, fault: Fault, generation: int) -> None:
         """An exception turned out to be the consequence of an earlier death."""

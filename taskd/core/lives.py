@@ -31,6 +31,7 @@ class Life:
     is_told_release: bool = False
     died_at: float | None = None
     kill_at: float | None = None
+    is_examined: bool = False            # it hangs, and writes down its stacks before it is killed
     waits_since: float | None = None     # it can go on only when the manager says so
     stand: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned | None = None
     recovered: ev.WorkerRecovered | None = None
@@ -90,6 +91,15 @@ class Lives:
             for life in self.present.values()
         )
 
+    def said(self, now: float) -> list[ev.WorkerEvent]:
+        """What a manager that joined must hear of each life beyond the registration."""
+        told: list[ev.WorkerEvent] = []
+        for life in self.all():
+            if life.lost is not None and life.died_at is not None:
+                told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
+            told += [replace(event, now=now) for event in (life.exit_known, life.stand, life.recovered) if event is not None]
+        return told
+
     def faults(self) -> list[Fault]:
         """How present lives failed."""
         return [life.fault for life in self.present.values() if life.fault is not None]
@@ -111,7 +121,7 @@ class Lives:
     def succeed(self, life: Life, spawn: SpawnWorker, kill_at: float) -> None:
         """Put a new life, not started yet, in the place of `life`, which must be gone by `kill_at`."""
         if life.has_process:
-            life.kill_at = kill_at
+            life.kill_at = life.kill_at if life.is_examined else kill_at
             self.former[life.rank, life.incarnation] = life
         self.present[life.rank] = Life(
             life.rank,
@@ -124,11 +134,11 @@ class Lives:
         )
 
     def next_spawn(self, rank: int, *, at_once: bool) -> list[SpawnWorker]:
-        """The spawn that may happen now: `at_once`, or when all earlier processes of the rank are reaped."""
+        """The spawn that may happen now: `at_once` if it is gated, else when all earlier processes of the rank are reaped."""
         life = self.present[rank]
         if life.spawn is None:
             return []
-        if not at_once and any(former_rank == rank for former_rank, _ in self.former):
+        if not (at_once and life.is_gated) and any(former_rank == rank for former_rank, _ in self.former):
             life.spawn = replace(life.spawn, after_reaped=True)
             return []
         spawn, life.spawn, life.has_process = life.spawn, None, True

@@ -40,7 +40,7 @@ Commands = list[do.Command]
 
 _PROCESS_EVENTS = (ev.WorkerStarted, ev.WorkerStartFailed, ev.WorkerExited, ev.Tick)
 _NOT_WHEN_STOPPING = (
-    ev.AlarmRang, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRaised, ev.WorkerReturned, ev.WorkerRecovered,
+    ev.AlarmRang, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRaised, ev.WorkerReturned, ev.WorkerRecovered, ev.WorkerExamined,
     ev.ManagerJoined, ev.ManagerLost, ev.ManagerRefused, ev.CommandReceived,
 )  # fmt: skip
 EVENTS: tuple[type[ev.Event], ...] = (*_PROCESS_EVENTS, *_NOT_WHEN_STOPPING)
@@ -118,7 +118,7 @@ class NodeMachine:
         return commands
 
     def registration(self, now: float, cause: str = "registration") -> ev.AgentRegistered:
-        """What to tell a manager that does not know us (yet, or any more)."""
+        """What to tell a manager that does not know us."""
         return ev.AgentRegistered(
             now, cause, self.node_rank, self._agent_incarnation, self._node_count, self._world_size,
             self._max_restarts, self.generation, self.restarts_used, self.lives.reports(),
@@ -132,9 +132,7 @@ class NodeMachine:
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
         self.lives.check()
-        if self.phase is NodePhase.STOPPING:
-            assert self._give_up is not None
-            assert self.lives.any_process()
+        assert self.phase is not NodePhase.STOPPING or (self._give_up is not None and self.lives.any_process())
 
     def _is_due(self, now: float) -> bool:
         deadline = self.next_deadline()
@@ -183,9 +181,7 @@ class NodeMachine:
             fault = replace(fault, detail=words.detail, signature=words.signature, traceback=words.traceback)
         return self._ended(event, fault, is_success=event.status == 0, box_versions=event.box_versions)
 
-    def _ended(
-        self, event: ev.WorkerEvent, fault: Fault, *, is_success: bool, box_versions: tuple[int, ...]
-    ) -> Commands:
+    def _ended(self, event: ev.WorkerEvent, fault: Fault, *, is_success: bool, box_versions: tuple[int, ...]) -> Commands:
         """A life has no process any more."""
         former = self.lives.former.pop((event.rank, event.incarnation), None)
         life = former or self.lives.of(event)
@@ -218,10 +214,17 @@ class NodeMachine:
         life.state, life.waits_since, life.stand = WorkerState.LOST, self._now, None
         life.version = fault.version if fault.version is not None else life.version
         life.died_at = self._now if life.died_at is None else life.died_at
-        life.lost = ev.WorkerLost(
-            self._now, self._cause, life.rank, life.incarnation, fault, max(0.0, self._now - life.died_at), box_versions
-        )
+        age_s = max(0.0, self._now - life.died_at)
+        life.lost = ev.WorkerLost(self._now, self._cause, life.rank, life.incarnation, fault, age_s, box_versions)
         return self._tell(life.lost)
+
+    def _examined(self, event: ev.WorkerExamined) -> Commands:
+        """It has written down its stacks: that was all it was left alive for."""
+        life = self.lives.former.get((event.rank, event.incarnation)) or self.lives.of(event)
+        if life is None or not life.is_examined:
+            return self._ignore("nobody asked for its stacks", event.rank)
+        life.is_examined, life.kill_at = False, self._now + self._timeouts.lost_grace_s
+        return [self._signal(life, SIGKILL), *self._tell(event), *self._spawn_next(life)]
 
     def _finish_if_all_finished(self) -> Commands:
         if any(life.state is not WorkerState.FINISHED for life in self.lives.present.values()):
@@ -279,14 +282,7 @@ class NodeMachine:
         """The manager is there: it has our registration, and now hears the details."""
         self._manager.joined()
         self.restarts_used = max(self.restarts_used, event.restarts_used)
-        commands: Commands = []
-        for life in self.lives.all():
-            if life.lost is not None and life.died_at is not None:
-                commands += self._tell(replace(life.lost, now=self._now, age_s=max(0.0, self._now - life.died_at)))
-            for said in (life.exit_known, life.stand, life.recovered):
-                if said is not None:
-                    commands += self._tell(replace(said, now=self._now))
-        return commands
+        return [command for said in self.lives.said(self._now) for command in self._tell(said)]
 
     def _manager_lost(self, event: ev.ManagerLost) -> Commands:
         """It has been silent for too long."""
@@ -363,24 +359,28 @@ class NodeMachine:
         if life is None or command.incarnation <= life.incarnation:
             return self._ignore(f"incarnation {command.incarnation} is not new here", command.rank)
         self.restarts_used = max(self.restarts_used, command.restarts_used)
-        spawn = do.SpawnWorker(
-            command.cause, command.generation, command.rank, command.incarnation, True, command.restarts_used
-        )
+        spawn = do.SpawnWorker(command.cause, command.generation, command.rank, command.incarnation, True, command.restarts_used)
         older = [former for former in self.lives.former.values() if former.rank == command.rank]
-        commands: Commands = [self._signal(old, SIGKILL) for old in (*older, life) if old.has_process]
+        commands: Commands = [self._signal(old, SIGKILL) for old in (*older, life) if old.has_process and not old.is_examined]
         self.lives.succeed(life, spawn, self._now + self._timeouts.lost_grace_s)
-        return [*commands, *self.lives.next_spawn(command.rank, at_once=not self._wait_for_exit)]
+        return commands if life.is_examined else [*commands, *self._spawn_next(life)]
+
+    def _spawn_next(self, killed: Life) -> Commands:
+        """`killed` was sent SIGKILL: its successor may start, if there is one."""
+        return [*self.lives.next_spawn(killed.rank, at_once=not self._wait_for_exit)]
 
     def _kill(self, command: do.KillWorker) -> Commands:
-        """It did not come when called. The replacement is ordered separately."""
+        """It did not come when called, or hangs. The replacement is ordered separately."""
         life = self.lives.present.get(command.rank)
         if life is None or life.incarnation != command.incarnation or not life.is_live:
             return self._ignore(f"incarnation {command.incarnation} is over", command.rank)
         life.state, life.waits_since, life.stand, life.spawn = WorkerState.LOST, self._now, None, None
         if not life.has_process:
             return []
-        life.kill_at = self._now + self._timeouts.lost_grace_s
-        return [self._signal(life, SIGKILL)]
+        life.is_examined = command.examine
+        life.kill_at = self._now + (self._timeouts.examine_s if command.examine else self._timeouts.lost_grace_s)
+        examine = do.ExamineWorker(command.cause, command.generation, life.rank, life.incarnation)
+        return [examine if command.examine else self._signal(life, SIGKILL)]
 
     def _resume(self, command: do.Resume) -> Commands:
         """Everybody in again."""
@@ -406,9 +406,7 @@ class NodeMachine:
                 continue
             if life.has_process:
                 commands.append(self._signal(life, SIGTERM))
-            spawn = do.SpawnWorker(
-                command.cause, command.generation, rank, incarnation, False, command.restarts_used
-            )
+            spawn = do.SpawnWorker(command.cause, command.generation, rank, incarnation, False, command.restarts_used)
             self.lives.succeed(life, spawn, self._now + self._timeouts.restart_grace_s)
             commands += self.lives.next_spawn(rank, at_once=False)
         return commands
@@ -450,8 +448,9 @@ class NodeMachine:
         commands: Commands = []
         for life in self.lives.all():
             if life.kill_at is not None and life.kill_at <= event.now:
-                life.kill_at = None
                 commands.append(self._signal(life, SIGKILL))
+                commands += self._spawn_next(life) if life.is_examined else []
+                life.kill_at, life.is_examined = None, False
         alone_at = self._alone_at()
         return commands + self._go_alone() if alone_at is not None and alone_at <= event.now else commands
 
@@ -467,6 +466,7 @@ class NodeMachine:
                 ev.WorkerRaised: _stood,
                 ev.WorkerReturned: _stood,
                 ev.WorkerRecovered: _recovered,
+                ev.WorkerExamined: _examined,
                 ev.ManagerJoined: _joined,
                 ev.ManagerLost: _manager_lost,
                 ev.ManagerRefused: _refused,

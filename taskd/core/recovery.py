@@ -30,6 +30,7 @@ Hard cases:
 - The manager was restarted: it takes generation, budget and workers from the registrations; a recovery that was under way
   (paused or lost workers, agents that heard different generations) is begun again with a new generation.
 - An agent comes back after a lost connection: it hears again what it may have missed.
+- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced like a dead one.
 - The manager itself was asleep: see `taskd.core.leases`.
 """
 
@@ -47,7 +48,8 @@ from taskd.core.table import Method, Table
 from taskd.core.timeouts import Timeouts
 
 _NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
-WORKER_EVENTS = (*_NOT_WHEN_RELEASED, ev.WorkerLost, ev.WorkerExitKnown, ev.WorkerRaised, ev.WorkerFinished)
+_OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
+WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished)
 EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.Tick)
 
 
@@ -64,7 +66,7 @@ class RecoveryMachine:
     ) -> None:
         self.job_id = job_id
         self.arguments = {
-            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node
+            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node,
         }  # fmt: skip
         self._job = Job(timeouts, Membership(node_count, ranks_per_node))
         self._leases = Leases(timeouts)
@@ -109,10 +111,11 @@ class RecoveryMachine:
             return []
         self.story.event(event)
         self._job.now, self._job.cause = event.now, event.cause
-        if isinstance(event, ev.WorkerEvent) and not isinstance(event, ev.WorkerExitKnown):
+        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
             stale = self.membership.stale(event)
             if stale is not None:
                 late = self._lost_before_restart(event) if isinstance(event, ev.WorkerLost) else []
+                self.story.commands(late)
                 return late or self._ignore(stale, event.rank)
         rule = self.RULES.rule(self.phase, event, self.story)
         if isinstance(rule, str):
@@ -275,7 +278,11 @@ class RecoveryMachine:
         """The agent is alive."""
         if self._leases.is_held(event.node_rank):
             self._leases.renew(event.node_rank, event.now)
-        return []
+        return self._job.look_at(event.marks) if event.marks else []
+
+    def _examined(self, event: ev.WorkerExamined) -> Commands:
+        """The stacks of a rank that hangs."""
+        return self._job.examined(event)
 
     # ------------------------------------------------------------------------------------------------ workers
 
@@ -318,9 +325,7 @@ class RecoveryMachine:
         member = self.membership.members.get(event.rank)
         if member is None or event.incarnation != member.incarnation - 1:
             return []
-        commands = self._job.correct_cause(KnownFault(event.fault, event.now - event.age_s, event.now))
-        self.story.commands(commands)
-        return commands
+        return self._job.correct_cause(KnownFault(event.fault, event.now - event.age_s, event.now))
 
     def _answer(self) -> Commands:
         return self._job.keep() if self.phase is Phase.JOINING else self._job.recover()
@@ -331,17 +336,11 @@ class RecoveryMachine:
         known = self._unconfirmed.get(life)
         if known is None:
             return self._ignore("nobody waits to hear how it ended", event.rank)
+        known.fault = event.fault
         if event.fault.kind is FaultKind.LOST:
-            known.fault = event.fault
             return []
         del self._unconfirmed[life]
-        known.fault = event.fault
-        if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
-            return self._job.end_late_failure(is_overdue=False)
-        reason = self._job.count_repeat(known, known.generation)
-        attempt = self._job.attempt
-        is_settled = known.is_declared and (attempt is None or known not in attempt.faults)
-        return [] if reason is None or is_settled else self._job.give_up(reason, known.fault)
+        return self._job.explained(known)
 
     def _paused(self, event: ev.WorkerPaused) -> Commands:
         """A rank waits outside its function."""
@@ -461,6 +460,7 @@ class RecoveryMachine:
         ev.WorkerDeclared: _declared,
         ev.WorkerLost: _lost,
         ev.WorkerExitKnown: _confirm,
+        ev.WorkerExamined: _examined,
         ev.WorkerPaused: _paused,
         ev.WorkerRaised: _raised,
         ev.WorkerRecovered: _recovered,
@@ -481,6 +481,7 @@ class RecoveryMachine:
                 **_ALWAYS,
                 ev.WorkerLost: _lost,
                 ev.WorkerExitKnown: _confirm,
+                ev.WorkerExamined: _examined,
                 ev.WorkerRaised: _raised_late,
                 ev.WorkerFinished: _finished,
             },

@@ -16,12 +16,13 @@ from typing import Any
 from taskd.core import commands as _commands
 from taskd.core import events as _events
 from taskd.core import faults as _faults
+from taskd.core import marks as _marks
 
 CAPACITY = 10_000  # entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
 
 _CLASSES: dict[str, type] = {
     name: thing
-    for module in (_faults, _events, _commands)
+    for module in (_faults, _marks, _events, _commands)
     for name, thing in vars(module).items()
     if isinstance(thing, type) and is_dataclass(thing)
 }

@@ -16,6 +16,8 @@ The required order, and why:
 from dataclasses import dataclass
 
 DEFAULT_FAULT_TIMEOUT_S = 30.0
+DEFAULT_HANG_FLOOR_S = 2.0
+DEFAULT_HANG_CEILING_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,25 @@ class Timeouts:
     lost_grace_s: float                  # alarm rang, no exit yet: SIGKILL
     restart_grace_s: float               # SIGTERM to SIGKILL when the group is restarted
     give_up_grace_s: float               # SIGTERM to SIGKILL when the job ends: users save in their handlers
+    examine_s: float                     # a rank that hangs has this long to write down its stacks before SIGKILL
+    hang_floor_s: float                  # nobody is taken for hanging sooner
+    hang_busy_s: float                   # ... nor sooner than this while something is going on in it
+    hang_ceiling_s: float                # nor later, however long steps and checkpoints were
 
     @classmethod
-    def derive(cls, fault_timeout_s: float = DEFAULT_FAULT_TIMEOUT_S) -> "Timeouts":
-        """Everything from the one setting T. Raises ValueError unless T is positive and finite."""
+    def derive(
+        cls,
+        fault_timeout_s: float = DEFAULT_FAULT_TIMEOUT_S,
+        *,
+        hang_floor_s: float = DEFAULT_HANG_FLOOR_S,
+        hang_ceiling_s: float = DEFAULT_HANG_CEILING_S,
+    ) -> "Timeouts":
+        """Everything from the one setting T, and the bounds of what is learnt. Raises ValueError unless all are positive and finite."""
         t = float(fault_timeout_s)
         if not 0 < t < float("inf"):
             raise ValueError(f"fault timeout must be a positive number of seconds, not {fault_timeout_s!r}")
+        if not 0 < hang_floor_s < hang_ceiling_s < float("inf"):
+            raise ValueError(f"hang limits must be positive and in order, not {hang_floor_s!r} and {hang_ceiling_s!r}")
         heartbeat_s = min(1.0, t / 10)
         timeouts = cls(
             communication_grace_s=min(t / 30, heartbeat_s),
@@ -55,6 +69,10 @@ class Timeouts:
             lost_grace_s=min(5.0, t / 6),
             restart_grace_s=min(5.0, t / 6),
             give_up_grace_s=t,
+            examine_s=0.25,
+            hang_floor_s=hang_floor_s,
+            hang_busy_s=max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
+            hang_ceiling_s=hang_ceiling_s,
         )
         timeouts.check()
         return timeouts

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from taskd.clock import Clock
     from taskd.config import ManagerConfig
+    from taskd.core.marks import Mark
     from taskd.log import Identity
     from taskd.transport.base import Listener
 
@@ -55,9 +56,10 @@ class Service:
         self._link = link
         self._clock = clock or MonotonicClock()
         self._identity = identity
-        self._machine = RecoveryMachine(
-            config.job_id, Timeouts.derive(config.fault_timeout_s), config.node_count, config.ranks_per_node
+        timeouts = Timeouts.derive(
+            config.fault_timeout_s, hang_floor_s=config.hang.floor_s, hang_ceiling_s=config.hang.ceiling_s
         )
+        self._machine = RecoveryMachine(config.job_id, timeouts, config.node_count, config.ranks_per_node)
         self._incarnation = uuid.uuid4().hex
         self._sequence = 0
         self._sessions = Sessions()
@@ -149,16 +151,25 @@ class Service:
             if not isinstance(message, messages.Heartbeat):
                 raise RemoteProtocolError("foreign", f"node {node_rank} is not registered from there")
             return
-        self._feed(events.AgentHeard(now, envelope.cause, node_rank))
+        self._feed(events.AgentHeard(now, envelope.cause, node_rank, self._marks(message, node_rank, session)))
         if isinstance(message, messages.Heartbeat):
             self._acknowledge(peer, known=not session.is_doubtful)
             return
         event = translate.message_to_event(envelope, message, now)
         _check_position(event, node_rank, session)
         self._feed(event)
+        if isinstance(event, events.WorkerExamined):
+            _log_stacks(event)
         if isinstance(event, events.AgentLeft):
             log.info("node %d left: %s %s", node_rank, event.outcome, event.detail)
             del self._sessions.agents[node_rank]
+
+    def _marks(self, message: messages.Message, node_rank: int, session: Session) -> tuple[Mark, ...]:
+        """How far the workers of this node have come, if that is looked at."""
+        marks = message.marks if isinstance(message, messages.Heartbeat) and self._config.hang.is_on else ()
+        if any(mark.rank not in session.ranks for mark in marks):
+            raise RemoteProtocolError("foreign", f"node {node_rank} spoke of ranks that are not its own")
+        return marks
 
     def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.AgentRegistered) -> None:
         """An agent claims its position."""
@@ -236,6 +247,9 @@ class Service:
             case commands.RecordRecovery():
                 self._records.recovery(command.record)
                 self._write_story()
+            case commands.ReportStraggler():
+                log.warning("rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms", command.rank,
+                            1000 * command.own_s, command.phase, 1000 * command.others_s)
             case commands.EndJob():
                 self._result = command.succeeded
                 log.log(logging.INFO if command.succeeded else logging.ERROR, "the job has %s: %s",
@@ -272,6 +286,12 @@ def _check_position(event: events.Event, node_rank: int, session: Session) -> No
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own")
     if isinstance(event, events.AgentLeft) and event.node_rank != node_rank:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke for node {event.node_rank}")
+
+
+def _log_stacks(event: events.WorkerExamined) -> None:
+    log.error("the stacks of rank %d, which hangs (incarnation %d):", event.rank, event.incarnation)
+    for line in event.traceback.splitlines():
+        log.error("  %s", line)
 
 
 @contextlib.contextmanager

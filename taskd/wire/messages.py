@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 from taskd.core.commands import Move
 from taskd.core.events import WorkerReport
 from taskd.core.faults import Fault
+from taskd.core.marks import Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class Refused(Message):
 @_message(4)
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
-    """A sign of life and one line per worker: rank, incarnation, version, phase."""
+    """A sign of life, and how far each worker has come."""
 
-    workers: tuple[tuple[int, int, int | None, str], ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 @_message(5)
@@ -230,6 +231,14 @@ class WorkerUncaught(WorkerMessage):
     fault: Fault
 
 
+@_message(31)
+@dataclass(frozen=True, slots=True)
+class WorkerExamined(WorkerMessage):
+    """The stacks of a rank that hangs."""
+
+    traceback: str
+
+
 # ---------------------------------------------------------------- what to do: 50 to 79
 
 
@@ -269,6 +278,7 @@ class KillWorker(CommandMessage):
     rank: int
     incarnation: int
     reason: str
+    examine: bool = False
 
 
 @_message(53)

@@ -25,6 +25,7 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerRecovered,
     events.WorkerReturned,
     events.WorkerFinished,
+    events.WorkerExamined,
     events.WorkerReady,
     events.WorkerUncaught,
 )

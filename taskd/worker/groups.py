@@ -57,6 +57,8 @@ class Groups:
         self.generation = generation
         self.created_at: float | None = None         # when the default group of this generation was ready
         self.opened = Opened()
+        self.gloo_names: dict[str, str] = {}         # of this generation: the number by which torch's records know a group -> its name
+        self._gloo_count = 0                         # torch numbers them in the order of creation
         self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._retired: list[tuple[int, Opened]] = []
@@ -96,7 +98,9 @@ class Groups:
                     self._finish_creation(opened)
             with self._lock:
                 opened.threads |= _threads() - threads      # they name themselves a moment later
-                opened.groups.append(created[0] if isinstance(created, tuple) else created)
+                group = created[0] if isinstance(created, tuple) else created
+                opened.groups.append(group)
+                self._number(group)
             self.created_at = time.monotonic()
             return created
 
@@ -108,6 +112,12 @@ class Groups:
         self._replace(c10d, "_new_process_group_helper", new_process_group_helper)
         self._replace(c10d, "init_process_group", init_process_group)
         self._replace(dist, "init_process_group", init_process_group)
+
+    def _number(self, group: Any) -> None:
+        for backend in _backends([group]):
+            if "Gloo" in type(backend).__name__:
+                self.gloo_names[str(self._gloo_count)] = group.group_name
+                self._gloo_count += 1
 
     def _replace(self, module: Any, name: str, wrapper: Any) -> None:
         self._originals[module, name] = getattr(module, name)
@@ -142,6 +152,7 @@ class Groups:
 
         with self._lock:
             old, self.opened = self.opened, Opened()
+            self.gloo_names = {}
             if old.before is not None:       # the end of a creation was interrupted itself; sockets made from here on are not its own
                 old.sockets.update(_newer(open_sockets(), old.before))
                 old.before = None

@@ -39,6 +39,7 @@ class Holding:
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete
+        self.has_committed = False    # in this entry
         self.part = b""               # the per-rank part as of the last commit, pickled
         self.parked_versions: dict[int, int] = {}     # id(parameter) -> its version counter at parking
         self.rollback = Rollback(roles)
@@ -95,7 +96,8 @@ class Holding:
     def attach(self) -> None:
         """Hook the objects: a forward pass ends, an optimizer begins."""
         for module in self.roles.modules.values():
-            self._removers.append(module.register_forward_hook(_ForwardMark(self)).remove)
+            self._removers.append(module.register_forward_pre_hook(_ForwardBegin(self)).remove)
+            self._removers.append(module.register_forward_hook(_ForwardEnd(self)).remove)
         for optimizer in self.roles.optimizers.values():
             self._removers.append(optimizer.register_step_pre_hook(lambda *_: self.begin_update()).remove)
         for stepper in self.roles.steppers.values():
@@ -114,8 +116,7 @@ class Holding:
         life.hold()
         self.capture_pending(life)
         self.began = True
-        if life.box is not None:
-            life.box.mark_phase(Phase.OPTIMIZER)
+        life.mark(Phase.OPTIMIZER)
 
     def capture_pending(self, life: Life) -> None:
         """Write what this rank's extras will be once the present step is committed."""
@@ -126,6 +127,7 @@ class Holding:
     def commit(self, life: Life, logbook: Logbook) -> None:
         """One version further. The caller holds interrupts off."""
         self.began = True             # whatever fails in here leaves a copy that is neither version
+        life.mark(Phase.COMMIT)
         self.rollback.remember()
         self.step += 1
         self.part = self.encode()
@@ -134,8 +136,11 @@ class Holding:
         box = life.box
         if box is not None:
             box.mark_version(version)
-            box.mark_phase(Phase.STEP)
-        self.began = False
+            box.mark_step(is_first=not self.has_committed)
+        life.mark(Phase.STEP)
+        if life.profile is not None:
+            life.profile.step(version)
+        self.began, self.has_committed = False, True
 
     # ------------------------------------------------------------ parking
 
@@ -157,27 +162,45 @@ class Holding:
                 tensor.grad = None
 
 
-class _ForwardMark:
-    """Forward hook of a registered module. A class of its own so that a copied or pickled model does not drag the TrainState along."""
+class _Hook:
+    """Hook of a registered module. A class of its own so that a copied or pickled model does not drag the TrainState along."""
 
     def __init__(self, holding: Holding | None = None) -> None:
         self._holding = holding
 
-    def __call__(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        holding = self._holding
-        if holding is None or not module.training or not torch.is_grad_enabled():
-            return
-        life = life_module.current()
-        if life is not None:
-            holding.capture_pending(life)
+    def _life(self) -> Life | None:
+        return None if self._holding is None or torch.compiler.is_compiling() else life_module.current()
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _ForwardMark:
-        return _ForwardMark()
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Hook:
+        return type(self)()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_ForwardMark, ())
+        return (type(self), ())
+
+
+class _ForwardBegin(_Hook):
+    """Forward pass, or evaluation."""
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any) -> None:
+        life = self._life()
+        if life is not None and not life.held:      # a closure of the optimizer may run the model again
+            life.mark(Phase.FORWARD if _trains(module) else Phase.EVALUATION)
+
+
+class _ForwardEnd(_Hook):
+    """What comes next is the loss, and the backward pass."""
+
+    def __call__(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        life = self._life()
+        if life is None or self._holding is None or not _trains(module):
+            return
+        self._holding.capture_pending(life)
+        if not life.held:
+            life.mark(Phase.BACKWARD)
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
 
 
 def _wrap_step(stepper: Any, before: Any) -> Any:

@@ -7,6 +7,7 @@ signal handler runs in the main thread, so between looking at `held` and raising
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from taskd.core.commands import Move
-    from taskd.native.black_box import BlackBox
+    from taskd.native.black_box import BlackBox, Phase
 
 
 @dataclass
@@ -55,11 +56,19 @@ class Life:
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
+    profile: Any = None                   # a Recorder (`taskd.worker.profiling`) while profiling is on
 
     @property
     def is_reentry(self) -> bool:
         """True while the function runs as part of a recovery, survivors and replacements alike."""
         return self.plan is not None
+
+    def mark(self, phase: Phase) -> None:
+        """The main thread begins something else."""
+        if self.box is not None:
+            self.box.mark_phase(phase)
+        if self.profile is not None:
+            self.profile.mark(phase, time.monotonic_ns())
 
     def hold(self) -> None:
         """The optimizer begins to write: from here to `release_hold` an interrupt would tear the state."""

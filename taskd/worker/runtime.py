@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import Interrupted, RemoteProtocolError
-from taskd.native import death_alarm
+from taskd.native import collectives, death_alarm
 from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
@@ -32,6 +32,7 @@ from taskd.worker import victims
 from taskd.worker.groups import Groups, Opened
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life, Plan
+from taskd.worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +84,7 @@ class Runtime:
             generation=bootstrap["generation"], box=box,
         )
         box.begin(os.getpid(), self.life.incarnation)
+        box.mark_generation(self.life.generation)
         if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
             self._inherit(bootstrap.get("previous_fd"))
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
@@ -100,6 +102,7 @@ class Runtime:
         self.gave_up: commands.GiveUp | None = None
         self.agent_gone = False
         self._abort: PendingAbort | None = None            # the runtime thread's own
+        self._pulse = Pulse(self.life, self.groups)
         self._channel = Channel(bootstrap["channel_fd"])
         self._sequence = 0
         self._pid = os.getpid()
@@ -159,8 +162,9 @@ class Runtime:
         if self.declared:
             return
         self.declared = True
-        from taskd.worker import buckets  # noqa: PLC0415 - imports torch
+        from taskd.worker import buckets, phases  # noqa: PLC0415 - they import torch
         buckets.install()
+        phases.install()
         self.send(events.WorkerDeclared(**self.identity("declared")))
 
     def enter(self) -> None:
@@ -172,8 +176,7 @@ class Runtime:
 
     def mark(self, phase: Phase) -> None:
         """Note in the black box where the main thread is."""
-        if self.life.box is not None:
-            self.life.box.mark_phase(phase)
+        self.life.mark(phase)
 
     # ------------------------------------------------------------------ the runtime thread
 
@@ -181,8 +184,11 @@ class Runtime:
         poller = select.poll()
         poller.register(self._channel.fd, select.POLLIN)
         while not self._channel.closed:
-            due = self._abort.due - time.monotonic() if self._abort is not None else None
-            poller.poll(None if due is None else max(0, math.ceil(due * 1000)))
+            wait_s = self._pulse.until_next_s()
+            if self._abort is not None:
+                wait_s = min(wait_s, max(0.0, self._abort.due - time.monotonic()))
+            poller.poll(math.ceil(wait_s * 1000))
+            self._pulse.beat()
             for data in self._channel.receive():
                 try:
                     envelope, message = codec.decode(data)
@@ -308,6 +314,9 @@ class Runtime:
         life.held = False
         life.on_commit = self._report_recovery
         self.groups.begin(resume.generation)
+        collectives.reset()
+        if life.box is not None:
+            life.box.mark_generation(resume.generation)
         self.where = Where.OUTSIDE
 
     def _report_recovery(self) -> None:

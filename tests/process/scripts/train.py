@@ -5,7 +5,9 @@ FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marke
 STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN  knobs of the workload
 """
 
+import collections
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -36,26 +38,28 @@ def fact(what, **fields):
         out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields}) + "\n")
 
 
-def hurt(how):
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "segv":
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGSEGV)
-    elif how == "abort":
-        os.abort()
-    elif how == "exit3":
-        os._exit(3)
-    elif how == "exit0":
-        os._exit(0)
-    elif how == "sysexit0":
-        sys.exit(0)
-    elif how == "raise":
-        raise ValueError("a bad sample")
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    else:
-        raise SystemExit(f"unknown way to be hurt: {how}")
+def fail():
+    raise ValueError("a bad sample")
+
+
+def crash():
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+HOW = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": crash,
+    "abort": os.abort,
+    "exit3": lambda: os._exit(3),
+    "exit0": lambda: os._exit(0),
+    "sysexit0": lambda: sys.exit(0),
+    "raise": fail,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(100_000),
+    # A loop in C that never lets go of the interpreter lock.
+    "spin": lambda: collections.deque(itertools.repeat(None), maxlen=0),
+}
 
 
 def here(place, step):
@@ -71,7 +75,7 @@ def here(place, step):
             except FileExistsError:
                 continue
         fact("fault", spec=spec, step=step)
-        hurt(how.removeprefix("always-"))
+        HOW[how.removeprefix("always-")]()
 
 
 class Net(torch.nn.Module):

@@ -48,8 +48,8 @@ def test_every_ignored_event_has_a_reason() -> None:
 
 
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
-    own = {do.RecordRecovery, do.EndJob}
-    agents = {do.SpawnWorker, do.SignalWorker, do.TellWorker, do.TellManager, do.FinishRun, do.FallBack}
+    own = {do.RecordRecovery, do.ReportStraggler, do.EndJob}
+    agents = {do.SpawnWorker, do.SignalWorker, do.ExamineWorker, do.TellWorker, do.TellManager, do.FinishRun, do.FallBack}
     every = {kind for kind in do.Command.__subclasses__() if vars(do).get(kind.__name__) is kind}
     assert set(node.NodeMachine.COMMANDS) == every - own - agents
 

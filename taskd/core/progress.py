@@ -1,0 +1,228 @@
+"""Who hangs, and who only waits for the one that hangs. Pure: the newest marks of all ranks in, a verdict out.
+
+A job stands still when one rank does. From outside all ranks look alike, and so do a hang, a slow step and a checkpoint. What
+tells them apart:
+
+    stopped     libtaskd's thread does not run, and the kernel says that the process is stopped
+    frozen      that thread does not run, whatever the reason
+    locked      the main thread stands, and the interpreter lock is held: the runtime's Python thread does not run
+    asleep      the main thread stands outside collectives; neither it nor its children use the processor, read or write
+    busy        the main thread stands outside collectives, but something is going on in it (or it waits for data)
+    waiting     it has begun a collective that is not complete: a victim
+
+A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its limit. When all wait, it is the
+network, or a program whose ranks call different collectives: nobody is replaced. A slow rank that moves is never a culprit.
+
+Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is that of the rank whose longest is
+shortest, because the steps of the others contain waiting for somebody's checkpoint. Checkpoints, evaluations and the first steps of a
+generation have limits of their own. Each hang at a version that had one already has a limit that is longer by a factor:
+whatever takes long there and is no hang gets its time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from taskd.core import marks as of
+from taskd.core.marks import GroupMark, Mark
+from taskd.core.timeouts import Timeouts
+
+STEP_FACTOR = 3.0          # limits are so many times what was seen
+AGAIN_FACTOR = 8.0         # ... and longer by this for each hang before at the same version
+LOCKED_S = 1.0             # the runtime's thread runs ten times a second
+
+_LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}
+_OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})   # a rank there neither hangs nor waits in a step
+_SETTING_UP = frozenset({"entered"})
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A rank that hangs, how (half a sentence), and for how long already."""
+
+    rank: int
+    detail: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Ranks that hang; or none, and `network` says what all of them wait in."""
+
+    culprits: tuple[Culprit, ...] = ()
+    network: str = ""
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """A mark, and how long ago it was taken."""
+
+    mark: Mark
+    age_s: float
+
+    @property
+    def still_s(self) -> float:
+        return self.mark.still_s + self.age_s
+
+    @property
+    def is_locked(self) -> bool:
+        return self.mark.python_s >= LOCKED_S
+
+    @property
+    def is_waiting(self) -> bool:
+        """In a collective, if its word is fresh."""
+        return self.mark.is_waiting and not self.is_locked and self.mark.frozen_s < LOCKED_S
+
+
+class Progress:
+    """The newest mark of each rank. Knows nothing of members: callers say who is to be judged."""
+
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        self._seen: dict[int, tuple[float, Mark]] = {}
+        self._hangs: dict[int | None, int] = {}      # version -> verdicts so far
+
+    def note(self, now: float, marks: Iterable[Mark]) -> None:
+        """An agent looked at its workers."""
+        for mark in marks:
+            self._seen[mark.rank] = (now, mark)
+
+    def count(self, rank: int) -> int | None:
+        """A hang of this rank is being answered. Returns the version that the rank was at."""
+        version = self._seen[rank][1].version
+        self._hangs = {version: self._hangs.get(version, 0) + 1}
+        return version
+
+    def judge(self, now: float, generation: int, lives: Iterable[tuple[int, int]]) -> Verdict | None:
+        """Who hangs among these lives (rank, incarnation), all of which train with `taskd.recoverable`.
+
+        None: nobody, or not long enough, or it cannot be told, or nobody healthy would be left.
+        """
+        wanted = list(lives)
+        stands = self._stands(now, generation, wanted)
+        culprits = self._frozen(stands, self._timeouts.hang_floor_s)
+        culprits += self._standing([stand for stand in stands if stand.mark.rank not in {culprit.rank for culprit in culprits}])
+        if culprits:
+            return Verdict(tuple(culprits)) if len(culprits) < len(wanted) else None
+        return self._network(stands) if len(stands) == len(wanted) else None
+
+    def frozen(
+        self, now: float, generation: int, lives: Iterable[tuple[int, int]], patience_s: float | None = None
+    ) -> tuple[Culprit, ...]:
+        """Those of these lives that do not run at all: what can be said of a rank whatever it does."""
+        wanted = list(lives)
+        stands = [
+            _Stand(mark, now - seen_at) for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
+            if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
+        ]
+        return tuple(self._frozen(stands, patience_s or self._timeouts.hang_floor_s))
+
+    def _stands(self, now: float, generation: int, wanted: Sequence[tuple[int, int]]) -> list[_Stand]:
+        """What is known of this generation."""
+        found = []
+        for rank, incarnation in wanted:
+            seen_at, mark = self._seen.get(rank, (0.0, None))
+            if mark is None or (mark.incarnation, mark.generation) != (incarnation, generation) or mark.phase in _OUTSIDE:
+                continue
+            found.append(_Stand(mark, now - seen_at))
+        return found
+
+    # ------------------------------------------------------------ rules
+
+    def _frozen(self, stands: Sequence[_Stand], floor_s: float) -> list[Culprit]:
+        found = []
+        for stand in stands:
+            mark = stand.mark
+            limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_busy_s
+            if mark.activity == of.TRACED or mark.frozen_s < limit_s:
+                continue
+            how = "stopped by a signal" if mark.activity == of.STOPPED else f"not running at all ({mark.activity or 'unknown state'})"
+            found.append(Culprit(mark.rank, f"{how} for {mark.frozen_s:.1f} s in {mark.phase}", mark.frozen_s))
+        return found
+
+    def _standing(self, stands: Sequence[_Stand]) -> list[Culprit]:
+        """Ranks outside collectives that others wait for."""
+        found = []
+        step_s = self._longest_step(stands)
+        for stand in stands:
+            if stand.is_waiting:
+                continue
+            limit_s = self._limit(stand, stands, step_s)
+            if stand.mark.activity == of.TRACED or stand.still_s < limit_s:
+                continue
+            victims = [other for other in stands if other is not stand and _waits_for(other, stand)]
+            patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
+            if patient:
+                found.append(Culprit(stand.mark.rank, _describe(stand, patient), stand.still_s))
+        return found
+
+    def _network(self, stands: Sequence[_Stand]) -> Verdict | None:
+        """Everybody waits."""
+        step_s = self._longest_step(stands)
+        if len(stands) < 2 or step_s is None or not all(stand.is_waiting for stand in stands):
+            return None
+        limit_s = self._bound(STEP_FACTOR * step_s, self._timeouts.hang_busy_s, stands[0].mark.version)
+        shortest = min(stand.still_s for stand in stands)
+        if shortest < limit_s:
+            return None
+        where = sorted({_operation(group) for stand in stands for group in stand.mark.groups if group.entered > group.left})
+        what = "in " + " and ".join(where) if where else "in a collective"
+        same = "the same collective" if len(where) <= 1 else "collectives that do not fit together"
+        return Verdict(network=f"all ranks wait {what} for {shortest:.1f} s: {same}", since_s=shortest)
+
+    # ------------------------------------------------------------ limits
+
+    def _longest_step(self, stands: Sequence[_Stand]) -> float | None:
+        """What a step may take, as far as seen; None: some rank has not done two steps yet."""
+        if not stands or any(stand.mark.slowest_s <= 0 for stand in stands):
+            return None
+        return min(stand.mark.slowest_s for stand in stands)
+
+    def _limit(self, stand: _Stand, stands: Sequence[_Stand], step_s: float | None) -> float:
+        """How long this rank may stand where it is."""
+        timeouts, mark = self._timeouts, stand.mark
+        if mark.phase in _LONG:
+            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in stands)
+            seen = STEP_FACTOR * longest if longest > 0 else timeouts.hang_ceiling_s
+            return self._bound(seen, timeouts.hang_busy_s, mark.version)
+        if step_s is None or mark.phase in _SETTING_UP:
+            return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
+        is_busy = mark.phase == "data" or mark.activity in (of.BUSY, of.DISK)
+        at_least = timeouts.hang_busy_s if is_busy and not stand.is_locked else timeouts.hang_floor_s
+        return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
+
+    def _bound(self, seen_s: float, at_least_s: float, version: int | None) -> float:
+        """`version`: of the rank in question."""
+        return min(max(seen_s, at_least_s) * AGAIN_FACTOR ** self._hangs.get(version, 0), self._timeouts.hang_ceiling_s)
+
+
+def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
+    """The communicators that both are in."""
+    mine = {group.id: group for group in one.mark.groups}
+    return [(mine[group.id], group) for group in other.mark.groups if group.id in mine]
+
+
+def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
+    """Whether `victim` is in a collective that `culprit` has not begun. Where nothing is known of communicators, any will do."""
+    pairs = _common(victim, culprit)
+    if pairs:
+        return any(theirs.entered > his.entered for theirs, his in pairs) or (victim.is_waiting and culprit.is_locked)
+    return victim.is_waiting
+
+
+def _operation(group: GroupMark) -> str:
+    return f"{group.operation or 'collective'} {group.entered} of group {group.name or group.id}"
+
+
+def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
+    mark = stand.mark
+    doing = {
+        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a disk or a device", of.STOPPED: "stopped by a signal"
+    }.get(mark.activity, "standing")  # fmt: skip
+    if stand.is_locked and mark.activity != of.STOPPED:
+        doing = f"{doing} with the interpreter lock held"
+    ahead = [theirs for victim in victims for theirs, his in _common(victim, stand) if theirs.entered > his.entered]
+    ranks = sorted(victim.mark.rank for victim in victims)
+    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} wait"
+    where = f" in {_operation(ahead[0])}, which it has not begun" if ahead else " in a collective"
+    return f"{doing} for {stand.still_s:.1f} s in {mark.phase}; {who} for it{where}"

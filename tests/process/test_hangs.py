@@ -1,0 +1,33 @@
+"""Ranks that stand still while the others wait for them: found, named, killed with their stacks taken, and replaced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_recovery import check_recovered, reference  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.slow
+
+STEP_S = "0.05"
+
+
+@pytest.mark.parametrize(
+    ("how", "detail"),
+    [("stop", "stopped by a signal"), ("spin", "with the interpreter lock held"), ("sleep", "asleep")],
+)
+@pytest.mark.parametrize("place", ["step", "forward"])
+def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference, how: str, detail: str, place: str) -> None:  # noqa: F811
+    with harness.job(tmp_path, FAULTS=f"2@20:{place}:{how}", STEPS="30", SLEEP_S=STEP_S) as job:
+        finished = job.run()
+        check_recovered(job, finished, reference(STEPS="30", SLEEP_S=STEP_S), faults=1, replaced={2})
+        (record,) = job.recoveries()
+        (fault,) = record["faults"]
+        assert (fault["rank"], fault["kind"]) == (2, "hang")
+        assert detail in fault["detail"]
+        assert record["steps_redone"] == 0

@@ -1,0 +1,150 @@
+"""RecoveryMachine and NodeMachine: what is done about ranks that stand still."""
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core import marks as of
+from taskd.core.faults import FaultKind
+from taskd.core.job import Phase
+from taskd.core.marks import GroupMark, Mark
+from tests.unit.core.answers import kinds, only
+
+
+def mark(rank: int, *, hangs: bool, still_s: float = 2.5, generation: int = 0, incarnation: int = 0, **changes) -> Mark:
+    group = GroupMark(7, "0", 40 if hangs else 41, 40, "all_reduce")
+    fields = {"activity": of.ASLEEP if hangs else of.UNKNOWN, "is_waiting": not hangs, "slowest_s": 0.05} | changes
+    return Mark(rank, incarnation, generation, 5, "forward" if hangs else "backward", still_s, groups=(group,), **fields)
+
+
+def look(job, culprit: int | None = 2, **changes) -> list[do.Command]:
+    marks = tuple(mark(rank, hangs=rank == culprit, **changes) for rank in range(4))
+    return job.send(ev.AgentHeard, 0, marks)
+
+
+def test_the_culprit_is_killed_after_its_stacks_and_replaced(manager) -> None:
+    job = manager().joined()
+    kill, interrupt, replacement = look(job)
+    assert isinstance(kill, do.KillWorker)
+    assert (kill.rank, kill.incarnation, kill.examine) == (2, 0, True)
+    assert isinstance(interrupt, do.Interrupt)
+    assert interrupt.reason.startswith("rank 2 hangs: asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in all_reduce 41")
+    assert (replacement.rank, replacement.incarnation) == (2, 1)
+    assert job.machine.phase is Phase.PAUSING
+
+
+def test_the_record_has_the_stacks_and_counts_from_the_beginning_of_the_hang(manager) -> None:
+    job = manager().joined()
+    look(job)
+    assert job.worker(ev.WorkerExamined, 2, "File train.py, line 3", incarnation=0) == []
+    job.pause_all()
+    record = only(job.recover_all(), do.RecordRecovery).record
+    (fault,) = record.faults
+    assert (fault.kind, fault.rank, fault.traceback) == (FaultKind.HANG, 2, "File train.py, line 3")
+    assert record.detect_s == pytest.approx(2.5)
+    assert record.total_s > 2.5
+    assert record.steps_redone == 0
+
+
+def test_stacks_that_come_late_are_no_error(manager) -> None:
+    job = manager().joined()
+    look(job)
+    job.pause_all()
+    job.recover_all()
+    assert job.worker(ev.WorkerExamined, 2, "File train.py, line 3", incarnation=0) == []
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_nothing_is_done_about_a_healthy_job(manager) -> None:
+    job = manager().joined()
+    assert look(job, culprit=None, still_s=0.01) == []
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_all_waiting_is_answered_without_replacing_anybody(manager) -> None:
+    job = manager().joined()
+    (interrupt,) = look(job, culprit=None, still_s=31.0)
+    assert isinstance(interrupt, do.Interrupt)
+    assert "all ranks wait in all_reduce 41" in interrupt.reason
+    job.pause_all()
+    assert only(job.recover_all(), do.RecordRecovery).record.strategy == "retry"
+
+
+def test_a_rank_stopped_while_it_is_called_out_is_not_waited_for(manager) -> None:
+    job = manager().joined()
+    job.lose(2)
+    for rank in (0, 3):
+        job.pause(rank)
+    stopped = mark(1, hangs=True, frozen_s=2.1, activity=of.STOPPED)
+    kill, replacement = job.send(ev.AgentHeard, 0, (stopped,))
+    assert isinstance(kill, do.KillWorker)
+    assert (replacement.rank, replacement.incarnation) == (1, 1)
+
+
+def test_a_second_hang_at_the_same_step_needs_longer_and_the_fourth_ends_the_job(manager) -> None:
+    job = manager().joined()
+    incarnation = 0
+    for limit_s in (2.0, 16.0, 128.0):
+        generation = job.machine.generation
+        same = {"generation": generation}
+
+        def again(still_s: float, same=same, incarnation=incarnation) -> list[do.Command]:
+            marks = tuple(
+                mark(rank, hangs=rank == 2, still_s=still_s, incarnation=incarnation if rank == 2 else 0, **same)
+                for rank in range(4)
+            )
+            return job.send(ev.AgentHeard, 0, marks)
+
+        assert again(limit_s - 0.5) == []
+        assert kinds(again(limit_s + 0.5)) == ["KillWorker", "Interrupt", "ReplaceWorker"]
+        incarnation += 1
+        job.worker(ev.WorkerDeclared, 2, True)
+        job.pause_all()
+        job.recover_all(version=5)
+    marks = tuple(
+        mark(rank, hangs=rank == 2, still_s=1100.0, incarnation=incarnation if rank == 2 else 0, generation=job.machine.generation)
+        for rank in range(4)
+    )
+    give_up = only(job.send(ev.AgentHeard, 0, marks), do.GiveUp)
+    assert "the same failure came 4 times: rank 2 hangs" in give_up.reason
+
+
+def test_without_recoverable_only_a_stopped_process_counts_and_later(manager) -> None:
+    job = manager().joined(declared=False)
+    assert look(job) == []
+    marks = [mark(rank, hangs=rank == 2, still_s=29.0, frozen_s=29.0 if rank == 2 else 0.0, activity=of.STOPPED) for rank in range(4)]
+    assert job.send(ev.AgentHeard, 0, tuple(marks)) == []
+    marks[2] = mark(2, hangs=True, still_s=31.0, frozen_s=31.0, activity=of.STOPPED)
+    assert "RestartGroup" in kinds(job.send(ev.AgentHeard, 0, tuple(marks)))
+
+
+class TestNode:
+    def kill(self, node) -> list[do.Command]:
+        return node.send(ev.CommandReceived, do.KillWorker("hang", 1, 0, 1, 0, "hangs", examine=True))
+
+    def replace(self, node) -> list[do.Command]:
+        return node.send(ev.CommandReceived, do.ReplaceWorker("hang", 1, 0, 1, 1, 1))
+
+    def test_stacks_come_first_then_the_signal_then_the_successor(self, node) -> None:
+        job = node()
+        assert kinds(self.kill(job)) == ["ExamineWorker"]
+        assert self.replace(job) == []
+        signal, tell, spawn = job.worker(ev.WorkerExamined, 1, "stacks", incarnation=0)
+        assert (signal.rank, signal.incarnation, signal.signal_number) == (1, 0, 9)
+        assert tell.event.traceback == "stacks"
+        assert (spawn.rank, spawn.incarnation, spawn.gated) == (1, 1, True)
+
+    def test_a_rank_that_cannot_write_its_stacks_is_killed_without(self, node) -> None:
+        job = node()
+        self.kill(job)
+        self.replace(job)
+        deadline = job.machine.next_deadline()
+        assert deadline == pytest.approx(job.now - 0.01 + 0.25)
+        assert kinds(job.send(ev.Tick, at=deadline)) == ["SignalWorker", "SpawnWorker"]
+        assert job.worker(ev.WorkerExamined, 1, "too late", incarnation=0) == []
+
+    def test_one_that_dies_meanwhile_is_replaced_at_once(self, node) -> None:
+        job = node()
+        self.kill(job)
+        self.replace(job)
+        assert kinds(job.worker(ev.WorkerExited, 1, -9, 5, "step", incarnation=0)) == ["SpawnWorker"]

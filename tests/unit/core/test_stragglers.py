@@ -1,0 +1,56 @@
+"""Who is slow, and in what."""
+
+import pytest
+
+from taskd.core.marks import Mark
+from taskd.core.stragglers import AGAIN_S, WINDOW_S, Stragglers
+
+STEPS = 100
+
+
+def marks(at: int, slow: dict[str, float] | None = None, rank: int = 2, incarnation: int = 0) -> list[Mark]:
+    """Four ranks after `at` windows; `slow` gives seconds per step of one rank in some phases."""
+    found = []
+    for each in range(4):
+        per_step = {"forward": 0.02, "backward": 0.03, "optimizer": 0.005} | ((slow or {}) if each == rank else {})
+        times = tuple((name, STEPS * at, STEPS * at * seconds) for name, seconds in per_step.items())
+        found.append(Mark(each, incarnation if each == rank else 0, 0, STEPS * at, "step", 0.0, times=times))
+    return found
+
+
+def report(slow: dict[str, float], windows: int = 2) -> list[tuple[int, str, float]]:
+    stragglers = Stragglers()
+    said = []
+    for window in range(windows):
+        said += stragglers.note(100.0 + window * WINDOW_S, marks(window + 1, slow))
+    return [(slow.rank, slow.phase, round(slow.slowdown, 2)) for slow in said]
+
+
+def test_a_slow_rank_is_named_with_its_slowdown() -> None:
+    assert report({"forward": 0.04}) == [(2, "forward", 2.0)]
+
+
+def test_the_phases_in_which_others_are_waited_for_say_nothing() -> None:
+    assert report({"backward": 0.09}) == []
+
+
+@pytest.mark.parametrize("slow", [{}, {"forward": 0.028}, {"optimizer": 0.0077}, {"forward": 0.01}])
+def test_small_differences_are_not_worth_a_word(slow: dict[str, float]) -> None:
+    assert report(slow) == []
+
+
+def test_it_is_said_once_in_a_while() -> None:
+    per_report = int(AGAIN_S / WINDOW_S)
+    assert len(report({"forward": 0.04}, windows=2 + per_report)) == 2
+
+
+def test_a_rank_that_was_replaced_in_between_is_not_compared() -> None:
+    stragglers = Stragglers()
+    stragglers.note(100.0, marks(1))
+    assert stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.4}, incarnation=1)) == []
+
+
+def test_few_steps_tell_nothing() -> None:
+    stragglers = Stragglers()
+    stragglers.note(100.0, marks(1))
+    assert stragglers.note(100.0 + WINDOW_S, marks(1, {"forward": 0.4})) == []
