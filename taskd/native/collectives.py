@@ -7,3 +7,7 @@ def see(identity: int, name: str, entered: int, left: int) -> None:
 
 def reset() -> None:
     """Forget all communicators."""
+
+
+def add(identity: int, name: str, number: int, size: int | None, enter_ns: int, leave_ns: int) -> None:
+    """One call."""

@@ -31,3 +31,14 @@ def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference,
         assert (fault["rank"], fault["kind"]) == (2, "hang")
         assert detail in fault["detail"]
         assert record["steps_redone"] == 0
+
+
+def test_slow_steps_a_long_checkpoint_and_a_slow_start_are_no_hangs(tmp_path: pathlib.Path) -> None:
+    """A small version of `benchmarks/hangs.py --steps 10000`."""
+    with harness.job(tmp_path, STEPS="300", STEP_S="0.02", SLOW_SHARE="0.02", FIRST_S="6", SAVE_AT="50,150", SAVE_S="5") as job:
+        finished = job.run("slow.py")
+        assert finished.returncode == 0, finished.output
+        assert len(job.facts("slow")) >= 3
+        assert len(job.facts("saved")) == 2
+        assert sorted(fact["rank"] for fact in job.facts("done")) == [0, 1, 2, 3]
+        assert job.recoveries() == []
