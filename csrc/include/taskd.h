@@ -99,16 +99,18 @@ struct taskd_last_words {
     /*   8 */ int64_t kind;        /* enum taskd_words_kind */
     /*  16 */ int64_t number;      /* of the signal, or the exit status */
     /*  24 */ int64_t code;        /* si_code */
-    /*  32 */ uint64_t address;    /* si_addr */
+    /*  32 */ uint64_t address;    /* si_addr; of a signal that was sent (code <= 0): who sent it, si_pid */
     /*  40 */ int64_t tid;         /* kernel number of the thread that wrote */
     /*  48 */ int64_t monotonic_ns;
-    /*  56 */ int64_t text_bytes;  /* length of the text; only valid when complete */
+    /*  56 */ int64_t text_bytes;  /* length of the text so far */
     /*  64 */ int64_t requested;   /* how many times stacks were written on demand */
     /*  72 */ int64_t frame_count;
     /*  80 */ uint64_t frames[TASKD_FRAMES];
     /* 464 */ char thread[16];     /* name of the thread */
     /* 480 */ char detail[256];    /* type of an uncaught C++ exception, or "" */
-    /* 736 */ uint8_t reserved[TASKD_LAST_WORDS_BYTES - 736];
+    /* 736 */ int64_t stacks_signal; /* what to send for the stacks on demand; 0: they cannot be had */
+    /* 744 */ int64_t stay;         /* written by the agent: the main thread is not to go on after stacks on demand */
+    /* 752 */ uint8_t reserved[TASKD_LAST_WORDS_BYTES - 752];
 };
 
 struct taskd_box_header {
@@ -235,8 +237,9 @@ TASKD_API int taskd_collectives_add(uint64_t id, const char *name, int64_t numbe
  * per connection, and where no resolver answers that can take 10 s. 0, or -ENOENT, -ENOSYS as for taskd_waits_hook. */
 TASKD_API int taskd_names_numeric(const char *library);
 
-/* Worker side: what is written to this box when the process crashes or exits with an error, and the stacks when `stacks_signal` (0:
- * none) arrives. Chains to the handlers that were there. Once per process; -EBUSY. */
+/* Worker side: what is written to this box when the process crashes or exits with an error, and the stacks when `stacks_signal` (a
+ * real-time signal; 0: none) arrives. Chains to the handlers that were there. Call it in the main thread, which gets an alternate
+ * stack and so can tell of its overflow. Exits are seen only if the library is preloaded. Once per process; -EBUSY. See last_words.c. */
 TASKD_API int taskd_last_words_start(int box_fd, int stacks_signal);
 
 struct taskd_death {

@@ -15,7 +15,7 @@ UNKNOWN_STATUS = -signal.SIGKILL     # of a process whose parent took the truth 
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _COMM_BYTES = 16            # TASK_COMM_LEN, with the final NUL
-_HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/console",
+_HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/console", "/dev/kmsg",
                      "/dev/ptmx", "/dev/pts/", "/dev/shm/", "/dev/fd/", "/dev/std")  # noqa: S108 - names to compare with
 
 

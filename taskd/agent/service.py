@@ -14,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import signal
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
+from taskd.agent.endings import Endings
 from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError, TaskdError
+from taskd.native import last_words
 from taskd.native.death_alarm import DeathAlarm
 from taskd.transport import zeromq
 from taskd.wire import codec, messages, translate
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EXAMINE_LOOK_S = 0.005      # between two looks at a box to which stacks are being written
 _CLOSE_LOOK_S = 0.25         # between two heartbeats while a worker stands still
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
@@ -137,7 +141,8 @@ class Service:
         self._alarm = DeathAlarm()
         self._vitals = Vitals()
         self._watched: dict[int, tuple[int, int, BlackBox]] = {}     # token of the death alarm -> the life it watches
-        self._last_words: dict[tuple[int, int], Fault] = {}
+        self._endings = Endings()
+        self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}      # lives that write down their stacks
         self._sequence = 0
         self._outcome: Outcome | None = None
         self._started_at = clock.now()
@@ -166,16 +171,20 @@ class Service:
                     self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
             self._dealer.close()
             self._alarm.close()
+            self._endings.close()
 
     def _turn(self) -> None:
         now = self._clock.now()
         if now >= self._next_beat:
             self._beat(now)
         deadlines = [self._next_beat, *filter(None, [self._machine.next_deadline()])]
+        if self._examined:
+            deadlines.append(now + _EXAMINE_LOOK_S)
         channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
         fds = [*channels, *self._host.fds, *([self._alarm.fd] if self._alarm.available else [])]
         self._dealer.poll(max(0.0, min(deadlines) - now), fds)
         self._read_workers()
+        self._read_examined()
         self._read_alarm()
         self._read_processes()
         self._read_manager()
@@ -216,7 +225,7 @@ class Service:
             elif isinstance(event, events.WorkerReady):
                 self._watch(rank, worker, guarded=event.guarded)
             elif isinstance(event, events.WorkerUncaught):
-                self._last_words[rank, event.incarnation] = event.fault
+                self._endings.said((rank, event.incarnation), event.fault)
             else:
                 self._feed(event)
 
@@ -242,7 +251,7 @@ class Service:
             else:
                 self._feed(events.WorkerExited(
                     now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
-                    tuple(sorted(box.read_extras())), self._last_words.pop((rank, incarnation), None)))
+                    tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now)))
 
     def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
         """Arm the death alarm of a worker that holds its mutex."""
@@ -342,6 +351,7 @@ class Service:
             case commands.SpawnWorker():
                 self._spawn(command)
             case commands.SignalWorker():
+                self._endings.signalled((command.rank, command.incarnation), command.signal_number)
                 self._host.signal(command.rank, command.incarnation, command.signal_number)
             case commands.ExamineWorker():
                 self._examine(command)
@@ -366,7 +376,28 @@ class Service:
             self._feed(events.WorkerStartFailed(self._clock.now(), command.cause, command.rank, command.incarnation, str(error)))
 
     def _examine(self, command: commands.ExamineWorker) -> None:
-        """Stacks of a rank that hangs."""
+        """Let a rank that hangs write down its stacks. It does not go on behind them, even if it was only stopped."""
+        worker = self._host.workers.get(command.rank)
+        if worker is None or worker.incarnation != command.incarnation or worker.pid is None:
+            return
+        count = last_words.request(worker.pid, worker.box, stay=True)
+        if count is not None:
+            deadline = self._clock.now() + self._timeouts.examine_s
+            self._examined[command.rank, command.incarnation] = (worker.box, count, deadline)
+            self._host.signal(command.rank, command.incarnation, signal.SIGCONT)
+
+    def _read_examined(self) -> None:
+        """Stacks that have been written, or as far as they were when time is over."""
+        now = self._clock.now()
+        for life, (box, count, deadline) in list(self._examined.items()):
+            words = last_words.answer(box, count)
+            if words is None and now >= deadline:
+                words = last_words.wait(box, count, now)
+            elif words is None:
+                continue
+            del self._examined[life]
+            if words is not None:
+                self._feed(events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text()))
 
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)

@@ -211,7 +211,7 @@ class WorkerExited(WorkerEvent):
     version: int | None
     phase: str
     box_versions: tuple[int, ...] = ()
-    last_words: Fault | None = None      # the exception that ended the script, if it left word of it
+    last_words: Fault | None = None      # the exception that ended the script, a crash, the kernel's reason: if there is word of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,25 @@ _FROM_OUTSIDE = frozenset({1, 2, 9, 15})
 
 
 def exit_fault(
-    rank: int, incarnation: int, status: int, *, version: int | None = None, phase: str | None = None
-) -> Fault:
-    """The fault behind an exit status (exit code, or minus the signal number) that ended a worker too early."""
+    rank: int, incarnation: int, status: int, *, version: int | None = None, phase: str | None = None,
+    words: Fault | None = None, detail: str | None = None, traceback: str | None = None,
+) -> Fault:  # fmt: skip
+    """The fault behind an exit status (exit code, or minus the signal number) that ended a worker too early.
+
+    `words`: what the process itself, or the kernel, left about it. `detail`, `traceback`: the same, where there is no fault
+    yet. Two faults are the same by their status, wherever the address of one lies, unless the words say what makes them so.
+    """
     if status < 0:
         kind = FaultKind.KILLED if -status in _FROM_OUTSIDE else FaultKind.CRASHED
-        detail = _SIGNAL_NAMES.get(-status, f"signal {-status}")
+        exit_text = _SIGNAL_NAMES.get(-status, f"signal {-status}")
     elif status == 0:
-        kind, detail = FaultKind.EXITED_EARLY, "exit 0 before the job was complete"
+        kind, exit_text = FaultKind.EXITED_EARLY, "exit 0 before the job was complete"
     else:
-        kind, detail = FaultKind.EXITED, f"exit {status}"
+        kind, exit_text = FaultKind.EXITED, f"exit {status}"
+    signature = exit_text
+    if words is not None:
+        detail, signature, traceback = words.detail, words.signature, words.traceback
     return Fault(
-        kind, rank, incarnation, detail, version=version, phase=phase, signature=detail, exit_code=status
-    )
+        kind, rank, incarnation, detail or exit_text, version=version, phase=phase, signature=signature,
+        traceback=traceback, exit_code=status,
+    )  # fmt: skip

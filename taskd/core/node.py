@@ -175,10 +175,9 @@ class NodeMachine:
 
     def _exited(self, event: ev.WorkerExited) -> Commands:
         """The process is reaped."""
-        fault = exit_fault(event.rank, event.incarnation, event.status, version=event.version, phase=event.phase)
-        if event.last_words is not None:
-            words = event.last_words
-            fault = replace(fault, detail=words.detail, signature=words.signature, traceback=words.traceback)
+        fault = exit_fault(
+            event.rank, event.incarnation, event.status, version=event.version, phase=event.phase, words=event.last_words
+        )
         return self._ended(event, fault, is_success=event.status == 0, box_versions=event.box_versions)
 
     def _ended(self, event: ev.WorkerEvent, fault: Fault, *, is_success: bool, box_versions: tuple[int, ...]) -> Commands:

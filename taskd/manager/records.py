@@ -78,8 +78,11 @@ class Records:
         self._is_failed = False
 
     def recovery(self, record: RecoveryRecord) -> None:
-        """The line and the JSON record."""
+        """The line, the stacks of those that left some, and the JSON record."""
         log.info("%s", describe(record))
+        for fault in record.faults:
+            for line in (fault.traceback or "").splitlines():
+                log.info("  rank %d: %s", fault.rank, line)
         plain = {"job_id": self._job_id, "time": time.time(), **dataclasses.asdict(record)}
         self._write("recoveries.jsonl", [json.dumps(plain)], "a")
 

@@ -74,3 +74,14 @@ def waits_forgive(list tids not None):
     cdef int32_t *numbers = _numbers(tids)
     c.taskd_waits_forgive(numbers, len(tids))
     free(numbers)
+
+
+def is_preloaded():
+    return c.taskd_is_preloaded() == 1
+
+
+def last_words_start(int box_fd, int stacks_signal):
+    cdef int result
+    with nogil:
+        result = c.taskd_last_words_start(box_fd, stacks_signal)
+    _check("taskd_last_words_start", result)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
 from taskd.errors import NativeLibraryError
+from taskd.native.library import LIBRARY_PATH
 
 BUILT_FOR_ABI = 2  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
-
-LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
 
 
 def _open() -> ctypes.CDLL:
@@ -28,6 +26,8 @@ def _open() -> ctypes.CDLL:
         library.taskd_waits_hook.argtypes = [ctypes.c_char_p]
         for function in (library.taskd_waits_expire, library.taskd_waits_forgive):
             function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int]
+        library.taskd_is_preloaded.argtypes = []
+        library.taskd_last_words_start.argtypes = [ctypes.c_int, ctypes.c_int]
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error
     return library
@@ -79,3 +79,13 @@ def waits_expire(tids: list[int]) -> int:
 def waits_forgive(tids: list[int]) -> None:
     """See taskd.h."""
     _library.taskd_waits_forgive((ctypes.c_int32 * len(tids))(*tids), len(tids))
+
+
+def is_preloaded() -> bool:
+    """See taskd.h."""
+    return bool(_library.taskd_is_preloaded() == 1)
+
+
+def last_words_start(box_fd: int, stacks_signal: int) -> None:
+    """See taskd.h."""
+    _check("taskd_last_words_start", _library.taskd_last_words_start(box_fd, stacks_signal))

@@ -12,3 +12,5 @@ cdef extern from "taskd.h" nogil:
     int taskd_waits_hook(const char *library) noexcept
     int taskd_waits_expire(const int32_t *tids, int count) noexcept
     int taskd_waits_forgive(const int32_t *tids, int count) noexcept
+    int taskd_is_preloaded() noexcept
+    int taskd_last_words_start(int box_fd, int stacks_signal) noexcept

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
+
+from taskd.errors import NativeLibraryError
 
 logger = logging.getLogger(__name__)
 
 # "off": go on as if the library were not installed. For tests, and as a way out for users.
 NATIVE_ENV = "TASKD_NATIVE"
+
+LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
 
 _WITHOUT = "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s and more later per GB"
 
@@ -29,6 +36,8 @@ class Binding(Protocol):
     def waits_hook(self, library: str) -> None: ...  # noqa: D102
     def waits_expire(self, tids: list[int]) -> int: ...  # noqa: D102
     def waits_forgive(self, tids: list[int]) -> None: ...  # noqa: D102
+    def is_preloaded(self) -> bool: ...  # noqa: D102
+    def last_words_start(self, box_fd: int, stacks_signal: int) -> None: ...  # noqa: D102
 
 
 def _import_binding() -> tuple[Binding | None, str]:
@@ -40,6 +49,34 @@ def _import_binding() -> tuple[Binding | None, str]:
         except ImportError as error:
             reason = str(error)
     return None, reason
+
+
+def export_line() -> str:
+    """What a shell must run so that the programs that it starts have libtaskd preloaded.
+
+    Raises:
+        NativeLibraryError: there is no library, or the dynamic linker could not read its path in LD_PRELOAD.
+    """
+    path = str(LIBRARY_PATH)
+    if not LIBRARY_PATH.exists():
+        raise NativeLibraryError(f"there is no {path}: install taskd with a C compiler")
+    if re.search(r"[\s:;$]", path):
+        raise NativeLibraryError(f"{path} cannot be preloaded: its path has a space, a colon or a dollar sign in it")
+    return f'export LD_PRELOAD="${{LD_PRELOAD:+$LD_PRELOAD:}}"{shlex.quote(path)}'
+
+
+@cache
+def require_preloaded(feature: str) -> bool:
+    """Whether libtaskd was preloaded into this process; if not, says once what does not work and what to do."""
+    binding = load()
+    if binding is not None and binding.is_preloaded():
+        return True
+    try:
+        advice = f"Run `{export_line()}` before torchrun."
+    except NativeLibraryError as error:
+        advice = f"It cannot be: {error}."
+    logger.error("the libtaskd.so has not been loaded: %s does not work. %s", feature, advice)
+    return False
 
 
 @cache

@@ -55,6 +55,7 @@ class Groups:
     def __init__(self, generation: int) -> None:
         """`generation`: the one that this process starts in."""
         self.generation = generation
+        self.began_ns = 0                            # monotonic; collectives that began before are those of earlier generations
         self.created_at: float | None = None         # when the default group of this generation was ready
         self.opened = Opened()
         self.gloo_names: dict[str, str] = {}         # of this generation: the number by which torch's records know a group -> its name
@@ -169,7 +170,7 @@ class Groups:
 
     def begin(self, generation: int) -> None:
         """A new generation: stores get its prefix from now on; what is old enough is freed."""
-        self.generation = generation
+        self.generation, self.began_ns = generation, time.monotonic_ns()
         self.created_at = None
         if self._waits is None or not self._waits.available:
             return                        # a thread that sleeps for ever could be joined: better to keep them all

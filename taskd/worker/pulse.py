@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 0.1
 _STANDING_S = 0.4          # sooner than the agent begins to ask
-_CALLS_EVERY_S = 1.0
+_CALLS_EVERY_S = 0.5
 
 
 class Pulse:
@@ -33,6 +33,7 @@ class Pulse:
         self._calls_at = 0.0
         self._last_record = -1                       # up to this one all are complete, and in the black box
         self._open: set[int] = set()                 # later ones that are in the black box as begun
+        self._is_waiting = False
         self._seen: dict[str, tuple[int, int]] = {}  # counters at the last beat
 
     def until_next_s(self) -> float:
@@ -47,28 +48,40 @@ class Pulse:
         self._next_at = now + BEAT_S
         moved_at = box.progress_at
         is_standing = moved_at is not None and now - moved_at > _STANDING_S
-        is_waiting = self._count()
-        box.mark_python(waiting=is_standing and is_waiting)
+        self._is_waiting = self._is_waiting and is_standing
+        self._count()
         if (is_standing or self.wants_calls) and now >= self._calls_at:
             self._calls_at = now + _CALLS_EVERY_S
-            self._add_calls(is_standing=is_standing)
+            self._is_waiting = self._add_calls(is_standing=is_standing) and is_standing
+        box.mark_python(waiting=self._is_waiting)
 
-    def _count(self) -> bool:
-        """Write the counters of the present generation's groups. Whether a collective was begun and is not complete."""
+    def _count(self) -> None:
+        """Write the counters of the present generation's groups.
+
+        They do not tell whether all is complete: the second of two collectives may be complete first, and is then the last one
+        begun and the first one not the last one complete.
+        """
         names = dict(self._groups.gloo_names)
         seen = {number: counts for number, counts in flight.counters().items() if number in names} if names else {}
         for number, counts in seen.items():
             if self._seen.get(number) != counts:
+                self._is_waiting = False             # something went on
                 collectives.see(self.identity(names[number]), names[number], *counts)
         self._seen = seen
-        return any(begun > complete for begun, complete in seen.values())
 
-    def _add_calls(self, *, is_standing: bool) -> None:
-        """Calls that are complete, once each and in order; those that are not only when the main thread stands."""
+    def _add_calls(self, *, is_standing: bool) -> bool:
+        """Calls that are complete, once each and in order; those that are not only when the main thread stands.
+
+        Returns whether there is one that is not.
+        """
         now_ns, names = time.monotonic_ns(), set(self._groups.gloo_names.values())
-        is_gapless = True
+        is_gapless, is_waiting = True, False
         for call in flight.calls(self._last_record):
+            if call.enter_ns < self._groups.began_ns:        # of groups that were aborted: some never complete
+                self._last_record = call.record
+                continue
             is_gapless = is_gapless and call.is_complete
+            is_waiting = is_waiting or (call.group in names and not call.is_complete)
             is_news = is_gapless or (is_standing and not call.is_complete and call.record not in self._open)
             if is_news and call.group in names:
                 leave_ns = now_ns if call.is_complete else 0
@@ -78,6 +91,7 @@ class Pulse:
                 self._open.discard(call.record)
             elif is_news:
                 self._open.add(call.record)
+        return is_waiting
 
     def identity(self, name: str) -> int:
         """A number that all ranks of the group give it, and no other generation."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import Interrupted, RemoteProtocolError
-from taskd.native import collectives, death_alarm
+from taskd.native import collectives, death_alarm, last_words
 from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
@@ -88,6 +88,7 @@ class Runtime:
         if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
             self._inherit(bootstrap.get("previous_fd"))
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
+        last_words.start(box)
         self.groups = Groups(self.life.generation)
         self.declared = self.entered = False
         self.where = Where.OUTSIDE

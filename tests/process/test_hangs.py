@@ -30,6 +30,9 @@ def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference,
         (fault,) = record["faults"]
         assert (fault["rank"], fault["kind"]) == (2, "hang")
         assert detail in fault["detail"]
+        assert f'File "{harness.SCRIPTS / "train.py"}"' in fault["traceback"]
+        assert "Native stack" in fault["traceback"]
+        assert "the stacks of rank 2, which hangs" in job.manager.text
         assert record["steps_redone"] == 0
 
 

@@ -6,6 +6,7 @@ STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN  knobs of the wor
 """
 
 import collections
+import ctypes
 import hashlib
 import itertools
 import json
@@ -50,6 +51,7 @@ def crash():
 HOW = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": crash,
+    "null": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "exit3": lambda: os._exit(3),
     "exit0": lambda: os._exit(0),
