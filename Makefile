@@ -24,7 +24,7 @@ $(VENV)/torch: Makefile
 	$(PY) -m pip install --quiet numpy
 	@touch $@
 
-SOURCES := setup.py pyproject.toml $(shell find taskd csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.map')
+SOURCES := setup.py pyproject.toml $(shell find taskd csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.def' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.map')
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	$(PY) -m pip install --quiet --no-build-isolation --force-reinstall --no-deps .
@@ -57,6 +57,8 @@ bench: install
 	$(PY) benchmarks/soak.py
 	$(PY) benchmarks/death_alarm.py
 	$(PY) benchmarks/commit_cost.py
+	$(PY) benchmarks/hooks.py
+	$(PY) benchmarks/store_connects.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -58,10 +58,11 @@ def library() -> Extension:
     return Extension(
         LIBRARY,
         sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.c"))],
-        depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hm]*"))],
-        extra_compile_args=["-std=c11", "-Wall", "-Wextra", "-Werror=implicit", "-fvisibility=hidden", "-pthread"],
+        depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hmd]*"))],
+        extra_compile_args=["-std=c11", "-Wall", "-Wextra", "-Werror=implicit", "-fvisibility=hidden", "-pthread", "-g1"],
         extra_link_args=[
             "-pthread",
+            "-ldl",  # a part of the C library that was a file of its own before glibc 2.34
             "-Wl,-z,defs",
             # The name by which the binding and a preloaded copy are one library, not two.
             "-Wl,-soname,libtaskd.so",

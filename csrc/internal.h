@@ -1,4 +1,4 @@
-/* What the guard and the watch share: mapping a box, starting a quiet thread, the futex word. Not part of the ABI. */
+/* What the parts of the library share: mapping a box, starting a quiet thread, the futex word, imports. Not part of the ABI. */
 #ifndef TASKD_INTERNAL_H
 #define TASKD_INTERNAL_H
 
@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stddef.h>
 
 /* A view of the header page of `box_fd`, not inherited by forked children; NULL and *error = -errno if it is no black box. */
 struct taskd_box_header *taskd_map_header(int box_fd, int *error);
@@ -24,6 +25,18 @@ uint64_t taskd_monotonic_ns(void);
 /* FUTEX_WAIT and FUTEX_WAKE on a word in memory that processes share. */
 void taskd_futex_wait(_Atomic uint32_t *word, uint32_t seen);
 void taskd_futex_wake(_Atomic uint32_t *word);
+
+/* One function that a loaded library imports, and where the address that it calls is kept; NULL: it does not import it. */
+struct taskd_import {
+    const char *name;
+    void **slot;
+};
+
+/* Fills the slots of `imports`, whose names are given. 0, or -ENOENT: `library` ("libtorch_cpu.so") is not loaded. */
+int taskd_find_imports(const char *library, struct taskd_import *imports, size_t count);
+
+/* Lets the library call `replacement` from now on; the protection of the page stays what it was. 0 or -errno. The slot is not NULL. */
+int taskd_redirect_import(const struct taskd_import *import, void *replacement);
 
 /* The word is plain uint32_t in the public header, which C++ reads too; C11 atomics of that size have the same form. */
 _Static_assert(sizeof(_Atomic uint32_t) == sizeof(uint32_t), "a futex word");

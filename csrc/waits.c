@@ -13,12 +13,9 @@
 #include "internal.h"
 
 #include <dlfcn.h>
-#include <elf.h>
 #include <errno.h>
-#include <link.h>
 #include <stdbool.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -136,72 +133,6 @@ static const struct hook {
 };
 #define HOOK_COUNT (sizeof(hooks) / sizeof(hooks[0]))
 
-struct search {
-    const char *library;
-    ElfW(Addr) * slots[HOOK_COUNT];
-    bool is_found;
-};
-
-static void search_slots(struct search *search, ElfW(Addr) base, const ElfW(Dyn) * dynamic)
-{
-    const char *strings = NULL;
-    const ElfW(Sym) *symbols = NULL;
-    const ElfW(Rela) *tables[2] = {NULL, NULL};
-    size_t sizes[2] = {0, 0};
-    for (const ElfW(Dyn) *entry = dynamic; entry->d_tag != DT_NULL; entry++) {
-        switch (entry->d_tag) {
-        case DT_STRTAB:
-            strings = (const char *)entry->d_un.d_ptr;
-            break;
-        case DT_SYMTAB:
-            symbols = (const ElfW(Sym) *)entry->d_un.d_ptr;
-            break;
-        case DT_JMPREL:
-            tables[0] = (const ElfW(Rela) *)entry->d_un.d_ptr;
-            break;
-        case DT_PLTRELSZ:
-            sizes[0] = entry->d_un.d_val;
-            break;
-        case DT_RELA:
-            tables[1] = (const ElfW(Rela) *)entry->d_un.d_ptr;
-            break;
-        case DT_RELASZ:
-            sizes[1] = entry->d_un.d_val;
-            break;
-        default:
-            break;
-        }
-    }
-    if (!strings || !symbols)
-        return;
-    for (int table = 0; table < 2; table++) {
-        for (size_t i = 0; tables[table] && i < sizes[table] / sizeof(ElfW(Rela)); i++) {
-            const ElfW(Rela) *relocation = &tables[table][i];
-            size_t index = ELF64_R_SYM(relocation->r_info);
-            if (index == 0)
-                continue;
-            const char *name = strings + symbols[index].st_name;
-            for (size_t k = 0; k < HOOK_COUNT; k++)
-                if (!search->slots[k] && strcmp(name, hooks[k].name) == 0)
-                    search->slots[k] = (ElfW(Addr) *)(base + relocation->r_offset);
-        }
-    }
-}
-
-static int visit(struct dl_phdr_info *info, size_t size, void *argument)
-{
-    (void)size;
-    struct search *search = argument;
-    const char *slash = strrchr(info->dlpi_name, '/');
-    if (strcmp(slash ? slash + 1 : info->dlpi_name, search->library) != 0)
-        return 0;
-    search->is_found = true;
-    for (int i = 0; i < info->dlpi_phnum; i++)
-        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
-            search_slots(search, info->dlpi_addr, (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr));
-    return 1;
-}
-
 static void *find_original(const char *name)
 {
     void *found = dlsym(RTLD_DEFAULT, name);
@@ -216,13 +147,15 @@ int taskd_waits_hook(const char *library)
     static bool is_hooked;
     if (is_hooked)
         return 0;
-    struct search search = {.library = library};
-    dl_iterate_phdr(visit, &search);
-    if (!search.is_found)
-        return -ENOENT;
+    struct taskd_import imports[HOOK_COUNT];
+    for (size_t k = 0; k < HOOK_COUNT; k++)
+        imports[k].name = hooks[k].name;
+    int result = taskd_find_imports(library, imports, HOOK_COUNT);
+    if (result != 0)
+        return result;
     int found[2] = {0, 0};
     for (size_t k = 0; k < HOOK_COUNT; k++) {
-        if (!search.slots[k])
+        if (!imports[k].slot)
             continue;
         *hooks[k].original = find_original(hooks[k].name);
         if (!*hooks[k].original)
@@ -231,14 +164,10 @@ int taskd_waits_hook(const char *library)
     }
     if (!found[0] || !found[1])
         return -ENOSYS;
-    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
     for (size_t k = 0; k < HOOK_COUNT; k++) {
-        if (!search.slots[k])
-            continue;
-        uintptr_t page = (uintptr_t)search.slots[k] & ~(page_bytes - 1);
-        if (mprotect((void *)page, page_bytes, PROT_READ | PROT_WRITE) != 0)
-            return -errno;
-        __atomic_store_n(search.slots[k], (ElfW(Addr))hooks[k].replacement, __ATOMIC_RELEASE);
+        result = imports[k].slot ? taskd_redirect_import(&imports[k], hooks[k].replacement) : 0;
+        if (result != 0)
+            return result;
     }
     is_hooked = true;
     return 0;

@@ -3,7 +3,7 @@
 
 import os
 
-from libc.stdint cimport int32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 
 from taskd.native cimport _libtaskd as c
@@ -85,3 +85,23 @@ def last_words_start(int box_fd, int stacks_signal):
     with nogil:
         result = c.taskd_last_words_start(box_fd, stacks_signal)
     _check("taskd_last_words_start", result)
+
+
+def collectives_start(int box_fd):
+    _check("taskd_collectives_start", c.taskd_collectives_start(box_fd))
+
+
+def collectives_reset():
+    _check("taskd_collectives_reset", c.taskd_collectives_reset())
+
+
+def collectives_see(uint64_t communicator, str name not None, int64_t entered, int64_t left):
+    _check("taskd_collectives_see", c.taskd_collectives_see(communicator, name.encode(), entered, left))
+
+
+def collectives_add(uint64_t communicator, str name not None, int64_t number, int64_t size, int64_t enter_ns, int64_t leave_ns):
+    _check("taskd_collectives_add", c.taskd_collectives_add(communicator, name.encode(), number, size, enter_ns, leave_ns))
+
+
+def names_numeric(str library not None):
+    _check("taskd_names_numeric", c.taskd_names_numeric(library.encode()))

@@ -28,6 +28,10 @@ def _open() -> ctypes.CDLL:
             function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int]
         library.taskd_is_preloaded.argtypes = []
         library.taskd_last_words_start.argtypes = [ctypes.c_int, ctypes.c_int]
+        library.taskd_collectives_start.argtypes = [ctypes.c_int]
+        library.taskd_collectives_see.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+        library.taskd_collectives_add.argtypes = [ctypes.c_uint64, ctypes.c_char_p, *[ctypes.c_int64] * 4]
+        library.taskd_names_numeric.argtypes = [ctypes.c_char_p]
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error
     return library
@@ -89,3 +93,29 @@ def is_preloaded() -> bool:
 def last_words_start(box_fd: int, stacks_signal: int) -> None:
     """See taskd.h."""
     _check("taskd_last_words_start", _library.taskd_last_words_start(box_fd, stacks_signal))
+
+
+def collectives_start(box_fd: int) -> None:
+    """See taskd.h."""
+    _check("taskd_collectives_start", _library.taskd_collectives_start(box_fd))
+
+
+def collectives_reset() -> None:
+    """See taskd.h."""
+    _check("taskd_collectives_reset", _library.taskd_collectives_reset())
+
+
+def collectives_see(communicator: int, name: str, entered: int, left: int) -> None:
+    """See taskd.h."""
+    _check("taskd_collectives_see", _library.taskd_collectives_see(communicator, name.encode(), entered, left))
+
+
+def collectives_add(communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int) -> None:
+    """See taskd.h."""
+    result = _library.taskd_collectives_add(communicator, name.encode(), number, size, enter_ns, leave_ns)
+    _check("taskd_collectives_add", result)
+
+
+def names_numeric(library: str) -> None:
+    """See taskd.h."""
+    _check("taskd_names_numeric", _library.taskd_names_numeric(library.encode()))

@@ -38,6 +38,13 @@ class Binding(Protocol):
     def waits_forgive(self, tids: list[int]) -> None: ...  # noqa: D102
     def is_preloaded(self) -> bool: ...  # noqa: D102
     def last_words_start(self, box_fd: int, stacks_signal: int) -> None: ...  # noqa: D102
+    def collectives_start(self, box_fd: int) -> None: ...  # noqa: D102
+    def collectives_reset(self) -> None: ...  # noqa: D102
+    def collectives_see(self, communicator: int, name: str, entered: int, left: int) -> None: ...  # noqa: D102
+    def collectives_add(  # noqa: D102
+        self, communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int
+    ) -> None: ...
+    def names_numeric(self, library: str) -> None: ...  # noqa: D102
 
 
 def _import_binding() -> tuple[Binding | None, str]:

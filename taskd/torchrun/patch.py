@@ -17,6 +17,7 @@ import torch
 
 from taskd.config import AgentConfig
 from taskd.errors import UnsupportedTorchError
+from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             log.warning("taskd leaves this job to torchrun: its workers are not started by %s", "this Python interpreter")
             return original(config, entrypoint, args, health_check_server=health_check_server)
         settings = AgentConfig.load()       # first of all: a wrong value is told before anything runs
+        use_numeric_names()                 # the rendezvous is a store's client
         forkserver = Forkserver.start(settings.forkserver, settings.preload)
         raised = copy(config)
         raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS

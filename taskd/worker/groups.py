@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
 from taskd.worker.interrupt import abort_groups, open_sockets
 
@@ -71,6 +72,7 @@ class Groups:
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
         self._waits = Waits()
+        use_numeric_names()
         original_rendezvous = c10d.rendezvous
         original_helper = c10d._new_process_group_helper
         original_init = c10d.init_process_group

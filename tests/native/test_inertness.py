@@ -1,6 +1,6 @@
 """libtaskd preloaded into a process that does not call it: no thread, no file, no output; and it exports only its ABI."""
 
-import ctypes
+import platform
 import re
 import subprocess
 import sys
@@ -58,14 +58,21 @@ def test_a_preloaded_library_and_the_binding_are_one(tmp_path):
     assert run([sys.executable, "-c", code], tmp_path, **environment)[0] == "1\n"
 
 
-def test_it_exports_its_abi_and_nothing_else():
+def test_it_exports_its_abi_the_hooks_and_nothing_else():
     header = (ROOT / "csrc/include/taskd.h").read_text()
     declared = set(re.findall(r"^TASKD_API .*?(taskd_\w+)\(", header, re.MULTILINE))
-    inside = set(re.findall(r"\b(taskd_\w+)\(", (ROOT / "csrc/internal.c").read_text()))
+    hooks = set(re.findall(r"^HOOK_\w+\(\w+, (?:[A-Z]+, )?(\w+),", (ROOT / "csrc/hooks.def").read_text(), re.MULTILINE))
     script = set(re.findall(r"^\s+(taskd_\w+);", (ROOT / "csrc/libtaskd.map").read_text(), re.MULTILINE))
     mirrored = set(re.findall(r"(taskd_\w+)\(", (ROOT / "taskd/native/_libtaskd.pxd").read_text()))
-    loaded = ctypes.CDLL(str(LIBRARY_PATH))
+    listing = subprocess.run(["nm", "-D", "--defined-only", str(LIBRARY_PATH)], capture_output=True, text=True, check=True).stdout
+    exported = {line.split()[-1] for line in listing.splitlines()}
     assert declared == script == mirrored
-    assert all(hasattr(loaded, name) for name in declared)
-    assert inside
-    assert not any(hasattr(loaded, name) for name in inside - declared)
+    assert hooks
+    # Without a version behind its name (dlsym@...): callers ask for dlsym of the C library's.
+    assert exported == declared | hooks | ({"dlsym"} if platform.machine() in {"x86_64", "aarch64"} else set())
+
+
+def test_it_needs_the_c_library_only():
+    listing = subprocess.run(["readelf", "-d", str(LIBRARY_PATH)], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", listing)
+    assert {name.split(".")[0] for name in needed} <= {"libc", "ld-linux-x86-64", "ld-linux-aarch64", "libpthread", "libdl"}

@@ -1,0 +1,131 @@
+/* Pointing a loaded library's import of a function at another one. See internal.h.
+ *
+ * The slots that the dynamic linker filled are found through the library's own relocations; no code is changed, and nobody else's
+ * imports are. A slot lies in the library's data, or in the part of it that was made read-only once it was filled (RELRO).
+ */
+#define _GNU_SOURCE /* dl_iterate_phdr */
+#include "internal.h"
+
+#include <elf.h>
+#include <errno.h>
+#include <inttypes.h>
+#include <link.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+struct search {
+    const char *library;
+    struct taskd_import *imports;
+    size_t count;
+    bool is_found;
+};
+
+static void search_slots(struct search *search, ElfW(Addr) base, const ElfW(Dyn) * dynamic)
+{
+    const char *strings = NULL;
+    const ElfW(Sym) *symbols = NULL;
+    const ElfW(Rela) *tables[2] = {NULL, NULL};
+    size_t sizes[2] = {0, 0};
+    for (const ElfW(Dyn) *entry = dynamic; entry->d_tag != DT_NULL; entry++) {
+        switch (entry->d_tag) {
+        case DT_STRTAB:
+            strings = (const char *)entry->d_un.d_ptr;
+            break;
+        case DT_SYMTAB:
+            symbols = (const ElfW(Sym) *)entry->d_un.d_ptr;
+            break;
+        case DT_JMPREL:
+            tables[0] = (const ElfW(Rela) *)entry->d_un.d_ptr;
+            break;
+        case DT_PLTRELSZ:
+            sizes[0] = entry->d_un.d_val;
+            break;
+        case DT_RELA:
+            tables[1] = (const ElfW(Rela) *)entry->d_un.d_ptr;
+            break;
+        case DT_RELASZ:
+            sizes[1] = entry->d_un.d_val;
+            break;
+        default:
+            break;
+        }
+    }
+    if (!strings || !symbols)
+        return;
+    for (int table = 0; table < 2; table++) {
+        for (size_t i = 0; tables[table] && i < sizes[table] / sizeof(ElfW(Rela)); i++) {
+            const ElfW(Rela) *relocation = &tables[table][i];
+            size_t index = ELF64_R_SYM(relocation->r_info);
+            if (index == 0)
+                continue;
+            const char *name = strings + symbols[index].st_name;
+            for (size_t k = 0; k < search->count; k++)
+                if (!search->imports[k].slot && strcmp(name, search->imports[k].name) == 0)
+                    search->imports[k].slot = (void **)(base + relocation->r_offset);
+        }
+    }
+}
+
+static int visit(struct dl_phdr_info *info, size_t size, void *argument)
+{
+    (void)size;
+    struct search *search = argument;
+    const char *slash = strrchr(info->dlpi_name, '/');
+    if (strcmp(slash ? slash + 1 : info->dlpi_name, search->library) != 0)
+        return 0;
+    search->is_found = true;
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            search_slots(search, info->dlpi_addr, (const ElfW(Dyn) *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr));
+    return 1;
+}
+
+int taskd_find_imports(const char *library, struct taskd_import *imports, size_t count)
+{
+    struct search search = {.library = library, .imports = imports, .count = count};
+    for (size_t k = 0; k < count; k++)
+        imports[k].slot = NULL;
+    dl_iterate_phdr(visit, &search);
+    return search.is_found ? 0 : -ENOENT;
+}
+
+/* How the page is mapped now, or -1. Asked of the kernel and not of the library's headers: somebody else who redirects imports may have
+ * made it writable for good, and would be hurt by a page that is read-only again. */
+static int protection_of(uintptr_t page)
+{
+    FILE *maps = fopen("/proc/self/maps", "re");
+    if (maps == NULL)
+        return -1;
+    int protection = -1;
+    char line[512];
+    bool is_line_start = true;
+    while (protection < 0 && fgets(line, sizeof line, maps) != NULL) {
+        uintptr_t first;
+        uintptr_t behind;
+        char flags[5];
+        if (is_line_start && sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s", &first, &behind, flags) == 3 &&
+            first <= page && page < behind)
+            protection = (flags[0] == 'r' ? PROT_READ : 0) | (flags[1] == 'w' ? PROT_WRITE : 0) |
+                         (flags[2] == 'x' ? PROT_EXEC : 0);
+        is_line_start = strchr(line, '\n') != NULL; /* paths can be longer than the buffer */
+    }
+    fclose(maps);
+    return protection;
+}
+
+int taskd_redirect_import(const struct taskd_import *import, void *replacement)
+{
+    size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    uintptr_t page = (uintptr_t)import->slot & ~((uintptr_t)page_bytes - 1);
+    int before = protection_of(page);
+    bool is_writable = before >= 0 && (before & PROT_WRITE) != 0;
+    if (!is_writable && mprotect((void *)page, page_bytes, PROT_READ | PROT_WRITE) != 0)
+        return -errno;
+    __atomic_store_n(import->slot, replacement, __ATOMIC_RELEASE); /* threads may be calling through it */
+    if (!is_writable && before >= 0)
+        mprotect((void *)page, page_bytes, before); /* failing leaves it writable, which harms nothing */
+    return 0;
+}

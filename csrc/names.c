@@ -1,0 +1,37 @@
+/* Names of peers without a name server: what a TCPStore client costs where no resolver answers.
+ *
+ * c10d describes each connection by the peer's name and asks getnameinfo() for it, once per client. Without a resolver that answers, the
+ * call takes as long as the resolver's timeouts, 10 s and more, and the name is used for log lines only.
+ */
+#define _GNU_SOURCE /* RTLD_DEFAULT */
+#include "internal.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <netdb.h>
+#include <stdbool.h>
+
+typedef int getnameinfo_function(const struct sockaddr *, socklen_t, char *, socklen_t, char *, socklen_t, int);
+
+static getnameinfo_function *original;
+
+static int numeric(const struct sockaddr *address, socklen_t address_bytes, char *host, socklen_t host_bytes, char *service,
+                   socklen_t service_bytes, int flags)
+{
+    /* Who insists on a name means it: numbers would be an error (EAI_NONAME). */
+    if ((flags & NI_NAMEREQD) == 0)
+        flags |= NI_NUMERICHOST | NI_NUMERICSERV;
+    return original(address, address_bytes, host, host_bytes, service, service_bytes, flags);
+}
+
+int taskd_names_numeric(const char *library)
+{
+    struct taskd_import import = {.name = "getnameinfo"};
+    int result = taskd_find_imports(library, &import, 1);
+    if (result != 0)
+        return result;
+    if (import.slot == NULL)
+        return -ENOSYS;
+    original = (getnameinfo_function *)dlsym(RTLD_DEFAULT, "getnameinfo");
+    return original == NULL ? -ENOSYS : taskd_redirect_import(&import, (void *)numeric);
+}

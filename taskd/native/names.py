@@ -1,0 +1,40 @@
+"""Connections without a name server (csrc/names.c says why).
+
+torch's store asks for the name of the other side of each connection, for its log; where no resolver answers that takes as long as the
+resolver's timeouts. Knows no stores: one call per process, once torch is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+
+from taskd.errors import NativeLibraryError
+from taskd.native import library
+
+log = logging.getLogger(__name__)
+
+# "off": leave torch's name lookups as they are.
+NUMERIC_NAMES_ENV = "TASKD_NUMERIC_NAMES"
+
+_TORCH_LIBRARY = "libtorch_cpu.so"
+
+
+@cache
+def use_numeric_names() -> bool:
+    """Let torch's connections be described by numbers from now on. Whether they are; says so once."""
+    if os.environ.get(NUMERIC_NAMES_ENV, "").strip().lower() == "off":
+        log.info("torch looks up the names of its peers: %s is off", NUMERIC_NAMES_ENV)
+        return False
+    binding = library.load() if "torch" in sys.modules else None
+    if binding is None:
+        return False
+    try:
+        binding.names_numeric(_TORCH_LIBRARY)
+    except NativeLibraryError as error:
+        log.info("torch looks up the names of its peers: %s", error)
+        return False
+    log.info("torch's connections name their peers by number, no name server is asked")
+    return True
