@@ -12,7 +12,7 @@ TESTS ?= tests
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: all install demo test unit lint bench clean
+.PHONY: all install demo test unit native-check lint bench clean
 
 all: install
 
@@ -46,6 +46,10 @@ test: $(VENV)/tested
 
 unit: $(VENV)/tested
 	$(PY) -m pytest tests/unit tests/simulation
+
+# The C code under sanitizers and valgrind, as far as they are installed.
+native-check:
+	sh tests/native/c/check.sh
 
 lint: $(VENV)/tested
 	$(VENV)/bin/ruff check .

@@ -1,15 +1,17 @@
-/* Worker side of the death alarm: the thread that holds the mutex, marks the time and notices that the agent is gone. */
-#define _GNU_SOURCE /* F_DUPFD_CLOEXEC; robust mutexes, which -std=c11 alone hides */
+/* Worker side of the death alarm: the thread that owns the futex, marks the time and notices that the agent is gone. */
+#define _GNU_SOURCE /* F_DUPFD_CLOEXEC, syscall */
 #include "internal.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <poll.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -25,21 +27,25 @@ struct guard {
     int result;
 };
 
-static int init_and_lock(pthread_mutex_t *mutex)
+/* What the kernel reads when the guard dies. It lies in private memory of the guard, which never returns: whatever is written into
+ * the box, the list stays whole. It replaces the list of the C library, which holds the robust mutexes of this thread: none. */
+struct ownership {
+    struct robust_list_head head;
+    struct robust_list entry;
+};
+
+static int own(struct ownership *ownership, struct taskd_box_header *header)
 {
-    pthread_mutexattr_t attributes;
-    int result = pthread_mutexattr_init(&attributes);
-    if (result != 0) {
-        return -result;
-    }
-    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
-    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
-    result = pthread_mutex_init(mutex, &attributes);
-    pthread_mutexattr_destroy(&attributes);
-    if (result == 0) {
-        result = pthread_mutex_lock(mutex);
-    }
-    return -result;
+    uint32_t tid = (uint32_t)syscall(SYS_gettid);
+    _Atomic uint32_t *word = taskd_owner_word(header);
+    ownership->entry.next = &ownership->head.list;
+    ownership->head.list.next = &ownership->entry;
+    /* From the entry to its futex; the kernel adds it to the address of the entry, wherever the two are. */
+    ownership->head.futex_offset = (long)((uintptr_t)word - (uintptr_t)&ownership->entry);
+    ownership->head.list_op_pending = NULL;
+    atomic_store(taskd_guard_tid(header), tid);
+    atomic_store(word, tid);
+    return syscall(SYS_set_robust_list, &ownership->head, sizeof ownership->head) == 0 ? 0 : -errno;
 }
 
 /* A program may close descriptors that it does not know, and the number may then stand for something else. */
@@ -78,8 +84,8 @@ static void *guard_body(void *argument)
     struct taskd_box_header *header = guard->header;
     _Atomic uint64_t *alive_ns = (_Atomic uint64_t *)&header->alive_ns;
 
-    /* The mutex belongs to the thread that locks it: this one must, and must never return while it holds it. */
-    int result = init_and_lock(taskd_mutex(header));
+    struct ownership ownership; /* this thread must never return once it is known to the kernel */
+    int result = own(&ownership, header);
     guard->result = result;
     if (result != 0) {
         sem_post(&guard->ready);
@@ -103,7 +109,7 @@ static void *guard_body(void *argument)
         if ((life.revents & POLLHUP) != 0 && is_still_the_life_pipe(&self)) {
             end_process_group();
         }
-        life.fd = -1; /* closed or replaced by the program: hold the mutex without it */
+        life.fd = -1; /* closed or replaced by the program: go on without it */
     }
     return NULL;
 }

@@ -20,7 +20,7 @@
 /* The shortest slice that the scheduler knows: asks to run soon, in return for running shortly. */
 #define SLICE_NS 100000
 
-struct taskd_box_header *taskd_map_header(int box_fd, int *error)
+struct taskd_box_header *taskd_map_any_header(int box_fd, int *error)
 {
     struct stat status;
     if (fstat(box_fd, &status) != 0) {
@@ -37,13 +37,19 @@ struct taskd_box_header *taskd_map_header(int box_fd, int *error)
         *error = -errno;
         return NULL;
     }
-    if (header->magic != TASKD_BOX_MAGIC || header->layout_version != TASKD_BOX_LAYOUT_VERSION) {
+    madvise(header, TASKD_HEADER_BYTES, MADV_DONTFORK);
+    *error = 0;
+    return header;
+}
+
+struct taskd_box_header *taskd_map_header(int box_fd, int *error)
+{
+    struct taskd_box_header *header = taskd_map_any_header(box_fd, error);
+    if (header != NULL && (header->magic != TASKD_BOX_MAGIC || header->layout_version != TASKD_BOX_LAYOUT_VERSION)) {
         munmap(header, TASKD_HEADER_BYTES);
         *error = -EINVAL;
         return NULL;
     }
-    madvise(header, TASKD_HEADER_BYTES, MADV_DONTFORK);
-    *error = 0;
     return header;
 }
 
@@ -77,6 +83,8 @@ int taskd_start_thread(const char *name, void *(*body)(void *), void *argument)
     return -result;
 }
 
+#define RESET_ON_FORK 0x01 /* SCHED_FLAG_RESET_ON_FORK, as below */
+
 /* As in <linux/sched/types.h>, first version, which is all that is needed. */
 struct sched_attributes {
     uint32_t size;
@@ -89,15 +97,37 @@ struct sched_attributes {
     uint64_t period_ns;
 };
 
-void taskd_prefer_soon_to_long(void)
+static int prefer_soon(uint64_t flags)
 {
-    struct sched_attributes attributes = {.size = sizeof attributes, .runtime_ns = SLICE_NS};
-    if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0 || attributes.policy != SCHED_OTHER) {
-        return; /* somebody has chosen a policy for this process */
+    struct sched_attributes attributes = {.size = sizeof attributes};
+    if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) {
+        return -errno;
+    }
+    if (attributes.policy != SCHED_OTHER || attributes.nice < 0) {
+        return 0; /* somebody has chosen how this process runs */
     }
     attributes.size = sizeof attributes;
+    attributes.flags |= flags;
     attributes.runtime_ns = SLICE_NS;
-    syscall(SYS_sched_setattr, 0, &attributes, 0);
+    return syscall(SYS_sched_setattr, 0, &attributes, 0) == 0 ? 0 : -errno;
+}
+
+void taskd_prefer_soon_to_long(void)
+{
+    prefer_soon(0);
+}
+
+int taskd_prefer_soon(void)
+{
+    return prefer_soon(RESET_ON_FORK);
+}
+
+void taskd_run_at_once(void)
+{
+    struct sched_param lowest = {.sched_priority = 1};
+    if (sched_getscheduler(0) != SCHED_OTHER || sched_setscheduler(0, SCHED_FIFO | SCHED_RESET_ON_FORK, &lowest) != 0) {
+        taskd_prefer_soon_to_long();
+    }
 }
 
 uint64_t taskd_monotonic_ns(void)

@@ -10,6 +10,8 @@
 
 /* A view of the header page of `box_fd`, not inherited by forked children; NULL and *error = -errno if it is no black box. */
 struct taskd_box_header *taskd_map_header(int box_fd, int *error);
+/* The same of a file that has the size of a box, whatever it says: for a box that may have been damaged since. */
+struct taskd_box_header *taskd_map_any_header(int box_fd, int *error);
 void taskd_unmap_header(struct taskd_box_header *header);
 
 /* A detached thread with a small stack and every signal blocked. 0 or -errno. */
@@ -19,6 +21,11 @@ int taskd_start_thread(const char *name, void *(*body)(void *), void *argument);
  * Needs no privilege; kernels before 6.12 ignore it, and then a wake-up on a busy machine takes some milliseconds longer.
  */
 void taskd_prefer_soon_to_long(void);
+
+/* For a thread that does next to nothing and then sleeps: the lowest real-time priority if that is permitted, else as above. Never for
+ * a thread of the worker: the last thread of a process frees its memory, and a real-time thread lets nobody else run meanwhile.
+ */
+void taskd_run_at_once(void);
 
 uint64_t taskd_monotonic_ns(void);
 
@@ -47,9 +54,14 @@ static inline _Atomic uint32_t *taskd_guard_word(struct taskd_box_header *header
     return (_Atomic uint32_t *)&header->guard_state;
 }
 
-static inline pthread_mutex_t *taskd_mutex(struct taskd_box_header *header)
+static inline _Atomic uint32_t *taskd_guard_tid(struct taskd_box_header *header)
 {
-    return (pthread_mutex_t *)header->mutex;
+    return (_Atomic uint32_t *)&header->guard_tid;
+}
+
+static inline _Atomic uint32_t *taskd_owner_word(struct taskd_box_header *header)
+{
+    return (_Atomic uint32_t *)&header->owner_word;
 }
 
 #endif

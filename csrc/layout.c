@@ -1,7 +1,6 @@
 /* The layout constants by name, and the proof that the structs have the offsets that taskd.h writes beside them. */
 #include "include/taskd.h"
 
-#include <pthread.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -13,8 +12,7 @@
 
 _Static_assert(sizeof(struct taskd_box_header) == TASKD_HEADER_BYTES, "the header is one page");
 _Static_assert(sizeof(struct taskd_slot_header) == TASKD_SLOT_HEADER_BYTES, "payloads start at a cache line");
-_Static_assert(sizeof(pthread_mutex_t) <= TASKD_MUTEX_BYTES, "the mutex fits its place on this platform");
-_Static_assert(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(mutex) == 64, "as documented");
+_Static_assert(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(guard_tid) == 24 && HEADER(owner_word) == 64, "as documented");
 _Static_assert(HEADER(pid) == 128 && HEADER(version) == 152 && HEADER(committed) == 160, "as documented");
 _Static_assert(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET, "areas do not overlap");
 _Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES == TASKD_COMMON_OFFSET, "areas do not overlap");

@@ -3,10 +3,13 @@
  * libtaskd may be preloaded into every process of a job (shells, torchrun, workers, data loaders). It has no constructor:
  * until one of the functions below is called it starts no thread, opens no file and prints nothing. It does not know Python.
  *
- * The death alarm. A thread of the worker (the guard) holds a robust process-shared mutex in the black box for as long as
- * the process lives. When the process dies, however it dies, the kernel releases the mutex before it tears the memory
- * down, and a thread of the agent (the watch) that waits for the mutex sees it within a millisecond or so, whatever the size
- * of the victim; a pidfd becomes readable only after the tear-down (0.1 s and more per gigabyte of 4 KiB pages).
+ * The death alarm. A thread of the worker (the guard) owns a robust futex in the black box for as long as the process
+ * lives (get_robust_list(2)). When the process dies, however it dies, the kernel writes that into the futex before it tears the
+ * memory down, and a thread of the agent (the watch) that sleeps on the futex sees it within a millisecond or so, whatever the
+ * size of the victim; a pidfd becomes readable only after the tear-down (0.1 s and more per gigabyte of 4 KiB pages).
+ *
+ * The worker can write anything into its box. The watch never locks anything there, takes nothing but the kernel's exact mark for a
+ * death, and gives up on everything that does not make sense: then the pidfd alone must do.
  *
  * What does and what does not ring the alarm:
  *   - a child forked by the worker has neither the guard thread nor its robust list: it neither rings nor silences the alarm;
@@ -68,13 +71,12 @@ extern "C" {
 #define TASKD_TEXT_BYTES (512 * 1024)
 #define TASKD_PHASES 16
 #define TASKD_FRAMES 48
-#define TASKD_MUTEX_BYTES 64 /* pthread_mutex_t has 40 bytes on x86-64, 48 on aarch64 */
 
 /* guard_state: a futex word. Only ever goes up. */
 enum taskd_guard_state {
-    TASKD_GUARD_NONE = 0,     /* no guard yet: the mutex must not be touched */
-    TASKD_GUARD_STARTING = 1, /* the worker is initialising the mutex */
-    TASKD_GUARD_HELD = 2,     /* the mutex is locked; who gets it from now on is told of a death */
+    TASKD_GUARD_NONE = 0,     /* no guard yet */
+    TASKD_GUARD_STARTING = 1, /* a thread is being started */
+    TASKD_GUARD_HELD = 2,     /* owner_word and guard_tid are valid */
     TASKD_GUARD_CANCELLED = 3 /* the agent gave this life up before it had a guard */
 };
 
@@ -118,8 +120,10 @@ struct taskd_box_header {
     /*   8 */ uint32_t layout_version;
     /*  12 */ uint32_t guard_state;
     /*  16 */ uint64_t alive_ns; /* CLOCK_MONOTONIC, marked by the guard ten times a second; 0: never */
-    /*  24 */ uint8_t reserved_a[40];
-    /*  64 */ uint8_t mutex[TASKD_MUTEX_BYTES];
+    /*  24 */ uint32_t guard_tid; /* kernel number of the guard, as it sees itself */
+    /*  28 */ uint8_t reserved_a[36];
+    /*  64 */ uint32_t owner_word; /* the robust futex: guard_tid, and the kernel's FUTEX_WAITERS and FUTEX_OWNER_DIED */
+    /*  68 */ uint8_t reserved_d[60];
     /* 128 */ int64_t pid;         /* from here on written by the worker's Python, one aligned word at a time */
     /* 136 */ int64_t incarnation; /* which life of the rank this is */
     /* 144 */ int64_t phase;       /* taskd.native.black_box.Phase */
@@ -188,7 +192,7 @@ TASKD_API int taskd_abi_version(void);
 TASKD_API int64_t taskd_layout_value(const char *name);
 
 /* Worker side: arms the alarm, once per black box. Maps its own view of `box_fd` and duplicates `life_fd`, so the caller may
- * close both. Returns when the mutex is held. -EBUSY: this box has, or had, a guard (a forked child gets this too).
+ * close both. Returns when the futex is owned. -EBUSY: this box has, or had, a guard (a forked child gets this too).
  *
  * `life_fd`: read end of a pipe whose write end only the agent holds; -1: none. When the pipe ends the agent is gone: the guard
  * sends SIGTERM to the process group and, 5 s later, SIGKILL. It needs no interpreter lock for that. When this process does not
@@ -201,8 +205,13 @@ TASKD_API int taskd_guard_start(int box_fd, int life_fd);
  */
 TASKD_API int taskd_watch(int box_fd, uint64_t token, int pipe_fd);
 
-/* Agent side: lets a watch go whose worker died without ever having had a guard. No effect on a guarded box. */
+/* Agent side, when the worker is gone: lets a watch go that would wait for ever, because there never was a guard or because
+ * the box is damaged. No effect on the watch of a living worker with a guard. */
 TASKD_API int taskd_unwatch(int box_fd);
+
+/* Agent side: the calling thread, which waits for news most of the time, runs soon after it is woken even where others compute on every
+ * core. Needs no privilege; threads and processes that it starts are as ever. Kernels before 6.12 ignore it. */
+TASKD_API int taskd_prefer_soon(void);
 
 /* Worker side: prepares `library` ("libtorch_cpu.so", already loaded) so that timed waits in it can be ended. 0, or -ENOENT: not
  * loaded; -ENOSYS: it waits in a way that is not known. Nothing is changed then. See waits.c.
@@ -244,8 +253,8 @@ TASKD_API int taskd_last_words_start(int box_fd, int stacks_signal);
 
 struct taskd_death {
     uint64_t token;
-    uint64_t monotonic_ns; /* CLOCK_MONOTONIC when the mutex came free */
-    int32_t result;        /* of pthread_mutex_lock: EOWNERDEAD, or ENOTRECOVERABLE if another watch was first */
+    uint64_t monotonic_ns; /* CLOCK_MONOTONIC when the watch saw it */
+    int32_t result;        /* EOWNERDEAD */
     int32_t reserved;
 };
 

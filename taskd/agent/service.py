@@ -158,6 +158,7 @@ class Service:
     def run(self) -> Outcome:
         """Until the node's work is over. Exceptions of torchrun's signal handlers pass through; the manager is told."""
         farewell = ("stopped", "torchrun was interrupted")
+        self._alarm.wake_soon()
         try:
             self._read_workers()            # what happened while torchrun waited for the start
             self._read_processes()
@@ -254,7 +255,7 @@ class Service:
                     tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now)))
 
     def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
-        """Arm the death alarm of a worker that holds its mutex."""
+        """Arm the death alarm of a worker that has a guard."""
         if not (guarded and self._alarm.available):
             return
         token = len(self._watched) + 1

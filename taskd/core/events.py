@@ -161,7 +161,7 @@ class WorkerReturned(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady(WorkerEvent):
-    """Worker to agent only: the runtime listens. `guarded`: it holds the mutex of its black box, so the alarm can be armed."""
+    """Worker to agent only: the runtime listens. `guarded`: it owns the futex in its black box, so the alarm can be armed."""
 
     guarded: bool
 
@@ -195,7 +195,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class AlarmRang(WorkerEvent):
-    """The robust mutex of the worker was released: it is dying. `died_at` on this host's monotonic clock."""
+    """The robust futex of the worker lost its owner: the worker is dying. `died_at` on this host's monotonic clock."""
 
     died_at: float
     version: int | None

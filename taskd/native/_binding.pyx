@@ -47,6 +47,10 @@ def unwatch(int box_fd):
     _check("taskd_unwatch", result)
 
 
+def prefer_soon():
+    _check("taskd_prefer_soon", c.taskd_prefer_soon())
+
+
 def waits_hook(str library not None):
     _check("taskd_waits_hook", c.taskd_waits_hook(library.encode()))
 

@@ -23,6 +23,7 @@ def _open() -> ctypes.CDLL:
         library.taskd_guard_start.argtypes = [ctypes.c_int, ctypes.c_int]
         library.taskd_watch.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
         library.taskd_unwatch.argtypes = [ctypes.c_int]
+        library.taskd_prefer_soon.argtypes = []
         library.taskd_waits_hook.argtypes = [ctypes.c_char_p]
         for function in (library.taskd_waits_expire, library.taskd_waits_forgive):
             function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int]
@@ -68,6 +69,11 @@ def watch(box_fd: int, token: int, pipe_fd: int) -> None:
 def unwatch(box_fd: int) -> None:
     """See taskd.h."""
     _check("taskd_unwatch", _library.taskd_unwatch(box_fd))
+
+
+def prefer_soon() -> None:
+    """See taskd.h."""
+    _check("taskd_prefer_soon", _library.taskd_prefer_soon())
 
 
 def waits_hook(library: str) -> None:

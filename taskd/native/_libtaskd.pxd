@@ -9,6 +9,7 @@ cdef extern from "taskd.h" nogil:
     int taskd_guard_start(int box_fd, int life_fd) noexcept
     int taskd_watch(int box_fd, uint64_t token, int pipe_fd) noexcept
     int taskd_unwatch(int box_fd) noexcept
+    int taskd_prefer_soon() noexcept
     int taskd_waits_hook(const char *library) noexcept
     int taskd_waits_expire(const int32_t *tids, int count) noexcept
     int taskd_waits_forgive(const int32_t *tids, int count) noexcept

@@ -123,12 +123,22 @@ class BlackBox:
 
     @classmethod
     def create(cls) -> BlackBox:
-        """A new, empty box: mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS)."""
-        fd = _create_file()
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, layout.BOX_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        box = cls(fd)
+        """A new, empty box: mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS).
+
+        Raises:
+            OSError: no descriptors, no memory, or a limit on the size of files.
+        """
+        fd = -1
+        try:
+            fd = _create_file()
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, layout.BOX_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            box = cls(fd)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            raise OSError(error.errno, f"no black box, a file of {layout.BOX_BYTES >> 20} MiB in memory: {error.strerror}") from error
         box._words[_VERSION] = _NONE
         box._words[_COMMITTED] = _NONE
         struct.pack_into("=I", box._map, layout.OFFSET_LAYOUT_VERSION, layout.LAYOUT_VERSION)

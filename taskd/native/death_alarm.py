@@ -1,7 +1,7 @@
 """The death alarm: a worker's death becomes known before the kernel has torn its memory down.
 
     worker                             agent
-    guard thread holds the mutex ----> watch thread waits for it
+    guard thread owns a futex -------> watch thread sleeps on it
     (in the black box)                 writes one record to a pipe ----> DeathAlarm.fd, in the agent's one wait
 
 How it works, and what does not ring it, is in csrc/include/taskd.h. Without libtaskd `available` is False, nothing ever
@@ -50,6 +50,15 @@ class DeathAlarm:
     def fd(self) -> int:
         """Readable when `read` has something to return."""
         return self._read_fd
+
+    def wake_soon(self) -> None:
+        """For the thread that waits for `fd`: it runs soon after a death even where others compute on every core."""
+        if self._binding is None:
+            return
+        try:
+            self._binding.prefer_soon()
+        except NativeLibraryError as error:
+            logger.debug("deaths are read when the scheduler lets us: %s", error)
 
     def watch(self, token: int, box: BlackBox) -> bool:
         """Report the death of the life that uses `box`, once, as `token`. May be called before the worker has a guard.

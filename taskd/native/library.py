@@ -33,6 +33,7 @@ class Binding(Protocol):
     def guard_start(self, box_fd: int, life_fd: int) -> None: ...  # noqa: D102
     def watch(self, box_fd: int, token: int, pipe_fd: int) -> None: ...  # noqa: D102
     def unwatch(self, box_fd: int) -> None: ...  # noqa: D102
+    def prefer_soon(self) -> None: ...  # noqa: D102
     def waits_hook(self, library: str) -> None: ...  # noqa: D102
     def waits_expire(self, tids: list[int]) -> int: ...  # noqa: D102
     def waits_forgive(self, tids: list[int]) -> None: ...  # noqa: D102

@@ -214,8 +214,9 @@ class TaskdContext(PContext):
 
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
         former = self.slots.get(local_rank)
+        box = BlackBox.create()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, BlackBox.create(), ours)
+        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, ours)
         descriptors = {"channel": theirs.fileno(), "life": self._life_fd, "box": slot.box.fd}
         if former is not None:
             descriptors["previous"] = former.box.fd

@@ -25,6 +25,7 @@ from taskd.agent.forkserver import Forkserver
 from taskd.clock import MonotonicClock
 from taskd.core.exits import exit_fault
 from taskd.core.ladder import RepeatRules
+from taskd.errors import ForkserverError
 from taskd.torchrun.context import TaskdContext
 
 if TYPE_CHECKING:
@@ -206,15 +207,18 @@ class TaskdElasticAgent(LocalElasticAgent):
             local_rank: self.bootstrap(local_rank, self.incarnations.get(worker.global_rank, -1) + 1)
             for local_rank, worker in enumerate(self._worker_group.workers)
         }
-        context = TaskdContext(
-            forkserver=self.launch.forkserver if previous is None else previous.forkserver, bootstraps=bootstraps,
-            life_fd=self.life_fd, restart_forkserver=self._restart_forkserver, **arguments,
-        )
         try:
-            context.start()
-        except BaseException:
-            context.close()
-            raise
+            context = TaskdContext(
+                forkserver=self.launch.forkserver if previous is None else previous.forkserver, bootstraps=bootstraps,
+                life_fd=self.life_fd, restart_forkserver=self._restart_forkserver, **arguments,
+            )
+            try:
+                context.start()
+            except BaseException:
+                context.close()
+                raise
+        except (ForkserverError, OSError) as error:     # limits of the system, mostly: a traceback would say less than this line
+            raise SystemExit(f"taskd: the workers of node {self._worker_group.group_rank} could not be started: {error}") from error
         return context
 
     def _restart_forkserver(self) -> Forkserver | None:

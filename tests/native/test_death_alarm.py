@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +143,73 @@ for end in (0, signal.SIGKILL):
         assert not is_readable(alarm.fd, 0)
         worker.kill()
         assert len(deaths(alarm)) == 1
+
+
+@needs_library
+def test_threads_that_end_do_not_ring(box, alarm):
+    body = """
+for _ in range(20):
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+say('ended')
+"""
+    worker = start(GUARD + body + READ, box.fd)
+    with ending(worker):
+        alarm.watch(1, box)
+        expect(worker, "guarded True")
+        expect(worker, "ended")
+        assert not is_readable(alarm.fd, 0)
+        worker.kill()
+        assert [token for token, _ in deaths(alarm)] == [1]
+
+
+@needs_library
+def test_a_stopped_worker_does_not_ring_and_makes_no_marks(box, alarm):
+    worker = start(GUARD + READ, box.fd)
+    with ending(worker):
+        expect(worker, "guarded True")
+        alarm.watch(1, box)
+        worker.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(worker.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        marked = box.alive_at
+        assert not is_readable(alarm.fd, 0.5)
+        assert box.alive_at == marked
+        worker.send_signal(signal.SIGCONT)
+        wait_until(lambda: box.alive_at > marked, "a new mark")
+        assert not is_readable(alarm.fd, 0)
+        worker.kill()
+        assert [token for token, _ in deaths(alarm)] == [1]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("limit", "reason"), [("RLIMIT_NPROC", "Resource temporarily unavailable"), ("RLIMIT_AS", "Cannot allocate memory")]
+)
+def test_a_guard_that_cannot_start_is_one_line_and_the_worker_goes_on(box, alarm, limit, reason):
+    # Root is exempt from the first limit, hence the other user.
+    body = f"""
+import logging, resource
+from taskd.native import library
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+library.load()
+if os.getuid() == 0:
+    os.setuid(65534)
+resource.setrlimit(resource.{limit}, (1, 1))
+"""
+    worker = start(body + GUARD + READ, box.fd)
+    with ending(worker):
+        alarm.watch(1, box)
+        line = read_line(worker)
+        assert line.startswith("WARNING no death alarm in this process: taskd_guard_start failed"), line
+        assert reason in line
+        expect(worker, "guarded False")
+        assert box.alive_at is None
+        worker.kill()
+        worker.wait()
+        assert not is_readable(alarm.fd, 0), "nothing was guarded: only the pidfd tells of this death"
+        alarm.unwatch(1)
 
 
 @needs_library

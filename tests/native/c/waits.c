@@ -1,0 +1,54 @@
+/* Ending timed waits, with a stand-in for libtorch_cpu.so that imports what that imports. */
+#define _GNU_SOURCE
+#include "check.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <time.h>
+
+static int (*standin_wait)(int64_t);
+static int32_t waiter_tid;
+
+static void *wait_an_hour(void *result)
+{
+    __atomic_store_n(&waiter_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
+    *(int *)result = standin_wait(3600);
+    return NULL;
+}
+
+int main(void)
+{
+    int32_t nobody = 1;
+    int result = -1;
+    int is_over = 0;
+    CHECK(taskd_waits_hook("libnothere.so") == -ENOENT);
+    CHECK(taskd_waits_expire(&nobody, 1) == 0); /* without a hook, too */
+    CHECK(taskd_waits_forgive(&nobody, 1) == 0);
+    CHECK(taskd_waits_expire(&nobody, 0) == 0);
+
+    void *library = dlopen("libstandin_waits.so", RTLD_NOW | RTLD_LOCAL);
+    CHECK(library != NULL);
+    *(void **)&standin_wait = dlsym(library, "standin_wait");
+    CHECK(standin_wait != NULL);
+    CHECK(taskd_waits_hook("libstandin_waits.so") == 0);
+    CHECK(taskd_waits_hook("libstandin_waits.so") == 0);
+
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, wait_an_hour, &result) == 0);
+    while (__atomic_load_n(&waiter_tid, __ATOMIC_ACQUIRE) == 0) {
+        poll(NULL, 0, 1);
+    }
+    for (int tries = 0; tries < DEADLINE_MS / 10 && !is_over; tries++) { /* one that was just beginning is missed at first */
+        CHECK(taskd_waits_expire(&waiter_tid, 1) >= 0);
+        struct timespec soon;
+        clock_gettime(CLOCK_REALTIME, &soon);
+        soon.tv_sec += 1;
+        is_over = pthread_timedjoin_np(thread, NULL, &soon) == 0;
+    }
+    CHECK(is_over);
+    CHECK(result == 0); /* and for the library the hour is over */
+    CHECK(taskd_waits_forgive(&waiter_tid, 1) == 0);
+    CHECK(standin_wait(0) == 0); /* other threads are as ever */
+    return 0;
+}
