@@ -35,6 +35,9 @@ SECRET_FILE_ENV = "TASKD_SECRET_FILE"  # noqa: S105 - the name of a variable tha
 NATIVE_ENV = "TASKD_NATIVE"
 FORKSERVER_ENV = "TASKD_FORKSERVER"
 PRELOAD_ENV = "TASKD_PRELOAD"
+PROFILING_SWITCH_ENV = "TASKD_PROFILING_SWITCH"
+PROFILING_PATH_ENV = "TASKD_PROFILING_PATH"
+GROUP_BASE_DIR_ENV = "GROUP_BASE_DIR"
 JOB_ID_ENV = "MINDX_TASK_ID"
 POD_IP_ENV = "POD_IP"
 LOCAL_PROXY_ENV = "LOCAL_PROXY_ENABLE"
@@ -44,6 +47,9 @@ MS_NODE_RANK_ENV = "MS_NODE_RANK"
 
 DEFAULT_JOB_ID = "default_job"
 DEFAULT_HOST = "127.0.0.1"
+# What a cluster mounts into its pods; profiling goes there if it is there.
+CLUSTER_INFO = pathlib.Path("/user/cluster-info")
+DEFAULT_PROFILING_SWITCH = CLUSTER_INFO / "datatrace-config" / "profilingSwitch"
 MANAGER_PORT = 9601
 RELAY_PORT = 9602
 DEFAULT_FAULT_TIMEOUT_S = 30.0
@@ -108,6 +114,7 @@ class ManagerConfig:
     ranks_per_node: int | None = None
     is_enabled: bool = True
     hang: HangConfig = HangConfig()
+    profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
 
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
@@ -130,6 +137,7 @@ class ManagerConfig:
             ranks_per_node=_count(config, "proc_per_node"),
             is_enabled=_choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
             hang=HangConfig.load(environment),
+            profiling_switch=profiling_switch(environment, _typed(config, "profiling_switch", str, "a path")),
         )
 
 
@@ -265,6 +273,29 @@ class CallbackAgentConfig:
             fault_timeout_s=_fault_timeout(environment),
             secret=_secret(environment),
         )
+
+
+def job_id(environment: Environment = os.environ) -> str:
+    """Name of the job, for those who have no runtime that knows better."""
+    return environment.get(JOB_ID_ENV) or DEFAULT_JOB_ID
+
+
+def profiling_switch(environment: Environment = os.environ, given: str | None = None) -> pathlib.Path:
+    """The file that says what is to be profiled; `given`: in the config."""
+    return pathlib.Path(given or environment.get(PROFILING_SWITCH_ENV) or DEFAULT_PROFILING_SWITCH)
+
+
+def profiling_base(environment: Environment = os.environ, directory: str = "") -> pathlib.Path:
+    """The folder of all profiles: as the user says, else what the cluster has mounted, else one in the working directory.
+
+    `directory`: the working directory, if it may have changed since.
+    """
+    given = environment.get(PROFILING_PATH_ENV) or environment.get(GROUP_BASE_DIR_ENV)
+    if not given and CLUSTER_INFO.is_dir():
+        mounted = CLUSTER_INFO / "profiling"
+        if os.access(mounted if mounted.exists() else CLUSTER_INFO, os.W_OK | os.X_OK):
+            return mounted
+    return pathlib.Path(directory, given or "taskd_profiling").absolute()
 
 
 def is_patch_enabled(environment: Environment = os.environ) -> bool:

@@ -22,6 +22,7 @@ from taskd.agent.endings import Endings
 from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
+from taskd.core.profiling import Exchange
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError, TaskdError
 from taskd.native import last_words
@@ -143,6 +144,7 @@ class Service:
         self._watched: dict[int, tuple[int, int, BlackBox]] = {}     # token of the death alarm -> the life it watches
         self._endings = Endings()
         self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}      # lives that write down their stacks
+        self._profiling = Exchange()
         self._sequence = 0
         self._outcome: Outcome | None = None
         self._started_at = clock.now()
@@ -225,6 +227,11 @@ class Service:
                 log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
             elif isinstance(event, events.WorkerReady):
                 self._watch(rank, worker, guarded=event.guarded)
+                wanted = self._profiling.for_new_worker()
+                if wanted is not None:
+                    self._set_profiling(rank, worker, wanted, event.cause)
+            elif isinstance(event, events.WorkerProfiling):
+                self._hear_profiling(event)
             elif isinstance(event, events.WorkerUncaught):
                 self._endings.said((rank, event.incarnation), event.fault)
             else:
@@ -287,6 +294,8 @@ class Service:
             self._manager_incarnation = message.manager_incarnation
             log.info("joined the manager at %s as node %d", self._config.manager_address, self._host.node_rank)
             self._feed(events.ManagerJoined(now, "accepted", message.generation, message.restarts_used))
+            for answer in self._profiling.answers():
+                self._say(events.WorkerProfiling(now, "accepted", *answer))
         elif isinstance(message, messages.Refused):
             self._refused = True
             log.error("node %d: the manager at %s refused us: %s. This torchrun goes on without a manager.",
@@ -300,6 +309,9 @@ class Service:
             log.warning("the manager does not know message type %s: it is older than this agent", message.type)
         else:
             command = translate.message_to_command(envelope, message)
+            if isinstance(command, commands.SetProfiling):
+                self._order_profiling(command)
+                return
             self._feed(events.CommandReceived(now, envelope.cause, command))
 
     def _beat(self, now: float) -> None:
@@ -343,6 +355,30 @@ class Service:
         return codec.Envelope(job_id=self._config.job_id, role="agent", node_rank=self._host.node_rank, rank=None,
                               incarnation=self._incarnation, generation=self._machine.generation,
                               sequence=self._sequence, cause=cause)
+
+    # ------------------------------------------------------------------ profiling, beside the machine: it decides nothing
+
+    def _order_profiling(self, command: commands.SetProfiling) -> None:
+        try:
+            self._profiling.ask(command.wanted)
+        except ValueError as error:
+            raise RemoteProtocolError("malformed", str(error)) from error
+        for rank, worker in sorted(self._host.workers.items()):
+            self._set_profiling(rank, worker, command.wanted, command.cause)
+
+    def _set_profiling(self, rank: int, worker: Worker, wanted: int, cause: str) -> None:
+        if not worker.channel.closed:
+            command = commands.SetProfiling(cause, self._machine.generation, wanted)
+            self._tell(commands.TellWorker(cause, command.generation, rank, worker.incarnation, command))
+
+    def _hear_profiling(self, event: events.WorkerProfiling) -> None:
+        try:
+            self._profiling.heard(event.rank, event.incarnation, event.status)
+        except ValueError as error:
+            log.warning("rank %d sent something that is no message: %s", event.rank, error)
+            return
+        if self._joined:
+            self._say(event)
 
     # ------------------------------------------------------------------ commands
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from taskd.core import marks
 from taskd.core.marks import GroupMark, Mark
 from taskd.native.black_box import Phase
+from taskd.native.collectives import Collectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,14 +89,24 @@ class Vitals:
             rank, worker.incarnation, box.generation, box.version, box.phase.name.lower(), still_s, frozen_s,
             self._since(now, box.python_at), self._look_closer(now, life, worker) if is_standing else marks.UNKNOWN,
             box.is_waiting, box.slowest_step_s, box.slowest_long_s(Phase.CHECKPOINT), box.slowest_long_s(Phase.EVALUATION),
-            self._groups(box), tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items()),
+            self._groups(box, is_standing=is_standing), tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items()),
         )
 
     def _since(self, now: float, moment: float | None) -> float:
         return 0.0 if moment is None else max(0.0, now - max(moment, self._not_before))
 
-    def _groups(self, box: BlackBox) -> tuple[GroupMark, ...]:  # noqa: ARG002 - nothing is recorded yet
-        return ()
+    def _groups(self, box: BlackBox, *, is_standing: bool) -> tuple[GroupMark, ...]:
+        """The communicators that the other ranks know, too; what was begun last in them only when somebody may ask."""
+        collectives = Collectives(box)
+        known = [group for group in collectives.communicators() if group.is_comparable]
+        operations = {
+            call.communicator: call.name for call in collectives.calls() if call.number
+        } if is_standing and known else {}
+        newest = sorted(known, key=lambda group: group.entered_at or 0.0)[-_GROUPS_SHOWN:]
+        return tuple(
+            GroupMark(group.id, group.name, max(0, group.entered), max(0, group.left), operations.get(group.id, ""))
+            for group in newest
+        )
 
     def _look_closer(self, now: float, life: tuple[int, int], worker: Watched) -> str:
         """What the kernel says of a worker that stands."""

@@ -43,6 +43,8 @@ def init_taskd_worker(rank_id: int, upper_limit_of_disk_in_mb: int = 5000, frame
         atexit.register(_leave)
     elif current.rank != config.rank:
         raise ConfigError(f"rank_id={rank_id} is not accepted: this process was started as rank {current.rank}")
+    else:
+        current.profiling_mb = config.disk_limit_mb
     _held.is_initialised = True
     return True
 

@@ -87,6 +87,13 @@ class Release(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class SetProfiling(Command):
+    """To every agent and worker: `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any recovery."""
+
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp(Command):
     """To every agent: end the job as failed. The culprit raises its own exception, the others are stopped."""
 

@@ -181,6 +181,13 @@ class WorkerExamined(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerProfiling(WorkerEvent):
+    """The answer to `SetProfiling`, and any later change: which domains are profiled. No part of any recovery."""
+
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFinished(WorkerEvent):
     """The process ended with exit code 0, as it should."""
 

@@ -4,7 +4,7 @@
       workers without agent     ◄──────────                 ◄─ commands ─
 
 Order within one turn, and nowhere else: wait, decode, `handle`, execute each command. It sleeps until a message, a signal
-or the machine's next deadline: no polling interval. Owns who may speak (`sessions`), decides nothing about recovery, must
+or the next deadline, which is the machine's or that of the profiling switch (a file, looked at once a second). Owns who may speak (`sessions`), decides nothing about recovery, must
 not import torch. What a peer sends can be refused, counted and answered, but never ends the loop.
 """
 
@@ -26,6 +26,7 @@ from taskd.core.recovery import EVENTS, RecoveryMachine
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
+from taskd.manager.profiling import ProfilingSwitch
 from taskd.manager.records import Records, describe_fault
 from taskd.manager.sessions import Refusals, Session, Sessions
 from taskd.transport import zeromq
@@ -64,6 +65,7 @@ class Service:
         self._sequence = 0
         self._sessions = Sessions()
         self._refusals = Refusals()
+        self._profiling = ProfilingSwitch(config.profiling_switch, self._clock.now(), self._sessions.ranks)
         self._records = Records(config.log.directory, config.job_id)
         self._result: bool | None = None
 
@@ -91,8 +93,8 @@ class Service:
 
     def turn(self, signals: socket.socket | None = None) -> str | None:
         """One wait and everything that follows from it. Returns the name of a signal that asks to end."""
-        deadline = self._machine.next_deadline()
-        timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
+        deadlines = (self._machine.next_deadline(), self._profiling.next_deadline)
+        timeout_s = max(0.0, min(deadline for deadline in deadlines if deadline is not None) - self._clock.now())
         ready = self._link.poll(timeout_s, [] if signals is None else [signals.fileno()])
         for peer, data in self._link.receive():
             try:
@@ -114,6 +116,9 @@ class Service:
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
             self._feed(events.Tick(now, "tick"))
+        code = self._profiling.turn(now)
+        if code is not None:
+            self._order(commands.SetProfiling("profiling", self._machine.generation, code), sorted(self._sessions.agents))
         return signal.Signals(signals.recv(1)[0]).name if signals is not None and ready else None
 
     def _feed(self, event: events.Event) -> None:
@@ -157,6 +162,9 @@ class Service:
             return
         event = translate.message_to_event(envelope, message, now)
         _check_position(event, node_rank, session)
+        if isinstance(event, events.WorkerProfiling):
+            self._hear_profiling(event)
+            return
         self._feed(event)
         if isinstance(event, events.WorkerExamined):
             _log_stacks(event)
@@ -170,6 +178,12 @@ class Service:
         if any(mark.rank not in session.ranks for mark in marks):
             raise RemoteProtocolError("foreign", f"node {node_rank} spoke of ranks that are not its own")
         return marks
+
+    def _hear_profiling(self, event: events.WorkerProfiling) -> None:
+        try:
+            self._profiling.heard(event.rank, event.incarnation, event.status)
+        except ValueError as error:
+            raise RemoteProtocolError("malformed", str(error)) from error
 
     def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.AgentRegistered) -> None:
         """An agent claims its position."""
@@ -192,6 +206,8 @@ class Service:
         welcome = messages.Accepted(self._machine.generation, self._machine.restarts_used, self._incarnation)
         self._send(peer, welcome, envelope.cause)
         self._execute_all(answers)
+        if self._profiling.wanted is not None:
+            self._order(commands.SetProfiling("profiling", self._machine.generation, self._profiling.wanted), [message.node_rank])
 
     def _read_worker(self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int) -> None:
         """A training process without agent: known, and told that the manager lives. The newest one of a rank counts."""
@@ -280,7 +296,7 @@ class Service:
 
 def _check_position(event: events.Event, node_rank: int, session: Session) -> None:
     """An agent may speak only of its own node and of the ranks that it registered. And only what a manager can hear."""
-    if not isinstance(event, EVENTS):
+    if not isinstance(event, (*EVENTS, events.WorkerProfiling)):
         raise RemoteProtocolError("malformed", f"{type(event).__name__} is not for a manager")
     if isinstance(event, events.WorkerEvent) and event.rank not in session.ranks:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own")

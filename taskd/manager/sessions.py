@@ -35,6 +35,10 @@ class Sessions:
     agents: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
 
+    def ranks(self) -> frozenset[int]:
+        """All ranks of agents that are present."""
+        return frozenset[int]().union(*(session.ranks for session in self.agents.values()))
+
     def doubt(self) -> None:
         """A connection broke; which one is not known."""
         for session in self.agents.values():

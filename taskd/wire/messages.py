@@ -239,6 +239,14 @@ class WorkerExamined(WorkerMessage):
     traceback: str
 
 
+@_message(40)
+@dataclass(frozen=True, slots=True)
+class WorkerProfiling(WorkerMessage):
+    """Which domains it profiles."""
+
+    status: int
+
+
 # ---------------------------------------------------------------- what to do: 50 to 79
 
 
@@ -315,3 +323,11 @@ class GiveUp(CommandMessage):
     reason: str
     culprit: int | None
     fault: Fault | None = None
+
+
+@_message(60)
+@dataclass(frozen=True, slots=True)
+class SetProfiling(CommandMessage):
+    """Which domains are to be profiled."""
+
+    wanted: int

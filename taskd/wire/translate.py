@@ -28,6 +28,7 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerExamined,
     events.WorkerReady,
     events.WorkerUncaught,
+    events.WorkerProfiling,
 )
 _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.Interrupt,
@@ -37,6 +38,7 @@ _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.RestartGroup,
     commands.Release,
     commands.GiveUp,
+    commands.SetProfiling,
 )
 MESSAGE_BY_CORE: dict[type, type[Message]] = {cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)}
 _EVENT_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _EVENTS}

@@ -133,13 +133,13 @@ class Holding:
         self.part = self.encode()
         version = life.version = (life.version or 0) + 1
         logbook.write_committed(version, parts_of(life.states))
-        box = life.box
-        if box is not None:
-            box.mark_version(version)
-            box.mark_step(is_first=not self.has_committed)
+        if life.box is not None:
+            life.box.mark_version(version)
+            life.box.mark_step(is_first=not self.has_committed)
+        profile = life.profile               # once: another thread takes it away
+        if profile is not None:
+            profile.step(version)
         life.mark(Phase.STEP)
-        if life.profile is not None:
-            life.profile.step(version)
         self.began, self.has_committed = False, True
 
     # ------------------------------------------------------------ parking

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from taskd.core.commands import Move
     from taskd.native.black_box import BlackBox, Phase
+    from taskd.worker.profiling import Profile
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Life:
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
-    profile: Any = None                   # a Recorder (`taskd.worker.profiling`) while profiling is on
+    profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread
+    profiling_mb: int = 5000              # limit of the whole profiling folder
 
     @property
     def is_reentry(self) -> bool:
@@ -64,11 +66,12 @@ class Life:
         return self.plan is not None
 
     def mark(self, phase: Phase) -> None:
-        """The main thread begins something else."""
+        """The main thread begins something else: note it in the black box, and in the profile if there is one."""
         if self.box is not None:
             self.box.mark_phase(phase)
-        if self.profile is not None:
-            self.profile.mark(phase, time.monotonic_ns())
+        profile = self.profile               # once: another thread takes it away
+        if profile is not None:
+            profile.mark(phase, time.monotonic_ns())
 
     def hold(self) -> None:
         """The optimizer begins to write: from here to `release_hold` an interrupt would tear the state."""

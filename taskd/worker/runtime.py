@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from taskd.core.events import WorkerEvent
+    from taskd.worker.profiling import Profiler
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Runtime:
         """`bootstrap`: the dict that the agent made for this incarnation (docs/protocol.md, "bootstrap")."""
         self.job_id: str = bootstrap["job_id"]
         self.node_rank: int = bootstrap["node_rank"]
+        self._local_rank: int = bootstrap["local_rank"]
         box = BlackBox.attach(bootstrap["box_fd"])
         self.life = Life(
             rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
@@ -87,6 +89,8 @@ class Runtime:
         box.mark_generation(self.life.generation)
         if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
             self._inherit(bootstrap.get("previous_fd"))
+        self._directory = _working_directory()      # before the script changes it: a profile may go there
+        self._profiler: Profiler | None = None
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
         last_words.start(box)
         self.groups = Groups(self.life.generation)
@@ -125,6 +129,8 @@ class Runtime:
 
     def start(self) -> None:
         """Begin to listen; from here on the process can be interrupted."""
+        if self.life.box is not None:
+            collectives.start(self.life.box)
         self.groups.install(self._around_init)
         os.register_at_fork(after_in_child=self._disarm)
         self._thread.start()
@@ -133,6 +139,7 @@ class Runtime:
     def _disarm(self) -> None:
         """In a forked child (a data loader's process): no worker, no channel, no interrupts."""
         life_module.set_current(None)
+        self.life.profile = None
         set_current(None)
         self._channel.close()
 
@@ -176,7 +183,7 @@ class Runtime:
             self.send(events.WorkerDeclared(**self.identity("entered"), entered=True))
 
     def mark(self, phase: Phase) -> None:
-        """Note in the black box where the main thread is."""
+        """Note where the main thread is."""
         self.life.mark(phase)
 
     # ------------------------------------------------------------------ the runtime thread
@@ -220,12 +227,27 @@ class Runtime:
                 with self.condition:
                     self.released = True
                     self.condition.notify_all()
+            case commands.SetProfiling():
+                self._profile(command.wanted)
             case commands.GiveUp():
                 with self.condition:
                     self.gave_up = command
                     self.condition.notify_all()
             case _:
                 log.warning("rank %d: %s is no command for a worker", self.life.rank, type(command).__name__)
+
+    def _profile(self, wanted: int) -> None:
+        """What is not asked for costs nothing, not even an import."""
+        try:
+            if self._profiler is None:
+                from taskd.worker.profiling import Profiler  # noqa: PLC0415 - see above
+                self._profiler = Profiler(self.life, self.job_id, self._local_rank, self._directory, self._report_profiling)
+            self._profiler.switch(wanted)
+        except Exception:  # this thread has more important things to do
+            log.exception("rank %d: a bug in taskd, please report it: profiling stops", self.life.rank)
+
+    def _report_profiling(self, status: int) -> None:
+        self.send(events.WorkerProfiling(**self.identity("profiling"), status=status))
 
     def _interrupt(self, command: commands.Interrupt) -> None:
         with self.condition:
@@ -383,6 +405,13 @@ class Runtime:
             generation = self.target_generation
         self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,
                                       age_s=time.monotonic() - raised_at))
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:              # it was removed
+        return "/"
 
 
 _runtime: Runtime | None = None

@@ -217,7 +217,7 @@ def _land(life: Life, holding: Holding) -> Restored:
         logbook.write_landed(life.version, parts_of(life.states))
     if life.box is not None:
         life.box.mark_version(life.version)
-        life.box.mark_phase(Phase.STEP)
+        life.mark(Phase.STEP)
     life.parked.pop(holding.name, None)
     holding.is_landed = True
     life.restored_at = MonotonicClock().now()

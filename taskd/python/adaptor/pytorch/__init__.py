@@ -1,0 +1,1 @@
+"""Names of TaskD for PyTorch that users import."""

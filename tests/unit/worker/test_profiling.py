@@ -1,0 +1,536 @@
+"""The profile of one process: which lines, in which files, within which limits, and what happens when they cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import stat
+import struct
+import subprocess
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.native import box_layout as layout
+from taskd.native.black_box import BlackBox, Phase
+from taskd.worker import profile_files, profiling
+from taskd.worker.life import Life
+from taskd.worker.profile_calls import CallReader
+from taskd.worker.profile_files import ProfileFiles, open_folder, part_of_path
+from taskd.worker.profiling import Encoder, Profiler
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+LIMIT_S = 30.0
+
+
+def until(fact, what: str = "") -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not fact():
+        assert time.monotonic() < deadline, f"waited in vain for {what or fact}"
+        time.sleep(0.002)
+
+
+class Fixture:
+    """A profiler of a life with a real black box, and what it said."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self.base = directory / "profiles"
+        self.box = BlackBox.create()
+        self.life = Life(rank=3, world_size=4, incarnation=0, box=self.box)
+        self.said: list[int] = []
+        self.profiler = Profiler(self.life, "a/job", 1, str(directory), self.said.append)
+
+    def switch(self, code: int) -> int:
+        """Its answer."""
+        before = len(self.said)
+        self.profiler.switch(code)
+        until(lambda: len(self.said) > before, f"an answer to {code}")
+        return self.said[-1]
+
+    @property
+    def folder(self) -> pathlib.Path:
+        return self.base / "a_job" / "3"
+
+    def lines(self) -> list[dict]:
+        files = sorted(self.folder.iterdir(), key=lambda path: int(path.name)) if self.folder.exists() else []
+        return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+    def marks(self) -> list[tuple]:
+        return [(line["Name"], {2: "start", 4: "end"}[line["Flag"]], line["Id"]) for line in self.lines() if "Clock" not in line]
+
+    def close(self) -> None:
+        self.profiler.close()
+        until(lambda: not [one for one in threading.enumerate() if one.name == "taskd-profile"], "the end of the thread")
+        self.box.close()
+
+
+@pytest.fixture
+def fixture(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
+    monkeypatch.setenv("TASKD_PROFILING_PATH", str(tmp_path / "profiles"))
+    made = Fixture(tmp_path)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
+    """A file system of its own. Needs root."""
+    path.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join((f"size={kilobytes}k", *options)), "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+# ---------------------------------------------------------------- marks
+
+
+def test_off_there_is_no_thread_no_file_and_nothing_in_the_life(fixture: Fixture) -> None:
+    fixture.life.mark(Phase.FORWARD)
+    assert fixture.life.profile is None
+    assert fixture.box.phase is Phase.FORWARD
+    assert not [thread for thread in threading.enumerate() if thread.name == "taskd-profile"]
+    assert not fixture.base.exists()
+
+
+def test_phases_become_ranges_with_one_id_for_both_ends(fixture: Fixture) -> None:
+    assert fixture.switch(710) == 1410
+    life = fixture.life
+    assert life.profile is not None
+    for version in (1, 2):
+        for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            life.mark(phase)
+        life.profile.step(version)
+        life.mark(Phase.STEP)
+    life.mark(Phase.CHECKPOINT)
+    life.mark(Phase.STEP)
+    assert fixture.switch(700) == 1400
+    assert life.profile is None
+    assert fixture.marks() == [
+        ("DataLoader", "start", 1), ("DataLoader", "end", 1), ("FP", "start", 2), ("FP", "end", 2), ("Step", "start", 3),
+        ("DataLoader", "start", 4), ("DataLoader", "end", 4), ("FP", "start", 5), ("FP", "end", 5), ("Step", "end", 3),
+        ("Step", "start", 6), ("SaveCheckpoint", "start", 7), ("SaveCheckpoint", "end", 7)]
+    times = [line["Timestamp"] for line in fixture.lines()]
+    assert times == sorted(times)
+    assert abs(times[-1] - time.time_ns()) < LIMIT_S * 1e9
+
+
+def test_a_line_has_the_fields_of_the_contract(fixture: Fixture) -> None:
+    fixture.switch(710)
+    fixture.life.mark(Phase.FORWARD)
+    fixture.switch(700)
+    head, line = fixture.lines()
+    assert set(line) == {"Kind", "Flag", "SourceKind", "Timestamp", "Id", "MsptiObjectId", "Name", "Domain"}
+    assert line["MsptiObjectId"] == {"Pt": {"ProcessId": os.getpid(), "ThreadId": os.getpid()}, "Ds": {"DeviceId": 1, "StreamId": 0}}
+    assert (line["Kind"], line["Flag"], line["SourceKind"], line["Name"], line["Domain"]) == (1, 2, 0, "FP", "default")
+    assert set(line) < set(head)
+    assert (head["Clock"]["Job"], head["Clock"]["Rank"]) == ("a/job", 3)
+    assert abs(head["Clock"]["OffsetNs"] - (time.time_ns() - time.monotonic_ns())) < 1e9
+
+
+def test_what_an_interrupt_cuts_off_has_no_end(fixture: Fixture) -> None:
+    fixture.switch(710)
+    fixture.life.profile.step(1)
+    for phase in (Phase.FORWARD, Phase.PAUSED, Phase.ENTERED, Phase.STEP, Phase.FORWARD, Phase.BACKWARD):
+        fixture.life.mark(phase)
+    fixture.life.profile.step(2)
+    fixture.switch(700)
+    assert fixture.marks() == [("Step", "start", 1), ("FP", "start", 2), ("Step", "start", 3), ("FP", "start", 4), ("FP", "end", 4),
+                               ("Step", "end", 3), ("Step", "start", 5)]
+
+
+def test_on_off_on_is_two_files_and_ids_go_on(fixture: Fixture) -> None:
+    for _ in range(2):
+        assert fixture.switch(710) == 1410
+        fixture.life.mark(Phase.FORWARD)
+        assert fixture.switch(700) == 1400
+    assert len(list(fixture.folder.iterdir())) == 2
+    assert fixture.marks() == [("FP", "start", 1), ("FP", "start", 2)]
+
+
+def test_switching_as_fast_as_one_can_ends_as_the_last_wish_says(fixture: Fixture) -> None:
+    for code in itertools.islice(itertools.cycle((710, 700, 711, 701)), 401):
+        fixture.profiler.switch(code)
+    until(lambda: fixture.said and fixture.said[-1] == 1410 and fixture.profiler._answered == 401, "the last answer")
+    assert fixture.life.profile is not None
+    assert fixture.switch(700) == 1400
+    assert fixture.life.profile is None
+    until(lambda: fixture.profiler._thread is None, "the end of the thread")
+
+
+def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
+    fixture.profiler.switch(702)
+    assert fixture.profiler._thread is None
+    assert fixture.said == []
+
+
+def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
+    code = ("from taskd.worker.life import Life; from taskd.worker.profiling import Profiler; from taskd.native.black_box import Phase\n"
+            "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = threading.Event()\n"
+            f"Profiler(life, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); said.wait(30)\n"
+            "life.mark(Phase.FORWARD)\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("TASKD_PROFILING_PATH", "GROUP_BASE_DIR")}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env, cwd=tmp_path)
+    (file,) = (tmp_path / "taskd_profiling" / "job" / "0").iterdir()
+    assert '"FP"' in file.read_text()
+
+
+def test_marks_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MAX_MARKS", 5)
+    profile = profiling.Profile()
+    for version in range(7):
+        profile.mark(Phase.FORWARD, 1)
+        profile.step(version)
+    assert len(profile.marks) == 5
+    assert profile.dropped == 9
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path) -> Iterator[ProfileFiles]:
+    made = ProfileFiles(tmp_path / "profiles", "job", 0, lambda: b"head\n")
+    yield made
+    made.close()
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    former = os.umask(0o077)
+    try:
+        files.open()
+    finally:
+        os.umask(former)
+    folder = tmp_path / "profiles" / "job" / "0"
+    (file,) = folder.iterdir()
+    assert abs(int(file.name) - time.time()) < LIMIT_S
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    for directory in (folder, folder.parent, folder.parent.parent):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+
+
+def test_the_next_file_after_10_mib(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    files.open()
+    chunk = b"x" * (1 << 20)
+    begun = [files.write(chunk) for _ in range(25)]
+    assert sum(begun) == 2
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "profiles/job/0").iterdir(), key=lambda path: int(path.name))]
+    assert len(sizes) == 3
+    assert all(size <= profile_files.MAX_FILE_BYTES for size in sizes)
+    assert sum(sizes) == 25 * (1 << 20) + 3 * len(b"head\n")
+
+
+def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    files.open()
+    for path in (tmp_path / "profiles/job/0").iterdir():
+        path.unlink()
+    (tmp_path / "profiles/job/0").rmdir()
+    assert files.write(b"line\n")
+    (file,) = (tmp_path / "profiles/job/0").iterdir()
+    assert file.read_bytes() == b"head\nline\n"
+
+
+@pytest.mark.parametrize("part", ["", "job", "job/0"])
+def test_a_symbolic_link_from_the_base_on_is_refused(tmp_path: pathlib.Path, files: ProfileFiles, part: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "profiles" / part
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        files.open()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_symbolic_link_in_place_of_a_file_is_not_followed(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    os.close(open_folder(tmp_path / "profiles", "job", "0"))
+    now = int(time.time())
+    for second in range(now - 1, now + 60):
+        (tmp_path / "profiles/job/0" / str(second)).symlink_to(tmp_path / "victim")
+    files.open()
+    assert not (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize(("name", "part"), [("a/../../b", "a_.._.._b"), ("..", "_"), ("", "_"), (".", "_"), ("ä b\n", "ä_b_"), ("x" * 999, "x" * 200)])
+def test_a_job_s_name_cannot_lead_out_of_the_folder(name: str, part: str) -> None:
+    assert part_of_path(name) == part
+
+
+def fill(folder: pathlib.Path, count: int, size: int = 1 << 20, first: int = 1000) -> None:
+    folder.mkdir(parents=True)
+    for second in range(first, first + count):
+        (folder / str(second)).write_bytes(b"\0" * size)
+
+
+def names(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_above_the_limit_a_rank_removes_the_oldest_fifth_of_its_own_files_in_each_job(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    base = tmp_path / "profiles"
+    fill(base / "job/0", 11)
+    fill(base / "job/1", 11)
+    fill(base / "old/0", 4)
+    fill(base / "few/0", 3)
+    (base / "job/0/parallel_group.json").write_text("{}")
+    (base / "job/0/1000.txt").write_text("mine")
+    (base / "job/0/999").symlink_to(tmp_path)
+    assert files.trim(30) == 0
+    assert files.trim(28) == 3
+    assert names(base / "job/0") == sorted([*map(str, range(1002, 1011)), "parallel_group.json", "1000.txt", "999"])
+    assert len(names(base / "job/1")) == 11
+    assert names(base / "old/0") == ["1001", "1002", "1003"]
+    assert len(names(base / "few/0")) == 3
+    while files.trim(1):
+        pass
+    assert len([name for name in names(base / "job/0") if name.isdigit() and name != "999"]) == 3
+    assert "parallel_group.json" in names(base / "job/0")
+
+
+def test_the_file_that_is_being_written_is_never_removed(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+    fill(tmp_path / "profiles/job/0", 4, first=int(time.time()) + 1000)
+    files.open()
+    files.write(b"x" * 1000)
+    own = os.path.basename(files.path)
+    assert own == min(names(tmp_path / "profiles/job/0"), key=int)
+    assert files.trim(0) == 0
+    assert own in names(tmp_path / "profiles/job/0")
+
+
+def test_the_limit_holds_while_marks_come_in(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_files, "MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
+    fixture.life.profiling_mb = 1
+    fixture.switch(710)
+    for _ in range(20):
+        for _ in range(500):
+            fixture.life.mark(Phase.FORWARD)
+            fixture.life.mark(Phase.BACKWARD)
+        profile = fixture.life.profile
+        fixture.profiler._wake.set()
+        until(lambda profile=profile: not profile.marks, "the marks to be taken")
+    fixture.switch(700)
+    sizes = [path.stat().st_size for path in fixture.folder.iterdir()]
+    assert 0 < sum(sizes) < 1.3 * 1024 * 1024
+    assert fixture.lines()[-1]["Id"] == 10_000
+
+
+# ---------------------------------------------------------------- when it cannot be written
+
+
+def test_a_folder_that_cannot_be_made_is_an_exception_and_one_line(tmp_path, monkeypatch, caplog) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TASKD_PROFILING_PATH", str(tmp_path / "file" / "profiles"))
+    fixture = Fixture(tmp_path)
+    for _ in range(3):
+        assert fixture.switch(710) == 1420
+        assert fixture.life.profile is None
+    assert fixture.switch(711) == 1422
+    assert len([record for record in caplog.records if "profiling does not work" in record.message]) == 1
+    (tmp_path / "file").unlink()
+    assert fixture.switch(710) == 1410, "the manager asks again, and now it works"
+    assert fixture.switch(700) == 1400
+    fixture.close()
+
+
+def test_a_full_disk_is_an_exception_and_the_lines_before_it_are_whole(fixture: Fixture, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
+    with small_disk(fixture.base, 256):
+        assert fixture.switch(710) == 1410
+        profile = fixture.life.profile
+        until_full = itertools.count()
+        while fixture.life.profile is not None:
+            assert next(until_full) < 1_000_000
+            fixture.life.mark(Phase.FORWARD)
+            fixture.life.mark(Phase.BACKWARD)
+            if len(profile.marks) > 200:
+                fixture.profiler._wake.set()
+                time.sleep(0.001)
+        until(lambda: fixture.said[-1] == 1420, "the status")
+        assert len([record for record in caplog.records if "No space left" in record.message]) == 1
+        fixture.life.mark(Phase.FORWARD)
+        assert len(fixture.lines()) > 100
+        for path in fixture.folder.iterdir():
+            path.unlink()
+        assert fixture.switch(710) == 1410
+        assert fixture.switch(700) == 1400
+
+
+def test_a_read_only_disk_is_an_exception(fixture: Fixture) -> None:
+    with small_disk(fixture.base, 256, "ro"):
+        assert fixture.switch(711) == 1422
+        assert fixture.life.profile is None
+        assert fixture.switch(700) == 1400
+
+
+def test_no_thread_can_be_started(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    fixture.profiler.switch(710)
+    assert fixture.said == [1420]
+    monkeypatch.undo()
+    os.environ["TASKD_PROFILING_PATH"] = str(fixture.base)
+    try:
+        assert fixture.switch(710) == 1410
+        assert fixture.switch(700) == 1400
+    finally:
+        del os.environ["TASKD_PROFILING_PATH"]
+
+
+# ---------------------------------------------------------------- collectives
+
+
+class Ring:
+    """Writes the ring as libtaskd does."""
+
+    def __init__(self, box: BlackBox) -> None:
+        self.bytes = box._bytes
+        self.next = 0
+
+    def call(self, name: bytes = b"ncclAllReduce", *, number: int = 1, enter: int = 0, leave: int = 0) -> int:
+        index, self.next = self.next, self.next + 1
+        self.write(index, name, number, enter or time.monotonic_ns(), leave)
+        struct.pack_into("=Q", self.bytes, layout.COLLECTIVES_OFFSET, self.next)
+        return index
+
+    def write(self, index: int, name: bytes, number: int, enter: int, leave: int, *, mark: int | None = None) -> None:
+        place = layout.COLLECTIVES_OFFSET + layout.CALLS_OFFSET + index % layout.CALLS * layout.CALL_BYTES
+        struct.pack_into("=QQqqqqqq32s", self.bytes, place, 2 * index + 2 if mark is None else mark, 0xAB, number, 4096, 7, enter, leave, -1, name)
+
+    def leave(self, index: int, enter: int, leave: int) -> None:
+        self.write(index, b"ncclAllReduce", 1, enter, leave)
+
+
+@pytest.fixture
+def box() -> Iterator[BlackBox]:
+    made = BlackBox.create()
+    yield made
+    made.close()
+
+
+def test_each_call_is_seen_once_at_each_end(box: BlackBox) -> None:
+    ring, reader = Ring(box), CallReader(box)
+    assert reader.read() == ([], [])
+    ring.call(enter=10, leave=20)
+    waiting = ring.call(enter=30)
+    begun, ended = reader.read()
+    assert [(call.name, call.enter_ns, call.leave_ns) for call in begun] == [("ncclAllReduce", 10, 20), ("ncclAllReduce", 30, 0)]
+    assert [call.index for call in ended] == [0]
+    assert reader.read() == ([], [])
+    ring.leave(waiting, 30, 90)
+    begun, ended = reader.read()
+    assert (begun, [call.leave_ns for call in ended]) == ([], [90])
+
+
+def test_what_was_overwritten_before_it_was_seen_is_counted(box: BlackBox) -> None:
+    ring, reader = Ring(box), CallReader(box)
+    for _ in range(layout.CALLS + 44):
+        ring.call(enter=1, leave=2)
+    begun, ended = reader.read()
+    assert len(begun) == len(ended) == layout.CALLS
+    assert reader.lost == 44
+
+
+def test_calls_before_the_switch_are_not_told(box: BlackBox) -> None:
+    ring = Ring(box)
+    ring.call(enter=1, leave=2)
+    assert CallReader(box).read() == ([], [])
+
+
+def test_an_entry_that_stays_half_written_is_passed_over(box: BlackBox) -> None:
+    ring, reader = Ring(box), CallReader(box)
+    half = ring.call(enter=1, leave=2)
+    ring.write(half, b"x", 1, 1, 2, mark=2 * half + 1)
+    ring.call(enter=3, leave=4)
+    assert reader.read() == ([], [])
+    begun, _ = reader.read()
+    assert [call.enter_ns for call in begun] == [3]
+    assert reader.lost == 1
+
+
+def test_any_bytes_in_the_ring_are_survived(box: BlackBox) -> None:
+    reader = CallReader(box)
+    start = layout.COLLECTIVES_OFFSET
+    for seed in range(200):
+        noise = b"".join(struct.pack("=Q", (seed * 2654435761 * (word + 1)) & (2**64 - 1)) for word in range(layout.COLLECTIVES_BYTES // 8))
+        box._bytes[start : start + len(noise)] = noise
+        encoder = Encoder(0)
+        begun, ended = reader.read()
+        for call in begun:
+            for line in encoder.begin(call, reader.communicators()).splitlines():
+                json.loads(line)
+        for call in ended:
+            for line in encoder.end(call).splitlines():
+                json.loads(line)
+
+
+def test_communication_is_written_with_what_is_known_of_it(fixture: Fixture) -> None:
+    ring = Ring(fixture.box)
+    assert fixture.switch(711) == 1411
+    index = ring.call(enter=1000)
+    until(lambda: index in fixture.profiler._encoder._calls, "the beginning to be seen")
+    ring.leave(index, 1000, 5000)
+    until(lambda: index not in fixture.profiler._encoder._calls, "the end to be seen")
+    fixture.switch(700)
+    begun, ended = (line for line in fixture.lines() if line["Domain"] == "communication")
+    assert (begun["Name"], begun["Flag"], ended["Flag"], begun["Id"]) == ("ncclAllReduce", 2, 4, ended["Id"])
+    assert ended["Timestamp"] - begun["Timestamp"] == 4000
+    assert begun["Call"] == {"Communicator": f"{0xAB:016x}", "Number": 1, "Bytes": 4096, "DType": 7, "Peer": -1}
+
+
+def test_communication_alone_leaves_the_main_thread_in_peace(fixture: Fixture) -> None:
+    assert fixture.switch(701) == 1401
+    assert fixture.life.profile is None
+    assert fixture.switch(711) == 1411
+    assert fixture.life.profile is not None
+    assert fixture.switch(701) == 1401
+    assert fixture.life.profile is None
+
+
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "cpu:gloo,cuda:nccl"])
+def test_a_device_backend_needs_the_library_preloaded(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    monkeypatch.setattr(profiling, "_backend", lambda: backend)
+    monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: False)
+    assert fixture.switch(711) == 1412
+    assert fixture.life.profile is not None
+    assert fixture.switch(701) == 1402
+    monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: True)
+    assert fixture.switch(701) == 1401
+    assert fixture.switch(700) == 1400
+
+
+def test_a_backend_that_becomes_known_later_changes_the_status(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: False)
+    assert fixture.switch(711) == 1411
+    monkeypatch.setattr(profiling, "_backend", lambda: "nccl")
+    until(lambda: fixture.said[-1] == 1412, "the status")
+
+
+# ---------------------------------------------------------------- settings
+
+
+def test_the_limit_is_that_of_init_taskd_worker(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from taskd import api
+    from taskd.worker import life
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    life.set_current(fixture.life)
+    try:
+        assert fixture.life.profiling_mb == 5000
+        assert api.init_taskd_worker(3, 77)
+        assert fixture.life.profiling_mb == 77
+        assert api.destroy_taskd_worker()
+    finally:
+        life.set_current(None)
