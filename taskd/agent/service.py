@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EXAMINE_LOOK_S = 0.005      # between two looks at a box to which stacks are being written
-_CLOSE_LOOK_S = 0.25         # between two heartbeats while a worker stands still
+_CLOSE_LOOK_S = 0.25         # between two glances at the workers, and between two heartbeats while one stands still
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -148,7 +148,7 @@ class Service:
         self._sequence = 0
         self._outcome: Outcome | None = None
         self._started_at = clock.now()
-        self._next_beat = self._started_at
+        self._next_beat = self._next_glance = self._started_at
         self._manager_heard_at: float | None = None
         self._manager_incarnation: str | None = None
         self._joined = False
@@ -178,9 +178,9 @@ class Service:
 
     def _turn(self) -> None:
         now = self._clock.now()
-        if now >= self._next_beat:
+        if now >= self._next_beat or self._sees_standing(now):
             self._beat(now)
-        deadlines = [self._next_beat, *filter(None, [self._machine.next_deadline()])]
+        deadlines = [self._next_beat, self._next_glance, *filter(None, [self._machine.next_deadline()])]
         if self._examined:
             deadlines.append(now + _EXAMINE_LOOK_S)
         channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
@@ -340,6 +340,13 @@ class Service:
         """Sooner while somebody stands: the manager decides by what it knows of all."""
         is_close = self._joined and self._vitals.is_somebody_standing
         return min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s) if is_close else self._timeouts.heartbeat_s
+
+    def _sees_standing(self, now: float) -> bool:
+        """Whether a worker has come to a stand since the last heartbeat: then the next one is due at once."""
+        if now < self._next_glance:
+            return False
+        self._next_glance = now + _CLOSE_LOOK_S
+        return self._joined and not self._vitals.is_somebody_standing and self._vitals.sees_standing(now, self._host.workers)
 
     def _register(self, now: float) -> None:
         self._say(self._machine.registration(now))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STANDING_S = 0.75          # for longer than this without a mark: look closer, and more often
 _ACTIVE_SHARE = 0.05       # of the time on a processor: more is no sleep
-_MEASURED_S = 0.7          # activity is what happened since a look at least so long ago
+_MEASURED_S = 0.45         # activity is what happened since a look at least so long ago
 _SLEPT_S = 1.0             # a look that comes so much too late: we did not run ourselves
 _GROUPS_SHOWN = 8
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
@@ -64,7 +64,8 @@ class Vitals:
         self.is_somebody_standing = False
         self._not_before = 0.0                       # we did not run before this moment
         self._due_at: float | None = None
-        self._activity: dict[tuple[int, int], Activity] = {}       # of (rank, incarnation), when it began to stand
+        # Of (rank, incarnation): what to compare with, and what is known.
+        self._activity: dict[tuple[int, int], tuple[Activity, str]] = {}
 
     def look(self, now: float, next_look_s: float, workers: Mapping[int, Watched]) -> tuple[Mark, ...]:
         """The marks of all workers at the monotonic time `now`. The next look is to come in `next_look_s`."""
@@ -76,6 +77,13 @@ class Vitals:
         self._activity = {life: activity for life, activity in self._activity.items() if life in lives}
         self.is_somebody_standing = any(max(mark.still_s, mark.frozen_s) > STANDING_S for mark in found)
         return found
+
+    def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
+        """Whether a worker stands by now: a few words of memory, for between two looks."""
+        return any(
+            max(self._since(now, worker.box.progress_at), self._since(now, worker.box.alive_at)) > STANDING_S
+            for worker in workers.values()
+        )
 
     def _mark(self, now: float, rank: int, worker: Watched) -> Mark:
         box = worker.box
@@ -123,14 +131,14 @@ class Vitals:
         return marks.STOPPED if state in "Tt" else self._compare(life, state, activity)
 
     def _compare(self, life: tuple[int, int], state: str, activity: Activity) -> str:
-        """What it has done since it was first seen to stand."""
-        earlier = self._activity.setdefault(life, activity)
+        """What it has done since it was first seen to stand, or since it was last seen to do something."""
+        earlier, known = self._activity.setdefault(life, (activity, marks.UNKNOWN))
         elapsed_s = activity.looked_at - earlier.looked_at
         if elapsed_s < _MEASURED_S:
-            return marks.UNKNOWN
+            return known
         if activity.main_s - earlier.main_s > _ACTIVE_SHARE * elapsed_s or activity.others_s - earlier.others_s > _TICK_S \
                 or activity.io_bytes > earlier.io_bytes:
-            self._activity[life] = activity              # and is it still?
+            self._activity[life] = (activity, marks.BUSY)        # and is it still?
             return marks.BUSY
         return marks.DISK if state == "D" else marks.ASLEEP
 

@@ -187,7 +187,7 @@ class Progress:
             return self._bound(seen, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
-        is_busy = mark.phase == "data" or mark.activity in (of.BUSY, of.DISK)
+        is_busy = mark.phase == "data" or mark.activity in (of.BUSY, of.DISK, of.UNKNOWN)     # nobody has looked long enough yet
         at_least = timeouts.hang_busy_s if is_busy and not stand.is_locked else timeouts.hang_floor_s
         return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
 

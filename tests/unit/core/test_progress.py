@@ -75,6 +75,7 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
         ({"slowest_s": 4.0}, 12.0),
         ({"activity": of.BUSY}, 30.0),
         ({"activity": of.DISK}, 30.0),
+        ({"activity": of.UNKNOWN}, 30.0),
         ({"activity": of.BUSY, "python_s": 2.0}, 2.0),            # the interpreter lock is kept
         ({"phase": "data"}, 30.0),
         ({"phase": "checkpoint"}, 1800.0),
@@ -212,7 +213,7 @@ class Model:
         if still >= took:
             return Mark(rank, 0, 0, self.version, "backward", still - took, is_waiting=True,
                         groups=(group(self.version + 1, self.version),), **common)
-        return Mark(rank, 0, 0, self.version, phase, still, activity=activity if still > 1 else of.UNKNOWN,
+        return Mark(rank, 0, 0, self.version, phase, still, activity=activity if still > 1.5 else of.UNKNOWN,
                     groups=(group(self.version, self.version),), **common)
 
 

@@ -9,6 +9,7 @@ import os
 import stat
 import struct
 import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
