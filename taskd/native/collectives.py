@@ -59,8 +59,8 @@ class Call:
     bytes: int | None           # of the input
     dtype: int | None           # as the library numbers it
     peer: int | None            # the other rank, or the root
-    enter_at: float             # monotonic seconds
-    leave_at: float | None      # None: has not come back
+    enter_ns: int               # monotonic
+    leave_ns: int               # 0: has not come back
     name: str
 
 
@@ -114,8 +114,7 @@ def _is_stable(copies: tuple[bytes, bytes, bytes], offset: int) -> bool:
 
 def _call(index: int, communicator: int, number: int, size: int, dtype: int, enter_ns: int, leave_ns: int, peer: int, name: bytes) -> Call:
     return Call(
-        index, communicator, number, _known(size), _known(dtype), _known(peer), enter_ns / 1e9,
-        leave_ns / 1e9 if leave_ns else None, _text(name),
+        index, communicator, number, _known(size), _known(dtype), _known(peer), enter_ns, leave_ns, _text(name),
     )
 
 

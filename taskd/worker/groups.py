@@ -117,7 +117,8 @@ class Groups:
         self._replace(dist, "init_process_group", init_process_group)
 
     def _number(self, group: Any) -> None:
-        for backend in _backends([group]):
+        # One backend may serve several kinds of device.
+        for backend in {id(backend): backend for backend in _backends([group])}.values():
             if "Gloo" in type(backend).__name__:
                 self.gloo_names[str(self._gloo_count)] = group.group_name
                 self._gloo_count += 1

@@ -58,6 +58,7 @@ class Life:
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
     profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread
+    wants_calls: bool = False             # communication is profiled: the pulse writes gloo's calls to the black box
     profiling_mb: int = 5000              # limit of the whole profiling folder
 
     @property

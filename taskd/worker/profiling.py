@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
 
+    from taskd.native.collectives import Call
     from taskd.worker.life import Life
-    from taskd.worker.profile_calls import Call
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Encoder:
         """A collective has begun."""
         self._calls[call.index] = mark_id = self._take_id()
         details = {"Communicator": communicators.get(call.communicator) or f"{call.communicator:016x}", "Number": call.number,
-                   "Bytes": call.size, "DType": call.dtype, "Peer": call.peer}
+                   "Bytes": call.bytes, "DType": call.dtype, "Peer": call.peer}
         return self._line(_START, call.enter_ns, mark_id, call.name, COMMUNICATION, f',"Call":{json.dumps(details)}')
 
     def end(self, call: Call) -> str:
@@ -275,13 +275,14 @@ class Profiler:
 
     def _begin_calls(self, wanted: Domain) -> Domain:
         if wanted is Domain.OFF:
-            self._calls = None
+            self._calls, self._life.wants_calls = None, False
             return wanted
         self._is_backend_known = False
         if self._life.box is None or self._lacks_preload():
             self._calls = None
             return Domain.EXCEPTION
         self._calls = self._calls or CallReader(self._life.box)
+        self._life.wants_calls = True
         return wanted
 
     def _lacks_preload(self) -> bool:
@@ -365,6 +366,7 @@ class Profiler:
                 log.info("rank %d: the last lines of the profile were not written: %s", self._life.rank, error)
             self._files.close()
         self._files = self._calls = None
+        self._life.wants_calls = False
         self._encoder.forget()
         self._profile.marks.clear()
         self._lines, self._bytes = [], 0
@@ -374,6 +376,7 @@ class Profiler:
         if self._files is not None:
             self._files.close()
         self._files = self._calls = self._life.profile = None
+        self._life.wants_calls = False
         self._encoder.forget()
         self._profile.marks.clear()
         self._lines, self._bytes = [], 0

@@ -26,7 +26,6 @@ class Pulse:
     """One per process."""
 
     def __init__(self, life: Life, groups: Groups) -> None:
-        self.wants_calls = False                     # communication is profiled
         self._life = life
         self._groups = groups
         self._next_at = 0.0
@@ -50,7 +49,7 @@ class Pulse:
         is_standing = moved_at is not None and now - moved_at > _STANDING_S
         self._is_waiting = self._is_waiting and is_standing
         self._count()
-        if (is_standing or self.wants_calls) and now >= self._calls_at:
+        if (is_standing or self._life.wants_calls) and now >= self._calls_at:
             self._calls_at = now + _CALLS_EVERY_S
             self._is_waiting = self._add_calls(is_standing=is_standing) and is_standing
         box.mark_python(waiting=self._is_waiting)

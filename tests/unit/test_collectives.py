@@ -39,7 +39,7 @@ def call(index: int, *, odd: bool = False) -> tuple:
 
 def test_what_was_written_is_read() -> None:
     box = Box(area([call(0)], [(7, 3, 2, 2_000_000_000, b"nccl, 8 ranks"), ((1 << 63) | 5, 1, 1, 0, b"")]))
-    assert Collectives(box).calls() == [Call(0, 7, 1, 40, None, None, 1.0, None, "ncclAllReduce")]
+    assert Collectives(box).calls() == [Call(0, 7, 1, 40, None, None, 1_000_000_000, 0, "ncclAllReduce")]
     known, unknown = Collectives(box).communicators()
     assert known == Communicator(7, "nccl, 8 ranks", 3, 2, 2.0)
     assert (known.is_comparable, unknown.is_comparable, unknown.entered_at) == (True, False, None)

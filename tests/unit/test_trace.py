@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from taskd import trace
 from taskd.native.black_box import Phase
-from taskd.worker.profile_calls import Call
+from taskd.native.collectives import Call
 from taskd.worker.profiling import Encoder
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_what_the_recorder_writes_is_understood(tmp_path: pathlib.Path) -> None:
         for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, None):
             at += 10
             lines += [encoder.mark(at, phase, version)]
-    call = Call(0, "ncclAllReduce", 0xAB, 1, 8, 7, 100, 120, -1)
+    call = Call(0, 0xAB, 1, 8, 7, None, 100, 120, "ncclAllReduce")
     lines += [encoder.begin(call, {0xAB: "dp"}), encoder.end(call)]
     write(tmp_path / "job", 0, 1, *lines)
     events, merger = merged(tmp_path / "job")

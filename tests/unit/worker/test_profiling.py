@@ -487,7 +487,7 @@ def test_communication_is_written_with_what_is_known_of_it(fixture: Fixture) -> 
     begun, ended = (line for line in fixture.lines() if line["Domain"] == "communication")
     assert (begun["Name"], begun["Flag"], ended["Flag"], begun["Id"]) == ("ncclAllReduce", 2, 4, ended["Id"])
     assert ended["Timestamp"] - begun["Timestamp"] == 4000
-    assert begun["Call"] == {"Communicator": f"{0xAB:016x}", "Number": 1, "Bytes": 4096, "DType": 7, "Peer": -1}
+    assert begun["Call"] == {"Communicator": f"{0xAB:016x}", "Number": 1, "Bytes": 4096, "DType": 7, "Peer": None}
 
 
 def test_communication_alone_leaves_the_main_thread_in_peace(fixture: Fixture) -> None:
