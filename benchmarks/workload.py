@@ -7,6 +7,7 @@ place one of forward, backward, optimizer, before-commit, step. Each kill happen
 MODE=taskd        taskd.recoverable and TrainState
 MODE=checkpoint   neither: a checkpoint every 50 steps by rank 0, loaded at start (what a plain torchrun job does)
 MODE=alternating  blocks of steps with and without taskd's part in them, for benchmarks/overhead.py
+MODE=marks        blocks of steps with and without marks and the runtime's pulse, for benchmarks/marks.py
 """
 
 import hashlib
@@ -151,4 +152,10 @@ def alternating():
     train()
 
 
-{"taskd": with_taskd, "checkpoint": with_checkpoints, "alternating": alternating}[MODE]()
+def with_and_without_marks():
+    from benchmarks import marks_blocks  # noqa: PLC0415 - as above
+
+    marks_blocks.run(prepare_state, one_step, out, STEPS, BLOCK)
+
+
+{"taskd": with_taskd, "checkpoint": with_checkpoints, "alternating": alternating, "marks": with_and_without_marks}[MODE]()

@@ -40,7 +40,7 @@ def beat(standing):
         time.sleep(0.05)
     if not standing:
         box.mark_phase(Phase.STEP)
-    pulse._next_at = pulse._calls_at = 0.0
+    pulse._next_at = pulse._count_at = pulse._calls_at = 0.0
     pulse.beat()
     found = {group.name: (group.entered, group.left) for group in collectives.Collectives(box).communicators()}
     return box.is_waiting, found
