@@ -1,5 +1,5 @@
 /* Worker side of the death alarm: the thread that owns the futex, marks the time and notices that the agent is gone. */
-#define _GNU_SOURCE /* F_DUPFD_CLOEXEC, syscall */
+#define _GNU_SOURCE /* F_DUPFD_CLOEXEC, pthread_setname_np, syscall */
 #include "internal.h"
 
 #include <errno.h>
@@ -80,6 +80,7 @@ static void end_process_group(void)
 static void *guard_body(void *argument)
 {
     struct guard *guard = argument;
+    pthread_setname_np(pthread_self(), "taskd-guard");
     taskd_prefer_soon_to_long();
     struct taskd_box_header *header = guard->header;
     _Atomic uint64_t *alive_ns = (_Atomic uint64_t *)&header->alive_ns;
@@ -145,7 +146,7 @@ static int start(struct guard *guard)
     if (sem_init(&guard->ready, 0, 0) != 0) {
         return -errno;
     }
-    result = taskd_start_thread("taskd-guard", guard_body, guard);
+    result = taskd_start_thread(guard_body, guard);
     if (result == 0) {
         while (sem_wait(&guard->ready) != 0) { /* EINTR */
         }

@@ -116,7 +116,7 @@ static int protection_of(uintptr_t page)
     return protection;
 }
 
-int taskd_redirect_import(const struct taskd_import *import, void *replacement)
+static int redirect(const struct taskd_import *import, void *replacement)
 {
     size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
     uintptr_t page = (uintptr_t)import->slot & ~((uintptr_t)page_bytes - 1);
@@ -128,4 +128,14 @@ int taskd_redirect_import(const struct taskd_import *import, void *replacement)
     if (!is_writable && before >= 0)
         mprotect((void *)page, page_bytes, before); /* failing leaves it writable, which harms nothing */
     return 0;
+}
+
+int taskd_redirect_import(const struct taskd_import *import, void *replacement)
+{
+    /* One at a time: another one's slot may lie in the same page, and would be read-only again before it is written. */
+    static pthread_mutex_t redirecting = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&redirecting);
+    int result = redirect(import, replacement);
+    pthread_mutex_unlock(&redirecting);
+    return result;
 }

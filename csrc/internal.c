@@ -1,5 +1,5 @@
 /* See internal.h. */
-#define _GNU_SOURCE /* syscall, pthread_setname_np, MADV_DONTFORK */
+#define _GNU_SOURCE /* syscall, MADV_DONTFORK */
 #include "internal.h"
 
 #include <errno.h>
@@ -58,7 +58,7 @@ void taskd_unmap_header(struct taskd_box_header *header)
     munmap(header, TASKD_HEADER_BYTES);
 }
 
-int taskd_start_thread(const char *name, void *(*body)(void *), void *argument)
+int taskd_start_thread(void *(*body)(void *), void *argument)
 {
     pthread_attr_t attributes;
     int result = pthread_attr_init(&attributes);
@@ -75,9 +75,6 @@ int taskd_start_thread(const char *name, void *(*body)(void *), void *argument)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     result = pthread_create(&thread, &attributes, body, argument);
-    if (result == 0) {
-        pthread_setname_np(thread, name);
-    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
     return -result;

@@ -14,8 +14,9 @@ struct taskd_box_header *taskd_map_header(int box_fd, int *error);
 struct taskd_box_header *taskd_map_any_header(int box_fd, int *error);
 void taskd_unmap_header(struct taskd_box_header *header);
 
-/* A detached thread with a small stack and every signal blocked. 0 or -errno. */
-int taskd_start_thread(const char *name, void *(*body)(void *), void *argument);
+/* A detached thread with a small stack and every signal blocked. 0 or -errno. It names itself: whoever started it must not touch it, because
+ * it may have ended already. */
+int taskd_start_thread(void *(*body)(void *), void *argument);
 
 /* The calling thread runs rarely and shortly: ask the scheduler not to let it queue behind a slice of somebody's computation.
  * Needs no privilege; kernels before 6.12 ignore it, and then a wake-up on a busy machine takes some milliseconds longer.

@@ -13,7 +13,7 @@
 
 typedef int getnameinfo_function(const struct sockaddr *, socklen_t, char *, socklen_t, char *, socklen_t, int);
 
-static getnameinfo_function *original;
+static _Atomic(getnameinfo_function *) original;
 
 static int numeric(const struct sockaddr *address, socklen_t address_bytes, char *host, socklen_t host_bytes, char *service,
                    socklen_t service_bytes, int flags)
@@ -21,7 +21,7 @@ static int numeric(const struct sockaddr *address, socklen_t address_bytes, char
     /* Who insists on a name means it: numbers would be an error (EAI_NONAME). */
     if ((flags & NI_NAMEREQD) == 0)
         flags |= NI_NUMERICHOST | NI_NUMERICSERV;
-    return original(address, address_bytes, host, host_bytes, service, service_bytes, flags);
+    return atomic_load(&original)(address, address_bytes, host, host_bytes, service, service_bytes, flags);
 }
 
 int taskd_names_numeric(const char *library)
@@ -32,6 +32,9 @@ int taskd_names_numeric(const char *library)
         return result;
     if (import.slot == NULL)
         return -ENOSYS;
-    original = (getnameinfo_function *)dlsym(RTLD_DEFAULT, "getnameinfo");
-    return original == NULL ? -ENOSYS : taskd_redirect_import(&import, (void *)numeric);
+    getnameinfo_function *found = (getnameinfo_function *)dlsym(RTLD_DEFAULT, "getnameinfo");
+    if (found == NULL)
+        return -ENOSYS;
+    atomic_store(&original, found);
+    return taskd_redirect_import(&import, (void *)numeric);
 }

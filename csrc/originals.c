@@ -9,7 +9,7 @@
  * is ours: it lets the real one look, and answers with the interposer of the function found. One per name: should a second library
  * with the same name turn up, its own function is given out, and goes unrecorded. Whether a record has been started does not matter,
  * because programs look functions up long before. Every other question, and for our names RTLD_DEFAULT and RTLD_NEXT if there is an
- * original at all, goes to the real dlsym() by a jump, so that it sees the caller's own return address, on which its answers depend.
+ * original at all, goes to the next dlsym() by a jump, so that it sees the caller's own return address, on which its answers depend.
  *
  * What was found is kept from being unloaded: its address is remembered here and in the program's own tables.
  */
@@ -44,8 +44,11 @@ static struct site {
 #endif
 
 #ifdef DLSYM_VERSION
-/* Read by the trampoline below. */
-__attribute__((visibility("hidden"), used)) dlsym_function *taskd_real_dlsym;
+static dlsym_function *libc_dlsym;
+
+/* What would answer without us: another interposer's that comes behind this library (tools that share a GPU have one), or the C library's.
+ * Read by the trampoline below. */
+__attribute__((visibility("hidden"), used)) dlsym_function *taskd_next_dlsym;
 
 static void *no_dlsym(void *handle, const char *name)
 {
@@ -59,14 +62,22 @@ static void *no_dlsym(void *handle, const char *name)
 
 BEFORE_SANITIZERS static dlsym_function *real_dlsym(void)
 {
-    dlsym_function *real = __atomic_load_n(&taskd_real_dlsym, __ATOMIC_ACQUIRE);
+    dlsym_function *real = __atomic_load_n(&libc_dlsym, __ATOMIC_ACQUIRE);
     if (real == NULL) {
         real = (dlsym_function *)dlvsym(RTLD_DEFAULT, "dlsym", DLSYM_VERSION);
         if (real == NULL)
             real = no_dlsym;
-        __atomic_store_n(&taskd_real_dlsym, real, __ATOMIC_RELEASE);
+        dlsym_function *next = (dlsym_function *)real(RTLD_NEXT, "dlsym");
+        __atomic_store_n(&taskd_next_dlsym, next != NULL ? next : real, __ATOMIC_RELAXED);
+        __atomic_store_n(&libc_dlsym, real, __ATOMIC_RELEASE);
     }
     return real;
+}
+
+static void *ask_next(void *handle, const char *name)
+{
+    real_dlsym();
+    return __atomic_load_n(&taskd_next_dlsym, __ATOMIC_RELAXED)(handle, name);
 }
 #else
 static dlsym_function *real_dlsym(void)
@@ -214,7 +225,7 @@ static struct verdict replacement_of(enum taskd_hook_number hook, void *handle)
 {
     static const struct verdict ask_the_real_one = {NULL, 0};
     bool is_open_question = handle == RTLD_DEFAULT || handle == RTLD_NEXT; /* which only the caller's place answers */
-    void *found = is_open_question ? taskd_hooks[hook].exported : real_dlsym()(handle, taskd_hooks[hook].name);
+    void *found = is_open_question ? taskd_hooks[hook].exported : ask_next(handle, taskd_hooks[hook].name);
     if (found == NULL)
         return ask_the_real_one;
     if (found == taskd_hooks[hook].exported)
@@ -229,7 +240,7 @@ static struct verdict replacement_of(enum taskd_hook_number hook, void *handle)
 
 BEFORE_SANITIZERS __attribute__((visibility("hidden"), used)) struct verdict taskd_dlsym_verdict(void *handle, const char *name)
 {
-    real_dlsym(); /* the trampoline needs it */
+    real_dlsym(); /* finds the next one, which the trampoline needs */
     if (name != NULL && (name[0] == 'n' || name[0] == 'H') && name[1] == 'c' && name[2] == 'c' && name[3] == 'l')
         for (int hook = 0; hook < HOOK_COUNT; hook++)
             if (strcmp(name, taskd_hooks[hook].name) == 0)
@@ -263,7 +274,7 @@ __asm__(".pushsection .text\n"
         "    testq %rdx, %rdx\n"
         "    jz 1f\n"
         "    ret\n"
-        "1:  jmpq *taskd_real_dlsym(%rip)\n"
+        "1:  jmpq *taskd_next_dlsym(%rip)\n"
         "    .cfi_endproc\n"
         ".size dlsym, .-dlsym\n"
         ".popsection\n");
@@ -290,8 +301,8 @@ __asm__(".pushsection .text\n"
         "    .cfi_restore x30\n"
         "    .cfi_def_cfa_offset 0\n"
         "    cbnz x10, 1f\n"
-        "    adrp x16, taskd_real_dlsym\n"
-        "    ldr x16, [x16, #:lo12:taskd_real_dlsym]\n"
+        "    adrp x16, taskd_next_dlsym\n"
+        "    ldr x16, [x16, #:lo12:taskd_next_dlsym]\n"
         "    br x16\n" /* x16: allowed to land on a function's first instruction */
         "1:  mov x0, x9\n"
         "    ret\n"

@@ -120,7 +120,7 @@ static int64_t system_now(void)
     return original_system_now() + leap();
 }
 
-static const struct hook {
+static const struct hooked {
     const char *name;
     void *replacement;
     void **original;
@@ -142,11 +142,19 @@ static void *find_original(const char *name)
     return library ? dlsym(library, name) : NULL;
 }
 
-int taskd_waits_hook(const char *library)
+/* In a forked child: the threads that wait are its parent's, and so is whoever had the lock. Nothing is locked before the fork: handlers
+ * of others that run then may wait for threads that wait here. */
+static void forget_all(void)
 {
-    static bool is_hooked;
-    if (is_hooked)
-        return 0;
+    static const pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
+    lock = fresh;
+    waiters = NULL;
+    expired_count = 0;
+    is_expired = false;
+}
+
+static int hook(const char *library)
+{
     struct taskd_import imports[HOOK_COUNT];
     for (size_t k = 0; k < HOOK_COUNT; k++)
         imports[k].name = hooks[k].name;
@@ -164,13 +172,26 @@ int taskd_waits_hook(const char *library)
     }
     if (!found[0] || !found[1])
         return -ENOSYS;
+    result = pthread_atfork(NULL, NULL, forget_all);
+    if (result != 0)
+        return -result;
     for (size_t k = 0; k < HOOK_COUNT; k++) {
         result = imports[k].slot ? taskd_redirect_import(&imports[k], hooks[k].replacement) : 0;
         if (result != 0)
             return result;
     }
-    is_hooked = true;
     return 0;
+}
+
+int taskd_waits_hook(const char *library)
+{
+    static pthread_mutex_t hooking = PTHREAD_MUTEX_INITIALIZER;
+    static bool is_hooked;
+    pthread_mutex_lock(&hooking);
+    int result = is_hooked ? 0 : hook(library);
+    is_hooked = is_hooked || result == 0;
+    pthread_mutex_unlock(&hooking);
+    return result;
 }
 
 int taskd_waits_expire(const int32_t *tids, int count)

@@ -4,7 +4,7 @@
  * A word that is neither the guard's nor the kernel's mark of its death ends the watch in silence: a false alarm would cost a
  * healthy process, a missing one costs the time until the pidfd speaks.
  */
-#define _GNU_SOURCE /* F_DUPFD_CLOEXEC */
+#define _GNU_SOURCE /* F_DUPFD_CLOEXEC, pthread_setname_np */
 #include "internal.h"
 
 #include <errno.h>
@@ -96,6 +96,7 @@ static void report(const struct watch *watch)
 static void *watch_body(void *argument)
 {
     struct watch *watch = argument;
+    pthread_setname_np(pthread_self(), "taskd-watch");
     taskd_run_at_once();
     if (wait_for_guard(watch->header) == TASKD_GUARD_HELD && wait_for_death(watch->header)) {
         report(watch);
@@ -117,7 +118,7 @@ int taskd_watch(int box_fd, uint64_t token, int pipe_fd)
     watch->header = taskd_map_header(box_fd, &result);
     if (watch->header != NULL) {
         watch->pipe_fd = fcntl(pipe_fd, F_DUPFD_CLOEXEC, 3);
-        result = watch->pipe_fd < 0 ? -errno : taskd_start_thread("taskd-watch", watch_body, watch);
+        result = watch->pipe_fd < 0 ? -errno : taskd_start_thread(watch_body, watch);
     }
     if (result != 0) {
         release(watch);

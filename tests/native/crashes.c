@@ -1,5 +1,6 @@
 /* Real faults for tests/native/test_last_words.py. Built by the test, with g++ as well for the exceptions. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -223,4 +224,23 @@ int vfork_exit(int status)
         _exit(status);
     }
     return pid;
+}
+
+static void *open_library(void *path)
+{
+    dlopen(path, RTLD_NOW);
+    return NULL;
+}
+
+/* In a thread: the dynamic linker is busy with it as long as its constructor runs. */
+int open_in_thread(char *path)
+{
+    pthread_t thread;
+    return pthread_create(&thread, NULL, open_library, path);
+}
+
+void set_and_call(int *flag, void (*fault)(void))
+{
+    *flag = 1;
+    fault();
 }

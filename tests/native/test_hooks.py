@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -413,6 +414,49 @@ def test_a_preloaded_wrapper_finds_the_next_one(tmp_path):
     program = compile_c(COMMON + 'int main(void) { printf("%d\\n", getppid()); }', tmp_path / "program")
     for order in ([str(wrapper), str(LIBRARY_PATH)], [str(LIBRARY_PATH), str(wrapper)]):
         assert run(program, preload=":".join(order)).stdout == "4242\n"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_dlsym_is_asked_too(tmp_path, box, first):
+    """Tools that hand out their own functions, as those that share a GPU do: in front of us, or behind."""
+    other = shared(COMMON + """
+    static int answer = 4242;
+    void *dlsym(void *handle, const char *name)
+    {
+        static void *(*real)(void *, const char *);
+        if (real == NULL) real = dlvsym(RTLD_DEFAULT, "dlsym", sizeof(long) && X86 ? "GLIBC_2.2.5" : "GLIBC_2.17");
+        return strcmp(name, "answer_of_the_tool") == 0 ? &answer : real(handle, name);
+    }
+    """.replace("X86", str(int(platform.machine() == "x86_64"))), tmp_path / "libother.so")
+    body = """{
+        int *answer = dlsym(RTLD_DEFAULT, "answer_of_the_tool");
+        check(answer != NULL && *answer == 4242, "asked");
+        check(CALL(ncclGroupEnd)() == 0, "called");
+    }"""
+    order = [str(other), str(LIBRARY_PATH)]
+    program = build(tmp_path, "nccl", "looked_up", body)
+    run(program, str(box.fd), fds=(box.fd,), preload=":".join(order if first else order[::-1]))
+    if not first:   # one in front of us answers for itself
+        assert [call.name for call in Collectives(box).calls()] == ["ncclGroupEnd"]
+
+
+def test_no_error_is_left_behind_by_a_look_up_that_found_something(tmp_path):
+    """Programs ask dlerror() whether it did. Here the function is the program's own, which no dlopen() finds by its name."""
+    source = COMMON + """
+    int ncclGroupEnd(void) { return 4242; }
+    int main(void)
+    {
+        dlerror();
+        int (*found)(void) = dlsym(dlopen(NULL, RTLD_NOW), "ncclGroupEnd");
+        const char *error = dlerror();
+        if (error != NULL) puts(error);
+        return found != NULL && error == NULL && found() == 4242 ? 0 : 1;
+    }"""
+    program = compile_c(source, tmp_path / "program", "-rdynamic", "-ldl")
+    run(program, preload="")
+    done = subprocess.run(["program"], executable=program, env={"LD_PRELOAD": str(LIBRARY_PATH)}, capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_exceptions_pass_through_a_look_up_in_a_constructor_under_a_debugger_or_not(tmp_path):

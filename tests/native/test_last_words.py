@@ -303,6 +303,42 @@ def test_an_interpreter_that_cannot_be_looked_at_does_not_keep_the_native_stack_
     assert "crash_null" in words.native
 
 
+def test_a_crash_in_a_stage_of_an_exit_that_all_signals_are_blocked_for_does_not_change_the_status(box, crashes, tmp_path):
+    source, made = tmp_path / "hurt.c", tmp_path / "libhurt.so"
+    source.write_text("int is_armed; int Py_IsInitialized(void) { if (is_armed) *(volatile int *)0 = 1; return 1; }\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", str(source), "-o", str(made)], check=True)
+    body = START + """
+ctypes.c_int.in_dll(ctypes.CDLL(None), 'is_armed').value = 1
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+crashes.exit_here(1, 3)
+"""
+    assert run(body, box, crashes, LD_PRELOAD=f"{made}:{library.LIBRARY_PATH}").returncode == 3
+    words = words_of(box)
+    assert (words.kind, words.number, words.python) == (Kind.EXIT, 3, "")
+    assert "exit_here" in words.native
+
+
+@pytest.mark.parametrize("how", ["crashes.crash_abort()", "crashes.crash_null()"])
+def test_where_no_timer_can_end_a_stage_no_lock_of_the_allocator_is_taken(box, crashes, tmp_path, how):
+    source, made = tmp_path / "hurt.c", tmp_path / "libhurt.so"
+    source.write_text("""
+#include <stddef.h>
+int is_armed;
+void *__libc_malloc(size_t);
+void *malloc(size_t size) { while (is_armed) { } return __libc_malloc(size); }   /* as if this thread had its lock */
+""")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", str(source), "-o", str(made)], check=True)
+    body = f"""
+from taskd.native import library
+library.load().last_words_start(box.fd, 0)
+crash = {how.removesuffix('()')}
+armed = ctypes.c_int.in_dll(ctypes.CDLL(None), 'is_armed')
+ctypes.PyDLL(sys.argv[2]).set_and_call(ctypes.byref(armed), crash)
+"""
+    assert run(body, box, crashes, LD_PRELOAD=str(made)).returncode == {"n": -signal.SIGSEGV, "a": -signal.SIGABRT}[how[14]]
+    assert "crash_" in words_of(box).native
+
+
 def test_a_program_that_closes_all_descriptors_still_leaves_signal_and_frames(box, crashes, tmp_path):
     (tmp_path / "other").write_bytes(b"")
     body = START + f"""
@@ -411,6 +447,28 @@ def test_an_exit_tells_who_called_it_if_we_are_preloaded(box, crashes, how):
     assert ("exit_here" if "exit_here" in how else "libpython") in words.native or "python" in words.native
     if "Py_Exit" not in how:
         assert "in innermost" in words.python
+
+
+def test_an_exit_that_asks_the_dynamic_linker_nothing_still_asks_it_nothing(box, crashes, tmp_path):
+    """Another thread has its lock, and keeps it: a library's constructor that waits for ever."""
+    source, made, sign = tmp_path / "slow.c", tmp_path / "libslow.so", tmp_path / "in the constructor"
+    source.write_text(f"""
+#include <fcntl.h>
+#include <unistd.h>
+__attribute__((constructor)) static void wait_for_ever(void) {{ close(open("{sign}", O_CREAT | O_WRONLY, 0600)); for (;;) pause(); }}
+""")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", str(source), "-o", str(made)], check=True)
+    body = f"""
+exit_here = crashes.exit_here      # looked up before
+crashes.open_in_thread({str(made)!r}.encode())
+while not os.path.exists({str(sign)!r}):
+    time.sleep(0.001)
+exit_here(3, 3)
+"""
+    assert run(body, box, crashes).returncode == 3
+    sign.unlink()
+    assert run(START + body, box, crashes, preload=True).returncode == 3
+    assert (words_of(box).kind, words_of(box).number) == (Kind.EXIT, 3)
 
 
 def test_an_exit_with_zero_and_a_normal_end_leave_nothing(box, crashes):

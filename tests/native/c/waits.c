@@ -17,11 +17,45 @@ static void *wait_an_hour(void *result)
     return NULL;
 }
 
+static int is_over;
+
+static void *wait_again_and_again(void *argument)
+{
+    while (!__atomic_load_n(&is_over, __ATOMIC_ACQUIRE)) {
+        standin_wait(0);
+    }
+    return argument;
+}
+
+/* A child is forked while other threads are anywhere in their waits: its own waits must not wait for them. */
+static void test_children_can_wait(void)
+{
+    pthread_t threads[3];
+    for (int i = 0; i < 3; i++) {
+        CHECK(pthread_create(&threads[i], NULL, wait_again_and_again, NULL) == 0);
+    }
+    for (int n = 0; n < 300; n++) {
+        pid_t pid = fork();
+        CHECK(pid >= 0);
+        if (pid == 0) {
+            alarm(30);
+            int32_t nobody = 1;
+            int result = standin_wait(0);
+            _exit(result == 0 && taskd_waits_expire(&nobody, 1) == 0 ? 0 : 1);
+        }
+        CHECK(ended_with(pid) == 0);
+    }
+    __atomic_store_n(&is_over, 1, __ATOMIC_RELEASE);
+    for (int i = 0; i < 3; i++) {
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    }
+}
+
 int main(void)
 {
     int32_t nobody = 1;
     int result = -1;
-    int is_over = 0;
+    int is_joined = 0;
     CHECK(taskd_waits_hook("libnothere.so") == -ENOENT);
     CHECK(taskd_waits_expire(&nobody, 1) == 0); /* without a hook, too */
     CHECK(taskd_waits_forgive(&nobody, 1) == 0);
@@ -39,16 +73,17 @@ int main(void)
     while (__atomic_load_n(&waiter_tid, __ATOMIC_ACQUIRE) == 0) {
         poll(NULL, 0, 1);
     }
-    for (int tries = 0; tries < DEADLINE_MS / 10 && !is_over; tries++) { /* one that was just beginning is missed at first */
+    for (int tries = 0; tries < DEADLINE_MS / 10 && !is_joined; tries++) { /* one that was just beginning is missed at first */
         CHECK(taskd_waits_expire(&waiter_tid, 1) >= 0);
         struct timespec soon;
         clock_gettime(CLOCK_REALTIME, &soon);
         soon.tv_sec += 1;
-        is_over = pthread_timedjoin_np(thread, NULL, &soon) == 0;
+        is_joined = pthread_timedjoin_np(thread, NULL, &soon) == 0;
     }
-    CHECK(is_over);
+    CHECK(is_joined);
     CHECK(result == 0); /* and for the library the hour is over */
     CHECK(taskd_waits_forgive(&waiter_tid, 1) == 0);
     CHECK(standin_wait(0) == 0); /* other threads are as ever */
+    test_children_can_wait();
     return 0;
 }
