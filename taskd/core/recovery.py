@@ -426,7 +426,7 @@ class RecoveryMachine:
     def _finished(self, event: ev.WorkerFinished) -> Commands:
         """A process ended as it should."""
         self.membership.members[event.rank].state = WorkerState.FINISHED
-        return self._job.proceed()
+        return [] if self.phase is Phase.JOINING else self._job.proceed()
 
     # ------------------------------------------------------------------------------------------------ time
 

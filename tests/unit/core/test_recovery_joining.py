@@ -8,7 +8,7 @@ from taskd.core.faults import FaultKind
 from taskd.core.job import Phase
 from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
-from tests.unit.core.answers import kinds
+from tests.unit.core.answers import kinds, only
 
 Report = ev.WorkerReport
 
@@ -302,3 +302,17 @@ class TestAnAgentThatComesBack:
         assert self.again(job, Report(1, 0, "running"), node=1) == [sent]
         assert job.send(ev.AgentLeft, 0, "failed", "") == []
         assert kinds(job.send(ev.AgentLeft, 1, "failed", "")) == ["EndJob"]
+
+
+def test_an_early_end_on_one_node_waits_for_the_other_node(manager) -> None:
+    """A rank of the first node has ended without training, and its neighbour trains: the others are not known yet."""
+    job = manager(nodes=2, per_node=2)
+    job.register(0)
+    job.worker(ev.WorkerDeclared, 0)
+    assert job.worker(ev.WorkerFinished, 0) == []
+    assert job.worker(ev.WorkerDeclared, 1, True) == []
+    assert job.worker(ev.WorkerFinished, 0) == []
+    assert job.machine.phase is Phase.JOINING
+    commands = job.register(1)
+    assert "RestartGroup" not in kinds(commands)
+    assert only(commands, do.ReplaceWorker).rank == 0
