@@ -63,6 +63,8 @@ bench: install
 	$(PY) benchmarks/commit_cost.py
 	$(PY) benchmarks/hooks.py
 	$(PY) benchmarks/store_connects.py
+	$(PY) benchmarks/marks.py
+	$(PY) benchmarks/hangs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -133,7 +133,7 @@ struct taskd_box_header {
     /* 176 */ int64_t progress;    /* counts marks: of phases, and of commits */
     /* 184 */ int64_t progress_ns; /* CLOCK_MONOTONIC of the last of them; 0: none yet */
     /* 192 */ int64_t python_ns;   /* CLOCK_MONOTONIC when the runtime's Python thread last ran; 0: never */
-    /* 200 */ int64_t waiting;     /* 1: the runtime saw a collective begun that is not complete; 0: it saw none */
+    /* 200 */ int64_t waiting;     /* 1: the runtime saw a collective begun that is not complete; 2: the main thread is in a debugger; 0: neither */
     /* 208 */ int64_t slowest_ns;  /* the longest step among the last few hundred */
     /* 216 */ int64_t slowest_long_ns[2]; /* the longest checkpoint, the longest evaluation */
     /* 232 */ uint8_t reserved_b[24];

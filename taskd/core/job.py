@@ -359,8 +359,8 @@ class Job:
             return []
         if not self.membership.is_declared:      # a restart of the group is dear
             everybody = [(member.rank, member.incarnation) for member in members]
-            stopped = self.progress.frozen(self.now, self.generation, everybody, patience_s=self.timeouts.hang_busy_s)
-            return self._end_hang(stopped) if stopped else []
+            stopped = self.progress.frozen(self.now, self.generation, everybody, patience_s=self.timeouts.hang_wait_s)
+            return self._end_hang(stopped) if len(stopped) in range(1, len(members)) else []
         verdict = self.progress.judge(self.now, self.generation, lives)
         if verdict is None:
             return [

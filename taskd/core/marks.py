@@ -9,9 +9,9 @@ from dataclasses import dataclass
 # What the kernel says of the main thread and of everything that the worker started.
 ASLEEP = "asleep"          # no processor time, no input or output, nor in its children
 BUSY = "busy"
-DISK = "disk"              # waits for a disk or a device and cannot be interrupted (state D)
+DISK = "disk"              # waits for something outside the job: a disk or a device (state D), a file, a socket, a child
 STOPPED = "stopped"        # by SIGSTOP or the like (state T)
-TRACED = "traced"          # a debugger holds it
+TRACED = "traced"          # a debugger holds it, or somebody types at it (pdb)
 UNKNOWN = ""               # it went on a moment ago, so that nobody looked
 
 
@@ -34,7 +34,7 @@ class Mark:
     """One worker at one moment.
 
     Args:
-        still_s: since the main thread last marked anything: a phase, a commit.
+        still_s: since the main thread last marked anything: a phase, a commit. Of one that is asleep: since it was last seen to do something.
         frozen_s: since libtaskd's thread last ran; 0 without libtaskd.
         python_s: since the runtime's Python thread last ran: whoever keeps the interpreter lock keeps it from running.
         is_waiting: a collective was begun and is not complete.

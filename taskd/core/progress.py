@@ -7,11 +7,12 @@ tells them apart:
     frozen      that thread does not run, whatever the reason
     locked      the main thread stands, and the interpreter lock is held: the runtime's Python thread does not run
     asleep      the main thread stands outside collectives; neither it nor its children use the processor, read or write
-    busy        the main thread stands outside collectives, but something is going on in it (or it waits for data)
+    busy        the main thread stands outside collectives, but something is going on in it (or it waits for something outside the job)
     waiting     it has begun a collective that is not complete: a victim
 
-A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its limit. When all wait, it is the
-network, or a program whose ranks call different collectives: nobody is replaced. A slow rank that moves is never a culprit.
+A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its limit, unless it has itself begun
+what yet another rank has not. When all wait, it is the network, or a program whose ranks call different collectives: nobody is replaced.
+A slow rank that moves is never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
 
 Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is that of the rank whose longest is
 shortest, because the steps of the others contain waiting for somebody's checkpoint. Checkpoints, evaluations and the first steps of a
@@ -29,6 +30,7 @@ from taskd.core.timeouts import Timeouts
 STEP_FACTOR = 3.0          # limits are so many times what was seen
 AGAIN_FACTOR = 8.0         # ... and longer by this for each hang before at the same version
 LOCKED_S = 1.0             # the runtime's thread runs five times a second
+FRESH_HEARTBEATS = 2.0     # a mark older than so many heartbeats proves nothing
 
 _LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}
 _OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})   # a rank there neither hangs nor waits in a step
@@ -55,14 +57,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """A mark, and how long ago it was taken."""
+    """A mark, and whether it was taken lately. Its durations are what the agent saw: an agent that is late proves nothing of its ranks."""
 
     mark: Mark
-    age_s: float
+    is_fresh: bool
 
     @property
     def still_s(self) -> float:
-        return self.mark.still_s + self.age_s
+        return self.mark.still_s
 
     @property
     def is_locked(self) -> bool:
@@ -112,7 +114,7 @@ class Progress:
         """Those of these lives that do not run at all: what can be said of a rank whatever it does."""
         wanted = list(lives)
         stands = [
-            _Stand(mark, now - seen_at) for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
+            self._stand(now, seen_at, mark) for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
             if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
         ]
         return tuple(self._frozen(stands, patience_s or self._timeouts.hang_floor_s))
@@ -124,8 +126,11 @@ class Progress:
             seen_at, mark = self._seen.get(rank, (0.0, None))
             if mark is None or (mark.incarnation, mark.generation) != (incarnation, generation) or mark.phase in _OUTSIDE:
                 continue
-            found.append(_Stand(mark, now - seen_at))
+            found.append(self._stand(now, seen_at, mark))
         return found
+
+    def _stand(self, now: float, seen_at: float, mark: Mark) -> _Stand:
+        return _Stand(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
 
     # ------------------------------------------------------------ rules
 
@@ -133,8 +138,8 @@ class Progress:
         found = []
         for stand in stands:
             mark = stand.mark
-            limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_busy_s
-            if mark.activity == of.TRACED or mark.frozen_s < limit_s:
+            limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_wait_s
+            if mark.activity == of.TRACED or mark.frozen_s < limit_s or not stand.is_fresh:
                 continue
             how = "stopped by a signal" if mark.activity == of.STOPPED else f"not running at all ({mark.activity or 'unknown state'})"
             found.append(Culprit(mark.rank, f"{how} for {mark.frozen_s:.1f} s in {mark.phase}", mark.frozen_s))
@@ -145,12 +150,15 @@ class Progress:
         found = []
         step_s = self._longest_step(stands)
         for stand in stands:
-            if stand.is_waiting:
+            if stand.is_waiting or not stand.is_fresh:
                 continue
             limit_s = self._limit(stand, stands, step_s)
             if stand.mark.activity == of.TRACED or stand.still_s < limit_s:
                 continue
-            victims = [other for other in stands if other is not stand and _waits_for(other, stand)]
+            others = [other for other in stands if other is not stand]
+            if any(not other.is_waiting and _is_ahead(stand, other) for other in others):
+                continue                          # a victim itself, in a call that does not tell whether it is complete (NCCL)
+            victims = [other for other in others if other.is_fresh and _waits_for(other, stand)]
             patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
             if patient:
                 found.append(Culprit(stand.mark.rank, _describe(stand, patient), stand.still_s))
@@ -159,9 +167,11 @@ class Progress:
     def _network(self, stands: Sequence[_Stand]) -> Verdict | None:
         """Everybody waits."""
         step_s = self._longest_step(stands)
-        if len(stands) < 2 or step_s is None or not all(stand.is_waiting for stand in stands):
+        if len(stands) < 2 or step_s is None or not all(stand.is_waiting and stand.is_fresh for stand in stands):
             return None
-        limit_s = self._bound(STEP_FACTOR * step_s, self._timeouts.hang_busy_s, stands[0].mark.version)
+        # Some may have begun a collective in advance, and be in something that takes long.
+        long = [self._limit(stand, stands, step_s) for stand in stands if stand.mark.phase in _LONG or stand.mark.phase in _SETTING_UP]
+        limit_s = max(self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, stands[0].mark.version), *long, 0.0)
         shortest = min(stand.still_s for stand in stands)
         if shortest < limit_s:
             return None
@@ -187,8 +197,11 @@ class Progress:
             return self._bound(seen, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
-        is_busy = mark.phase == "data" or mark.activity in (of.BUSY, of.DISK, of.UNKNOWN)     # nobody has looked long enough yet
-        at_least = timeouts.hang_busy_s if is_busy and not stand.is_locked else timeouts.hang_floor_s
+        is_outside = mark.phase == "data" or mark.activity == of.DISK
+        is_busy = mark.activity in (of.BUSY, of.UNKNOWN) and not stand.is_locked      # unknown: nobody has looked long enough yet
+        # It waited when it last spoke, or nothing in it gets to run: a machine that has too much to do looks like this.
+        is_doubtful = mark.is_waiting or mark.frozen_s >= LOCKED_S
+        at_least = timeouts.hang_busy_s if is_outside or is_busy or is_doubtful else timeouts.hang_floor_s
         return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
 
     def _bound(self, seen_s: float, at_least_s: float, version: int | None) -> float:
@@ -204,10 +217,14 @@ def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
 
 def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
     """Whether `victim` is in a collective that `culprit` has not begun. Where nothing is known of communicators, any will do."""
-    pairs = _common(victim, culprit)
-    if pairs:
-        return any(theirs.entered > his.entered for theirs, his in pairs) or (victim.is_waiting and culprit.is_locked)
+    if _common(victim, culprit):
+        return _is_ahead(victim, culprit) or (victim.is_waiting and culprit.is_locked)
     return victim.is_waiting
+
+
+def _is_ahead(one: _Stand, other: _Stand) -> bool:
+    """Whether `one` has begun a collective that `other` has not."""
+    return any(mine.entered > theirs.entered for mine, theirs in _common(one, other))
 
 
 def _operation(group: GroupMark) -> str:
@@ -217,7 +234,7 @@ def _operation(group: GroupMark) -> str:
 def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
     mark = stand.mark
     doing = {
-        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a disk or a device", of.STOPPED: "stopped by a signal"
+        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a file, the network or another process", of.STOPPED: "stopped by a signal"
     }.get(mark.activity, "standing")  # fmt: skip
     if stand.is_locked and mark.activity != of.STOPPED:
         doing = f"{doing} with the interpreter lock held"

@@ -38,6 +38,7 @@ class Timeouts:
     give_up_grace_s: float               # SIGTERM to SIGKILL when the job ends: users save in their handlers
     examine_s: float                     # a rank that hangs has this long to write down its stacks before SIGKILL
     hang_floor_s: float                  # nobody is taken for hanging sooner
+    hang_wait_s: float                   # all wait for the network; or a process does not run, and the kernel does not say why
     hang_busy_s: float                   # ... nor sooner than this while something is going on in it
     hang_ceiling_s: float                # nor later, however long steps and checkpoints were
 
@@ -71,7 +72,8 @@ class Timeouts:
             give_up_grace_s=t,
             examine_s=0.25,
             hang_floor_s=hang_floor_s,
-            hang_busy_s=max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
+            hang_wait_s=max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
+            hang_busy_s=10 * max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
             hang_ceiling_s=hang_ceiling_s,
         )
         timeouts.check()

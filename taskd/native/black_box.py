@@ -52,6 +52,7 @@ _SLOT_HEADER = struct.Struct("=5q")     # the words behind `complete`
 
 _NONE = -1           # in the box only; Python sees None
 _PENDING_SLOT = 2
+_IN_DEBUGGER = 2
 _STEPS_REMEMBERED = 256     # the longest step is that of the last one to two times so many
 
 # MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it. Not in Python's os yet.
@@ -224,6 +225,11 @@ class BlackBox:
         return self._words[_WAITING] == 1
 
     @property
+    def is_debugged(self) -> bool:
+        """Whether the runtime saw the main thread in Python's debugger."""
+        return self._words[_WAITING] == _IN_DEBUGGER
+
+    @property
     def slowest_step_s(self) -> float:
         """The longest of the last few hundred steps, without checkpoints and evaluations; 0: not known yet."""
         return max(0, self._words[_SLOWEST_NS]) / 1e9
@@ -287,10 +293,10 @@ class BlackBox:
         """A recovery: this is the generation from now on."""
         self._words[_GENERATION] = generation
 
-    def mark_python(self, *, waiting: bool) -> None:
-        """The runtime's Python thread runs, and sees a collective begun and not complete, or none."""
+    def mark_python(self, *, waiting: bool, debugged: bool = False) -> None:
+        """The runtime's Python thread runs, and sees a collective begun and not complete, or none; or the main thread in a debugger."""
         words = self._words
-        words[_WAITING] = int(waiting)
+        words[_WAITING] = _IN_DEBUGGER if debugged else int(waiting)
         words[_PYTHON_NS] = time.monotonic_ns()
 
     def write_word(self, offset: int, value: int) -> None:

@@ -117,8 +117,7 @@ class Groups:
         self._replace(dist, "init_process_group", init_process_group)
 
     def _number(self, group: Any) -> None:
-        # One backend may serve several kinds of device.
-        for backend in {id(backend): backend for backend in _backends([group])}.values():
+        for backend in {id(backend): backend for backend in _backends([group])}.values():     # one may serve several kinds of device
             if "Gloo" in type(backend).__name__:
                 self.gloo_names[str(self._gloo_count)] = group.group_name
                 self._gloo_count += 1

@@ -36,6 +36,15 @@ def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference,
         assert record["steps_redone"] == 0
 
 
+def test_one_that_gave_its_state_to_another_is_found_like_any_other(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """What it has sent is no collective, and makes nobody look further than the others."""
+    with harness.job(tmp_path, FAULTS="2@10:step:kill;3@20:step:sleep;0@24:forward:sleep;1@28:step:sleep", STEPS="32", SLEEP_S=STEP_S) as job:
+        finished = job.run()
+        check_recovered(job, finished, reference(STEPS="32", SLEEP_S=STEP_S), faults=4, replaced={0, 1, 2, 3})
+        assert [record["faults"][0]["rank"] for record in job.recoveries()] == [2, 3, 0, 1]
+        assert all(record["total_s"] < 20 for record in job.recoveries())
+
+
 def test_slow_steps_a_long_checkpoint_and_a_slow_start_are_no_hangs(tmp_path: pathlib.Path) -> None:
     """A small version of `benchmarks/hangs.py --steps 10000`."""
     with harness.job(tmp_path, STEPS="300", STEP_S="0.02", SLOW_SHARE="0.02", FIRST_S="6", SAVE_AT="50,150", SAVE_S="5") as job:

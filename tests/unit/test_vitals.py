@@ -93,6 +93,82 @@ def test_a_process_whose_child_works_is_busy(start) -> None:
               marks.BUSY)
 
 
+def test_a_process_whose_short_children_work_one_after_the_other_is_busy(start) -> None:
+    child = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass"
+    looked_at(start(f"import subprocess, sys; print('ready', flush=True)\nwhile True: subprocess.run([sys.executable, '-Sc', {child!r}])"),
+              marks.BUSY)
+
+
+def test_a_process_whose_child_has_a_session_of_its_own_is_busy(start) -> None:
+    """A compiler of torch's, for example. The main thread waits for a thread that reads its answer."""
+    looked_at(start("""if True:
+        import subprocess, sys, threading
+        code = "import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass"
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
+        print("ready", flush=True)
+        threading.Event().wait()"""), marks.BUSY)
+
+
+def test_a_process_whose_other_threads_work_is_busy(start) -> None:
+    """A tokenizer, a pool of threads: the main thread waits for them."""
+    looked_at(start("""if True:
+        import hashlib, threading
+        def work(data=bytes(1 << 20)):
+            while True:
+                hashlib.sha256(data)
+        threading.Thread(target=work, daemon=True).start()
+        print("ready", flush=True)
+        threading.Event().wait()"""), marks.BUSY)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["__import__('subprocess').run(['sleep', '1000'])", "a = __import__('socket').socketpair(); a[0].recv(1)",
+     "a = __import__('socket').socketpair(); a[0].settimeout(1000); a[0].recv(1)"],
+    ids=["child", "socket", "socket with a time-out"],
+)
+def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
+    """An upload by a program, a logger that waits for its server."""
+    looked_at(start(f"print('ready', flush=True); {call}"), marks.DISK)
+
+
+def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> None:
+    """It writes a file bit by bit, with pauses."""
+    program = start("import time; print('ready', flush=True)\nwhile True:\n  open('/dev/null', 'w').write('1'); time.sleep(1.5)")
+    vitals, end, seen = Vitals(), time.monotonic() + 6.0, []
+    while time.monotonic() < end:
+        (mark,) = vitals.look(time.monotonic(), 0.25, {3: program.worker})
+        seen.append(mark)
+        time.sleep(0.25)
+    assert marks.BUSY in {mark.activity for mark in seen}
+    asleep = [mark.still_s for mark in seen if mark.activity == marks.ASLEEP]
+    assert asleep
+    assert max(asleep) < 2.0
+    assert seen[-1].still_s > 5.0 or seen[-1].activity == marks.ASLEEP
+
+
+def test_one_that_was_stopped_begins_anew_when_it_is_let_go(start) -> None:
+    program = start("import time; print('ready', flush=True); time.sleep(1000)")
+    vitals = Vitals()
+    os.kill(program.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, program.process.pid, os.WSTOPPED)
+    stopped_at = time.monotonic()
+    for after_s in range(10):
+        (mark,) = vitals.look(stopped_at + after_s, 1.0, {3: program.worker})
+    assert mark.activity == marks.STOPPED
+    assert mark.still_s > 8.5
+    os.kill(program.process.pid, signal.SIGCONT)
+    os.waitid(os.P_PID, program.process.pid, os.WCONTINUED)
+    (mark,) = vitals.look(stopped_at + 10.0, 1.0, {3: program.worker})
+    assert mark.still_s == pytest.approx(1.0)
+
+
+def test_one_in_pythons_debugger_is_held(start) -> None:
+    program = start("import time; print('ready', flush=True); time.sleep(1000)")
+    program.box.mark_python(waiting=False, debugged=True)
+    looked_at(program, marks.TRACED)
+
+
 def test_a_process_that_reads_a_little_now_and_then_is_busy(start) -> None:
     looked_at(start("import time; print('ready', flush=True)\nwhile True:\n  open('/proc/self/stat').read(); time.sleep(0.3)"), marks.BUSY)
 
@@ -134,6 +210,7 @@ def test_a_worker_that_goes_on_is_not_looked_up() -> None:
 def test_an_agent_that_slept_does_not_blame_its_workers() -> None:
     box = BlackBox.create()
     box.begin(1, 0)
+    box.mark_phase(Phase.FORWARD)
     vitals, began = Vitals(), time.monotonic()
     vitals.look(began, 1.0, {0: Worker(None, box)})
     (mark,) = vitals.look(began + 60.0, 1.0, {0: Worker(None, box)})
@@ -141,4 +218,16 @@ def test_an_agent_that_slept_does_not_blame_its_workers() -> None:
     (mark,) = vitals.look(began + 61.0, 1.0, {0: Worker(None, box)})
     assert mark.still_s == pytest.approx(1.0)
     assert vitals.is_somebody_standing
+    box.close()
+
+
+def test_a_worker_that_sets_up_or_has_returned_stands_in_nobody_s_way() -> None:
+    box = BlackBox.create()
+    box.begin(1, 0)
+    vitals, now = Vitals(), time.monotonic()
+    for phase in (Phase.BOOT, Phase.ENTERED, Phase.RETURNED, Phase.PAUSED):
+        box.mark_phase(phase)
+        for later in range(10):
+            vitals.look(now + later, 1.0, {0: Worker(None, box)})
+        assert not vitals.is_somebody_standing
     box.close()

@@ -118,6 +118,13 @@ def test_without_recoverable_only_a_stopped_process_counts_and_later(manager) ->
     assert "RestartGroup" in kinds(job.send(ev.AgentHeard, 0, tuple(marks)))
 
 
+def test_without_recoverable_a_job_that_somebody_stopped_is_left_alone(manager) -> None:
+    job = manager().joined(declared=False)
+    marks = tuple(mark(rank, hangs=True, still_s=99.0, frozen_s=99.0, activity=of.STOPPED) for rank in range(4))
+    assert job.send(ev.AgentHeard, 0, marks) == []
+    assert job.machine.phase is Phase.RUNNING
+
+
 class TestNode:
     def kill(self, node) -> list[do.Command]:
         return node.send(ev.CommandReceived, do.KillWorker("hang", 1, 0, 1, 0, "hangs", examine=True))

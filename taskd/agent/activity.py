@@ -1,0 +1,105 @@
+"""What the kernel says of a process that stands still: its state, what it waits in, what it and everything it started have used up.
+
+Reads /proc (see proc(5)); keeps nothing. Whether that is a hang is `taskd.core.progress`'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+# Numbers of the calls in which a thread waits for time, a lock or a signal: nanosleep, clock_nanosleep, futex, pause, rt_sigtimedwait,
+# rt_sigsuspend. In any other it waits for something outside the process: a file, a socket, a child.
+_INNER_CALLS = {"x86_64": frozenset({35, 230, 202, 34, 128, 130}), "aarch64": frozenset({101, 115, 98, 137, 133})}.get(platform.machine())
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process and everything in its process group has used up so far."""
+
+    looked_at: float
+    main_s: float          # processor time of the main thread
+    threads_s: float       # of the other threads
+    others_s: float        # of the processes that it started, also of those that have ended
+    main_io: int           # bytes read and written by the main thread
+    threads_io: int        # ... by the other threads
+
+
+class Processes:
+    """All processes of this machine at one moment: parents, groups, processor time."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+        self._groups: dict[int, int] = {}
+        self._ticks: dict[int, tuple[int, int]] = {}         # its own, and of its children that have ended
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                self._add(int(entry))
+
+    def _add(self, pid: int) -> None:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:                                      # it has ended since
+            return
+        self._parents[pid], self._groups[pid] = int(fields[1]), int(fields[2])
+        self._ticks[pid] = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+
+    def used_s(self, leader: int) -> tuple[float, float]:
+        """Processor time of `leader`, and of what it started: data loaders, a compiler, a copy to remote storage.
+
+        Those are its descendants, the other processes of its group, and the children of all these that have been waited for.
+        """
+        own, ended = self._ticks.get(leader, (0, 0))
+        others = sum(
+            sum(ticks) for pid, ticks in self._ticks.items()
+            if pid != leader and (self._groups[pid] == leader or self._descends(pid, leader))
+        )
+        return own * TICK_S, (ended + others) * TICK_S
+
+    def _descends(self, pid: int, leader: int) -> bool:
+        seen = set()
+        while pid in self._parents and pid not in seen:
+            seen.add(pid)
+            pid = self._parents[pid]
+            if pid == leader:
+                return True
+        return False
+
+
+def state_of(pid: int) -> tuple[str, int]:
+    """State letter of the main thread, and who traces the process (0: nobody). See proc(5)."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    return lines["State"].strip()[0], int(lines["TracerPid"])
+
+
+def waits_outside(pid: int) -> bool:
+    """Whether the main thread is in a system call that waits for something outside its process. See proc(5), syscall."""
+    try:
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            call = file.read().split()[0]
+    except (OSError, LookupError):                   # not ours to see
+        return False
+    return _INNER_CALLS is not None and call.isdecimal() and int(call) not in _INNER_CALLS
+
+
+def activity_of(now: float, pid: int, processes: Processes) -> Activity:
+    """What it has used up so far. Raises OSError, ValueError or LookupError if it has just ended."""
+    with open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
+        main_s = int(file.read().split()[0]) / 1e9
+    own_s, others_s = processes.used_s(pid)
+    main_io, all_io = _io_bytes(f"/proc/{pid}/task/{pid}/io"), _io_bytes(f"/proc/{pid}/io")
+    return Activity(now, main_s, own_s - main_s, others_s, main_io, all_io - main_io)
+
+
+def _io_bytes(path: str) -> int:
+    try:
+        with open(path, encoding="ascii") as file:
+            counters = dict(line.split(": ") for line in file)
+        return int(counters["rchar"]) + int(counters["wchar"])
+    except (OSError, ValueError, KeyError):      # not accounted for in this kernel, or not ours to see
+        return 0
