@@ -54,3 +54,11 @@ def test_few_steps_tell_nothing() -> None:
     stragglers = Stragglers()
     stragglers.note(100.0, marks(1))
     assert stragglers.note(100.0 + WINDOW_S, marks(1, {"forward": 0.4})) == []
+
+
+def test_marks_without_times_are_passed_over() -> None:
+    stragglers = Stragglers()
+    stragglers.note(100.0, marks(1))
+    bare = [Mark(rank, 0, 0, 200, "step", 0.0) for rank in range(4)]
+    assert stragglers.note(101.0, bare) == []
+    assert [slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))] == [2]
