@@ -49,6 +49,8 @@ class Stragglers:
         for mark in marks:
             if mark.times:                       # told now and then only
                 self._now[mark.rank] = mark
+        if self._began_at is None and not self._now:
+            return []
         if self._began_at is None:
             self._began_at, self._before = now, dict(self._now)
             return []
