@@ -24,7 +24,7 @@ from taskd.core import commands, events
 from taskd.core.node import NodeMachine
 from taskd.core.profiling import Exchange
 from taskd.core.timeouts import Timeouts
-from taskd.errors import RemoteProtocolError, TaskdError
+from taskd.errors import LocalProtocolError, RemoteProtocolError, TaskdError
 from taskd.native import last_words
 from taskd.native.death_alarm import DeathAlarm
 from taskd.transport import zeromq
@@ -334,11 +334,15 @@ class Service:
                         self._config.manager_address, now - self._manager_heard_at)
             self._feed(events.ManagerLost(now, "silence"))
             return
-        self._send(messages.Heartbeat(marks), "heartbeat")
+        try:
+            self._send(messages.Heartbeat(marks), "heartbeat")
+        except LocalProtocolError as error:          # hundreds of workers on one node
+            log.warning("node %d: hangs are not looked for here: %s", self._host.node_rank, error)
+            self._send(messages.Heartbeat(), "heartbeat")
 
     def _next_beat_s(self) -> float:
         """Sooner while somebody stands: the manager decides by what it knows of all."""
-        is_close = self._joined and self._vitals.is_somebody_standing
+        is_close = self._joined and self._vitals.is_urgent
         return min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s) if is_close else self._timeouts.heartbeat_s
 
     def _sees_standing(self, now: float) -> bool:
@@ -346,7 +350,7 @@ class Service:
         if now < self._next_glance:
             return False
         self._next_glance = now + _CLOSE_LOOK_S
-        return self._joined and not self._vitals.is_somebody_standing and self._vitals.sees_standing(now, self._host.workers)
+        return self._joined and not self._vitals.is_urgent and self._vitals.sees_standing(now, self._host.workers)
 
     def _register(self, now: float) -> None:
         self._say(self._machine.registration(now))

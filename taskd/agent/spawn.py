@@ -309,7 +309,7 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
 def _start_runtime(worker: dict[str, Any] | None) -> Any:
     if worker is None:
         return None
-    from taskd.worker import runtime  # noqa: PLC0415 - loaded in the worker only, the forkserver has no use for it
+    from taskd.worker import runtime  # noqa: PLC0415 - of no use to who imports this module
     runtime.start(worker)
     return runtime
 

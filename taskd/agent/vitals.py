@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from taskd.native.black_box import BlackBox
 
-STANDING_S = 0.75          # for longer than this without a mark: look closer, and more often
+STANDING_S = 0.75          # for longer than this without a mark: look closer ...
+HURRY_S = 5.0              # ... and, up to this, more often: the shortest limits end within it
+TIMES_EVERY_S = 10.0       # the time spent in each phase is told this often
 _ACTIVE_SHARE = 0.05       # of the time on a processor: more is no sleep ...
 _ACTIVE_S = 0.05           # ... nor is this much, however long ago the last look was
 _THREADS_SHARE = 0.25      # the same of the other threads: those that only watch (ours, torch's) need some, too
@@ -51,10 +53,11 @@ class Watched(Protocol):
 
 
 class Vitals:
-    """One per agent. `look` is called about once a second, and more often while `is_somebody_standing`."""
+    """One per agent. `look` is called about once a second, and more often while `is_urgent`."""
 
     def __init__(self) -> None:
-        self.is_somebody_standing = False
+        self.is_urgent = False               # somebody has come to a stand lately
+        self._times_at = 0.0
         self._not_before = 0.0                       # we did not run before this moment
         self._due_at: float | None = None
         self._processes: kernel.Processes | None = None       # as they are at this look, if that is wanted
@@ -68,22 +71,27 @@ class Vitals:
             self._not_before = now
         self._due_at = now + next_look_s
         self._processes = None
-        found = tuple(self._mark(now, rank, worker) for rank, worker in sorted(workers.items()))
+        with_times = now >= self._times_at
+        if with_times:
+            self._times_at = now + TIMES_EVERY_S
+        found = tuple(self._mark(now, rank, worker, with_times=with_times) for rank, worker in sorted(workers.items()))
         lives = {(mark.rank, mark.incarnation) for mark in found}
         self._activity = {life: activity for life, activity in self._activity.items() if life in lives}
         self._held_at = {life: held_at for life, held_at in self._held_at.items() if life in lives}
-        self.is_somebody_standing = self.sees_standing(now, workers)
+        self.is_urgent = self.sees_standing(now, workers)
         return found
 
     def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
-        """Whether a worker stands by now: a few words of memory, for between two looks."""
-        return any(self._is_standing(now, worker.box) for worker in workers.values())
+        """Whether a worker has come to a stand lately: a few words of memory, for between two looks."""
+        return any(
+            self._is_standing(now, worker.box) and self._since(now, worker.box.progress_at) < HURRY_S for worker in workers.values()
+        )
 
     def _is_standing(self, now: float, box: BlackBox) -> bool:
         is_in_step = box.phase not in _OUTSIDE_STEPS and self._since(now, box.progress_at) > STANDING_S
         return is_in_step or self._since(now, box.alive_at) > STANDING_S
 
-    def _mark(self, now: float, rank: int, worker: Watched) -> Mark:
+    def _mark(self, now: float, rank: int, worker: Watched, *, with_times: bool) -> Mark:
         box, life = worker.box, (rank, worker.incarnation)
         is_standing = self._is_standing(now, box)
         activity, active_at = self._look_closer(now, life, worker) if is_standing else (marks.UNKNOWN, 0.0)
@@ -99,19 +107,19 @@ class Vitals:
             self._since(now, box.progress_at, max(from_s, active_at)), self._since(now, box.alive_at, from_s),
             self._since(now, box.python_at, from_s), activity,
             box.is_waiting, box.slowest_step_s, box.slowest_long_s(Phase.CHECKPOINT), box.slowest_long_s(Phase.EVALUATION),
-            self._groups(box, is_standing=is_standing), tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items()),
+            self._groups(box) if is_standing else (),
+            tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items()) if with_times else (),
         )
 
     def _since(self, now: float, moment: float | None, not_before: float = 0.0) -> float:
         return 0.0 if moment is None else max(0.0, now - max(moment, self._not_before, not_before))
 
-    def _groups(self, box: BlackBox, *, is_standing: bool) -> tuple[GroupMark, ...]:
-        """The communicators that the other ranks know, too; what was begun last in them only when somebody may ask."""
+    @staticmethod
+    def _groups(box: BlackBox) -> tuple[GroupMark, ...]:
+        """The communicators that the other ranks know, too, and what was begun last in them."""
         collectives = Collectives(box)
         known = [group for group in collectives.communicators() if group.is_comparable and group.entered > 0]
-        operations = {
-            call.communicator: call.name for call in collectives.calls() if call.number
-        } if is_standing and known else {}
+        operations = {call.communicator: call.name for call in collectives.calls() if call.number} if known else {}
         newest = sorted(known, key=lambda group: group.entered_at or 0.0)[-_GROUPS_SHOWN:]
         return tuple(
             GroupMark(group.id, group.name, group.entered, max(0, group.left), operations.get(group.id, ""))

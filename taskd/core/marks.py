@@ -40,7 +40,8 @@ class Mark:
         is_waiting: a collective was begun and is not complete.
         slowest_s: the longest of the last few hundred steps; 0: not known yet.
         checkpoint_s, evaluation_s: the longest of each so far; 0: there was none.
-        times: name of a phase, complete visits to it, seconds in them.
+        groups: only of one that stands.
+        times: name of a phase, complete visits to it, seconds in them; only now and then.
     """
 
     rank: int

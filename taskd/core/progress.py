@@ -29,7 +29,7 @@ from taskd.core.timeouts import Timeouts
 
 STEP_FACTOR = 3.0          # limits are so many times what was seen
 AGAIN_FACTOR = 8.0         # ... and longer by this for each hang before at the same version
-LOCKED_S = 1.0             # the runtime's thread runs five times a second
+LOCKED_S = 1.0             # the runtime's thread runs four times a second
 FRESH_HEARTBEATS = 2.0     # a mark older than so many heartbeats proves nothing
 
 _LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}

@@ -47,7 +47,10 @@ class Stragglers:
     def note(self, now: float, marks: Iterable[Mark]) -> list[Straggler]:
         """An agent looked at its workers. Returns what is to be said at the end of a window."""
         for mark in marks:
-            self._now[mark.rank] = mark
+            if mark.times:                       # told now and then only
+                self._now[mark.rank] = mark
+        if self._began_at is None and not self._now:
+            return []
         if self._began_at is None:
             self._began_at, self._before = now, dict(self._now)
             return []

@@ -81,6 +81,7 @@ class Phase(IntEnum):
 
 _PHASES = {int(phase): phase for phase in Phase}
 LONG_PHASES = (Phase.CHECKPOINT, Phase.EVALUATION)     # each has its own longest duration in the box
+_FIRST_LONG, _LAST_LONG = int(Phase.CHECKPOINT), int(Phase.EVALUATION)     # no others in between
 
 
 def _create_file() -> int:
@@ -263,9 +264,9 @@ class BlackBox:
         took = now - words[_PROGRESS_NS]
         words[_PHASE_NS + before] += took
         words[_PHASE_COUNT + before] += 1
-        if before in LONG_PHASES:
+        if _FIRST_LONG <= before <= _LAST_LONG:
             self._long_ns += took
-            slowest = _SLOWEST_LONG_NS + LONG_PHASES.index(before)
+            slowest = _SLOWEST_LONG_NS + before - _FIRST_LONG
             words[slowest] = max(words[slowest], took)
         words[_PHASE] = phase
         words[_PROGRESS] += 1

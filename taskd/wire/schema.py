@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from taskd.core.commands import Move
+from taskd.core.marks import GroupMark, Mark
 from taskd.errors import RemoteProtocolError
 
 MAX_TEXT_BYTES = 4096            # a reason or an exception's message; nobody reads more of it in a log line
@@ -22,8 +23,8 @@ _TRACEBACK_HEAD_BYTES = 4096     # the rest is kept of the end, where the except
 MAX_RANK = 1 << 20               # far above any job; keeps a forged world size from making the manager count to 2**63
 MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol can hold
 
-# Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message.
-_AS_LIST: frozenset[type] = frozenset({Move})
+# Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message, and marks come each second.
+_AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
 _SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit"})
 _SIGNED = frozenset({"exit_code"})   # minus the signal number
 

@@ -1,7 +1,7 @@
-"""Tells the black box, five times a second, that Python runs in this process, and how far gloo's collectives have come.
+"""Tells the black box, four times a second, that Python runs in this process, and how far gloo's collectives have come.
 
 Runs in the runtime's thread. Every wake-up costs a training step more than it costs this thread, so little is done while the main thread
-goes on: the counters of collectives are written twice a second. The calls themselves are written when it has stood for a while (somebody
+goes on: the counters of collectives are written once a second. The calls themselves are written when it has stood for a while (somebody
 may want to know what it waits in), and while communication is profiled.
 
 torch records no sending and receiving of gloo between two ranks, yet counts it with the collectives. Where a program does that,
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from taskd.worker.groups import Groups
     from taskd.worker.life import Life
 
-BEAT_S = 0.2
+BEAT_S = 0.25
 _STANDING_S = 0.4          # sooner than the agent begins to ask
-_COUNT_EVERY_S = 0.5
+_COUNT_EVERY_S = 1.0
 _CALLS_EVERY_S = 0.5
 _WAITING_MODULES = frozenset({"torch.distributed.distributed_c10d", "torch.distributed.rendezvous"})
 _DEBUGGERS = frozenset({"pdb", "bdb"})

@@ -217,7 +217,11 @@ def test_an_agent_that_slept_does_not_blame_its_workers() -> None:
     assert mark.still_s == 0
     (mark,) = vitals.look(began + 61.0, 1.0, {0: Worker(None, box)})
     assert mark.still_s == pytest.approx(1.0)
-    assert vitals.is_somebody_standing
+    assert vitals.is_urgent
+    vitals.look(began + 62.0, 5.0, {0: Worker(None, box)})
+    (mark,) = vitals.look(began + 67.0, 1.0, {0: Worker(None, box)})
+    assert mark.still_s == pytest.approx(7.0)
+    assert not vitals.is_urgent              # it stands for long: once a second is enough
     box.close()
 
 
@@ -229,5 +233,5 @@ def test_a_worker_that_sets_up_or_has_returned_stands_in_nobody_s_way() -> None:
         box.mark_phase(phase)
         for later in range(10):
             vitals.look(now + later, 1.0, {0: Worker(None, box)})
-        assert not vitals.is_somebody_standing
+        assert not vitals.is_urgent
     box.close()

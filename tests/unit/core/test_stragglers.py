@@ -50,7 +50,22 @@ def test_a_rank_that_was_replaced_in_between_is_not_compared() -> None:
     assert stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.4}, incarnation=1)) == []
 
 
+def test_the_window_begins_with_the_first_times() -> None:
+    stragglers = Stragglers()
+    assert stragglers.note(90.0, [Mark(rank, 0, 0, 0, "step", 0.0) for rank in range(4)]) == []
+    stragglers.note(100.0, marks(1))
+    assert [slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))] == [2]
+
+
 def test_few_steps_tell_nothing() -> None:
     stragglers = Stragglers()
     stragglers.note(100.0, marks(1))
     assert stragglers.note(100.0 + WINDOW_S, marks(1, {"forward": 0.4})) == []
+
+
+def test_marks_without_times_are_passed_over() -> None:
+    stragglers = Stragglers()
+    stragglers.note(100.0, marks(1))
+    bare = [Mark(rank, 0, 0, 200, "step", 0.0) for rank in range(4)]
+    assert stragglers.note(101.0, bare) == []
+    assert [slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))] == [2]
