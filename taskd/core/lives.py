@@ -33,6 +33,7 @@ class Life:
     kill_at: float | None = None
     is_examined: bool = False            # it hangs, and writes down its stacks before it is killed
     waits_since: float | None = None     # it can go on only when the manager says so
+    started: ev.WorkerStarted | None = None
     stand: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned | None = None
     recovered: ev.WorkerRecovered | None = None
     lost: ev.WorkerLost | None = None
@@ -97,6 +98,10 @@ class Lives:
         for life in self.all():
             if life.lost is not None and life.died_at is not None:
                 told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
+            if life.is_live and life.started is not None:        # since the registration was written, perhaps
+                told.append(replace(life.started, now=now))
+                if life.is_declared:
+                    told.append(ev.WorkerDeclared(now, life.started.cause, life.rank, life.incarnation, life.is_entered))
             told += [replace(event, now=now) for event in (life.exit_known, life.stand, life.recovered) if event is not None]
         return told
 

@@ -153,6 +153,7 @@ class NodeMachine:
             return [self._signal(known, number)] if known is not None and known.has_process else []
         if life.state is WorkerState.STARTING and not life.is_gated:
             life.state = WorkerState.RUNNING
+        life.started = event
         return self._tell(event)
 
     def _start_failed(self, event: ev.WorkerStartFailed) -> Commands:

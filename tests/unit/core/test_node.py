@@ -373,12 +373,27 @@ class TestWithoutAManager:
         ]  # fmt: skip
         events = told(agent.send(ev.ManagerJoined, 3, 7, at=agent.now + 1))
         assert [type(event).__name__ for event in events] == [
-            "WorkerLost", "WorkerExitKnown", "WorkerRaised", "WorkerReturned",
+            "WorkerLost", "WorkerExitKnown", "WorkerStarted", "WorkerDeclared", "WorkerRaised",
+            "WorkerStarted", "WorkerDeclared", "WorkerReturned", "WorkerStarted", "WorkerDeclared",
         ]  # fmt: skip
         assert events[0].age_s == pytest.approx(1.05, abs=0.02)
         assert all(event.now == agent.now for event in events)
         assert agent.machine.restarts_used == 7
         assert agent.machine.next_deadline() is None
+
+    def test_what_happens_while_it_takes_our_registration_is_not_lost(self, node) -> None:
+        """The registration is on its way, and says less than what is known when the manager accepts it."""
+        agent = node(2, manager=False, started=False)
+        registration = agent.machine.registration(agent.now)
+        assert [(report.state, report.declared, report.entered) for report in registration.workers] == [("starting", False, False)] * 2
+        agent.worker(ev.WorkerStarted, 0, 1000)
+        agent.worker(ev.WorkerDeclared, 0)
+        agent.worker(ev.WorkerDeclared, 0, True)
+        agent.worker(ev.WorkerStarted, 1, 1001)
+        events = told(agent.send(ev.ManagerJoined, 0, 0))
+        assert [(type(event), event.rank) for event in events] == [(ev.WorkerStarted, 0), (ev.WorkerDeclared, 0), (ev.WorkerStarted, 1)]
+        assert events[1].entered
+        assert all(event.now == agent.now for event in events)
 
     def test_workers_that_returned_are_released_alone(self, node) -> None:
         agent = node(manager=False)

@@ -136,7 +136,8 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(rank=RANKS, age=st.integers(0, 1), version=VERSIONS, clean=st.booleans(), behind=st.sampled_from([0, 0, 0, 1]))
     def paused(self, rank, age, version, clean, behind) -> None:
         generation = self.machine.generation - behind
-        if self.counts(rank, age) and behind == 0:
+        # Before everybody has joined it may speak of what an earlier manager began: it is outside until somebody resumes it.
+        if self.counts(rank, age) and (behind == 0 or self.machine.phase is Phase.JOINING):
             self.outside.add(rank)
         self.send(ev.WorkerPaused, rank, self.life(rank, age), generation, version, clean)
 
