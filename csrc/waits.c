@@ -35,7 +35,7 @@ static pid_t expired[MAX_EXPIRED];
 static int expired_count;
 static _Atomic uint32_t epoch;      /* changes with `expired` */
 
-static _Thread_local uint32_t seen_epoch;
+static _Thread_local uint32_t seen_epoch;   /* what `is_expired` was learnt from */
 static _Thread_local bool is_expired;
 static _Thread_local int64_t leaps;
 
@@ -53,7 +53,7 @@ static int find_expired(pid_t tid)
 }
 
 /* Called with the lock held. */
-static void look_at_epoch(pid_t tid)
+static void learn(pid_t tid)
 {
     seen_epoch = atomic_load(&epoch);
     is_expired = find_expired(tid) >= 0;
@@ -64,7 +64,7 @@ static bool enter(struct waiter *self, pthread_cond_t *cond)
     self->tid = (pid_t)syscall(SYS_gettid);
     self->cond = cond;
     pthread_mutex_lock(&lock);
-    look_at_epoch(self->tid);
+    learn(self->tid);
     self->next = waiters;
     waiters = self;
     pthread_mutex_unlock(&lock);
@@ -80,7 +80,7 @@ static void leave(struct waiter *self)
             break;
         }
     }
-    look_at_epoch(self->tid);
+    learn(self->tid);
     pthread_mutex_unlock(&lock);
 }
 
@@ -104,9 +104,15 @@ static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clo
     return is_expired ? ETIMEDOUT : result;
 }
 
-/* Each look finds the clock a leap further on: a deadline that was computed from the last look is over at the next. */
+/* Each look finds the clock a leap further on: a deadline that was computed from the last look is over at the next. A thread that was
+ * forgiven finds the true time again. One that was never expired does not look: it may do this very often. */
 static int64_t leap(void)
 {
+    if (is_expired && seen_epoch != atomic_load(&epoch)) {
+        pthread_mutex_lock(&lock);
+        learn((pid_t)syscall(SYS_gettid));
+        pthread_mutex_unlock(&lock);
+    }
     return is_expired ? ++leaps * LEAP_NS : 0;
 }
 

@@ -41,6 +41,6 @@ class Waits:
             self._binding.waits_expire(tids)
 
     def forgive(self, tids: list[int]) -> None:
-        """These threads have ended."""
+        """These threads have ended, or may wait again."""
         if self._binding is not None and tids:
             self._binding.waits_forgive(tids)

@@ -42,6 +42,7 @@ class Opened:
     sockets: dict[int, str] = field(default_factory=dict)
     store_sockets: dict[int, str] = field(default_factory=dict)
     before: dict[int, str] | None = None         # sockets before the creation in progress; None: none in progress
+    creator: int = 0                             # the kernel thread of the creation in progress
     threads: set[int] = field(default_factory=set)   # kernel threads that the creation started
 
     @property
@@ -92,7 +93,7 @@ class Groups:
                 opened = self.opened
                 outermost = opened.before is None
                 if outermost:
-                    opened.before = open_sockets()
+                    opened.before, opened.creator = open_sockets(), threading.get_native_id()
             threads = _threads()
             try:
                 created = original_helper(*args, **kwargs)
@@ -134,16 +135,24 @@ class Groups:
 
     def _finish_creation(self, opened: Opened) -> None:
         with self._lock:
-            opened.sockets.update(_newer(open_sockets(), opened.before or {}))
-            opened.before = None
+            self._end_creation(opened)
+
+    def _end_creation(self, opened: Opened) -> None:
+        """Under the lock: what is opened from here on is not the creation's, and the thread that created may wait as ever."""
+        opened.sockets.update(_newer(open_sockets(), opened.before or {}))
+        opened.before = None
+        if self._waits is not None:
+            self._waits.forgive([opened.creator])
 
     def abort(self, opened: Opened) -> None:
         """From the runtime thread: every collective, and a creation in progress, raises in the thread that waits in it."""
         with self._lock:
             sockets = dict(opened.sockets)
-            if opened.before is not None:            # blocked while connecting to a peer, or in the store
+            if opened.before is not None:            # blocked while connecting to a peer, waiting for one to connect, or in the store
                 sockets.update(_newer(open_sockets(), opened.before))
                 sockets.update(opened.store_sockets)
+                if self._waits is not None:
+                    self._waits.expire([opened.creator])
             groups, threads = list(opened.groups), _gloo_threads(opened.threads)
         abort_groups(_backends(groups), sockets)
         if self._waits is not None:
@@ -157,8 +166,7 @@ class Groups:
             old, self.opened = self.opened, Opened()
             self.gloo_names = {}
             if old.before is not None:       # the end of a creation was interrupted itself; sockets made from here on are not its own
-                old.sockets.update(_newer(open_sockets(), old.before))
-                old.before = None
+                self._end_creation(old)
         if old.groups:
             self._retired.append((self.generation, old))
         if not dist.is_available():

@@ -8,6 +8,7 @@
 #include <time.h>
 
 static int (*standin_wait)(int64_t);
+static int (*standin_leaps)(void);
 static int32_t waiter_tid;
 
 static void *wait_an_hour(void *result)
@@ -15,6 +16,18 @@ static void *wait_an_hour(void *result)
     __atomic_store_n(&waiter_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
     *(int *)result = standin_wait(3600);
     return NULL;
+}
+
+/* It goes on after the creation of a group was ended: its clock is the true one again. */
+static void *be_forgiven(void *argument)
+{
+    int32_t self = (int32_t)syscall(SYS_gettid);
+    CHECK(taskd_waits_expire(&self, 1) == 0);
+    CHECK(standin_wait(3600) == 0);
+    CHECK(standin_leaps() == 1);
+    CHECK(taskd_waits_forgive(&self, 1) == 0);
+    CHECK(standin_leaps() == 0);
+    return argument;
 }
 
 static int is_over;
@@ -65,6 +78,8 @@ int main(void)
     CHECK(library != NULL);
     *(void **)&standin_wait = dlsym(library, "standin_wait");
     CHECK(standin_wait != NULL);
+    *(void **)&standin_leaps = dlsym(library, "standin_leaps");
+    CHECK(standin_leaps != NULL);
     CHECK(taskd_waits_hook("libstandin_waits.so") == 0);
     CHECK(taskd_waits_hook("libstandin_waits.so") == 0);
 
@@ -84,6 +99,8 @@ int main(void)
     CHECK(result == 0); /* and for the library the hour is over */
     CHECK(taskd_waits_forgive(&waiter_tid, 1) == 0);
     CHECK(standin_wait(0) == 0); /* other threads are as ever */
+    CHECK(pthread_create(&thread, NULL, be_forgiven, NULL) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
     test_children_can_wait();
     return 0;
 }

@@ -1,6 +1,12 @@
-"""Groups: which sockets an abort shuts down."""
+"""Groups: what an abort ends."""
 
+import contextlib
+import datetime as dt
 import socket
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -44,3 +50,69 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
     assert later[1].recv(1) == b"x"
     for end in (*made, *later):
         end.close()
+
+
+PEER = """
+import sys, time
+import torch.distributed as dist
+
+real = dist.PrefixStore(sys.argv[2], dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False))
+
+class Store(dist.Store):
+    def set(self, key, value):
+        real.set(key, bytes(value))
+
+    def wait(self, keys, timeout=None):
+        print("it has said where it listens", flush=True)
+        time.sleep(1000)
+
+dist.init_process_group("gloo", store=Store(), rank=1, world_size=2)
+"""
+
+
+def waits_in_creation(store, attempt: str) -> tuple[subprocess.Popen, threading.Thread, list[str]]:
+    """A thread that makes a group with a peer which never connects, and then waits half a second for a key."""
+    import torch.distributed as dist
+
+    peer = subprocess.Popen([sys.executable, "-c", PEER, str(store.port), attempt], stdout=subprocess.PIPE)
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == b"it has said where it listens\n"
+    story: list[str] = []
+
+    def create() -> None:
+        try:
+            dist.init_process_group("gloo", store=dist.PrefixStore(attempt, store), rank=0, world_size=2)
+            story.append("created")
+        except RuntimeError:
+            story.append("raised")
+        began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            store.wait(["never"], dt.timedelta(seconds=0.5))
+        story.append("slept" if time.monotonic() - began > 0.4 else "no sleep")
+
+    thread = threading.Thread(target=create, daemon=True)
+    thread.start()
+    return peer, thread, story
+
+
+def test_a_creation_ends_that_waits_for_a_peer_to_connect(groups) -> None:
+    """It listens: there is no socket yet that could be shut down."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for attempt in range(30):       # which of the two listens is decided by their ports: every second time it is this one
+        peer, thread, story = waits_in_creation(store, str(attempt))
+        try:
+            thread.join(1)
+            deadline = time.monotonic() + 30
+            while thread.is_alive() and time.monotonic() < deadline:
+                groups.abort(groups.opened)
+                thread.join(0.6)
+            groups.retire()
+            if story != ["created", "slept"]:
+                assert story == ["raised", "slept"], "it ends, and the waits of this thread are as ever afterwards"
+                return
+        finally:
+            peer.kill()
+            peer.communicate()
+    pytest.fail("it never listened")

@@ -19,3 +19,10 @@ int standin_wait(int64_t seconds)
     pthread_mutex_unlock(&mutex);
     return _ZNSt6chrono3_V212steady_clock3nowEv() >= deadline ? 0 : 1;
 }
+
+/* Whether an hour passes between two looks at the clock. */
+int standin_leaps(void)
+{
+    int64_t deadline = _ZNSt6chrono3_V212steady_clock3nowEv() + 3600LL * 1000000000;
+    return _ZNSt6chrono3_V212steady_clock3nowEv() >= deadline;
+}
