@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import check_recovered, reference  # noqa: F401 - a fixture
+from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     import pathlib
@@ -34,6 +35,22 @@ def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference,
         assert "Native stack" in fault["traceback"]
         assert "the stacks of rank 2, which hangs" in job.manager.text
         assert record["steps_redone"] == 0
+
+
+def test_what_ranks_said_before_the_manager_answered_is_known(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """The agent's registration is on its way while they begin to train: a rank that was not known to would never be judged."""
+    with harness.job(tmp_path, FAULTS="2@60:step:sleep", STEPS="70", SLEEP_S=STEP_S) as job:
+        manager = job.start_manager()
+        manager.wait_text("listens on", 30)
+        manager.process.send_signal(signal.SIGSTOP)
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        assert "registered" not in manager.text
+        manager.process.send_signal(signal.SIGCONT)
+        check_recovered(job, agent.wait(90), reference(STEPS="70", SLEEP_S=STEP_S), faults=1, replaced={2})
+        (record,) = job.recoveries()
+        assert [fault["rank"] for fault in record["faults"]] == [2]
+        assert record["total_s"] < 20
 
 
 def test_one_that_gave_its_state_to_another_is_found_like_any_other(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
