@@ -10,14 +10,14 @@ import ipaddress
 import os
 import pathlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from taskd.errors import ConfigError
+from taskd import settings
+from taskd.core.ladder import STRATEGY_NAMES
+from typing import TYPE_CHECKING
 
-Environment = Mapping[str, str]
-Settings = Mapping[str, object]
+if TYPE_CHECKING:
+    from taskd.settings import Environment, Settings
 
 PROCESS_ENABLE_ENV = "TASKD_PROCESS_ENABLE"
 PORT_ENV = "TASKD_PORT"
@@ -37,6 +37,13 @@ FORKSERVER_ENV = "TASKD_FORKSERVER"
 PRELOAD_ENV = "TASKD_PRELOAD"
 PROFILING_SWITCH_ENV = "TASKD_PROFILING_SWITCH"
 PROFILING_PATH_ENV = "TASKD_PROFILING_PATH"
+STRATEGY_ENV = "TASKD_RECOVER_STRATEGY"
+HIGH_AVAILABILITY_ENV = "HIGH_AVAILABILITY"
+IN_PLACE_ENV = "ENABLE_RESTART_FAULT_PROCESS"
+CHECKPOINT_ENV = "TASKD_CHECKPOINT_DIR"
+GRACE_ENV = "TASKD_GRACE_S"
+DEFAULT_CHECKPOINT_DIR = "./taskd_checkpoints"
+DEFAULT_GRACE_S = 25.0           # Kubernetes gives a pod 30 s
 GROUP_BASE_DIR_ENV = "GROUP_BASE_DIR"
 JOB_ID_ENV = "MINDX_TASK_ID"
 POD_IP_ENV = "POD_IP"
@@ -55,13 +62,9 @@ RELAY_PORT = 9602
 DEFAULT_FAULT_TIMEOUT_S = 30.0
 DEFAULT_HANG_FLOOR_S = 2.0
 DEFAULT_HANG_CEILING_S = 1800.0
-MAX_FAULT_TIMEOUT_S = 86400.0        # a day: whoever waits longer for a stuck rank has mistyped
 MIN_SECRET_BYTES = 16                # 128 bits, if they are random
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
@@ -77,9 +80,9 @@ class LogConfig:
         """From TASKD_LOG_PATH, TASKD_FILE_LOG_LEVEL, TASKD_STD_LOG_LEVEL, TASKD_LOG_STDOUT."""
         return cls(
             directory=pathlib.Path(environment.get(LOG_PATH_ENV) or "./taskd_log/"),
-            file_level=_choice(environment, FILE_LOG_LEVEL_ENV, LEVELS, "INFO"),
-            std_level=_choice(environment, STD_LOG_LEVEL_ENV, LEVELS, "INFO"),
-            to_std=_choice(environment, LOG_STDOUT_ENV, ("True", "False"), "True") == "True",
+            file_level=settings.choice(environment, FILE_LOG_LEVEL_ENV, LEVELS, "INFO"),
+            std_level=settings.choice(environment, STD_LOG_LEVEL_ENV, LEVELS, "INFO"),
+            to_std=settings.choice(environment, LOG_STDOUT_ENV, ("True", "False"), "True") == "True",
         )
 
 
@@ -94,11 +97,11 @@ class HangConfig:
     @classmethod
     def load(cls, environment: Environment = os.environ) -> HangConfig:
         """From the environment."""
-        floor_s = _seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
-        ceiling_s = _seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
+        floor_s = settings.seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
+        ceiling_s = settings.seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
         if floor_s >= ceiling_s:
-            raise _error(HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}")
-        return cls(_choice(environment, HANG_DETECTION_ENV, ("on", "off"), "on") == "on", floor_s, ceiling_s)
+            raise settings.refusal(HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}")
+        return cls(settings.choice(environment, HANG_DETECTION_ENV, ("on", "off"), "on") == "on", floor_s, ceiling_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class ManagerConfig:
     is_enabled: bool = True
     hang: HangConfig = HangConfig()
     profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
+    strategies: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
@@ -122,22 +126,23 @@ class ManagerConfig:
 
         plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.
         """
-        config = _settings(config)
+        config = settings.checked(config)
         for key in ("plugin_dir", "fault_recover", "taskd_enable"):
-            _typed(config, key, str, "a string")
+            settings.typed(config, key, str, "a string")
         if not isinstance(config.get("cluster_infos", {}), dict | list):
-            raise _error("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
+            raise settings.refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
         return cls(
             job_id=_job_id(config, environment),
             bind_address=_bind_address(environment),
             fault_timeout_s=_fault_timeout(environment),
             secret=_secret(environment),
             log=LogConfig.load(environment),
-            node_count=_count(config, "node_nums"),
-            ranks_per_node=_count(config, "proc_per_node"),
-            is_enabled=_choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
+            node_count=settings.count(config, "node_nums"),
+            ranks_per_node=settings.count(config, "proc_per_node"),
+            is_enabled=settings.choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
             hang=HangConfig.load(environment),
-            profiling_switch=profiling_switch(environment, _typed(config, "profiling_switch", str, "a path")),
+            profiling_switch=profiling_switch(environment, settings.typed(config, "profiling_switch", str, "a path")),
+            strategies=strategies(environment, settings.typed(config, "recover_strategy", str, "names separated by commas")),
         )
 
 
@@ -154,6 +159,8 @@ class AgentConfig:
     native: bool = True
     forkserver: str = "auto"
     preload: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
 
     @classmethod
     def load(
@@ -172,7 +179,7 @@ class AgentConfig:
         preload = [name.strip() for name in environment.get(PRELOAD_ENV, "").split(",") if name.strip()]
         for name in preload:
             if _MODULE.fullmatch(name) is None:
-                raise _error(PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas")
+                raise settings.refusal(PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas")
         return cls(
             job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
             manager_address=_manager_address(environment, master_addr or rendezvous_host or DEFAULT_HOST),
@@ -180,9 +187,11 @@ class AgentConfig:
             secret=_secret(environment),
             log=LogConfig.load(environment),
             wait_for_exit=wait_for_exit,
-            native=_choice(environment, NATIVE_ENV, ("on", "off"), "on") == "on",
-            forkserver=_choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
+            native=settings.choice(environment, NATIVE_ENV, ("on", "off"), "on") == "on",
+            forkserver=settings.choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
             preload=tuple(preload),
+            strategies=strategies(environment),
+            grace_s=settings.seconds(environment, GRACE_ENV, DEFAULT_GRACE_S),
         )
 
 
@@ -203,17 +212,17 @@ class WorkerConfig:
         cls, rank_id: object, disk_limit_mb: object, framework: object, environment: Environment = os.environ
     ) -> WorkerConfig:
         """From the arguments of `init_taskd_worker` and the environment."""
-        rank = _natural("rank_id", rank_id)
-        disk_limit = _natural("upper_limit_of_disk_in_mb", disk_limit_mb)
+        rank = settings.natural("rank_id", rank_id)
+        disk_limit = settings.natural("upper_limit_of_disk_in_mb", disk_limit_mb)
         if framework == "pt":
-            local_world_size = _digits(environment, LOCAL_WORLD_SIZE_ENV)
+            local_world_size = settings.digits(environment, LOCAL_WORLD_SIZE_ENV)
             if local_world_size == 0:
-                raise _error(LOCAL_WORLD_SIZE_ENV, "0", "a positive integer")
-            node_rank = _digits(environment, RANK_ENV) // local_world_size
+                raise settings.refusal(LOCAL_WORLD_SIZE_ENV, "0", "a positive integer")
+            node_rank = settings.digits(environment, RANK_ENV) // local_world_size
         elif framework == "ms":
-            node_rank = _digits(environment, MS_NODE_RANK_ENV)
+            node_rank = settings.digits(environment, MS_NODE_RANK_ENV)
         else:
-            raise _error("framework", framework, '"pt" or "ms"')
+            raise settings.refusal("framework", framework, '"pt" or "ms"')
         if environment.get(MANAGER_ADDR_ENV):
             upstream = _manager_address(environment, DEFAULT_HOST)
         else:
@@ -233,7 +242,7 @@ class RelayConfig:
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> RelayConfig:
         """From ListenAddr, ListenPort, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
-        config = _settings(config)
+        config = settings.checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
         return cls(
             listen_address=_literal_address(config, "Listen", RELAY_PORT),
@@ -257,14 +266,14 @@ class CallbackAgentConfig:
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> CallbackAgentConfig:
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
-        config = _settings(config)
+        config = settings.checked(config)
         framework = config.get("Framework")
         if framework == "PyTorch":
             rank_name = RANK_ENV
         elif framework == "MindSpore":
             rank_name = MS_NODE_RANK_ENV
         else:
-            raise _error("Framework", framework, '"PyTorch" or "MindSpore"')
+            raise settings.refusal("Framework", framework, '"PyTorch" or "MindSpore"')
         return cls(
             job_id=_job_id({}, environment),
             framework=framework,
@@ -278,6 +287,31 @@ class CallbackAgentConfig:
 def job_id(environment: Environment = os.environ) -> str:
     """Name of the job, for those who have no runtime that knows better."""
     return environment.get(JOB_ID_ENV) or DEFAULT_JOB_ID
+
+
+def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:
+    """The `recover-strategy` list: TASKD_RECOVER_STRATEGY, else what the operator says in HIGH_AVAILABILITY, else `given`. () if nobody says.
+
+    Names of HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means recover-in-place as well if
+    ENABLE_RESTART_FAULT_PROCESS is on.
+    """
+    for name, text in ((STRATEGY_ENV, environment.get(STRATEGY_ENV)), ("recover_strategy", given)):
+        names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
+        unknown = sorted(set(names) - set(STRATEGY_NAMES))
+        if unknown:
+            raise settings.refusal(name, text, f"names out of {', '.join(STRATEGY_NAMES)}, separated by commas")
+        if name == STRATEGY_ENV and not names:
+            names = tuple(part.strip() for part in environment.get(HIGH_AVAILABILITY_ENV, "").split(",") if part.strip() in STRATEGY_NAMES)
+            if "recover" in names and environment.get(IN_PLACE_ENV) == "on":
+                names = (*names, "recover-in-place")
+        if names:
+            return names
+    return ()
+
+
+def checkpoint_directory(given: str | os.PathLike[str] | None = None, environment: Environment = os.environ) -> pathlib.Path:
+    """Where dumps and periodic checkpoints go: `given`, else TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints."""
+    return pathlib.Path(given or environment.get(CHECKPOINT_ENV) or DEFAULT_CHECKPOINT_DIR)
 
 
 def profiling_switch(environment: Environment = os.environ, given: str | None = None) -> pathlib.Path:
@@ -306,75 +340,13 @@ def is_patch_enabled(environment: Environment = os.environ) -> bool:
 # ---------------------------------------------------------------- values
 
 
-def _error(key: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"{key}={value!r} is not accepted: expected {accepted}")
-
-
-def _settings(config: object) -> Settings:
-    if config is None:
-        return {}
-    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
-        raise _error("config", config, "a dict with strings as keys")
-    return config
-
-
-def _typed(config: Settings, key: str, kind: type[T], accepted: str) -> T | None:
-    value = config.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise _error(key, value, accepted)
-    return value
-
-
-def _natural(key: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _error(key, value, "an integer, 0 or more")
-    return value
-
-
-def _count(config: Settings, key: str) -> int | None:
-    value = config.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _error(key, value, "a positive integer")
-    return value
-
-
-def _digits(environment: Environment, key: str) -> int:
-    value = environment.get(key)
-    if value is None or not (value.isascii() and value.isdigit()):
-        raise _error(key, value, "an integer, 0 or more, in the environment")
-    return int(value)
-
-
-def _choice(environment: Environment, key: str, accepted: tuple[str, ...], default: str) -> str:
-    value = environment.get(key) or default
-    if value not in accepted:
-        raise _error(key, value, " or ".join(accepted))
-    return value
-
-
 def _job_id(config: Settings, environment: Environment) -> str:
-    given = _typed(config, "job_id", str, "a string")
+    given = settings.typed(config, "job_id", str, "a string")
     return given or environment.get(JOB_ID_ENV) or DEFAULT_JOB_ID
 
 
 def _fault_timeout(environment: Environment) -> float:
-    return _seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
-
-
-def _seconds(environment: Environment, key: str, default: float) -> float:
-    value = environment.get(key)
-    if not value:
-        return default
-    accepted = f"seconds, more than 0 and at most {MAX_FAULT_TIMEOUT_S:.0f}"
-    try:
-        seconds = float(value)
-    except ValueError:
-        raise _error(key, value, accepted) from None
-    if not 0 < seconds <= MAX_FAULT_TIMEOUT_S:
-        raise _error(key, value, accepted)
-    return seconds
+    return settings.seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
 
 
 def _secret(environment: Environment) -> bytes | None:
@@ -385,9 +357,9 @@ def _secret(environment: Environment) -> bytes | None:
     try:
         secret = pathlib.Path(path).read_bytes().strip()
     except OSError as error:
-        raise _error(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
+        raise settings.refusal(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
     if len(secret) < MIN_SECRET_BYTES:
-        raise _error(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(secret)})")
+        raise settings.refusal(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(secret)})")
     return secret
 
 
@@ -398,7 +370,7 @@ def _port(key: str, value: object, shown: object = None) -> int:
     """`shown`: what the value was a part of."""
     is_number = isinstance(value, str) and value.isascii() and value.isdigit()
     if not is_number or not 0 < int(str(value)) < 65536:
-        raise _error(key, shown or value, "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535")
+        raise settings.refusal(key, shown or value, "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535")
     return int(str(value))
 
 
@@ -412,13 +384,13 @@ def split_address(key: str, text: str, default_port: int) -> tuple[str, int]:
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
-            raise _error(key, text, "host, host:port or [IPv6 address]:port")
+            raise settings.refusal(key, text, "host, host:port or [IPv6 address]:port")
         return host, _port(key, rest[1:], text) if rest else default_port
     if text.count(":") > 1:
         return text, default_port
     host, colon, port = text.partition(":")
     if not host or any(character.isspace() or character == "/" for character in host):
-        raise _error(key, text, "host, host:port or [IPv6 address]:port")
+        raise settings.refusal(key, text, "host, host:port or [IPv6 address]:port")
     return host, _port(key, port, text) if colon else default_port
 
 
@@ -428,7 +400,7 @@ def _manager_port(environment: Environment) -> int:
 
 
 def _is_local_proxy(environment: Environment) -> bool:
-    return _choice(environment, LOCAL_PROXY_ENV, ("on", "off"), "off") == "on"
+    return settings.choice(environment, LOCAL_PROXY_ENV, ("on", "off"), "off") == "on"
 
 
 def _bind_address(environment: Environment) -> str:
@@ -439,7 +411,7 @@ def _bind_address(environment: Environment) -> str:
     host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
     host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104 - the user's own wish
     if not _is_literal(host):
-        raise _error(key, text, "an IP address of this host")
+        raise settings.refusal(key, text, "an IP address of this host")
     return join_address(host, port)
 
 
@@ -464,12 +436,12 @@ def _literal_address(config: Settings, side: str, default_port: int) -> str:
     """`<side>Addr` and `<side>Port`: an IP address (no host name) and a port as text."""
     host = config.get(f"{side}Addr", DEFAULT_HOST)
     if not isinstance(host, str) or not _is_literal(host):
-        raise _error(f"{side}Addr", host, "an IPv4 or IPv6 address")
+        raise settings.refusal(f"{side}Addr", host, "an IPv4 or IPv6 address")
     return join_address(host, _port(f"{side}Port", config.get(f"{side}Port", str(default_port))))
 
 
 def _server_rank(config: Settings, default: str | None) -> int:
     value = config.get("ServerRank", default)
     if not isinstance(value, str) or not (value.isascii() and value.isdigit()):
-        raise _error("ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)")
+        raise settings.refusal("ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)")
     return int(value)

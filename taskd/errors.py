@@ -49,6 +49,14 @@ class StateError(TaskdError):
     """TrainState was used in a way that cannot work. The text says what to change in the training script."""
 
 
+class CheckpointError(TaskdError):
+    """A checkpoint could not be written, or does not fit what it is to be loaded into. The text names the file and what to change."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes on disk are not those of a complete checkpoint. Load an older one, and look for the cause: disk, copy, another program."""
+
+
 class TransportError(TaskdError):
     """A socket could not be opened. The text says which address, and which process to look for."""
 

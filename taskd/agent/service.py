@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import uuid
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +34,7 @@ from taskd.wire import codec, messages, translate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from taskd.agent.drain import Drain
     from taskd.clock import Clock
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
@@ -123,9 +125,10 @@ class Service:
     """See the module. `run` returns when this node's part of the job is over."""
 
     def __init__(self, host: Host, config: AgentConfig, clock: Clock, *, identity: Identity, generation: int,
-                 restarts_used: int) -> None:
+                 restarts_used: int, drain: Drain) -> None:
         """`identity`: the log prefix, kept up to date. `generation` and `restarts_used`: not 0 after a restart without a manager."""
         self._identity = identity
+        self._drain = drain
         self._host = host
         self._config = config
         self._clock = clock
@@ -183,14 +186,17 @@ class Service:
         deadlines = [self._next_beat, self._next_glance, *filter(None, [self._machine.next_deadline()])]
         if self._examined:
             deadlines.append(now + _EXAMINE_LOOK_S)
+        if self._drain.deadline is not None:
+            deadlines.append(self._drain.deadline)
         channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
-        fds = [*channels, *self._host.fds, *([self._alarm.fd] if self._alarm.available else [])]
+        fds = [*channels, *self._host.fds, *([] if self._drain.is_asked else [self._drain.fd]), *([self._alarm.fd] if self._alarm.available else [])]
         self._dealer.poll(max(0.0, min(deadlines) - now), fds)
         self._read_workers()
         self._read_examined()
         self._read_alarm()
         self._read_processes()
         self._read_manager()
+        self._read_drain()
         now = self._clock.now()
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
@@ -246,6 +252,21 @@ class Service:
             self._feed(events.AlarmRang(
                 self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
                 box.phase.name.lower(), tuple(sorted(box.read_extras()))))
+
+    def _read_drain(self) -> None:
+        """This node is to end. Without a manager, or when the time is up: as without us."""
+        drain = self._drain
+        if not drain.is_asked:
+            return
+        now = self._clock.now()
+        if not drain.is_told and self._joined:
+            drain.is_told = True
+            log.warning("node %d is to end (SIGTERM): the job is to be saved first, within %.0f s", self._host.node_rank, self._config.grace_s)
+            self._feed(events.AgentDraining(now, "drain", self._host.node_rank, "SIGTERM"))
+        if not drain.is_told or (drain.deadline is not None and now >= drain.deadline):
+            log.error("node %d ends without having saved: %s", self._host.node_rank,
+                      f"{self._config.grace_s:.0f} s (TASKD_GRACE_S) are over" if drain.is_told else "it has no manager")
+            drain.end_at_once()
 
     def _read_processes(self) -> None:
         for event in self._host.read():
@@ -447,14 +468,20 @@ class Service:
             if words is not None:
                 self._feed(events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text()))
 
+    def _with_legacies(self, order: commands.Dump, rank: int) -> commands.Dump:
+        """The first writer here also saves what the dead of this node had to themselves."""
+        if rank != min((writer for writer in order.writers if writer in self._host.workers), default=None):
+            return order
+        gone = [other for other in sorted(self._host.workers) if other not in order.writers]
+        return dataclasses.replace(order, legacies=tuple((other, f"/proc/{os.getpid()}/fd/{self._host.workers[other].box.fd}") for other in gone))
+
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)
         if worker is None or worker.incarnation != command.incarnation:
             return
         self._sequence += 1
-        data = codec.encode(self._envelope(command.cause), translate.command_to_message(command.command))
+        order = self._with_legacies(command.command, command.rank) if isinstance(command.command, commands.Dump) else command.command
+        data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
         if not worker.channel.send(data):
             log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,
                      type(command.command).__name__)
-
-

@@ -21,11 +21,13 @@ class Interrupt(Command):
     """To every agent and worker: leave the step, abort collectives, report `WorkerPaused`.
 
     `reach`: the newest version that anybody committed, the dead included. Whoever is behind it has all gradients on the way
-    and finishes the step if it can, so that no committed step is lost with its only holder.
+    and finishes the step if it can, so that no committed step is lost with its only holder. `finish_step`: nothing is broken,
+    everybody does so.
     """
 
     reason: str
     reach: int | None = None
+    finish_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,32 @@ class Release(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Dump(Command):
+    """To every agent and worker: the job ends; those among `writers` write their part of `version` to disk and report `WorkerDumped`.
+
+    `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this job. `legacies`: (rank, path of its
+    black box) of those that are gone, put in by the agent of their node for a writer that saves what they alone had.
+    """
+
+    version: int
+    writers: tuple[int, ...]
+    world_size: int
+    reason: str
+    attempt: str
+    legacies: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Command):
+    """To the agent of `rank`, and on to it: every part of the dump of this generation is on disk; give it its name. `withdraw`: remove it."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    withdraw: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SetProfiling(Command):
     """To every agent and worker: `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any recovery."""
 
@@ -95,11 +123,15 @@ class SetProfiling(Command):
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Command):
-    """To every agent: end the job as failed. The culprit raises its own exception, the others are stopped."""
+    """To every agent: end the job as failed. The culprit raises its own exception, the others are stopped.
+
+    `dump`: the path of the checkpoint that was left behind, or "".
+    """
 
     reason: str
     culprit: int | None
     fault: Fault | None = None
+    dump: str = ""
 
 
 # ---------------------------------------------------------------- manager, for its own shell
@@ -202,7 +234,7 @@ class TellManager(Command):
 
 @dataclass(frozen=True, slots=True)
 class FinishRun(Command):
-    """The agent loop ends. `outcome`: "succeeded" or "failed"; `faults` become torchrun's failures."""
+    """The agent loop ends. `outcome`: "succeeded", "failed" or "dumped"; `faults` become torchrun's failures."""
 
     outcome: str
     reason: str

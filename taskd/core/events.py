@@ -181,6 +181,23 @@ class WorkerExamined(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDumped(WorkerEvent):
+    """A writer of the dying gasp of `generation` is a stage further: "written", "published" (`detail`: the path) or "failed" (why)."""
+
+    generation: int
+    stage: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDraining(Event):
+    """This node is to end (SIGTERM): the job is to be saved at the next step boundary. `detail`: who asked."""
+
+    node_rank: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerEvent):
     """The answer to `SetProfiling`, and any later change: which domains are profiled. No part of any recovery."""
 

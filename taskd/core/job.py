@@ -5,16 +5,17 @@ business; its docstring tells the phases, the invariants and the hard cases.
 """
 
 from dataclasses import replace
-from enum import Enum
 
 from taskd.core import commands as do
 from taskd.core.cut import NoCut, plan_cut
+from taskd.core.dying import Dying
 from taskd.core.events import WorkerExamined, WorkerRecovered
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import Budget, Choice, RepeatRules, Strategy, choose, describe
+from taskd.core.ladder import WITHOUT_DUMP, Budget, Choice, RepeatRules, Strategy, choose, describe
 from taskd.core.leases import Deadlines
 from taskd.core.marks import Mark
 from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.phase import Phase
 from taskd.core.progress import Culprit, Progress
 from taskd.core.record import Attempt, KnownFault
 from taskd.core.story import Story
@@ -25,24 +26,10 @@ Commands = list[do.Command]
 _LADDER = list(Strategy)
 
 
-class Phase(Enum):
-    """See `taskd.core.recovery`."""
-
-    JOINING = "joining"
-    RUNNING = "running"
-    SUSPECTING = "suspecting"
-    PAUSING = "pausing"
-    RESUMED = "resumed"
-    RESTARTING = "restarting"
-    RELEASED = "released"
-    ENDING = "ending"
-    ENDED = "ended"
-
-
 class Job:
     """State and moves. `now` and `cause` are those of the event that is being handled."""
 
-    def __init__(self, timeouts: Timeouts, membership: Membership) -> None:
+    def __init__(self, timeouts: Timeouts, membership: Membership, allowed: frozenset[Strategy] = WITHOUT_DUMP) -> None:
         self.now = 0.0
         self.cause = ""
         self.phase = Phase.JOINING
@@ -50,6 +37,7 @@ class Job:
         self.resumed_generation = -1                     # the last one that this manager resumed
         self.timeouts = timeouts
         self.membership = membership
+        self.allowed = allowed
         self.story = Story()
         self.budget = Budget()
         self.repeats = RepeatRules()
@@ -61,8 +49,9 @@ class Job:
         self.suspects: list[KnownFault] = []             # victims, unless nobody else turns out to be the cause
         self.late: list[KnownFault] = []                 # failures after Release
         self.attempt: Attempt | None = None
+        self.dying = Dying(self)
         self.restart_cause: KnownFault | None = None     # of the last restart of the group, as far as known
-        self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release or GiveUp
+        self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release, Dump or GiveUp
         self.reason = ""
 
     # ------------------------------------------------------------------------------------------------ faults
@@ -104,9 +93,11 @@ class Job:
         """How a death came about, that was reported without. May show that trying again is pointless."""
         if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
             return self.end_late_failure(is_overdue=False)
+        if self.phase is Phase.DYING:
+            return self.dying.heard_word()
         reason = self.count_repeat(known, known.generation)
         is_settled = known.is_declared and (self.attempt is None or known not in self.attempt.faults)
-        return [] if reason is None or is_settled else self.give_up(reason, known.fault)
+        return [] if reason is None or is_settled else self.end_badly(reason, known.fault)
 
     def _take(self, attempt: Attempt, known: KnownFault) -> str | None:
         """Make a fault part of the recovery. Returns why the job must end, or None."""
@@ -126,6 +117,8 @@ class Job:
 
     def recover(self) -> Commands:
         """Answer the open faults: count them, choose a strategy, call everybody out, replace who is gone."""
+        if self.phase is Phase.DYING:
+            return self.dying.proceed()
         if self.attempt is None:
             self.attempt = Attempt(self.cause, self.now)
         attempt, faults, suspects = self.attempt, self.open, self.suspects
@@ -134,29 +127,39 @@ class Job:
         for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
             reason = self._take(attempt, known)
             if reason is not None:
-                return self.give_up(reason, known.fault)
+                return self.end_badly(reason, known.fault)
+        return self.dying.call_out() if self.dying.is_under_way else self._act(attempt)
+
+    def _act(self, attempt: Attempt) -> Commands:
+        """Choose a strategy, and begin with it."""
         if self.membership.absent_nodes():
-            what = "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
-            return self.give_up(f"{what}, and node {self.membership.absent_nodes()[0].node_rank} has already left")
+            return self.end_badly(f"{self.what_happened()}, and node {self.membership.absent_nodes()[0].node_rank} has already left")
         lost = self.membership.lost()
-        choice = choose(is_declared=self.membership.is_declared, lost=[member.rank for member in lost])
+        choice = choose(is_declared=self.membership.is_declared, lost=[member.rank for member in lost], allowed=self.allowed)
         self._explain(choice)
+        if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
+            return self.end_badly("", attempt.faults[0].fault if attempt.faults else None)
         attempt.strategy = max(attempt.strategy, choice.strategy, key=_LADDER.index)
         if choice.strategy is Strategy.RESTART:
             return self._restart_group(choice.reason)
-        commands: Commands = [] if self.phase is Phase.PAUSING else [self._interrupt(attempt)]
+        commands: Commands = [] if self.phase is Phase.PAUSING else [self.interrupt(attempt)]
         for member in lost:
             member.begin_life(member.incarnation + 1, self.now, replaced=True)
             self.awaited.set(member.rank, self.now + self.timeouts.start_s)
             commands.append(self.replacement(member))
         return commands + self.proceed()
 
+    def what_happened(self) -> str:
+        """The faults of the recovery that is under way."""
+        faults = [] if self.attempt is None else self.attempt.faults
+        return "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
+
     def _explain(self, choice: Choice) -> None:
         skipped = "".join(f"; not {strategy.value}: {reason}" for strategy, reason in choice.skipped)
         self.story.note(self.now, f"strategy {choice.strategy.value}: {choice.reason}{skipped}")
 
-    def _interrupt(self, attempt: Attempt) -> do.Interrupt:
-        """Call everybody out of the step, with a new generation."""
+    def interrupt(self, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
+        """Call everybody out of the step, with a new generation. `finish_step`: after the step that they are in."""
         self.phase = Phase.PAUSING
         self.generation += 1
         attempt.commanded(self.now)
@@ -165,9 +168,8 @@ class Job:
             if member.state is not WorkerState.PAUSED:
                 patience_s = self.timeouts.pause_s if member.entered else self.timeouts.start_s
                 self.awaited.set(member.rank, self.now + patience_s)
-        faults = "; ".join(describe(known.fault) for known in attempt.faults)
-        reason = faults or "a recovery was under way when the manager was restarted"
-        command = do.Interrupt(attempt.cause, self.generation, reason, self.membership.committed)
+        reason = self.what_happened() if attempt.faults else "a recovery was under way when the manager was restarted"
+        command = do.Interrupt(attempt.cause, self.generation, reason, self.membership.committed, finish_step)
         self.last = command
         return command
 
@@ -184,7 +186,9 @@ class Job:
 
     def proceed(self) -> Commands:
         """Do what is next, now that something may not be waited for any more."""
-        missing = self.membership.missing()
+        if self.phase is Phase.DYING:
+            return self.dying.proceed()
+        missing = [] if self.dying.is_under_way else self.membership.missing()
         if missing and self.phase is not Phase.RELEASED:
             return self._want_back(missing)
         arrived = (WorkerState.PAUSED,) if self.phase is Phase.PAUSING else (WorkerState.RUNNING, WorkerState.RETURNED)
@@ -217,13 +221,17 @@ class Job:
         """Everybody waits: choose the version, say who sends it to whom, let them go."""
         assert self.attempt is not None
         live = self.membership.live()
+        if self.dying.is_under_way:
+            return self.dying.write()
         if not live:
             self.phase, self.attempt = Phase.RUNNING, None
             return []
         cut = plan_cut([member.copy() for member in live], self.membership.committed)
         if isinstance(cut, NoCut):
-            choice = choose(is_declared=True, lost=[], no_cut=cut.reason)
+            choice = choose(is_declared=True, lost=[], no_cut=cut.reason, allowed=self.allowed)
             self._explain(choice)
+            if choice.strategy is Strategy.EXIT:
+                return self.give_up(cut.reason)
             self.attempt.strategy = choice.strategy
             return self._restart_group(cut.reason)
         self.story.note(self.now, f"cut: {cut.reason}")
@@ -299,6 +307,8 @@ class Job:
 
     def grace_over(self) -> Commands:
         """The alarm rang: nobody came to explain it, or to complete the job."""
+        if self.phase is Phase.DYING:
+            return self.dying.heard_word()
         if self.phase is Phase.RELEASED:
             return self.end_late_failure(is_overdue=True)
         if self.phase is Phase.SUSPECTING:
@@ -411,12 +421,17 @@ class Job:
         fault = min(self.late, key=lambda known: (known.died_at, known.fault.rank)).fault
         return self.give_up(f"{describe(fault)} after the training function had returned everywhere", fault)
 
-    def give_up(self, reason: str, fault: Fault | None = None) -> Commands:
-        """End the job as failed."""
+    def end_badly(self, reason: str, fault: Fault | None = None) -> Commands:
+        """The job cannot go on: save its state if that is allowed and possible, then end it as failed."""
+        return self.dying.begin(reason, fault)
+
+    def give_up(self, reason: str, fault: Fault | None = None, *, dump: str = "") -> Commands:
+        """End the job as failed. `dump`: the checkpoint that it leaves."""
         self.phase, self.reason = Phase.ENDING, reason
+        self.dying.end()
         self._drop_everything()
         self.story.note(self.now, f"given up: {reason}")
-        command = do.GiveUp(self.cause, self.generation, reason, None if fault is None else fault.rank, fault)
+        command = do.GiveUp(self.cause, self.generation, reason, None if fault is None else fault.rank, fault, dump)
         self.last = command
         return [command, *self.end_if_all_left()]
 
@@ -445,9 +460,10 @@ class Job:
             waiting = {member.rank for member in members if member.is_live and member.state is not WorkerState.PAUSED}
             assert waiting == set(self.awaited.pending()), (waiting, self.awaited.pending())
             assert waiting
-            assert not self.membership.lost()
-        elif self.phase is not Phase.RESTARTING:
+            assert not self.membership.lost() or self.dying.is_under_way
+        elif self.phase not in (Phase.RESTARTING, Phase.DYING):
             assert not len(self.awaited)
+        assert self.dying.is_under_way or self.phase is not Phase.DYING
         if self.phase is Phase.RESUMED:
             assert self.attempt is not None
             assert self.attempt.waiting

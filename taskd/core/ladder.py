@@ -7,6 +7,8 @@ The ladder, from cheap to dear:
     retry              every process is alive: all leave the step and enter their function again
     recover-in-place   some processes are gone: they alone are replaced
     restart            nothing can be kept: all processes are replaced
+    dump               nothing may be replaced: the state is written to disk, then the job ends
+    exit               the job ends
 
 Repeat rules (a deterministic failure must not burn the budget):
 - the same exception at the same version in two recoveries;
@@ -16,7 +18,7 @@ Repeat rules (a deterministic failure must not burn the budget):
 Being killed from outside says nothing against the script and never counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,6 +38,30 @@ class Strategy(str, Enum):
     RETRY = "retry"
     RECOVER_IN_PLACE = "recover-in-place"
     RESTART = "restart"
+    DUMP = "dump"
+    EXIT = "exit"
+
+
+WITHOUT_DUMP = frozenset({Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART, Strategy.EXIT})
+
+
+# What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace processes; leaving them all alive, or
+# replacing all of them where nothing can be kept, is part of that.
+_ALLOWED_BY = {
+    "retry": {Strategy.RETRY},
+    "recover": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
+    "recover-in-place": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
+    "elastic-training": set(),
+    "dump": {Strategy.DUMP},
+    "exit": set(),
+}
+STRATEGY_NAMES = tuple(_ALLOWED_BY)
+
+
+def allowed(names: Iterable[str]) -> frozenset[Strategy]:
+    """What these names allow; none at all: everything but a dump. Raises KeyError for a name that is not in `STRATEGY_NAMES`."""
+    named = list(names)
+    return frozenset({Strategy.EXIT}.union(*(_ALLOWED_BY[name] for name in named))) if named else WITHOUT_DUMP
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +73,30 @@ class Choice:
     skipped: tuple[tuple[Strategy, str], ...] = ()
 
 
-def choose(*, is_declared: bool, lost: Sequence[int], no_cut: str | None = None) -> Choice:
+def choose(
+    *, is_declared: bool, lost: Sequence[int], no_cut: str | None = None, allowed: frozenset[Strategy] = WITHOUT_DUMP
+) -> Choice:
     """The cheapest strategy that can work.
 
     Args:
         is_declared: a live worker uses `taskd.recoverable`.
         lost: ranks whose process is gone.
         no_cut: why no copy of the state can be gone on from, if that is so.
+        allowed: what the user allows (`recover-strategy`).
     """
-    skipped = []
+    skipped: list[tuple[Strategy, str]] = []
     obstacle = no_cut or (None if is_declared else "no live worker uses taskd.recoverable")
     gone = f"{len(lost)} process{'es are' if len(lost) != 1 else ' is'} gone" if lost else None
-    if retry_obstacle := obstacle or gone:
-        skipped.append((Strategy.RETRY, retry_obstacle))
-    else:
-        return Choice(Strategy.RETRY, "every process is alive")
-    if obstacle is None:
-        return Choice(Strategy.RECOVER_IN_PLACE, f"{gone}, the others hold the state", tuple(skipped))
-    skipped.append((Strategy.RECOVER_IN_PLACE, obstacle))
-    return Choice(Strategy.RESTART, obstacle, tuple(skipped))
+    for strategy, problem, reason in (
+        (Strategy.RETRY, obstacle or gone, "every process is alive"),
+        (Strategy.RECOVER_IN_PLACE, obstacle, f"{gone}, the others hold the state"),
+        (Strategy.RESTART, None, obstacle or "nothing milder is allowed"),
+        (Strategy.DUMP, obstacle, "nothing milder is allowed"),
+    ):
+        if strategy in allowed and problem is None:
+            return Choice(strategy, reason, tuple(skipped))
+        skipped.append((strategy, problem or "not allowed (recover-strategy)"))
+    return Choice(Strategy.EXIT, "nothing milder is possible", tuple(skipped))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ Hard cases:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import ClassVar
 
 from taskd.core import commands as do
@@ -31,27 +30,19 @@ from taskd.core.ladder import describe
 from taskd.core.lives import Life, Lives
 from taskd.core.manager_link import ManagerLink
 from taskd.core.membership import WorkerState
+from taskd.core.phase import NodePhase
 from taskd.core.story import Story
 from taskd.core.table import Method, Table
 from taskd.core.timeouts import Timeouts
 
 Commands = list[do.Command]
 
-
 _PROCESS_EVENTS = (ev.WorkerStarted, ev.WorkerStartFailed, ev.WorkerExited, ev.Tick)
 _NOT_WHEN_STOPPING = (
     ev.AlarmRang, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRaised, ev.WorkerReturned, ev.WorkerRecovered, ev.WorkerExamined,
-    ev.ManagerJoined, ev.ManagerLost, ev.ManagerRefused, ev.CommandReceived,
+    ev.WorkerDumped, ev.AgentDraining, ev.ManagerJoined, ev.ManagerLost, ev.ManagerRefused, ev.CommandReceived,
 )  # fmt: skip
 EVENTS: tuple[type[ev.Event], ...] = (*_PROCESS_EVENTS, *_NOT_WHEN_STOPPING)
-
-
-class NodePhase(Enum):
-    """See the module docstring."""
-
-    RUNNING = "running"
-    STOPPING = "stopping"
-    DONE = "done"
 
 
 class NodeMachine:
@@ -421,6 +412,10 @@ class NodeMachine:
                 commands.append(self._pass_on(life, command))
         return commands
 
+    def _pass_to_all(self, command: do.Command) -> Commands:
+        """Each worker knows whether it is meant."""
+        return [self._pass_on(life, command) for life in self.lives.present.values() if life.is_live and life.has_process]
+
     def _stop(self, command: do.GiveUp) -> Commands:
         """The job ends as failed."""
         self.phase, self._give_up = NodePhase.STOPPING, command
@@ -441,7 +436,8 @@ class NodeMachine:
         first = self._give_up.fault
         others = [fault for fault in self.lives.faults() if first is None or fault.rank != first.rank]
         faults = others if first is None else [first, *others]
-        return [do.FinishRun(self._cause, self.generation, "failed", self._give_up.reason, tuple(faults))]
+        outcome = "dumped" if self._give_up.dump else "failed"
+        return [do.FinishRun(self._cause, self.generation, outcome, self._give_up.reason, tuple(faults))]
 
     def _tick(self, event: ev.Tick) -> Commands:
         """Use force on what is overdue; stop waiting for a manager."""
@@ -467,6 +463,8 @@ class NodeMachine:
                 ev.WorkerReturned: _stood,
                 ev.WorkerRecovered: _recovered,
                 ev.WorkerExamined: _examined,
+                ev.WorkerDumped: _tell,
+                ev.AgentDraining: _tell,
                 ev.ManagerJoined: _joined,
                 ev.ManagerLost: _manager_lost,
                 ev.ManagerRefused: _refused,
@@ -492,6 +490,8 @@ class NodeMachine:
         do.Resume: _resume,
         do.RestartGroup: _restart_group,
         do.Release: _release,
+        do.Dump: _pass_to_all,
+        do.Publish: _pass_to_all,
         do.GiveUp: _stop,
     }
 

@@ -8,6 +8,7 @@ Phases:
     PAUSING     everybody was called out of the step; dead ranks are being replaced; nobody may go on yet
     RESUMED     everybody may go on; not everybody has committed a new step yet
     RESTARTING  nothing could be kept: all processes are being replaced
+    DYING       the job must end; those who are left write its state to disk, see `taskd.core.dying`
     RELEASED    every rank's function has returned; processes end
     ENDING      given up; agents are stopping their workers
     ENDED       over
@@ -34,14 +35,17 @@ Hard cases:
 - The manager itself was asleep: see `taskd.core.leases`.
 """
 
-from typing import ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar
 
-from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.attendance import Attendance
 from taskd.core.faults import FaultKind
-from taskd.core.job import Commands, Job, Phase
+from taskd.core.job import Commands, Job
+from taskd.core.ladder import allowed
 from taskd.core.leases import Leases
 from taskd.core.membership import LOST_NODE, Member, Membership, WorkerState
+from taskd.core.phase import Phase
 from taskd.core.record import KnownFault
 from taskd.core.story import Story
 from taskd.core.table import Method, Table
@@ -49,8 +53,10 @@ from taskd.core.timeouts import Timeouts
 
 _NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
 _OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
-WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished)
-EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.Tick)
+WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped)
+_NOT_WHEN_DYING = (*_NOT_WHEN_RELEASED, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining)
+_UNDISTURBED = (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
+EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.Tick)
 
 
 class RecoveryMachine:
@@ -58,19 +64,23 @@ class RecoveryMachine:
 
     Args:
         job_id: for the shell's log; decides nothing.
+        strategies: what the user allows (`recover-strategy`); nothing: all but a dump.
         node_count, ranks_per_node: what the user promised; registrations that contradict are refused.
     """
 
     def __init__(
-        self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None
+        self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None,
+        strategies: Iterable[str] = (),
     ) -> None:
         self.job_id = job_id
-        self.arguments = {
+        self.arguments: dict[str, Any] = {
             "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node,
+            "strategies": tuple(strategies),
         }  # fmt: skip
-        self._job = Job(timeouts, Membership(node_count, ranks_per_node))
+        self._job = Job(timeouts, Membership(node_count, ranks_per_node), allowed(self.arguments["strategies"]))
         self._leases = Leases(timeouts)
         self._unconfirmed: dict[tuple[int, int], KnownFault] = {}  # deaths whose exit status is not known yet
+        self._attendance = Attendance(self._job, self._leases, self._unconfirmed)
 
     # ------------------------------------------------------------------------------------------------ for the shell
 
@@ -147,138 +157,20 @@ class RecoveryMachine:
 
     def _registered(self, event: ev.AgentRegistered) -> Commands:
         """An agent came, for the first time or again."""
-        refusal = self.membership.refusal(event)
-        if refusal is not None:
-            return self._ignore(f"refused: {refusal}")
-        is_known = event.node_rank in self.membership.nodes
-        self.membership.register(event)
-        self._leases.renew(event.node_rank, event.now)
-        job = self._job
-        job.generation = max(job.generation, event.generation)
-        job.budget.adopt(event.restarts_used)
-        if job.phase is Phase.ENDING:
-            return [] if job.last is None else [job.last]
-        missed = self._compare(event) if is_known else []
-        if job.phase is not Phase.JOINING:
-            return self._catch_up(event, missed)
-        return self._complete() if self.membership.is_complete else self._wait_for_others()
-
-    def _wait_for_others(self) -> Commands:
-        """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
-        self._take_over_lost()
-        members = self.membership.ordered()
-        is_stuck = any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members)
-        if is_stuck or any(member.state is WorkerState.RETURNED for member in members):
-            return self._job.keep()
-        self._job.alarm = None
-        return []
-
-    def _take_over_lost(self) -> None:
-        told = {(known.fault.rank, known.fault.incarnation) for known in self._job.open}
-        for member in self.membership.lost():
-            if (member.rank, member.incarnation) not in told:
-                self._lose_untold(member)
-
-    def _complete(self) -> Commands:
-        """Every rank is known. Faults that were kept, and a recovery that an earlier manager left behind, come first."""
-        job = self._job
-        job.phase, job.alarm = Phase.RUNNING, None
-        stands = {member.rank for member in self.membership.ordered() if not member.is_done}
-        job.open = [known for known in job.open if known.fault.rank in stands]
-        job.suspects = [known for known in job.suspects if known.fault.rank in stands]
-        self._take_over_lost()
-        suspected = {known.fault.rank for known in job.suspects}
-        stopped = [member.rank for member in self.membership.live() if member.state is WorkerState.PAUSED]
-        heard = {node.generation for node in self.membership.nodes.values() if node.is_present}
-        if job.open or len(heard) > 1 or any(rank not in suspected for rank in stopped):
-            return job.recover()
-        if job.suspects:
-            job.phase, job.alarm = Phase.SUSPECTING, job.now + job.timeouts.communication_grace_s
-            return []
-        return job.proceed()
-
-    def _lose_untold(self, member: Member) -> None:
-        """The registration says that it is lost; how and when is still on the way."""
-        known = self._job.vanished(member)
-        self._unconfirmed[(member.rank, member.incarnation)] = known
-        self._job.open.append(known)
-
-    def _compare(self, event: ev.AgentRegistered) -> list[Member]:
-        """Take over what an agent that came back says of its workers. Returns those whose new life it has missed."""
-        is_awaited = self.phase is Phase.PAUSING and event.generation == self.generation
-        missed = []
-        for report in sorted(event.workers, key=lambda report: report.rank):
-            member, state = self.membership.members[report.rank], WorkerState(report.state)
-            if report.incarnation != member.incarnation:
-                missed.append(member)
-                continue
-            member.declared, member.entered = member.declared or report.declared, member.entered or report.entered
-            if member.state is WorkerState.STARTING and not member.replaced and state is not WorkerState.STARTING:
-                member.state = WorkerState.RUNNING       # that it had started was not heard
-            if state is WorkerState.LOST and member.is_live:
-                member.lose(())
-                self._lose_untold(member)
-            elif state is WorkerState.FINISHED:
-                member.state = WorkerState.FINISHED
-            elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
-                member.state = WorkerState.RETURNED
-            elif state is WorkerState.PAUSED and is_awaited and member.rank in self._job.awaited:
-                member.pause(report.version, report.clean)
-        return missed
-
-    def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
-        """An agent came back: say again what it may have missed, and answer what it brings."""
-        job = self._job
-        commands: Commands = []
-        members = self.membership.members
-        is_stuck = any(
-            report.state == WorkerState.PAUSED.value and members[report.rank].state is WorkerState.RUNNING
-            for report in event.workers
-        )
-        if job.last is not None and (
-            job.phase in (Phase.PAUSING, Phase.RELEASED)
-            or (is_stuck and isinstance(job.last, do.Resume))
-            or (missed and isinstance(job.last, do.RestartGroup))
-        ):
-            commands.append(job.last)
-        if job.phase is Phase.PAUSING:
-            commands += [job.replacement(member) for member in missed if member.replaced]
-        if job.open and job.phase is Phase.RELEASED:
-            lost, job.open = job.open, []
-            for known in lost:
-                commands += job.fail_late(known)
-            return commands
-        return commands + (job.recover() if job.open else job.proceed())
+        return self._attendance.registered(event)
 
     def _left(self, event: ev.AgentLeft) -> Commands:
         """An agent said goodbye."""
-        detail = f": {event.detail}" if event.detail else ""
-        return self._lose_node(event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
-
-    def _lose_node(self, node_rank: int, outcome: str, how: str) -> Commands:
-        """An agent is not there any more."""
-        job = self._job
-        self.membership.leave(node_rank, outcome)
-        self._leases.drop(node_rank)
-        if job.phase is Phase.ENDING:
-            return job.end_if_all_left()
-        if outcome != "succeeded":
-            return job.give_up(f"the agent of node {node_rank} {how}")
-        for member in self.membership.on_node(node_rank):
-            member.state = WorkerState.FINISHED
-        if any(node.is_present for node in self.membership.nodes.values()):
-            return self._complete() if job.phase is Phase.JOINING and self.membership.is_complete else job.proceed()
-        if self.membership.is_complete or job.phase is Phase.RELEASED:
-            return job.end(succeeded=True, reason="every node succeeded")
-        # An earlier manager knew the others, or they are late: wait for one more lease before taking it for the end.
-        job.alarm = job.now + job.timeouts.agent_lease_s
-        return []
+        return self._attendance.left(event)
 
     def _heard(self, event: ev.AgentHeard) -> Commands:
         """The agent is alive."""
-        if self._leases.is_held(event.node_rank):
-            self._leases.renew(event.node_rank, event.now)
-        return self._job.look_at(event.marks) if event.marks else []
+        return self._attendance.heard(event)
+
+    def _draining(self, event: ev.AgentDraining) -> Commands:
+        """A node is to end, in good time."""
+        reason = f"node {event.node_rank} is to end ({event.detail})"
+        return self._job.dying.begin(reason, None, finish_step=True)
 
     def _examined(self, event: ev.WorkerExamined) -> Commands:
         """The stacks of a rank that hangs."""
@@ -317,6 +209,8 @@ class RecoveryMachine:
             self._unconfirmed[(event.rank, event.incarnation)] = known
         if self.phase is Phase.RELEASED:
             return self._job.fail_late(known)
+        if self.phase is Phase.DYING:
+            return self._job.proceed()
         self._job.open.append(known)
         return self._answer()
 
@@ -421,7 +315,11 @@ class RecoveryMachine:
         member.enter()
         member.state, member.version = WorkerState.RETURNED, event.version
         job.awaited.discard(event.rank)
-        return self._wait_for_others() if job.phase is Phase.JOINING else job.proceed()
+        return self._attendance.wait_for_others() if job.phase is Phase.JOINING else job.proceed()
+
+    def _dumped(self, event: ev.WorkerDumped) -> Commands:
+        """A writer of the last checkpoint is a stage further."""
+        return self._job.dying.take(event)
 
     def _finished(self, event: ev.WorkerFinished) -> Commands:
         """A process ended as it should."""
@@ -440,12 +338,14 @@ class RecoveryMachine:
             has_ended = self.phase is Phase.RELEASED and not any(member.state is WorkerState.LOST for member in members)
             has_ended = has_ended or all(member.state is WorkerState.FINISHED for member in members)
             outcome = "succeeded" if has_ended else LOST_NODE
-            commands += self._lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
+            commands += self._attendance.lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
         job = self._job
         if job.alarm is not None and job.alarm <= event.now:
             job.alarm = None
             commands += job.grace_over()
         overdue = job.awaited.overdue(event.now)
+        if overdue and self.phase is Phase.DYING:
+            return commands + job.dying.overdue(overdue)
         return commands + job.replace_unresponsive(overdue) if overdue else commands
 
     _ALWAYS: ClassVar[dict[type[ev.Event], Method]] = {
@@ -466,6 +366,7 @@ class RecoveryMachine:
         ev.WorkerRecovered: _recovered,
         ev.WorkerReturned: _returned,
         ev.WorkerFinished: _finished,
+        ev.AgentDraining: _draining,
     }
     _PAUSING: ClassVar[dict[type[ev.Event], Method]] = {**_WORKING, ev.WorkerRaised: _raised_when_called}
     del _PAUSING[ev.WorkerReturned]
@@ -477,6 +378,13 @@ class RecoveryMachine:
             Phase.PAUSING: _PAUSING,
             Phase.RESUMED: _WORKING,
             Phase.RESTARTING: _WORKING,
+            Phase.DYING: {
+                **_ALWAYS,
+                ev.WorkerLost: _lost,
+                ev.WorkerExitKnown: _confirm,
+                ev.WorkerFinished: _finished,
+                ev.WorkerDumped: _dumped,
+            },
             Phase.RELEASED: {
                 **_ALWAYS,
                 ev.WorkerLost: _lost,
@@ -488,9 +396,14 @@ class RecoveryMachine:
             Phase.ENDING: _ALWAYS,
         },
         {
-            Phase.PAUSING: {ev.WorkerReturned: "it was called out just then, and pauses next"},
-            Phase.RELEASED: dict.fromkeys(_NOT_WHEN_RELEASED, "its function has returned since"),
-            Phase.ENDING: dict.fromkeys(WORKER_EVENTS, "the job is being ended"),
+            **{phase: {ev.WorkerDumped: "no dump is under way"} for phase in _UNDISTURBED},
+            Phase.PAUSING: {
+                ev.WorkerReturned: "it was called out just then, and pauses next",
+                ev.WorkerDumped: "this dump is void",
+            },
+            Phase.DYING: dict.fromkeys(_NOT_WHEN_DYING, "the job is being saved, and then ends"),
+            Phase.RELEASED: dict.fromkeys((*_NOT_WHEN_RELEASED, ev.WorkerDumped, ev.AgentDraining), "its function has returned since"),
+            Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
             Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
         },
     )

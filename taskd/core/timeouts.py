@@ -35,6 +35,7 @@ class Timeouts:
     fallback_never_connected_s: float    # ... and for one that never was
     lost_grace_s: float                  # alarm rang, no exit yet: SIGKILL
     restart_grace_s: float               # SIGTERM to SIGKILL when the group is restarted
+    dump_s: float                        # a rank has this long to write its part of a dump
     give_up_grace_s: float               # SIGTERM to SIGKILL when the job ends: users save in their handlers
     examine_s: float                     # a rank that hangs has this long to write down its stacks before SIGKILL
     hang_floor_s: float                  # nobody is taken for hanging sooner
@@ -69,6 +70,7 @@ class Timeouts:
             fallback_never_connected_s=t / 15,
             lost_grace_s=min(5.0, t / 6),
             restart_grace_s=min(5.0, t / 6),
+            dump_s=60 * t,
             give_up_grace_s=t,
             examine_s=0.25,
             hang_floor_s=hang_floor_s,

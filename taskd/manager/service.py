@@ -60,7 +60,8 @@ class Service:
         timeouts = Timeouts.derive(
             config.fault_timeout_s, hang_floor_s=config.hang.floor_s, hang_ceiling_s=config.hang.ceiling_s
         )
-        self._machine = RecoveryMachine(config.job_id, timeouts, config.node_count, config.ranks_per_node)
+        self._machine = RecoveryMachine(
+            config.job_id, timeouts, config.node_count, config.ranks_per_node, config.strategies)
         self._incarnation = uuid.uuid4().hex
         self._sequence = 0
         self._sessions = Sessions()
@@ -253,12 +254,12 @@ class Service:
 
     def _execute(self, command: commands.Command) -> None:
         match command:
-            case commands.ReplaceWorker() | commands.KillWorker():
+            case commands.ReplaceWorker() | commands.KillWorker() | commands.Publish():
                 self._order(command, [command.node_rank])
             case commands.GiveUp():
                 self._log_end(command)
                 self._order(command, sorted(self._sessions.agents))
-            case commands.Interrupt() | commands.Resume() | commands.RestartGroup() | commands.Release():
+            case commands.Interrupt() | commands.Resume() | commands.RestartGroup() | commands.Release() | commands.Dump():
                 self._order(command, sorted(self._sessions.agents))
             case commands.RecordRecovery():
                 self._records.recovery(command.record)
@@ -300,7 +301,7 @@ def _check_position(event: events.Event, node_rank: int, session: Session) -> No
         raise RemoteProtocolError("malformed", f"{type(event).__name__} is not for a manager")
     if isinstance(event, events.WorkerEvent) and event.rank not in session.ranks:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own")
-    if isinstance(event, events.AgentLeft) and event.node_rank != node_rank:
+    if isinstance(event, (events.AgentLeft, events.AgentDraining)) and event.node_rank != node_rank:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke for node {event.node_rank}")
 
 

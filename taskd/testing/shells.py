@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
-from taskd.core.job import Phase
 from taskd.core.node import NodeMachine
+from taskd.core.phase import Phase
 from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork

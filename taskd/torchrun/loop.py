@@ -13,9 +13,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from taskd import log as log_setup
+from taskd.agent.drain import Drain
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig
+from taskd.core.ladder import Strategy, allowed
 from taskd.torchrun.host import TorchrunHost
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EXIT_DUMPED = 2      # as MindIO TTP ends a process whose state was saved
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
 
@@ -62,9 +65,11 @@ def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) 
     """The agent's work between the start of the workers and torchrun's result."""
     host = TorchrunHost(agent, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
-    service = Service(host, settings, MonotonicClock(), identity=identity, generation=agent.generation,
-                      restarts_used=agent.restarts_used)
-    outcome = service.run()
+    saves = Strategy.DUMP in allowed(settings.strategies)
+    with Drain(settings.grace_s if saves else None) as drain:
+        service = Service(host, settings, MonotonicClock(), identity=identity, generation=agent.generation,
+                          restarts_used=agent.restarts_used, drain=drain)
+        outcome = service.run()
     if outcome.kind == "fallback":
         log.warning("node %d: %s. Going on as plain torchrun: a failure restarts all workers.", host.node_rank, outcome.reason)
         return agent.run_plainly(agent.worker_group.spec.role)
@@ -72,6 +77,8 @@ def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) 
     if outcome.kind == "succeeded":
         return agent.succeeded()
     _say_at_the_end(settings.job_id, outcome)
+    if outcome.kind == "dumped":
+        raise SystemExit(EXIT_DUMPED)
     return agent.failed(host.local_ranks({fault.rank for fault in outcome.faults}))
 
 

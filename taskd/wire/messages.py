@@ -239,6 +239,25 @@ class WorkerExamined(WorkerMessage):
     traceback: str
 
 
+@_message(32)
+@dataclass(frozen=True, slots=True)
+class WorkerDumped(WorkerMessage):
+    """A writer of the last checkpoint is a stage further."""
+
+    generation: int
+    stage: str
+    detail: str = ""
+
+
+@_message(33)
+@dataclass(frozen=True, slots=True)
+class AgentDraining(Message):
+    """This node is to end."""
+
+    node_rank: int
+    detail: str
+
+
 @_message(40)
 @dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerMessage):
@@ -264,6 +283,7 @@ class Interrupt(CommandMessage):
 
     reason: str
     reach: int | None = None
+    finish_step: bool = False
 
 
 @_message(51)
@@ -323,6 +343,31 @@ class GiveUp(CommandMessage):
     reason: str
     culprit: int | None
     fault: Fault | None = None
+    dump: str = ""
+
+
+@_message(57)
+@dataclass(frozen=True, slots=True)
+class Dump(CommandMessage):
+    """The job ends: write the state to disk."""
+
+    version: int
+    writers: tuple[int, ...]
+    world_size: int
+    reason: str
+    attempt: str
+    legacies: tuple[tuple[int, str], ...] = ()
+
+
+@_message(58)
+@dataclass(frozen=True, slots=True)
+class Publish(CommandMessage):
+    """All parts of the dump are on disk: give it its name."""
+
+    node_rank: int
+    rank: int
+    incarnation: int
+    withdraw: bool = False
 
 
 @_message(60)

@@ -26,6 +26,8 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerReturned,
     events.WorkerFinished,
     events.WorkerExamined,
+    events.WorkerDumped,
+    events.AgentDraining,
     events.WorkerReady,
     events.WorkerUncaught,
     events.WorkerProfiling,
@@ -38,6 +40,8 @@ _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.RestartGroup,
     commands.Release,
     commands.GiveUp,
+    commands.Dump,
+    commands.Publish,
     commands.SetProfiling,
 )
 MESSAGE_BY_CORE: dict[type, type[Message]] = {cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)}

@@ -61,6 +61,7 @@ class _Layouts:
         self.life = life
         self.by_order: dict[int, Layout] = {}
         self.next_order = 0
+        self.built: dict[int, weakref.ref[DistributedDataParallel]] = {}      # in this entry
         self.hooks: list[Callable[[], None]] = []      # what takes the hooks of this entry off again
         if life.inherited_layout:
             self.by_order = _decode(life.inherited_layout)
@@ -94,8 +95,31 @@ def end_entry() -> None:
     """The next DDP is the first of a new entry; modules that outlive this one are left without hooks of ours."""
     if _layouts is not None:
         _layouts.next_order = 0
+        _layouts.built.clear()
         while _layouts.hooks:
             _layouts.hooks.pop()()
+
+
+def recorded(life: Life) -> bytes:
+    """The layouts that are in use, for a checkpoint; b"" if there are none."""
+    by_order = _layouts_of(life).by_order
+    return _encode(by_order) if by_order else b""
+
+
+def reinstate(life: Life, data: bytes) -> None:
+    """Let the DDPs of this entry, built already or not, use the layouts that a checkpoint holds."""
+    layouts = _layouts_of(life)
+    while layouts.hooks:                      # nothing is to be learnt any more
+        layouts.hooks.pop()()
+    for order, layout in _decode(data).items():
+        layouts.record(order, layout)
+        ddp = layouts.built[order]() if order in layouts.built else None
+        if ddp is None:
+            continue
+        parameters, expects_sparse = ddp._build_params_for_reducer()
+        with _prescribed(layout):
+            ddp._ddp_init_helper(parameters, expects_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+        _confirm(life, ddp, order)
 
 
 def _encode(by_order: dict[int, Layout]) -> bytes:
@@ -143,7 +167,13 @@ def uninstall() -> None:
 def _build(life: Life, ddp: DistributedDataParallel, original: Callable[..., None], bound: inspect.BoundArguments) -> None:
     layouts = _layouts_of(life)
     order = layouts.take_order()
+    layouts.built[order] = weakref.ref(ddp)
     plan = life.plan
+    if life.checkpoint is not None and order in layouts.by_order and life.version == life.checkpoint.manifest.version:
+        with _prescribed(layouts.by_order[order]):       # a fresh start from disk, after restore()
+            original(*bound.args, **bound.kwargs)
+        _confirm(life, ddp, order)
+        return
     version = life.version if any(holding.is_landed for holding in life.states.values()) else None
     if plan is None or plan.version is None:
         if order in layouts.by_order:

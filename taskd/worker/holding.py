@@ -20,6 +20,8 @@ from taskd.worker.logbook import Logbook, logbook_of, parts_of
 from taskd.worker.rollback import Rollback
 
 if TYPE_CHECKING:
+    import os
+
     from taskd.worker.life import Life
     from taskd.worker.roles import Roles
 
@@ -36,6 +38,7 @@ class Holding:
     def __init__(self, name: str, roles: Roles) -> None:
         self.name = name
         self.roles = roles
+        self.checkpoint_dir: str | os.PathLike[str] | None = None
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete

@@ -16,6 +16,7 @@ from taskd.errors import Interrupted
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
     from taskd.native.black_box import BlackBox, Phase
     from taskd.worker.profiling import Profile
@@ -46,6 +47,7 @@ class Life:
     inherited_extras: dict[int, bytes] = field(default_factory=dict)
     inherited_layout: bytes | None = None
 
+    job_id: str = ""
     generation: int = 0
     version: int | None = None            # None: no TrainState has been restored in this process
     in_recoverable: bool = False
@@ -55,6 +57,7 @@ class Life:
     held: bool = False                    # between optimizer.step() and commit()
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
+    checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
     profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread

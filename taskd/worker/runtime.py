@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from taskd.core.events import WorkerEvent
     from taskd.worker.profiling import Profiler
+    from taskd.worker.saving import Dumping
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 _QUIET_S = 0.03
 # The same for a rank that is behind a committed version: the rest of its backward pass and its optimizer step.
 _FINISH_S = 0.5
+# The same where nothing is broken and everybody is to finish the step.
+_DRAIN_S = 5.0
 _AGAIN_S = 0.05          # between two tries of an abort
 
 WORKER_ENV = "TASKD_WORKER"      # JSON of the bootstrap, for workers that were started by exec
@@ -83,7 +86,7 @@ class Runtime:
         box = BlackBox.attach(bootstrap["box_fd"])
         self.life = Life(
             rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
-            generation=bootstrap["generation"], box=box,
+            generation=bootstrap["generation"], box=box, job_id=self.job_id,
         )
         box.begin(os.getpid(), self.life.incarnation)
         box.mark_generation(self.life.generation)
@@ -91,6 +94,7 @@ class Runtime:
             self._inherit(bootstrap.get("previous_fd"))
         self._directory = _working_directory()      # before the script changes it: a profile may go there
         self._profiler: Profiler | None = None
+        self._dumping: Dumping | None = None
         self.guarded = death_alarm.guard(box, bootstrap["life_fd"])
         last_words.start(box)
         self.groups = Groups(self.life.generation)
@@ -105,6 +109,7 @@ class Runtime:
         self.resumed_at = 0.0
         self.released = False
         self.gave_up: commands.GiveUp | None = None
+        self.order: commands.Dump | commands.Publish | None = None   # for the main thread, at the gate
         self.agent_gone = False
         self._abort: PendingAbort | None = None            # the runtime thread's own
         self._pulse = Pulse(self.life, self.groups)
@@ -227,6 +232,10 @@ class Runtime:
                 with self.condition:
                     self.released = True
                     self.condition.notify_all()
+            case commands.Dump() | commands.Publish():
+                with self.condition:
+                    self.order = command
+                    self.condition.notify_all()
             case commands.SetProfiling():
                 self._profile(command.wanted)
             case commands.GiveUp():
@@ -261,7 +270,8 @@ class Runtime:
             is_inside = self.where is Where.INSIDE
             is_retired = self.where is Where.WAITING and opened.is_empty
             version = self.life.version
-            is_behind = is_inside and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
+            is_behind = is_inside and (command.finish_step or (
+                None not in (version, command.reach) and version < command.reach))  # type: ignore[operator]
             if is_inside:
                 self.life.pending = command.reason       # commit() raises it
                 if not is_behind:
@@ -269,7 +279,7 @@ class Runtime:
             self.condition.notify_all()
         if self._abort is not None:      # of an earlier generation, not carried out or not repeated yet
             self.groups.abort(self._abort.opened)
-        due = time.monotonic() + (_FINISH_S if is_behind else _QUIET_S)
+        due = time.monotonic() + (_DRAIN_S if command.finish_step else _FINISH_S if is_behind else _QUIET_S)
         self._abort = None if is_retired else PendingAbort(opened, command.generation, command.reason, due)
 
     def _carry_out(self, abort: PendingAbort) -> None:
@@ -308,17 +318,30 @@ class Runtime:
                 return True
 
     def _await_resume(self, generation: int) -> commands.Resume | None:
-        """The `Resume` of `generation`, or None if a newer interrupt made it void."""
-        with self.condition:
-            while True:
-                if self.resume is not None:
-                    resume, self.resume = self.resume, None
-                    self.must_gate = False
-                    return resume
-                if self.target_generation != generation:
-                    return None
-                self.raise_if_over()
-                self.condition.wait()
+        """The `Resume` of `generation`, or None if a newer interrupt made it void. Saves the state meanwhile, if that is ordered."""
+        while True:
+            with self.condition:
+                while self.order is None:
+                    if self.resume is not None:
+                        resume, self.resume = self.resume, None
+                        self.must_gate = False
+                        return resume
+                    if self.target_generation != generation:
+                        return None
+                    self.raise_if_over()
+                    self.condition.wait()
+                order, self.order = self.order, None
+            self._save(order)
+
+    def _save(self, order: commands.Dump | commands.Publish) -> None:
+        """The job ends: write this rank's part of its last checkpoint, or give the whole its name."""
+        from taskd.worker.saving import Dumping  # noqa: PLC0415 - imports torch, which a worker may do without
+
+        if self._dumping is None:
+            self._dumping = Dumping(self.life, self.job_id)
+        stage, detail = self._dumping.obey(order)
+        if stage:
+            self.send(events.WorkerDumped(**self.identity("dumped"), generation=order.generation, stage=stage, detail=detail))
 
     def raise_if_over(self) -> None:
         """Under the lock: the agent is gone or the job was given up, so nobody will ever resume us."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from taskd.clock import MonotonicClock
 from taskd.errors import StateError
 from taskd.native.black_box import Phase
-from taskd.worker import exchange, parking
+from taskd.worker import exchange, loading, parking
 from taskd.worker import life as life_module
 from taskd.worker.extras import decode_part
 from taskd.worker.holding import Holding
@@ -22,6 +22,10 @@ from taskd.worker.logbook import Logbook, logbook_of, parts_of
 from taskd.worker.roles import Roles, is_plain
 
 if TYPE_CHECKING:
+    import os
+    import pathlib
+
+    from taskd.checkpoint.folder import Checkpoint
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
@@ -32,18 +36,21 @@ class Restored:
     """Where a restore() took the state from.
 
     `version` is the number of committed steps that it holds (None: it found nothing), `source` is "nothing", "memory" (this process kept
-    it) or "rank" (received from the rank `rank`).
+    it), "rank" (received from the rank `rank`) or "checkpoint" (read from `path`).
     """
 
     version: int | None
     source: str
     rank: int | None = None
+    path: pathlib.Path | None = None
 
     def __str__(self) -> str:
         if self.source == "memory":
             return f"kept in memory at version {self.version}"
         if self.source == "rank":
             return f"received version {self.version} from rank {self.rank}"
+        if self.source == "checkpoint":
+            return f"read version {self.version} from {self.path}"
         return "nothing: fresh start"
 
 
@@ -58,8 +65,10 @@ class TrainState:
     _holding: Holding
     _restored: Restored | None
 
-    def __init__(self, name: str = "train", **objects: Any) -> None:
+    def __init__(self, name: str = "train", *, checkpoint_dir: str | os.PathLike[str] | None = None, **objects: Any) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
+
+        `checkpoint_dir`: where checkpoints are written and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints.
 
         Raises:
             StateError: outside a recoverable function of a taskd job, a name given twice, an object that cannot be carried.
@@ -81,6 +90,7 @@ class TrainState:
             raise StateError(message)
         step = objects.pop("step", 0)
         holding = Holding(name, Roles.sort(name, objects))
+        holding.checkpoint_dir = checkpoint_dir
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)
         self.step = step
@@ -162,7 +172,8 @@ class TrainState:
     def restore(self) -> Restored:
         """Bring the registered objects to the newest version that the job still holds. Call it once, before the first step.
 
-        In a recovery every rank takes part: it needs the default process group. The objects are overwritten in place.
+        In a recovery the live processes have it. At a fresh start, and if none of them has it any more, the newest whole checkpoint of this
+        job is read: a dump or a periodic one. Every rank takes part: it needs the default process group. The objects are overwritten in place.
 
         Raises:
             StateError: the objects built in this entry do not fit the state; the text names the tensor.
@@ -201,7 +212,8 @@ def _land(life: Life, holding: Holding) -> Restored:
             life.parked.clear()
             life.version = 0
             logbook_of(life).forget()
-        restored = Restored(None, "nothing")
+            life.checkpoint = loading.choose(life, holding)
+        restored = Restored(None, "nothing") if life.checkpoint is None else _read(life, holding, life.checkpoint)
     else:
         version = plan.version
         is_old = is_first or life.version == version      # else it is created anew, commits after the recovery
@@ -211,7 +223,7 @@ def _land(life: Life, holding: Holding) -> Restored:
     holding.part = holding.encode()
     holding.attach()
     logbook = logbook_of(life)
-    if restored.source == "nothing":
+    if restored.source in ("nothing", "checkpoint"):
         logbook.write_committed(life.version, parts_of(life.states))
     else:
         logbook.write_landed(life.version, parts_of(life.states))
@@ -224,6 +236,19 @@ def _land(life: Life, holding: Holding) -> Restored:
     life.restored_from = str(restored)
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
     return restored
+
+
+def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
+    """A fresh start from disk."""
+    own = loading.read(life, holding, checkpoint)
+    life.version = checkpoint.manifest.version
+    if own:
+        logbook_of(life).randoms.restore(own["random"])
+    elif life.world_size != checkpoint.manifest.world_size:
+        log.info("rank %d: %s was saved by a world of %d ranks: generators and samplers begin as the script sets them", life.rank,
+                 checkpoint.path, checkpoint.manifest.world_size)
+    holding.drop_gradients()
+    return Restored(life.version, "checkpoint", path=checkpoint.path)
 
 
 def _take(life: Life, holding: Holding, version: int) -> Restored:

@@ -27,9 +27,10 @@ def fault(kind: FaultKind = FaultKind.LOST, rank: int = 0, incarnation: int = 0,
 class ManagerDriver:
     """A RecoveryMachine with `nodes` times `per_node` ranks. Each call takes 0.01 s unless `at` is given."""
 
-    def __init__(self, nodes: int = 1, per_node: int = 4, *, max_restarts: int = 100, timeout: float = 30.0) -> None:
+    def __init__(self, nodes: int = 1, per_node: int = 4, *, max_restarts: int = 100, timeout: float = 30.0,
+                 strategies: str = "") -> None:
         self.timeouts = Timeouts.derive(timeout)
-        self.machine = RecoveryMachine("job", self.timeouts)
+        self.machine = RecoveryMachine("job", self.timeouts, strategies=strategies.split(",") if strategies else ())
         self.nodes, self.per_node, self.max_restarts = nodes, per_node, max_restarts
         self.now = 100.0
         self.count = 0

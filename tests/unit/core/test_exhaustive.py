@@ -7,7 +7,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core import node, recovery
-from taskd.core.job import Phase
+from taskd.core.phase import Phase
 from taskd.core.story import Story
 from taskd.core.table import Table
 from taskd.errors import InvalidTransition

@@ -6,8 +6,8 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core import marks as of
 from taskd.core.faults import FaultKind
-from taskd.core.job import Phase
 from taskd.core.marks import GroupMark, Mark
+from taskd.core.phase import Phase
 from tests.unit.core.answers import kinds, only
 
 

@@ -6,7 +6,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL, SIGTERM
 from taskd.core.faults import FaultKind
-from taskd.core.node import NodePhase
+from taskd.core.phase import NodePhase
 from tests.unit.core.answers import kinds, passed_on, told
 
 

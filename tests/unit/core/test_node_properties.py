@@ -8,7 +8,8 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.node import NodeMachine, NodePhase
+from taskd.core.node import NodeMachine
+from taskd.core.phase import NodePhase
 from taskd.core.timeouts import Timeouts
 from taskd.replay import dump_lines, load_lines, replay
 

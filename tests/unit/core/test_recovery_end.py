@@ -3,7 +3,7 @@
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.job import Phase
+from taskd.core.phase import Phase
 from tests.unit.core.answers import kinds, only, plan
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.job import Phase
+from taskd.core.phase import Phase
 from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from taskd.replay import dump_lines, load_lines, replay
@@ -23,9 +23,10 @@ VERSIONS = st.one_of(st.none(), st.integers(0, 3))
 
 
 class AnyHistory(RuleBasedStateMachine):
-    @initialize(nodes=st.sampled_from([1, 2]), budget=st.sampled_from([2, 1000]), generation=st.integers(0, 3))
-    def begin(self, nodes: int, budget: int, generation: int) -> None:
-        self.machine = RecoveryMachine("job", Timeouts.derive(30.0))
+    @initialize(nodes=st.sampled_from([1, 2]), budget=st.sampled_from([2, 1000]), generation=st.integers(0, 3),
+                strategies=st.sampled_from([(), ("dump",), ("recover-in-place", "dump")]))
+    def begin(self, nodes: int, budget: int, generation: int, strategies: tuple[str, ...]) -> None:
+        self.machine = RecoveryMachine("job", Timeouts.derive(30.0), strategies=strategies)
         self.nodes, self.budget = nodes, budget
         self.now, self.count = 0.0, 0
         self.lives = dict.fromkeys(range(4), 0)
@@ -67,6 +68,12 @@ class AnyHistory(RuleBasedStateMachine):
                 assert dict(command.incarnations) == {rank: life + 1 for rank, life in self.lives.items()}
                 self.lives = dict(command.incarnations)
                 self.dead, self.done, self.outside = set(), set(), set()
+        elif isinstance(command, do.Dump):
+            assert set(command.writers) <= self.outside - self.dead - self.done, "somebody writes who is not outside"
+            assert command.writers
+            assert command.version > 0
+        elif isinstance(command, do.Publish):
+            assert command.rank not in self.dead | self.done
         elif isinstance(command, do.Resume) and command != self.last_resume:      # else: said again
             self.last_resume = command
             assert set(self.lives) - self.dead - self.done == {move.rank for move in command.moves}
@@ -159,6 +166,15 @@ class AnyHistory(RuleBasedStateMachine):
     def returned(self, rank, behind) -> None:
         self.send(ev.WorkerReturned, rank, self.lives[rank], self.machine.generation - behind, 3)
 
+    @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), stage=st.sampled_from(["written", "published", "failed"]))
+    def dumped(self, rank, behind, stage) -> None:
+        self.send(ev.WorkerDumped, rank, self.lives[rank], self.machine.generation - behind, stage, "somewhere")
+
+    @precondition(lambda self: self.count > 10)
+    @rule(node=st.integers(0, 1))
+    def draining(self, node) -> None:
+        self.send(ev.AgentDraining, node % self.nodes, "SIGTERM")
+
     @rule(rank=RANKS)
     def finished(self, rank) -> None:
         if self.counts(rank):
@@ -205,6 +221,17 @@ class AnyHistory(RuleBasedStateMachine):
         assert replay(fresh, entries) == []
         assert fresh.phase is self.machine.phase
 
+    def dump(self) -> None:
+        """Nobody says how a process died; everybody writes."""
+        for node in range(self.nodes):
+            self.send(ev.AgentHeard, node)
+        self.now = max(self.now, self.machine._job.alarm or 0.0)
+        self.send(ev.Tick)
+        members = self.machine.membership.members
+        for stage in ("written", "published"):
+            for rank in sorted(members):
+                self.send(ev.WorkerDumped, rank, members[rank].incarnation, self.machine.generation, stage, "/somewhere")
+
     def everybody_answers(self) -> None:
         """Every fault ends in Resume, RestartGroup or GiveUp."""
         for _ in range(50):
@@ -214,6 +241,8 @@ class AnyHistory(RuleBasedStateMachine):
                     if self.machine.phase is Phase.PAUSING and members[rank].is_live:
                         self.outside.add(rank)
                         self.send(ev.WorkerPaused, rank, members[rank].incarnation, self.machine.generation, 1, True)
+            elif phase is Phase.DYING:
+                self.dump()
             elif phase is Phase.RESTARTING:
                 for rank in sorted(members):
                     self.send(ev.WorkerStarted, rank, members[rank].incarnation, 1)
@@ -225,7 +254,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.send(ev.Tick)
             else:
                 break
-        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING), self.machine.story.last()
+        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING, Phase.DYING), self.machine.story.last()
 
 
 AnyHistory.TestCase.settings = settings(max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None)

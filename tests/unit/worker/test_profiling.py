@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -16,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.native import box_layout as layout
 from taskd.native.black_box import BlackBox, Phase
 from taskd.worker import profile_files, profiling
 from taskd.worker.life import Life
-from taskd.worker.profile_calls import CallReader
 from taskd.worker.profile_files import ProfileFiles, open_folder, part_of_path
-from taskd.worker.profiling import Encoder, Profiler
+from taskd.worker.profiling import Profiler
+from tests.disks import small_disk
+from tests.unit.worker.rings import Ring
 
 if TYPE_CHECKING:
     import pathlib
@@ -78,19 +76,6 @@ def fixture(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     made = Fixture(tmp_path)
     yield made
     made.close()
-
-
-@contextlib.contextmanager
-def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
-    """A file system of its own. Needs root."""
-    path.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", ",".join((f"size={kilobytes}k", *options)), "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs the right to mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 # ---------------------------------------------------------------- marks
@@ -390,90 +375,6 @@ def test_no_thread_can_be_started(fixture: Fixture, monkeypatch: pytest.MonkeyPa
 
 
 # ---------------------------------------------------------------- collectives
-
-
-class Ring:
-    """Writes the ring as libtaskd does."""
-
-    def __init__(self, box: BlackBox) -> None:
-        self.bytes = box._bytes
-        self.next = 0
-
-    def call(self, name: bytes = b"ncclAllReduce", *, number: int = 1, enter: int = 0, leave: int = 0) -> int:
-        index, self.next = self.next, self.next + 1
-        self.write(index, name, number, enter or time.monotonic_ns(), leave)
-        struct.pack_into("=Q", self.bytes, layout.COLLECTIVES_OFFSET, self.next)
-        return index
-
-    def write(self, index: int, name: bytes, number: int, enter: int, leave: int, *, mark: int | None = None) -> None:
-        place = layout.COLLECTIVES_OFFSET + layout.CALLS_OFFSET + index % layout.CALLS * layout.CALL_BYTES
-        struct.pack_into("=QQqqqqqq32s", self.bytes, place, 2 * index + 2 if mark is None else mark, 0xAB, number, 4096, 7, enter, leave, -1, name)
-
-    def leave(self, index: int, enter: int, leave: int) -> None:
-        self.write(index, b"ncclAllReduce", 1, enter, leave)
-
-
-@pytest.fixture
-def box() -> Iterator[BlackBox]:
-    made = BlackBox.create()
-    yield made
-    made.close()
-
-
-def test_each_call_is_seen_once_at_each_end(box: BlackBox) -> None:
-    ring, reader = Ring(box), CallReader(box)
-    assert reader.read() == ([], [])
-    ring.call(enter=10, leave=20)
-    waiting = ring.call(enter=30)
-    begun, ended = reader.read()
-    assert [(call.name, call.enter_ns, call.leave_ns) for call in begun] == [("ncclAllReduce", 10, 20), ("ncclAllReduce", 30, 0)]
-    assert [call.index for call in ended] == [0]
-    assert reader.read() == ([], [])
-    ring.leave(waiting, 30, 90)
-    begun, ended = reader.read()
-    assert (begun, [call.leave_ns for call in ended]) == ([], [90])
-
-
-def test_what_was_overwritten_before_it_was_seen_is_counted(box: BlackBox) -> None:
-    ring, reader = Ring(box), CallReader(box)
-    for _ in range(layout.CALLS + 44):
-        ring.call(enter=1, leave=2)
-    begun, ended = reader.read()
-    assert len(begun) == len(ended) == layout.CALLS
-    assert reader.lost == 44
-
-
-def test_calls_before_the_switch_are_not_told(box: BlackBox) -> None:
-    ring = Ring(box)
-    ring.call(enter=1, leave=2)
-    assert CallReader(box).read() == ([], [])
-
-
-def test_an_entry_that_stays_half_written_is_passed_over(box: BlackBox) -> None:
-    ring, reader = Ring(box), CallReader(box)
-    half = ring.call(enter=1, leave=2)
-    ring.write(half, b"x", 1, 1, 2, mark=2 * half + 1)
-    ring.call(enter=3, leave=4)
-    assert reader.read() == ([], [])
-    begun, _ = reader.read()
-    assert [call.enter_ns for call in begun] == [3]
-    assert reader.lost == 1
-
-
-def test_any_bytes_in_the_ring_are_survived(box: BlackBox) -> None:
-    reader = CallReader(box)
-    start = layout.COLLECTIVES_OFFSET
-    for seed in range(200):
-        noise = b"".join(struct.pack("=Q", (seed * 2654435761 * (word + 1)) & (2**64 - 1)) for word in range(layout.COLLECTIVES_BYTES // 8))
-        box._bytes[start : start + len(noise)] = noise
-        encoder = Encoder(0)
-        begun, ended = reader.read()
-        for call in begun:
-            for line in encoder.begin(call, reader.communicators()).splitlines():
-                json.loads(line)
-        for call in ended:
-            for line in encoder.end(call).splitlines():
-                json.loads(line)
 
 
 def test_communication_is_written_with_what_is_known_of_it(fixture: Fixture) -> None:

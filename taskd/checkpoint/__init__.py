@@ -1,0 +1,1 @@
+"""Checkpoints on disk: written in parts by many ranks, published in one step, and verified before anything of them is used."""

@@ -1,0 +1,190 @@
+"""A checkpoint that is being written: its folder, who writes in it, which parts are there, and how it goes if nothing becomes of it.
+
+    every writer                                    publisher (the first of the writers)
+      | makes the folder, marks itself as owner       | the same
+      | __<rank>_0.distcp, on the disk                | its own part
+      | rank-<rank>.json: the part is there           | has seen all parts: .metadata, taskd.json, rename
+
+Writers tell each other nothing but by these files, so that a writer's death cannot hold up another one. A part that is there belongs to the
+publisher. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taskd.checkpoint import files, manifest, owners
+from taskd.checkpoint.names import Kind, final_name, job_mark, parse_hidden, partial_name, removed_name
+from taskd.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+_OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
+_PART = re.compile(r"rank-(\d{1,9})\.json")
+# Everything that a draft can hold. A folder with anything else in it is left alone.
+_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json")
+_JOIN_TRIES = 100     # each lost to one sweep that took the folder for an abandoned one while it was empty
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is to become a checkpoint; the same on all its writers, which know it without asking each other.
+
+    Args:
+        directory: the folder that holds the job's checkpoints; made if it is missing.
+        job: id of the job.
+        kind: periodic or dump.
+        version: number of committed steps in the state.
+        attempt: stands for one series of writings by these writers, and was never used before by this job: for example a random text that
+            the ranks of a generation share. Within one attempt each version is written once, in ascending order.
+        writers: ranks that write a part. The first one publishes.
+        generation: of the job, when it was written.
+        world_size: number of ranks that trained.
+        fault: why the job had to end, "" for a periodic checkpoint.
+        states: names of the TrainStates.
+    """
+
+    directory: Path
+    job: str
+    kind: Kind
+    version: int
+    attempt: str
+    writers: tuple[int, ...]
+    generation: int
+    world_size: int
+    fault: str = ""
+    states: tuple[str, ...] = ()
+    path: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises CheckpointError for writers or an attempt that cannot be."""
+        if not self.writers or len(set(self.writers)) != len(self.writers):
+            raise CheckpointError(f"job {self.job}: writers {self.writers}: expected at least one rank, each once")
+        object.__setattr__(self, "path", Path(self.directory) / partial_name(self.kind, self.version, self.job, self.attempt))
+
+    @property
+    def publisher(self) -> int:
+        """The rank that publishes."""
+        return self.writers[0]
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"job {self.job}: checkpoint {final_name(self.kind, self.version)} in {self.directory}"
+
+    # ------------------------------------------------------------ writers
+
+    def join(self, rank: int) -> None:
+        """Make the folder unless another writer has, and mark this process as one that writes in it. Raises OSError."""
+        role = "publisher" if rank == self.publisher else "writer"
+        if not self.directory.is_dir():
+            os.makedirs(self.directory, exist_ok=True)
+            files.sync_folder(self.directory.parent)
+        for tries_left in range(_JOIN_TRIES, -1, -1):
+            with suppress(FileExistsError):
+                os.mkdir(self.path)
+            try:
+                files.write_new(self.path / f"{role}-{rank}-{owners.myself()}", b"")
+                break
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+
+    def hand_over(self, rank: int, part: bytes) -> None:
+        """Tell the publisher that this rank's part is there, or why it never will be. Raises OSError."""
+        path = self.part_path(rank)
+        new = path.with_name(path.name + ".new")
+        files.write_new(new, part)
+        os.rename(new, path)
+
+    def part_path(self, rank: int) -> Path:
+        """The file by which a rank hands its part over."""
+        return self.path / f"rank-{rank}.json"
+
+    # ------------------------------------------------------------ publisher
+
+    def missing(self) -> list[int]:
+        """Ranks whose part is not there yet. Raises CheckpointError: the folder is gone, another process has taken it for abandoned."""
+        try:
+            found = {int(match[1]) for name in os.listdir(self.path) if (match := _PART.fullmatch(name))}
+        except OSError as error:
+            raise CheckpointError(f"{self}: {self.path} cannot be read: {error.strerror}") from error
+        return [rank for rank in self.writers if rank not in found]
+
+    def clear(self) -> None:
+        """Remove everything that must not be published. Raises OSError."""
+        for name in os.listdir(self.path):
+            if name != manifest.FILE_NAME and not manifest.is_file_of_checkpoint(name):
+                os.unlink(self.path / name)
+
+    def withdraw(self) -> None:
+        """Give it up: nothing of it is left. For the publisher, or when there are no other writers any more. Raises nothing."""
+        try:
+            discard(self.path, self.kind, self.version, self.job)
+        except OSError as error:
+            log.warning("%s: %s could not be removed: %s", self, self.path, error)
+
+
+def discard(path: Path, kind: Kind, version: int, job: str) -> None:
+    """Delete a folder of ours, under a name that nobody loads or publishes. It need not exist. Raises OSError."""
+    target = path.with_name(removed_name(kind, version, job, secrets.token_hex(8)))
+    with suppress(FileNotFoundError):
+        os.rename(path, target)
+        files.remove_folder(target)
+
+
+def sweep(published: Draft) -> list[Path]:
+    """Delete what dead processes of the same job left unfinished, and what the publisher of `published` itself gave up before.
+
+    Returns what was deleted. Raises OSError.
+    """
+    mark = job_mark(published.job)
+    swept = []
+    for name in sorted(os.listdir(published.directory)):
+        hidden = parse_hidden(name)
+        path = Path(published.directory) / name
+        if hidden is None or hidden.mark != mark or path.is_symlink() or not path.is_dir():
+            continue
+        contents = os.listdir(path)
+        if not all(_OURS.fullmatch(content) for content in contents):
+            continue
+        if hidden.attempt == published.attempt:
+            # One publisher publishes in ascending order: an older one will not be finished. A newer one may have been written by ranks that
+            # have ended since, before their publisher came to it.
+            is_over = hidden.kind is published.kind and hidden.version < published.version
+        else:
+            is_over = not contents or _is_abandoned(path, contents)
+        if not hidden.is_partial:
+            files.remove_folder(path)
+        elif is_over:
+            discard(path, hidden.kind, hidden.version, published.job)
+        else:
+            continue
+        swept.append(path)
+    return swept
+
+
+def _is_abandoned(path: Path, contents: list[str]) -> bool:
+    """Whether nobody can publish it any more: its publisher has ended, or no publisher came and all writers have ended."""
+    found = list(_owners(contents))
+    chosen = [owner for role, owner in found if role == "publisher"] or [owner for _, owner in found]
+    if not chosen and manifest.FILE_NAME in contents:
+        with suppress(CorruptCheckpointError):
+            chosen = [manifest.read(path).publisher]
+    return bool(chosen) and all(owners.is_certainly_gone(owner) for owner in chosen)
+
+
+def _owners(contents: list[str]) -> Iterator[tuple[str, str]]:
+    for name in contents:
+        match = _OWNER.fullmatch(name)
+        if match:
+            yield match[1], match[2]

@@ -1,0 +1,125 @@
+"""System calls for files that must be whole or absent. Knows nothing of what they hold, but refuses links and pipes in their place."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import stat
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from taskd.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_READ_BYTES = 4 << 20       # SHA-256 reaches its full rate far below
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+# File systems that do not know the flag (NFS), kernels and C libraries that do not know the call.
+_NO_SUCH_CALL = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Descriptor of a regular file. A link is not followed, a pipe not waited for.
+
+    Raises:
+        CorruptCheckpointError: it is missing, no regular file, or cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path}: is missing") from None
+    except OSError as error:
+        reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        raise CorruptCheckpointError(f"{path}: {reason}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CorruptCheckpointError(f"{path}: is no regular file")
+        try:
+            yield descriptor
+        except OSError as error:
+            raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path, limit_bytes: int) -> bytes:
+    """The content. Raises CorruptCheckpointError, also for more than `limit_bytes`."""
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size > limit_bytes:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, more than the {limit_bytes} that are accepted")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit_bytes)
+
+
+def check_size(path: Path, size_bytes: int) -> None:
+    """Raises CorruptCheckpointError unless it is a regular file of that size."""
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size != size_bytes:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, {size_bytes} were written")
+
+
+def check_content(path: Path, size_bytes: int, sha256: str) -> None:
+    """Raises CorruptCheckpointError unless it is a regular file of that content."""
+    check_size(path, size_bytes)
+    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with opened(path) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    if digest.hexdigest() != sha256:
+        raise CorruptCheckpointError(f"{path}: its content has changed since it was written (SHA-256 {digest.hexdigest()[:16]}…, expected {sha256[:16]}…)")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Make a file that does not exist yet, and have it on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a folder to a name that is free. Raises FileExistsError, OSError."""
+    try:
+        _renameat2(source, target)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
+        os.mkdir(target)             # whoever makes it owns the name,
+        os.rename(source, target)    # and an empty folder is the only thing that this can replace
+
+
+def _renameat2(source: Path, target: Path) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(source))
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fspath(source), None, os.fspath(target))
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder of plain files; another process may be doing the same. Raises OSError, with whatever is left still there."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            with suppress(FileNotFoundError):
+                os.unlink(path / name)
+        os.rmdir(path)

@@ -1,0 +1,150 @@
+"""The directory that holds a job's checkpoints: which of them are whole, which is the newest, which are not needed any more.
+
+Needs no torch: what a file holds is the business of load.py. Never deletes anything but whole periodic checkpoints of the same job.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taskd.checkpoint import files, manifest
+from taskd.checkpoint.names import Kind, parse_final, parse_hidden, removed_name
+from taskd.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from taskd.checkpoint.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: Manifest
+
+    def order(self) -> tuple[int, str, str]:
+        """Newer is larger: by version, and by time for the same version."""
+        return self.manifest.version, self.manifest.saved_at, self.path.name
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A directory as it was: `valid` newest first; `passed_over` says why each of the others is not among them."""
+
+    valid: list[Checkpoint]
+    passed_over: list[tuple[Path, str]]
+
+
+def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
+    """Look at every checkpoint in `directory`, which may be missing. Changes nothing.
+
+    Args:
+        directory: as given to the drafts.
+        job: whose checkpoints count; None: any.
+        is_full: compare the checksums of all files, which reads all of them; else their presence and sizes.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    found: list[Checkpoint] = []
+    passed_over: list[tuple[Path, str]] = []
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return Scan([], [])
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be read: {error.strerror}") from error
+    for name in names:
+        path = Path(directory) / name
+        hidden = parse_hidden(name)
+        if hidden is not None and hidden.is_partial:
+            passed_over.append((path, "was not finished"))
+        elif parse_final(name) is not None:
+            try:
+                found.append(check(path, job, is_full=is_full))
+            except CorruptCheckpointError as error:
+                passed_over.append((path, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}{os.sep}")))
+    return Scan(sorted(found, key=Checkpoint.order, reverse=True), passed_over)
+
+
+def newest_valid(directory: Path, job: str | None, *, is_full: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest one that is whole, dump or periodic, and what was passed over and why. Only as many are read in full as it takes.
+
+    Raises CheckpointError.
+    """
+    found = scan(directory, job)
+    passed_over = list(found.passed_over)
+    for checkpoint in found.valid:
+        wrong = problems(checkpoint.path, is_full=True) if is_full else []
+        if not wrong:
+            return checkpoint, passed_over
+        passed_over.append((checkpoint.path, wrong[0].removeprefix(f"{checkpoint.path}{os.sep}")))
+    return None, passed_over
+
+
+def check(path: Path, job: str | None, *, is_full: bool = False) -> Checkpoint:
+    """The checkpoint at `path`. Raises CorruptCheckpointError, which names the file and the reason: the first of `problems`."""
+    found = _inspect(path, job)
+    for problem in _problems_of_files(found, is_full=is_full):
+        raise problem
+    return found
+
+
+def problems(path: Path, *, is_full: bool) -> list[str]:
+    """Everything that is wrong with the checkpoint at `path`, each with the file's name; empty: it is whole."""
+    try:
+        found = _inspect(path, None)
+    except CorruptCheckpointError as error:
+        return [str(error)]
+    return [str(problem) for problem in _problems_of_files(found, is_full=is_full)]
+
+
+def _inspect(path: Path, job: str | None) -> Checkpoint:
+    """All but the data files."""
+    if path.is_symlink():
+        raise CorruptCheckpointError(f"{path}: is a symbolic link")
+    if not path.is_dir():
+        raise CorruptCheckpointError(f"{path}: " + ("is no folder" if path.exists() else "is missing"))
+    content = manifest.read(path)
+    if job is not None and content.job != job:
+        raise CorruptCheckpointError(f"{path}: belongs to job {content.job}")
+    named = parse_final(path.name)
+    if named is not None and named != (content.kind, content.version):
+        raise CorruptCheckpointError(f"{path}: its manifest is that of version {content.version}, {content.kind.value}")
+    return Checkpoint(path, content)
+
+
+def _problems_of_files(checkpoint: Checkpoint, *, is_full: bool) -> list[CorruptCheckpointError]:
+    found = []
+    for file in checkpoint.manifest.files:
+        try:
+            if is_full:
+                files.check_content(checkpoint.path / file.name, file.size_bytes, file.sha256)
+            else:
+                files.check_size(checkpoint.path / file.name, file.size_bytes)
+        except CorruptCheckpointError as error:
+            found.append(error)
+    return found
+
+
+def retain(directory: Path, job: str, keep: int) -> list[Path]:
+    """Delete the periodic checkpoints of `job` but the newest `keep`; those that are not whole neither count nor are deleted.
+
+    Returns what was deleted. Raises CheckpointError, OSError.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep {keep}: at least one checkpoint is kept")
+    periodic = [one for one in scan(directory, job).valid if one.manifest.kind is Kind.PERIODIC]
+    removed = []
+    for one in periodic[keep:]:
+        if set(os.listdir(one.path)) - {manifest.FILE_NAME, *(file.name for file in one.manifest.files)}:
+            continue         # somebody has put something of his own there
+        hidden = one.path.with_name(removed_name(one.manifest.kind, one.manifest.version, job, secrets.token_hex(8)))
+        os.rename(one.path, hidden)      # in one step: half of a checkpoint is never seen under its name
+        files.remove_folder(hidden)
+        removed.append(one.path)
+    return removed

@@ -1,0 +1,159 @@
+"""Which bytes of a state this rank writes: decided by each writer alone, in the same way on all of them.
+
+    Piece            exactly as given: the caller knows that nobody else writes it
+    DTensor          the local shard, shared by rows among the writers that hold it
+    plain tensor     on all writers: shared by rows among them
+    anything else    a plain value, written by the first writer
+
+"Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line of bytes is cut into equal parts, at
+the beginning of a row. So the parts are even and no rank needs to ask another one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
+
+from taskd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+# A piece is copied off its device, and read back, as a whole: this bounds the memory that saving and loading need beside the state.
+MAX_PIECE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a tensor of `global_shape`: the box that begins at `offsets` and has the shape of `tensor`."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Piece:
+        """What this rank holds of a tensor: the local shard of a DTensor, else all of it. Needs no process group.
+
+        Raises:
+            CheckpointError: a DTensor whose values are not final (partial sums), or whose mesh this rank is not in.
+        """
+        if not isinstance(tensor, DTensor):
+            return cls(tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+        if tensor.device_mesh.get_coordinate() is None:
+            raise CheckpointError(f"this rank holds nothing of a DTensor on {tensor.device_mesh}")
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(f"a DTensor with placements {tensor.placements} holds partial sums: redistribute it first")
+        with torch.no_grad():
+            local = tensor.detach().to_local()
+        (chunk,) = _create_chunk_list(tensor)
+        return cls(tuple(tensor.shape), tuple(chunk.offsets), local)
+
+
+def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
+    """What `rank` writes: pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
+
+    Raises:
+        CheckpointError: a tensor that cannot be saved, by name.
+    """
+    shared: dict[tuple[int, ...], list[tuple[str, Piece]]] = {}
+    pieces: list[tuple[str, Piece]] = []
+    values: list[tuple[str, Any]] = []
+    for name in sorted(state):
+        value = state[name]
+        if isinstance(value, Piece):
+            _check(name, value)
+            pieces.append((name, value))
+        elif isinstance(value, DTensor):
+            if value.device_mesh.get_coordinate() is not None:
+                piece = Piece.of(value)
+                _check(name, piece)
+                shared.setdefault(_holders(name, value, rank, writers), []).append((name, piece))
+        elif isinstance(value, torch.Tensor):
+            piece = Piece.of(value)
+            _check(name, piece)
+            shared.setdefault(tuple(writers), []).append((name, piece))
+        elif rank == writers[0]:
+            values.append((name, value))
+    for holders, line in shared.items():
+        pieces += _share(line, holders.index(rank), len(holders))
+    return [(name, small) for name, piece in pieces for small in _split(piece)], values
+
+
+def _check(name: str, piece: Piece) -> None:
+    tensor = piece.tensor
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: only dense tensors and DTensors can be saved")
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{name} is on the meta device: it has no values yet")
+    shape, offsets = piece.global_shape, piece.offsets
+    fits = len(shape) == len(offsets) == tensor.dim() and all(
+        offset >= 0 and offset + size <= whole for offset, size, whole in zip(offsets, tensor.shape, shape, strict=True))
+    if not fits:
+        raise CheckpointError(f"{name}: a piece of shape {tuple(tensor.shape)} at {offsets} does not lie in {shape}")
+
+
+def _holders(name: str, tensor: DTensor, rank: int, writers: Sequence[int]) -> tuple[int, ...]:
+    """The writers that have the same shard: those that differ from this rank only along the mesh's replicating dimensions."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    index = tuple(slice(None) if placement.is_replicate() else place for place, placement in zip(coordinate, tensor.placements, strict=True))
+    ranks = set(mesh.mesh[index].reshape(-1).tolist())
+    if int(mesh.mesh[tuple(coordinate)]) != rank:
+        raise CheckpointError(f"{name}: rank {rank} has another number in its mesh {mesh}: give it as Piece.of(tensor)")
+    return tuple(writer for writer in writers if writer in ranks)
+
+
+def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tuple[str, Piece]]:
+    """The rows that begin in part `index` of `count` equal parts of the line."""
+    total = sum(piece.tensor.nbytes for _, piece in line)
+    low, high = total * index // count, total * (index + 1) // count
+    start = 0
+    for name, piece in line:
+        size = piece.tensor.nbytes
+        if not size:
+            # A whole tensor without elements is written so that it exists; an empty shard of another one is not.
+            if index == 0 and not math.prod(piece.global_shape):
+                yield name, piece
+            continue
+        rows = piece.tensor.shape[0] if piece.tensor.dim() else 1
+        row_bytes = size // rows
+        first, last = (min(max(-(-(edge - start) // row_bytes), 0), rows) for edge in (low, high))
+        if first < last:
+            yield name, _rows(piece, first, last)
+        start += size
+
+
+def _split(piece: Piece) -> Iterator[Piece]:
+    size = piece.tensor.nbytes
+    rows = piece.tensor.shape[0] if piece.tensor.dim() and size else 1
+    step = max(1, MAX_PIECE_BYTES * rows // max(size, 1))
+    if step >= rows:
+        yield piece
+    else:
+        yield from (_rows(piece, first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _rows(piece: Piece, first: int, last: int) -> Piece:
+    if not piece.tensor.dim() or (first == 0 and last == piece.tensor.shape[0]):
+        return piece
+    return Piece(piece.global_shape, (piece.offsets[0] + first, *piece.offsets[1:]), piece.tensor[first:last])
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a tensor that has no more memory behind it than its own: torch.save writes, and DCP copies, all that is behind it.
+
+    On the CPU without a copy where the values are contiguous: the result is valid as long as `tensor` is.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,149 @@
+"""Turning the parts of all writers into a checkpoint: DCP's metadata, the manifest, and one rename that makes it exist."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import pickle
+import socket
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from taskd.checkpoint import files, folder, manifest, owners, parts
+from taskd.checkpoint.draft import Draft, sweep
+from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
+from taskd.checkpoint.names import Kind, final_name
+from taskd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_MAX_SAME_VERSION = 9999     # names of one version, see names.py
+
+
+def publish(draft: Draft, keep: int | None = None) -> Path:
+    """Publish what all writers have handed over; for the first writer. When it returns, the checkpoint is on the disk.
+
+    Args:
+        draft: whose `missing()` is empty.
+        keep: of a periodic checkpoint: how many are left, this one included. None: all.
+
+    Raises:
+        CheckpointError: it was not published. Nothing of it is left, and the previous checkpoints are as before.
+    """
+    try:
+        path = _publish(draft)
+    # An interrupt too: a draft that is not published is worth nothing.
+    except BaseException as error:
+        draft.withdraw()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}") from error
+        raise
+    _tidy(draft, keep)
+    return path
+
+
+def _publish(draft: Draft) -> Path:
+    missing = draft.missing()
+    if missing:
+        raise CheckpointError(f"{draft}: no part of rank {', '.join(map(str, missing))}")
+    read = [parts.read(draft.part_path(rank), rank) for rank in draft.writers]
+    metadata = pickle.dumps(_metadata(draft, read))
+    listed = [file for part in read for file in part.files]
+    for file in listed:
+        files.check_size(draft.path / file.name, file.size_bytes)
+    files.write_new(draft.path / METADATA_NAME, metadata)
+    listed.append(FileEntry(METADATA_NAME, len(metadata), hashlib.sha256(metadata).hexdigest()))
+    files.write_new(draft.path / manifest.FILE_NAME, manifest.encode(_manifest(draft, tuple(listed))))
+    draft.clear()
+    files.sync_folder(draft.path)
+    for number in range(1, _MAX_SAME_VERSION + 1):
+        path = draft.directory / final_name(draft.kind, draft.version, number)
+        try:
+            files.rename_new(draft.path, path)
+        except FileExistsError:
+            continue
+        files.sync_folder(draft.directory)
+        return path
+    raise CheckpointError(f"{draft}: {_MAX_SAME_VERSION} of this version exist: remove some")
+
+
+def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
+    return Manifest(
+        job=draft.job, kind=draft.kind, version=draft.version, generation=draft.generation, world_size=draft.world_size, writers=draft.writers,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"), fault=draft.fault, torch=str(torch.__version__),
+        states=draft.states, host=socket.gethostname(), publisher=owners.myself(), files=listed,
+    )
+
+
+def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
+    """What DCP needs to find every piece. Raises CheckpointError: the parts are no whole."""
+    seen: dict[str, tuple[object, ...]] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    plans: list[SavePlan] = []
+    for part in read:
+        items = []
+        for entry in part.entries:
+            kind = (entry.global_shape, entry.dtype, entry.offsets is None)
+            if seen.setdefault(entry.name, kind) != kind:
+                raise CheckpointError(f"{draft}: {entry.name} is {kind[:2]} on rank {part.rank} and {seen[entry.name][:2]} on another")
+            item = _item(entry)
+            if entry.offsets is None and item.index in storage:
+                raise CheckpointError(f"{draft}: {entry.name} was given by two ranks: values of one rank need a name of their own")
+            # Two ranks may have written the same piece: either will do.
+            storage[item.index] = _StorageInfo(entry.file, entry.offset_bytes, entry.length_bytes)
+            items.append(item)
+        plans.append(SavePlan(items))
+    try:
+        _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(f"{draft}: the pieces do not make up the tensors: {error}") from error
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, BytesStorageMetadata):
+            have, need = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
+            if have != need:
+                raise CheckpointError(f"{draft}: {name} is not whole: {have} of {need} elements were written")
+    metadata.storage_data = storage
+    metadata.storage_meta = StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION
+    return metadata
+
+
+def _item(entry: parts.Entry) -> WriteItem:
+    if entry.offsets is None:
+        return WriteItem(MetadataIndex(entry.name), WriteItemType.BYTE_IO)
+    offsets = torch.Size(entry.offsets)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(entry.sizes)),
+        properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
+        size=torch.Size(entry.global_shape),
+    )
+    return WriteItem(MetadataIndex(entry.name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _tidy(draft: Draft, keep: int | None) -> None:
+    """Delete what is not needed any more. The checkpoint exists already, so no problem here may look as if it did not."""
+    try:
+        for path in sweep(draft):
+            log.info("job %s: %s was never finished and is removed", draft.job, path)
+        if keep is not None and draft.kind is Kind.PERIODIC:
+            for path in folder.retain(draft.directory, draft.job, keep):
+                log.info("job %s: %s is removed, %d newer ones are kept", draft.job, path, keep)
+    except (OSError, CheckpointError) as error:
+        log.warning("job %s: old checkpoints in %s could not be removed: %s", draft.job, draft.directory, error)

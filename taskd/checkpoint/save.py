@@ -1,0 +1,148 @@
+"""Writing one rank's part of a checkpoint, through DCP's own file writer. No collective, no second copy of the state.
+
+    draft = Draft(directory, job, Kind.DUMP, version, attempt, writers, ...)     the same on all writers
+    write(draft, rank, state, own)                                               on each of them
+    publish(draft)                                                               on the first, once all have written
+
+A state is a dict from names to tensors, DTensors, Pieces and plain values; who writes what is decided in pieces.py.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from taskd.checkpoint import parts, values
+from taskd.checkpoint.pieces import Piece, divide, own_memory
+from taskd.checkpoint.stream import HashedFiles, Progress
+from taskd.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from taskd.checkpoint.draft import Draft
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Plan:
+    """DCP's write items, and where it finds what they stand for (the only method of a SavePlanner that writing needs)."""
+
+    items: dict[MetadataIndex, WriteItem]
+    pieces: dict[MetadataIndex, Piece]
+    values: dict[MetadataIndex, bytes]
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if item.index in self.values:
+            return io.BytesIO(self.values[item.index])
+        return own_memory(self.pieces[item.index].tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.tensor.nbytes for piece in self.pieces.values()) + sum(map(len, self.values.values()))
+
+
+def write(draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    """Write this rank's part and hand it over to the publisher. The tensors must not change meanwhile.
+
+    Args:
+        draft: what is being written.
+        rank: this one, of `draft.writers`.
+        state: plain tensors and values are the same on all writers; DTensors and Pieces are what this rank has.
+        own: plain values of this rank alone, for example the state of its random generators. No other rank may use their names.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of this rank's part is left, and the publisher is told. The publisher itself
+            withdraws the draft.
+    """
+    if rank not in draft.writers:
+        raise CheckpointError(f"{draft}: rank {rank} is none of its writers {draft.writers}")
+    files: HashedFiles | None = None
+    try:
+        draft.join(rank)
+        plan = _plan(rank, state, own or {}, draft)
+        files = HashedFiles(Progress(f"{draft}: rank {rank}", plan.size_bytes))
+        entries = _write(draft, rank, plan, files)
+        draft.hand_over(rank, parts.encode(parts.Part(rank, entries, tuple(file.entry for file in files.files))))
+    # Whatever it was, an interrupt too: what was written is of no use to anybody, and the publisher waits.
+    except BaseException as error:
+        known = (files.error if files else None) or error
+        problem = f"{draft}: rank {rank}: {_text(known)}"
+        _undo(draft, rank, problem)
+        if isinstance(known, OSError):
+            raise CheckpointError(problem) from known
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(problem) from error
+        raise
+
+
+def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> _Plan:
+    both = state.keys() & own.keys()
+    if both:
+        raise CheckpointError(f"{min(both)} is in the state and in the rank's own values: give it once")
+    pieces, plain = divide(state, rank, draft.writers)
+    plan = _Plan({}, {}, {})
+    for name, value in [*plain, *own.items()]:
+        index = MetadataIndex(name)
+        plan.items[index] = WriteItem(index, WriteItemType.BYTE_IO)
+        plan.values[index] = values.pack(name, value)
+    for name, piece in pieces:
+        offsets = torch.Size(piece.offsets)
+        index = MetadataIndex(name, offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.shape),
+            properties=TensorProperties(dtype=piece.tensor.dtype),
+            size=torch.Size(piece.global_shape),
+        )
+        plan.items[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        plan.pieces[index] = piece
+    return plan
+
+
+def _write(draft: Draft, rank: int, plan: _Plan, files: HashedFiles) -> tuple[parts.Entry, ...]:
+    writer = FileSystemWriter(draft.path, sync_files=False)      # our files sync themselves
+    writer.fs = files
+    with torch.no_grad():
+        results = writer.write_data(SavePlan(list(plan.items.values()), storage_data=_StoragePrefix(f"__{rank}_")), plan).wait()
+    return tuple(_entry(plan.items[result.index], result.storage_data) for result in results)
+
+
+def _entry(item: WriteItem, place: Any) -> parts.Entry:
+    where = (place.relative_path, place.offset, place.length)
+    data = item.tensor_data
+    if data is None:
+        return parts.Entry(item.index.fqn, None, (), (), "", *where)
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return parts.Entry(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), dtype, *where)
+
+
+def _undo(draft: Draft, rank: int, problem: str) -> None:
+    if rank == draft.publisher:
+        draft.withdraw()
+        return
+    with suppress(OSError):
+        for name in os.listdir(draft.path):
+            if name.startswith((f"__{rank}_", f"rank-{rank}.json")):
+                os.unlink(draft.path / name)
+    try:
+        # A few bytes, on a disk on which our own file has just made room.
+        draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
+    except OSError as error:
+        log.warning("%s: rank %d could not tell the publisher that its part will not come: %s", draft, rank, error)
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename or 'its file'} could not be written: {error.strerror or error}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,120 @@
+"""The state from disk: which checkpoint, agreed by all ranks, and reading it into what the program has built.
+
+Every rank checks its share of the files; what one of them finds damaged is passed over by all. Knows no plan of a recovery.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from taskd.checkpoint import files, folder
+from taskd.checkpoint.load import contents, load
+from taskd.errors import CheckpointError, StateError
+from taskd.worker import buckets, flat
+from taskd.worker.extras import Part
+from taskd.worker.saving import NAME_OF_LAYOUTS, directory_of, name_of_rank, name_of_state
+
+if TYPE_CHECKING:
+    from taskd.checkpoint.folder import Checkpoint
+    from taskd.worker.holding import Holding
+    from taskd.worker.life import Life
+
+
+def choose(life: Life, holding: Holding) -> Checkpoint | None:
+    """The newest checkpoint of this job that is whole, the same on every rank; None if there is none.
+
+    Raises:
+        StateError: there is one, and the ranks cannot agree on it: there is no process group yet, or it is not there for all of them.
+    """
+    directory = directory_of({holding.name: holding}).absolute()
+    found = folder.scan(directory, life.job_id)
+    if life.world_size > 1 and not dist.is_initialized():
+        if not found.valid:
+            return None
+        message = (f"TrainState({holding.name!r}): call init_process_group() before restore(): {found.valid[0].path} is there, and all ranks "
+                   "take the same checkpoint")
+        raise StateError(message)
+    passed_over = list(found.passed_over)
+    for path in _agree([checkpoint.path for checkpoint in found.valid], life):
+        checkpoint, problem = _check(path, life)
+        problems = [text for text in _gather(problem, life) if text]
+        if not problems and checkpoint is not None:
+            if life.rank == 0:
+                manifest = checkpoint.manifest
+                _say(f"restoring step {manifest.version} from {path}: the newest whole checkpoint, a {manifest.kind.value} one, saved by "
+                     f"{len(manifest.writers)} of {manifest.world_size} ranks at {manifest.saved_at}{_skipped(passed_over)}")
+            return checkpoint
+        passed_over.append((path, problems[0]))
+    if passed_over and life.rank == 0:
+        _say(f"starting afresh: no whole checkpoint of job {life.job_id} in {directory}{_skipped(passed_over)}")
+    return None
+
+
+def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Read the checkpoint into the holding's objects. Returns what this rank had to itself, {} if the world is another one.
+
+    Raises:
+        StateError: the objects are others than those that were saved.
+        CheckpointError: it cannot be read after all.
+    """
+    held = contents(checkpoint.path)
+    if name_of_state(holding.name) not in held.values:
+        message = f"TrainState({holding.name!r}) is not in {checkpoint.path}, which holds {', '.join(checkpoint.manifest.states)}"
+        raise StateError(message)
+    own_name = name_of_rank(life.rank)
+    is_same_world = checkpoint.manifest.world_size == life.world_size
+    names = [name_of_state(holding.name), *(name for name in (own_name, NAME_OF_LAYOUTS) if is_same_world and name in held.values)]
+    values = load(checkpoint.path, {}, names)
+    plain = values[name_of_state(holding.name)]
+    targets = flat.targets(holding, plain, held.tensors)
+    load(checkpoint.path, targets, ())
+    flat.load(holding, plain, targets)
+    if NAME_OF_LAYOUTS in values:
+        buckets.reinstate(life, values[NAME_OF_LAYOUTS])
+    own: dict[str, Any] = values.get(own_name, {})
+    if own:
+        part = Part(plain["values"], own["positions"].get(holding.name, {}), own["buffers"].get(holding.name, {}))
+        holding.load_part(part, with_values=False)
+    return own
+
+
+def _check(path: Path, life: Life) -> tuple[Checkpoint | None, str]:
+    """Look at this rank's share of the files."""
+    try:
+        checkpoint = folder.check(path, life.job_id)
+        for file in checkpoint.manifest.files[life.rank::life.world_size]:
+            files.check_content(path / file.name, file.size_bytes, file.sha256)
+    except (CheckpointError, OSError) as error:
+        return None, f"rank {life.rank}: {error}"
+    return checkpoint, ""
+
+
+def _agree(paths: list[Path], life: Life) -> list[Path]:
+    """Rank 0's list."""
+    if life.world_size == 1:
+        return paths
+    texts: list[Any] = [[str(path) for path in paths]]
+    dist.broadcast_object_list(texts, 0)
+    return [Path(text) for text in texts[0]]
+
+
+def _gather(text: str, life: Life) -> list[str]:
+    if life.world_size == 1:
+        return [text]
+    texts: list[Any] = [None] * life.world_size
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def _skipped(passed_over: list[tuple[Path, str]]) -> str:
+    return "".join(f"; passed over {path.name}: {reason}" for path, reason in passed_over)
+
+
+def _say(text: str) -> None:
+    """To the user, in every case: the log of a training process is the script's."""
+    sys.stderr.write(f"taskd: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,27 @@
+"""File systems of a test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
+    """A file system of its own. Needs root."""
+    path.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", ",".join((f"size={kilobytes}k", *options)), "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)

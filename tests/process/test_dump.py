@@ -1,0 +1,172 @@
+"""The dying gasp on real processes: one whole checkpoint is left, and the next start goes on from it to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.checkpoint import folder
+from tests.disks import small_disk
+from tests.process import harness
+from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.slow
+
+
+def checkpoints(job: harness.Job) -> list[folder.Checkpoint]:
+    """Whole ones, newest first; asserts that there is nothing else."""
+    found = folder.scan(job.directory / "taskd_checkpoints", "test-job", is_full=True)
+    assert found.passed_over == []
+    assert sorted(os.listdir(job.directory / "taskd_checkpoints")) == sorted(checkpoint.path.name for checkpoint in found.valid)
+    return found.valid
+
+
+def end_with_dump(job: harness.Job, finished: harness.Finished, reason: str, version: int) -> folder.Checkpoint:
+    """torchrun ended as it does after a dump, and this is it."""
+    assert finished.returncode == 2, finished.output[-4000:]
+    assert job.manager is not None
+    assert job.manager.wait(20).returncode == 1
+    (checkpoint,) = checkpoints(job)
+    assert checkpoint.manifest.version == version
+    assert checkpoint.manifest.fault == reason
+    assert finished.last_line == f"taskd: job test-job has ended: {reason}; step {version} was saved in {checkpoint.path}"
+    assert job.leftovers() == set()
+    return checkpoint
+
+
+def resumed(job: harness.Job, version: int, *, nproc: int = 4) -> harness.Finished:
+    """The same command line again."""
+    before = len(job.facts("restored"))
+    finished = job.run(nproc=nproc)
+    assert finished.returncode == 0, finished.output[-4000:]
+    assert job.manager is not None
+    assert job.manager.wait(20).returncode == 0, job.manager.text
+    restored = job.facts("restored")[before:]
+    path = checkpoints(job)[0].path
+    assert {fact["rank"]: fact["source"] for fact in restored} == dict.fromkeys(range(nproc), f"read version {version} from {path}")
+    return finished
+
+
+@pytest.mark.parametrize(("fault", "version", "ended"), [
+    ("1@5:forward:kill", 5, "rank 1 ended with SIGKILL"),
+    ("0@5:backward:null", 5, "rank 0 ended with SIGSEGV at address 0x0 (SEGV_MAPERR) in the main thread"),
+    ("3@5:optimizer:kill", 6, "rank 3 ended with SIGKILL"),
+    ("2@1:before-commit:exit3", 2, "rank 2 ended with exit 3"),
+    ("1@7:forward:raise", 7, "rank 1 raised ValueError: a bad sample"),
+])  # fmt: skip
+def test_the_next_start_goes_on_to_the_last_bit(tmp_path: pathlib.Path, reference, fault: str, version: int, ended: str) -> None:  # noqa: F811
+    with harness.job(tmp_path, FAULTS=fault, TASKD_RECOVER_STRATEGY="dump", BATCH_NORM="1") as job:
+        step = fault.split("@")[1].split(":", maxsplit=1)[0]
+        checkpoint = end_with_dump(job, job.run(), f"{ended} at step {step}", version)
+        assert checkpoint.manifest.world_size == 4
+        assert set(checkpoint.manifest.writers) <= set(range(4)) - (set() if "raise" in fault else {int(fault[0])})
+        resumed(job, version)
+        assert job.digests() == reference(BATCH_NORM="1")
+        assert len(job.facts("fault")) == 1
+
+
+def test_replacing_comes_first_and_the_dump_when_no_restart_is_left(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    env = {"FAULTS": "1@3:forward:kill;2@6:backward:kill", "TASKD_RECOVER_STRATEGY": "recover-in-place,dump"}
+    with harness.job(tmp_path, **env) as job:
+        finished = job.run(options=("--max-restarts=1",))
+        reason = "restart budget spent: 1 of 1 restarts used (--max_restarts) when rank 2 ended at step 6"
+        end_with_dump(job, finished, reason, 6)
+        resumed(job, 6)
+        assert job.digests() == reference()
+        assert len(job.facts("fault")) == 2
+
+
+@pytest.mark.parametrize("nproc", [2, 6])
+def test_another_number_of_ranks_goes_on_from_it(tmp_path: pathlib.Path, nproc: int) -> None:
+    with harness.job(tmp_path, FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
+        end_with_dump(job, job.run(), "rank 1 ended with SIGKILL at step 5", 5)
+        resumed(job, 5, nproc=nproc)
+        done = [fact for fact in job.facts("done") if fact["step"] == 12]
+        assert len({fact["digest"] for fact in done}) == 1
+        assert {fact["rank"] for fact in done} == set(range(nproc))
+
+
+def test_a_node_that_is_to_end_saves_at_the_end_of_the_step(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """SIGTERM, as a pod gets it that is evicted."""
+    env = {"STEPS": "40", "SLEEP_S": "0.1", "TASKD_RECOVER_STRATEGY": "recover-in-place,dump"}
+    with harness.job(tmp_path, **env) as job:
+        job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        agent.process.send_signal(signal.SIGTERM)
+        finished = agent.wait(60)
+        committed = {rank: max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank) for rank in range(4)}
+        # A rank that is called out at the end of its step has committed it, and does not come to say so.
+        version = max(fact["step"] for fact in job.facts("committed")) if len(set(committed.values())) > 1 else committed[0] + 1
+        checkpoint = end_with_dump(job, finished, "node 0 is to end (SIGTERM)", version)
+        assert checkpoint.manifest.writers == (0, 1, 2, 3)
+        resumed(job, checkpoint.manifest.version)
+        assert job.digests() == reference(STEPS="40")
+
+
+def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: pathlib.Path) -> None:
+    """The disk is full."""
+    path = tmp_path / "disk"
+    with small_disk(path, 64), harness.job(
+        tmp_path / "job", FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="dump", TASKD_CHECKPOINT_DIR=str(path),
+    ) as job:
+        finished = job.run()
+        assert finished.returncode == 1
+        assert finished.last_line.startswith("taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5; and no dump: rank ")
+        assert f"{path}" in finished.last_line
+        assert "No space left on device" in finished.last_line
+        assert os.listdir(path) == []
+        assert job.leftovers() == set()
+
+
+def test_exit_is_no_dump(tmp_path: pathlib.Path) -> None:
+    with harness.job(tmp_path, FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="exit") as job:
+        finished = job.run()
+        assert finished.returncode == 1
+        assert finished.last_line == "taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5"
+        assert not (tmp_path / "taskd_checkpoints").exists()
+
+
+def test_a_damaged_dump_is_passed_over_for_the_one_before(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    with harness.job(tmp_path, FAULTS="1@5:forward:kill;2@8:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
+        end_with_dump(job, job.run(), "rank 1 ended with SIGKILL at step 5", 5)
+        assert job.run().returncode == 2
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 1
+        newest, older = checkpoints(job)
+        assert (newest.manifest.version, older.manifest.version) == (8, 5)
+        victim = max(newest.path.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        with victim.open("r+b") as file:
+            file.seek(victim.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        finished = job.run()
+        assert finished.returncode == 0, finished.output[-3000:]
+        assert job.manager.wait(20).returncode == 0
+        assert {fact["source"] for fact in job.facts("restored")[-4:]} == {f"read version 5 from {older.path}"}
+        assert f"taskd: restoring step 5 from {older.path}: the newest whole checkpoint" in finished.output
+        assert f"passed over {newest.path.name}: rank " in finished.output
+        assert job.digests() == reference()
+        assert newest.path.is_dir(), "nothing is deleted"
+
+
+def test_two_jobs_in_one_folder_leave_each_other_alone(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    shared = str(tmp_path / "shared")
+    with harness.job(tmp_path / "a", FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="dump", TASKD_CHECKPOINT_DIR=shared) as job:
+        assert job.run().returncode == 2
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 1
+    with harness.job(tmp_path / "b", TASKD_CHECKPOINT_DIR=shared, MINDX_TASK_ID="another-job") as job:
+        finished = job.run()
+        check_recovered(job, finished, reference(), faults=0, replaced=set())
+        assert {fact["source"] for fact in job.facts("restored")} == {"nothing: fresh start"}
+    (kept,) = os.listdir(shared)
+    assert json.loads((tmp_path / "shared" / kept / "taskd.json").read_text())["job"] == "test-job"

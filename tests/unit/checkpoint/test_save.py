@@ -1,0 +1,340 @@
+"""Writing, publishing and loading, within one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoints import assert_holds, draft_of, save, state_of, tensors_in, tree
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from taskd.checkpoint import files, folder, owners, stream
+from taskd.checkpoint.draft import sweep
+from taskd.checkpoint.load import contents, load
+from taskd.checkpoint.names import Kind, removed_name
+from taskd.checkpoint.pieces import Piece
+from taskd.checkpoint.publish import publish
+from taskd.checkpoint.save import write
+from taskd.checkpoint.saver import Saver
+from taskd.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import pathlib
+
+LIMIT_S = 60
+
+
+def names(directory: pathlib.Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+@pytest.mark.parametrize("writers", [(0,), (2, 0, 1)])
+def test_what_was_saved_is_loaded(tmp_path, writers) -> None:
+    path = save(tmp_path / "new" / "folder", 7, writers=writers, world_size=4, generation=2, states=("model",))
+    assert_holds(path, 7, writers)
+    (found,) = folder.scan(path.parent, "job", is_full=True).valid
+    manifest = found.manifest
+    assert (manifest.version, manifest.writers, manifest.world_size, manifest.generation, manifest.states) == (7, writers, 4, 2, ("model",))
+    assert names(path) == [".metadata", *sorted(f"__{rank}_0.distcp" for rank in writers), "taskd.json"]
+    assert contents(path).tensors["bias"] == ((17,), torch.bfloat16)
+
+
+def test_plain_dcp_reads_it(tmp_path) -> None:
+    path = save(tmp_path, 7, writers=(0, 1))
+    expected = state_of(7)
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors_in(expected).items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(target, checkpoint_id=path)
+    assert all(torch.equal(target[name], expected[name]) for name in target)
+    dcp_to_torch_save(path, tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(loaded["weight"], expected["weight"])
+    assert loaded["schedule"] == expected["schedule"]
+
+
+def test_a_survivor_writes_the_piece_of_a_dead_rank(tmp_path) -> None:
+    whole = torch.randn(10, 3)
+    draft = draft_of(tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL")
+    write(draft, 1, {"w": Piece((10, 3), (4, 0), whole[4:7])})
+    write(draft, 2, {"w": Piece((10, 3), (7, 0), whole[7:])}, {"dead/0": 1})
+    write_dead = Piece((10, 3), (0, 0), whole[:4])
+    with pytest.raises(CheckpointError, match=r"w is not whole|invalid fill"):
+        publish(draft)
+    draft = draft_of(tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL")
+    write(draft, 1, {"w": Piece((10, 3), (4, 0), whole[4:7]), "other": write_dead})
+    write(draft, 2, {"w": Piece((10, 3), (7, 0), whole[7:])})
+    with pytest.raises(CheckpointError, match=r"not whole|invalid fill"):
+        publish(draft)
+    assert names(tmp_path) == []
+
+
+def test_two_ranks_may_write_the_same_piece_but_not_overlapping_ones(tmp_path) -> None:
+    whole = torch.randn(10, 3)
+    draft = draft_of(tmp_path, 1, writers=(0, 1))
+    for rank in draft.writers:
+        write(draft, rank, {"w": Piece((10, 3), (0, 0), whole)})
+    target = {"w": torch.zeros(10, 3)}
+    load(publish(draft), target)
+    assert torch.equal(target["w"], whole)
+    draft = draft_of(tmp_path, 2, writers=(0, 1))
+    write(draft, 0, {"w": Piece((10, 3), (0, 0), whole[:5])})
+    write(draft, 1, {"w": Piece((10, 3), (4, 0), whole[4:9])})
+    with pytest.raises(CheckpointError, match="overlapping"):
+        publish(draft)
+
+
+@pytest.mark.parametrize(("first", "second", "reason"), [
+    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((5,), (2,), torch.ones(3))}, "w is .* on rank 1 and .* on another"),
+    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((4,), (2,), torch.ones(2, dtype=torch.half))}, "w is .* on rank 1 and .* on another"),
+])  # fmt: skip
+def test_pieces_that_do_not_fit_together_are_refused(tmp_path, first, second, reason) -> None:
+    draft = draft_of(tmp_path, 1, writers=(0, 1))
+    write(draft, 0, first)
+    write(draft, 1, second)
+    with pytest.raises(CheckpointError, match=reason):
+        publish(draft)
+    assert names(tmp_path) == []
+
+
+def test_values_of_one_rank_need_names_of_their_own(tmp_path) -> None:
+    draft = draft_of(tmp_path, 1, writers=(0, 1))
+    write(draft, 0, {}, {"random": b"0"})
+    write(draft, 1, {}, {"random": b"1"})
+    with pytest.raises(CheckpointError, match="random was given by two ranks"):
+        publish(draft)
+    with pytest.raises(CheckpointError, match="give it once"):
+        write(draft_of(tmp_path, 2), 0, {"a": 1}, {"a": 1})
+
+
+def test_what_does_not_fit_is_told_before_anything_is_overwritten(tmp_path) -> None:
+    path = save(tmp_path, 3)
+    good = torch.zeros(300, 17)
+    for target, reason in [
+        ({"weight": good, "bias": torch.zeros(18, dtype=torch.bfloat16)}, r"bias has shape \(17,\) there, and \(18,\) here"),
+        ({"weight": good, "bias": torch.zeros(17)}, "bias is torch.bfloat16 there, and torch.float32 here"),
+        ({"weight": good, "nothing": torch.zeros(1)}, "holds no nothing"),
+        ({"weight": good, "schedule": torch.zeros(1)}, "schedule is a plain value"),
+    ]:
+        with pytest.raises(CheckpointError, match=reason) as caught:
+            load(path, target)
+        assert not isinstance(caught.value, CorruptCheckpointError)
+    assert not good.any()
+    with pytest.raises(CheckpointError, match="holds no missing"):
+        load(path, {}, ["missing"])
+    assert load(path, {}, ["schedule"]) == {"schedule": state_of(3)["schedule"]}
+
+
+def test_parts_of_a_tensor_are_loaded_into_pieces(tmp_path) -> None:
+    path = save(tmp_path, 3, writers=(0, 1, 2))
+    expected = state_of(3)["weight"]
+    part = Piece((300, 17), (95, 4), torch.zeros(110, 5))
+    load(path, {"weight": part}, [])
+    assert torch.equal(part.tensor, expected[95:205, 4:9])
+    transposed = torch.zeros(17, 300).t()
+    load(path, {"weight": transposed}, [])
+    assert torch.equal(transposed, expected)
+
+
+def test_a_name_that_exists_is_not_taken_again(tmp_path) -> None:
+    first, second, third = (save(tmp_path, 7, attempt=f"a{number}") for number in range(3))
+    assert [path.name for path in (first, second, third)] == ["step-000000000007", "step-000000000007-2", "step-000000000007-3"]
+    chosen, _ = folder.newest_valid(tmp_path, "job")
+    assert chosen is not None
+    assert chosen.path == third
+    (tmp_path / "step-000000000008").symlink_to("nowhere")
+    assert save(tmp_path, 8).name == "step-000000000008-2"
+
+
+def test_file_systems_without_the_flag_do_not_overwrite_either(tmp_path, monkeypatch) -> None:
+    def unknown(source, target) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(files, "_renameat2", unknown)
+    (tmp_path / "step-000000000007").mkdir()
+    (tmp_path / "step-000000000007-2").write_text("a file")
+    assert save(tmp_path, 7).name == "step-000000000007-3"
+    assert names(tmp_path) == ["step-000000000007", "step-000000000007-2", "step-000000000007-3"]
+    assert names(tmp_path / "step-000000000007") == []
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_newest_periodic_ones_are_kept_and_every_dump(tmp_path) -> None:
+    save(tmp_path, 1, kind=Kind.DUMP)
+    save(tmp_path, 5, job="another")
+    for version in range(2, 7):
+        save(tmp_path, version, keep=2)
+    assert names(tmp_path) == ["dump-000000000001", "step-000000000005", "step-000000000005-2", "step-000000000006"]
+    assert_holds(tmp_path / "step-000000000005", 5)
+    with pytest.raises(CheckpointError, match="keep 0"):
+        folder.retain(tmp_path, "job", 0)
+
+
+def test_what_is_not_whole_or_not_ours_is_neither_counted_nor_deleted(tmp_path) -> None:
+    torn = save(tmp_path, 9)
+    (torn / "__0_0.distcp").unlink()
+    noted = save(tmp_path, 1)
+    (noted / "note.txt").write_text("the good one")
+    elsewhere = save(tmp_path / "elsewhere", 2)
+    (tmp_path / "step-000000000002").symlink_to(elsewhere)
+    (tmp_path / "step-000000000003").mkdir()
+    (tmp_path / "other").write_text("x")
+    before = tree(tmp_path)
+    for version in (4, 5):
+        save(tmp_path, version, keep=1)
+    after = tree(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {"step-000000000005"}
+
+
+def gone_owner() -> str:
+    """A process that has ended for certain: this one, had it started at another time."""
+    place, pid, start = owners.myself().rsplit(".", 2)
+    return f"{place}.{pid}.{int(start) - 1}"
+
+
+def abandoned(tmp_path: pathlib.Path, version: int, owner: str, role: str = "publisher", **changed) -> pathlib.Path:
+    draft = draft_of(tmp_path, version, attempt=f"old{version}", **changed)
+    draft.path.mkdir()
+    (draft.path / f"{role}-0-{owner}").touch()
+    (draft.path / "__0_0.distcp").write_bytes(b"half of it")
+    return draft.path
+
+
+def test_drafts_of_dead_processes_are_swept_and_no_others(tmp_path) -> None:
+    gone = gone_owner()
+    boot, rest = gone.split(".", 1)
+    swept = [abandoned(tmp_path, 1, gone), abandoned(tmp_path, 2, gone, "writer")]
+    both = abandoned(tmp_path, 3, gone)
+    (both / f"writer-1-{owners.myself()}").touch()
+    swept.append(both)                                        # nobody can publish it any more
+    empty = draft_of(tmp_path, 4, attempt="old").path
+    empty.mkdir()
+    deleting = tmp_path / removed_name(Kind.PERIODIC, 1, "job", "ab")
+    deleting.mkdir()
+    (deleting / "taskd.json").touch()
+    swept += [empty, deleting]
+    kept = [
+        abandoned(tmp_path, 5, owners.myself()),                             # alive
+        abandoned(tmp_path, 6, gone, job="another"),                         # not ours
+        abandoned(tmp_path, 7, f"{'0' * len(boot)}.{rest}"),                 # on a machine that we cannot see
+        abandoned(tmp_path, 8, "unreadable"),
+    ]
+    (noted := abandoned(tmp_path, 9, gone)).joinpath("note.txt").touch()     # somebody's own file
+    unowned = draft_of(tmp_path, 10, attempt="old").path
+    unowned.mkdir()
+    (unowned / "__0_0.distcp").touch()
+    target = abandoned(tmp_path / "..", 11, gone, job=f"elsewhere-{tmp_path.name}")
+    link = draft_of(tmp_path, 11, attempt="link").path
+    link.symlink_to(target)
+    kept += [noted, unowned, link]
+    path = save(tmp_path, 20)
+    assert not [one for one in swept if one.exists()]
+    assert all(one.exists() for one in kept)
+    assert_holds(path, 20)
+
+
+def test_a_publisher_sweeps_what_it_gave_up_itself_but_nothing_newer(tmp_path) -> None:
+    older, newer = draft_of(tmp_path, 1, writers=(0, 1)), draft_of(tmp_path, 3, writers=(0, 1))
+    for draft in (older, newer):
+        write(draft, 1, state_of(draft.version))
+    published = draft_of(tmp_path, 2)
+    write(published, 0, state_of(2))
+    publish(published)
+    assert not older.path.exists()
+    assert newer.path.exists()
+    assert sweep(published) == []
+
+
+def test_this_process_is_alive_and_a_dead_one_is_gone() -> None:
+    assert not owners.is_certainly_gone(owners.myself())
+    assert owners.is_certainly_gone(gone_owner())
+    for text in ("", "x", "1.2.3", "a.1.2.3/../4", owners.myself() + "1x"):
+        assert not owners.is_certainly_gone(text)
+
+
+# ---------------------------------------------------------------- telling and waiting
+
+
+def test_progress_is_told_while_it_takes_long(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(stream, "_PROGRESS_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        write(draft_of(tmp_path, 1), 0, {"w": torch.ones(3_000_000)})
+    lines = [record.getMessage() for record in caplog.records if "GB written" in record.getMessage()]
+    assert lines
+    assert "rank 0: 0.01 of 0.01 GB written" in lines[-1]
+
+
+def test_nothing_is_published_while_a_part_is_missing(tmp_path) -> None:
+    draft = draft_of(tmp_path, 1, writers=(0, 1, 2))
+    write(draft, 1, state_of(1))
+    write(draft, 0, state_of(1))
+    assert draft.missing() == [2]
+    with pytest.raises(CheckpointError, match="no part of rank 2"):
+        publish(draft)
+    assert names(tmp_path) == []
+
+
+def test_a_writer_that_is_none_or_comes_twice_is_refused(tmp_path) -> None:
+    draft = draft_of(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="rank 3 is none of its writers"):
+        write(draft, 3, {})
+    for writers in ((), (1, 1)):
+        with pytest.raises(CheckpointError, match="expected at least one rank, each once"):
+            draft_of(tmp_path, 1, writers=writers)
+
+
+def saver(directory: pathlib.Path, rank: int, writers: tuple[int, ...], **changed) -> Saver:
+    fields = {"job": "job", "attempt": "first", "generation": 0, "world_size": len(writers), "every": 10, "keep": 2}
+    return Saver(directory, rank=rank, writers=writers, **{**fields, **changed})
+
+
+def test_savers_of_several_ranks_meet_in_the_folder(tmp_path) -> None:
+    savers = [saver(tmp_path, rank, (0, 1, 2)) for rank in range(3)]
+    assert [version for version in range(35) if savers[0].is_due(version)] == [10, 20, 30]
+    for version in (10, 20, 30):
+        for rank in (2, 0, 1):
+            savers[rank].save(version, state_of(version), {f"ranks/{rank}/random": bytes([rank, version])})
+    assert all(one.wait(LIMIT_S) for one in savers)
+    assert [one.problem for one in savers] == [""] * 3
+    assert savers[0].published == tmp_path / "step-000000000030"
+    assert names(tmp_path) == ["step-000000000020", "step-000000000030"]
+    assert_holds(tmp_path / "step-000000000030", 30, (0, 1, 2))
+
+
+def test_a_publisher_does_not_wait_for_the_dead(tmp_path, caplog) -> None:
+    first = saver(tmp_path, 0, (0, 1))
+    first.save(10, state_of(10))
+    assert not first.wait(0.2)
+    first.abandon()
+    assert first.wait(LIMIT_S)
+    assert "given up: no part of rank 1" in first.problem
+    assert "the checkpoint of version 10 could not be saved" in caplog.text
+    assert names(tmp_path) == []
+    late = saver(tmp_path, 0, (0, 1), limit_s=0)
+    late.save(20, state_of(20))
+    assert late.wait(LIMIT_S)
+    assert "no part of rank 1" in late.problem
+
+
+def test_an_error_of_one_rank_reaches_the_publisher(tmp_path) -> None:
+    savers = [saver(tmp_path, rank, (0, 1)) for rank in range(2)]
+    savers[1].save(10, {"w": torch.ones(3), "bad": torch.ones(2, device="meta")})
+    savers[0].save(10, {"w": torch.ones(3)})
+    assert all(one.wait(LIMIT_S) for one in savers)
+    assert "rank 1: bad is on the meta device" in savers[0].problem
+    assert "bad is on the meta device" in savers[1].problem
+    assert names(tmp_path) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "taskd-saver"]
+
+
+def test_wrong_settings_of_a_saver_are_refused(tmp_path) -> None:
+    for changed in ({"every": 0}, {"keep": 0}):
+        with pytest.raises(CheckpointError, match="expected at least 1"):
+            saver(tmp_path, 0, (0,), **changed)

@@ -1,0 +1,256 @@
+"""RecoveryMachine: the dying gasp. Who is called, who writes what, and every way in which it can fail."""
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import FaultKind
+from taskd.core.ladder import STRATEGY_NAMES, Strategy, allowed
+from taskd.core.phase import Phase
+from tests.unit.core.answers import kinds, only
+
+
+@pytest.fixture
+def dying(manager):
+    """Four ranks of a job that may only dump; rank 1 is dead, the others are called out."""
+    job = manager(strategies="dump").joined()
+    assert kinds(job.lose(1, FaultKind.KILLED, "SIGKILL")) == ["Interrupt"]
+    return job
+
+
+def dumped(job, rank: int, stage: str = "written", detail: str = "", *, generation: int | None = None) -> list[do.Command]:
+    return job.worker(ev.WorkerDumped, rank, job.machine.generation if generation is None else generation, stage, detail)
+
+
+def pause_all(job, *versions: int) -> list[do.Command]:
+    commands: list[do.Command] = []
+    live = [member.rank for member in job.machine.membership.live()]
+    for rank, version in zip(live, versions or [5] * len(live), strict=True):
+        assert commands == []
+        commands = job.pause(rank, version)
+    return commands
+
+
+class TestWhoWrites:
+    def test_those_who_are_left_write_and_one_publishes_and_then_the_job_ends(self, dying) -> None:
+        dump = only(pause_all(dying), do.Dump)
+        assert (dump.version, dump.writers, dump.world_size, dump.generation) == (5, (0, 2, 3), 4, 1)
+        assert dump.reason == "rank 1 ended with SIGKILL at step 5"
+        assert dying.machine.phase is Phase.DYING
+        assert dumped(dying, 2) == dumped(dying, 0) == []
+        publish = only(dumped(dying, 3), do.Publish)
+        assert (publish.rank, publish.node_rank) == (0, 0)
+        end = only(dumped(dying, 0, "published", "/c/dump-5"), do.GiveUp)
+        assert (end.dump, end.culprit) == ("/c/dump-5", 1)
+        assert end.reason == "rank 1 ended with SIGKILL at step 5; step 5 was saved in /c/dump-5"
+        assert dying.machine.phase is Phase.ENDING
+        assert not only(dying.send(ev.AgentLeft, 0, "dumped", ""), do.EndJob).succeeded
+
+    def test_the_newest_version_that_somebody_holds_whole(self, dying) -> None:
+        assert only(pause_all(dying, 5, 6, 5), do.Dump).writers == (2,)
+
+    def test_whoever_is_torn_writes_nothing(self, dying) -> None:
+        dying.pause(0, 5, clean=False)
+        dying.pause(2, 5)
+        assert only(dying.pause(3, 5), do.Dump).writers == (2, 3)
+
+    def test_a_fault_that_leaves_all_alive_dumps_too(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        assert kinds(job.raise_(0)) == ["Interrupt"]
+        job.pause(1), job.pause(2)
+        assert only(job.pause(3), do.Dump).writers == (0, 1, 2, 3)
+
+    def test_whoever_has_returned_writes_too(self, manager) -> None:
+        job = manager(per_node=2, strategies="dump").joined()
+        job.return_(0, 10)
+        assert kinds(job.lose(1, FaultKind.KILLED, "SIGKILL", version=9)) == ["Interrupt"]
+        assert only(job.pause(0, 10), do.Dump).writers == (0,)
+
+
+class TestWhenItIsChosen:
+    def test_replacing_comes_first_if_it_is_allowed(self, manager) -> None:
+        job = manager(strategies="recover-in-place,dump").joined()
+        assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
+
+    def test_when_the_restarts_are_used_up(self, manager) -> None:
+        job = manager(strategies="recover-in-place,dump", max_restarts=1).joined()
+        job.lose(1)
+        job.pause_all()
+        for rank in job.ranks:
+            job.recover(rank)
+        assert kinds(job.lose(2, version=6)) == ["Interrupt"]
+        dump = only(pause_all(job, 6, 6, 6), do.Dump)
+        assert dump.writers == (0, 1, 3)
+        assert "restart budget spent" in dump.reason
+
+    def test_a_second_death_that_is_one_too_many_while_the_first_is_being_replaced(self, manager) -> None:
+        job = manager(strategies="recover-in-place,dump", max_restarts=1).joined()
+        assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
+        job.pause(0)
+        assert job.lose(2) == []
+        assert only(job.pause(3), do.Dump).writers == (0, 3), "the replacement that was to come is not waited for"
+
+    def test_when_an_exception_comes_back(self, manager) -> None:
+        job = manager(strategies="retry,dump").joined()
+        job.raise_(0)
+        job.pause_all()
+        for rank in job.ranks:
+            job.recover(rank, 5)
+        job.raise_(0)
+        assert kinds(job.tick()) == ["Interrupt"]
+        assert "the same exception came back" in only(pause_all(job), do.Dump).reason
+
+    def test_a_node_that_is_lost(self, manager) -> None:
+        job = manager(nodes=2, per_node=2, strategies="recover-in-place,dump").joined()
+        assert kinds(job.send(ev.AgentLeft, 1, "stopped", "torchrun was interrupted")) == ["Interrupt"]
+        assert only(pause_all(job), do.Dump).writers == (0, 1)
+
+    def test_not_allowed(self, manager) -> None:
+        job = manager(strategies="exit").joined()
+        assert only(job.lose(1, FaultKind.KILLED, "SIGKILL"), do.GiveUp).dump == ""
+
+    def test_a_script_that_is_not_recoverable_has_nothing_to_save(self, manager) -> None:
+        job = manager(strategies="dump").joined(declared=False)
+        assert kinds(job.lose(1, FaultKind.KILLED, "SIGKILL")) == ["GiveUp"]
+
+    def test_a_drain_lets_everybody_finish_the_step(self, manager) -> None:
+        job = manager(nodes=2, per_node=1, strategies="recover-in-place,dump").joined()
+        assert only(job.send(ev.AgentDraining, 1, "SIGTERM"), do.Interrupt).finish_step
+        assert job.send(ev.AgentDraining, 0, "SIGTERM") == [], "the other node's pod is evicted as well"
+        dump = only(pause_all(job), do.Dump)
+        assert (dump.reason, dump.writers) == ("node 1 is to end (SIGTERM)", (0, 1))
+        assert job.send(ev.AgentDraining, 0, "SIGTERM") == []
+
+    def test_a_drain_without_the_strategy_ends_the_job(self, manager) -> None:
+        assert kinds(manager(strategies="recover-in-place").joined().send(ev.AgentDraining, 0, "SIGTERM")) == ["GiveUp"]
+
+
+class TestTheReason:
+    """The alarm rings before the kernel says how a process died."""
+
+    def test_the_exit_status_is_waited_for(self, manager, make_fault) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1)
+        assert pause_all(job) == []
+        how = make_fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=5)
+        assert only(job.worker(ev.WorkerExitKnown, 1, how), do.Dump).reason == "rank 1 ended with SIGKILL at step 5"
+
+    def test_it_may_be_known_first(self, manager, make_fault) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1)
+        job.worker(ev.WorkerExitKnown, 1, make_fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=5))
+        assert only(pause_all(job), do.Dump).reason == "rank 1 ended with SIGKILL at step 5"
+
+    def test_but_not_for_long(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1)
+        assert pause_all(job) == []
+        assert only(job.tick(), do.Dump).reason == "rank 1 ended at step 5"
+        assert job.now < 102
+
+    def test_nor_where_nothing_is_saved(self, manager, make_fault) -> None:
+        job = manager(strategies="exit").joined()
+        assert job.lose(1) == []
+        how = make_fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=5)
+        end = only(job.worker(ev.WorkerExitKnown, 1, how), do.GiveUp)
+        assert end.reason == "rank 1 ended with SIGKILL at step 5"
+        assert end.fault == how
+
+    def test_another_one_dies_meanwhile(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1)
+        pause_all(job)
+        assert job.lose(2) == []
+        assert only(job.tick(), do.Dump).writers == (0, 3)
+
+
+class TestWhatGoesWrong:
+    def test_no_copy_is_whole(self, dying) -> None:
+        for rank in (0, 2):
+            dying.pause(rank, 5, clean=False)
+        end = only(dying.pause(3, 5, clean=False), do.GiveUp)
+        assert end.dump == ""
+        assert end.reason.startswith("rank 1 ended with SIGKILL at step 5; and no dump: no clean copy of the state is left")
+
+    def test_nothing_was_committed(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1, FaultKind.KILLED, "SIGKILL", version=None)
+        assert only(pause_all(job, 0, 0, 0), do.GiveUp).reason.endswith("; and no dump: no step was committed yet")
+
+    def test_nobody_is_left(self, manager) -> None:
+        job = manager(per_node=2, strategies="dump").joined()
+        job.lose(0, FaultKind.KILLED, "SIGKILL")
+        assert "no live rank holds the state" in only(job.lose(1, FaultKind.KILLED, "SIGKILL"), do.GiveUp).reason
+
+    def test_a_writer_that_cannot_write(self, dying) -> None:
+        pause_all(dying)
+        dumped(dying, 0)
+        withdraw = only(dumped(dying, 2, "failed", "no space left on /c"), do.Publish)
+        assert (withdraw.rank, withdraw.withdraw) == (0, True)
+        assert dumped(dying, 3) == []
+        end = only(dumped(dying, 0, "withdrawn"), do.GiveUp)
+        assert end.reason.endswith("; and no dump: rank 2: no space left on /c")
+        assert end.dump == ""
+
+    @pytest.mark.parametrize("has_written", [False, True])
+    def test_a_writer_that_dies_is_done_without(self, dying, has_written: bool) -> None:
+        pause_all(dying)
+        if has_written:
+            dumped(dying, 2)
+        again = only(dying.lose(2), do.Dump)
+        assert (again.writers, again.generation) == ((0, 3), 2)
+        assert dumped(dying, 0, generation=1) == [], "what it wrote for the void one does not count"
+        assert dumped(dying, 0) == []
+        assert kinds(dumped(dying, 3)) == ["Publish"]
+
+    def test_the_publisher_dies(self, dying) -> None:
+        pause_all(dying)
+        for rank in (0, 2, 3):
+            answer = dumped(dying, rank)
+        assert only(answer, do.Publish).rank == 0
+        assert only(dying.lose(0), do.Dump).writers == (2, 3)
+        dumped(dying, 2)
+        assert only(dumped(dying, 3), do.Publish).rank == 2
+
+    def test_a_node_goes_while_it_is_written(self, manager) -> None:
+        job = manager(nodes=2, per_node=2, strategies="dump").joined()
+        job.lose(1, FaultKind.KILLED, "SIGKILL")
+        pause_all(job)
+        assert only(job.send(ev.AgentLeft, 1, "stopped", ""), do.Dump).writers == (0,)
+        dumped(job, 0)
+        assert kinds(dumped(job, 0, "published", "/c")) == ["GiveUp"]
+
+    def test_a_writer_that_never_ends(self, dying) -> None:
+        pause_all(dying)
+        dumped(dying, 0), dumped(dying, 3)
+        deadline = dying.now + dying.timeouts.dump_s
+        while dying.now < deadline - 2:
+            dying.hear_all_until(dying.now + 1)
+        dying.hear_all_until(deadline)
+        assert only(dying.send(ev.Tick, at=deadline + 0.1), do.Publish).withdraw
+        assert only(dying.lose(0), do.GiveUp).reason.endswith("; and no dump: rank 2 was not done after 1800 s")
+
+    def test_the_publisher_cannot_write(self, dying) -> None:
+        pause_all(dying)
+        assert only(dumped(dying, 0, "failed", "read-only"), do.GiveUp).reason.endswith("; and no dump: rank 0: read-only")
+
+    def test_an_agent_that_was_away_hears_the_order_again(self, dying) -> None:
+        dump = only(pause_all(dying), do.Dump)
+        reports = [ev.WorkerReport(rank, 0, "lost" if rank == 1 else "paused", True, 5, True, True) for rank in range(4)]
+        assert dying.register(0, *reports, generation=1) == [dump]
+
+    def test_how_the_first_one_died_is_learnt_late(self, dying, make_fault) -> None:
+        dying.lose(2)
+        pause_all(dying)
+        assert dying.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.EXITED, 2, 0, "exit 3"), incarnation=0) == []
+        assert dying.machine.phase is Phase.DYING
+
+
+class TestNames:
+    def test_every_name_of_the_list_allows_what_it_says(self) -> None:
+        assert set(STRATEGY_NAMES) == {"retry", "recover", "recover-in-place", "elastic-training", "dump", "exit"}
+        assert allowed(["dump"]) == {Strategy.DUMP, Strategy.EXIT}
+        assert Strategy.DUMP not in allowed([])
+        assert allowed([]) == allowed(["recover"]) > allowed(["retry"])
+        with pytest.raises(KeyError):
+            allowed(["reboot"])
