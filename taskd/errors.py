@@ -45,6 +45,10 @@ class UnsupportedTorchError(TaskdError):
     """The installed torch is not the one that the patch knows. torchrun is left alone; see docs/compat.md."""
 
 
+class ArenaError(TaskdError):
+    """Node memory for snapshots cannot be had, or does not hold what is asked for. The text says what is missing and what to do."""
+
+
 class StateError(TaskdError):
     """TrainState was used in a way that cannot work. The text says what to change in the training script."""
 

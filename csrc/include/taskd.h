@@ -23,6 +23,7 @@
 #ifndef TASKD_H
 #define TASKD_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -250,6 +251,15 @@ TASKD_API int taskd_names_numeric(const char *library);
  * real-time signal; 0: none) arrives. Chains to the handlers that were there. Call it in the main thread, which gets an alternate
  * stack and so can tell of its overflow. Exits are seen only if the library is preloaded. Once per process; -EBUSY. See last_words.c. */
 TASKD_API int taskd_last_words_start(int box_fd, int stacks_signal);
+
+/* Copies `count` bytes between areas that do not overlap, and returns their checksum, in one pass at about the speed of memcpy. Any alignment,
+ * any count. The checksum depends on the order of the words and on the byte order of the machine: it is for memory and processes of one
+ * host. Checksums of parts are made one by a checksum of their array. What was written before the call is visible before what it copies, and
+ * that before what is written after it. See checksum.c. */
+TASKD_API uint64_t taskd_copy_checksummed(void *destination, const void *source, size_t count);
+
+/* The checksum alone. */
+TASKD_API uint64_t taskd_checksum(const void *source, size_t count);
 
 struct taskd_death {
     uint64_t token;

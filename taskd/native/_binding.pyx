@@ -3,7 +3,7 @@
 
 import os
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from taskd.native cimport _libtaskd as c
@@ -109,3 +109,17 @@ def collectives_add(uint64_t communicator, str name not None, int64_t number, in
 
 def names_numeric(str library not None):
     _check("taskd_names_numeric", c.taskd_names_numeric(library.encode()))
+
+
+def copy_checksummed(uintptr_t destination, uintptr_t source, size_t count):
+    cdef uint64_t result
+    with nogil:
+        result = c.taskd_copy_checksummed(<void *>destination, <const void *>source, count)
+    return result
+
+
+def checksum(uintptr_t source, size_t count):
+    cdef uint64_t result
+    with nogil:
+        result = c.taskd_checksum(<const void *>source, count)
+    return result

@@ -33,6 +33,10 @@ def _open() -> ctypes.CDLL:
         library.taskd_collectives_see.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
         library.taskd_collectives_add.argtypes = [ctypes.c_uint64, ctypes.c_char_p, *[ctypes.c_int64] * 4]
         library.taskd_names_numeric.argtypes = [ctypes.c_char_p]
+        library.taskd_copy_checksummed.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        library.taskd_checksum.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        for function in (library.taskd_copy_checksummed, library.taskd_checksum):
+            function.restype = ctypes.c_uint64
     except (OSError, AttributeError) as error:
         raise ImportError(str(error)) from error
     return library
@@ -125,3 +129,13 @@ def collectives_add(communicator: int, name: str, number: int, size: int, enter_
 def names_numeric(library: str) -> None:
     """See taskd.h."""
     _check("taskd_names_numeric", _library.taskd_names_numeric(library.encode()))
+
+
+def copy_checksummed(destination: int, source: int, count: int) -> int:
+    """See taskd.h. Both are addresses; the caller answers for them."""
+    return int(_library.taskd_copy_checksummed(destination, source, count))
+
+
+def checksum(source: int, count: int) -> int:
+    """See taskd.h."""
+    return int(_library.taskd_checksum(source, count))

@@ -46,6 +46,8 @@ class Binding(Protocol):
         self, communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int
     ) -> None: ...
     def names_numeric(self, library: str) -> None: ...  # noqa: D102
+    def copy_checksummed(self, destination: int, source: int, count: int) -> int: ...  # noqa: D102
+    def checksum(self, source: int, count: int) -> int: ...  # noqa: D102
 
 
 def _import_binding() -> tuple[Binding | None, str]:

@@ -1,0 +1,175 @@
+"""Memory of the node for files that have no name (memfd): what limits it, and files whose pages are all there from the start.
+
+The kernel hands out a page of such a file when it is first touched, and kills who touches it (SIGBUS, or the out-of-memory killer) when
+there is none left. So everything is allocated at once, in pieces, and each piece only after a look at what the node has left: other ranks
+allocate theirs at the same time. What limits a memfd:
+
+    MemAvailable of the node          its pages are memory like any other
+    memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the kernel kills, it refuses nothing
+    CommitLimit                       only where vm.overcommit_memory is 2
+    RLIMIT_FSIZE, RLIMIT_AS           it is a file, and it is mapped
+
+The size of /dev/shm does not: that is another mount.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from taskd.errors import ArenaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGE_BYTES = 4096           # of layouts; the kernel's may be larger
+
+_PIECE_BYTES = 16 << 20     # allocated between two looks: about 5 ms of clearing pages, against 0.2 ms for the look
+# Left to everybody else. A piece for each of eight ranks that look at the same moment.
+_RESERVE_BYTES = 8 * _PIECE_BYTES
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes its "no limit" as a number near 2^63
+
+# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it. Not in Python's os yet.
+_NOEXEC_SEAL = 0x0008
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One thing that limits a file in memory, and the bytes that it leaves now."""
+
+    name: str
+    free_bytes: int
+
+
+def limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Limit]:
+    """What limits a memfd of this process, as far as it can be read."""
+    found: list[Limit] = []
+    meminfo = _words(proc / "meminfo")
+    if "MemAvailable:" in meminfo:
+        found.append(Limit("MemAvailable of this node", meminfo["MemAvailable:"] * 1024))
+    with suppress(OSError, KeyError):
+        if (proc / "sys/vm/overcommit_memory").read_text().strip() == "2":
+            found.append(Limit("CommitLimit of this node", (meminfo["CommitLimit:"] - meminfo["Committed_AS:"]) * 1024))
+    found.extend(_cgroup_limits(proc, cgroups))
+    file_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if file_limit != resource.RLIM_INFINITY:
+        found.append(Limit("the limit on the size of files (ulimit -f)", file_limit + _RESERVE_BYTES))     # nobody shares it
+    address_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_limit != resource.RLIM_INFINITY:
+        with suppress(OSError, ValueError):
+            used = int((proc / "self/statm").read_text().split()[0]) * resource.getpagesize()
+            found.append(Limit("the limit on address space (ulimit -v)", address_limit - used))
+    return found
+
+
+def create_file(name: str, size: int) -> int:
+    """A memfd of `size` bytes, all allocated: mode 0600, closed on exec, sealed against every change of its size.
+
+    Raises:
+        ArenaError: there is not as much memory, or no descriptor.
+    """
+    _require(size, size)
+    fd = -1
+    try:
+        fd = _memfd(name)
+        os.fchmod(fd, 0o600)
+        for start in range(0, size, _PIECE_BYTES):
+            piece = min(_PIECE_BYTES, size - start)
+            _require(piece, size, start)
+            os.posix_fallocate(fd, start, piece)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except (OSError, ArenaError) as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, OSError):
+            raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
+        raise
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether the file can neither shrink nor grow: only then are reads of its mapping safe. OSError: the descriptor has no seals at all."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+
+
+_ADVICE = ("Give the node or the pod more memory, raise the limit named, run fewer ranks per node, or switch snapshots off (snapshot_every=0). "
+           "The size of /dev/shm does not matter")
+
+
+def human(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _memfd(name: str) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError:
+        return os.memfd_create(name, flags)
+
+
+def _require(wanted: int, total: int, done: int = 0) -> None:
+    for limit in limits():
+        if limit.free_bytes - _RESERVE_BYTES < wanted:
+            so_far = f", {human(done)} of them were there when it ran out" if done else ""
+            free = human(max(0, limit.free_bytes - _RESERVE_BYTES))
+            raise ArenaError(f"no node memory for snapshots: {human(total)} ({total} bytes) are wanted{so_far}; {limit.name} leaves {free} "
+                             f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}")
+
+
+def _room() -> str:
+    return "free: " + ", ".join(f"{human(max(0, limit.free_bytes))} by {limit.name}" for limit in limits())
+
+
+def _words(path: Path) -> dict[str, int]:
+    """Lines of a word and a number, as the kernel writes them; what cannot be read is not there."""
+    found: dict[str, int] = {}
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) >= 2 and words[1].isdigit():
+                found[words[0]] = int(words[1])
+    return found
+
+
+def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
+    """Of the own memory cgroup and of all above it. In a container the path may be that of the host: then only the top is there."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, own = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = cgroups / "memory" if controllers else cgroups
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if controllers else (
+            "memory.max", "memory.current", "inactive_file")
+        path = Path(own.lstrip("/"))
+        for part in (path, *path.parents):
+            yield from _cgroup_limit(top / part, *names)
+            if part == Path():
+                break
+
+
+def _cgroup_limit(directory: Path, limit_name: str, used_name: str, reclaimable_name: str) -> Iterator[Limit]:
+    try:
+        limit_text = (directory / limit_name).read_text().strip()
+        used = int((directory / used_name).read_text())
+    except (OSError, ValueError):
+        return
+    if not limit_text.isdigit() or int(limit_text) >= _UNLIMITED_BYTES:
+        return
+    reclaimable = _words(directory / "memory.stat").get(reclaimable_name, 0)
+    yield Limit(f"the memory cgroup {directory} (limit {human(int(limit_text))})", int(limit_text) - used + reclaimable)

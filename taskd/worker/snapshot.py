@@ -1,0 +1,241 @@
+"""Copies of the training state into node memory, beside the training.
+
+Owns the thread that copies and the arena that it copies into:
+
+    training thread                            copying thread
+      | commit(): takes references -- queue -->  |   tensors into the older buffer of the arena, 16 MiB at a time
+      | forward, backward                        |
+      | optimizer hook: wait() <--- done ------  |   published when the last byte is there
+
+A step changes the tensors in place, but not before its optimizer begins: until then the copy may run, then it is waited for. What changes
+earlier (running statistics in the forward pass) is small and is copied inside commit(). Knows neither TrainState nor agent: whoever makes
+the arenas hands their descriptors on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.errors import ArenaError, StateError
+from taskd.native.arena import PIECE_BYTES, Arena, Held, Writer
+from taskd.native.arena_index import room_for, room_for_rest
+from taskd.worker.staging import Staging, mark
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0       # a wait for the copy looks so often whether somebody is still copying
+
+
+@dataclass(frozen=True)
+class Job:
+    """One snapshot to be made. `events`: per device what its copies have to wait for."""
+
+    version: int
+    generation: int
+    tensors: dict[str, torch.Tensor]
+    rest: bytes
+    events: dict[torch.device, Any]
+
+
+class Snapshotter:
+    """Makes a snapshot at every `every`-th version. One training thread calls it.
+
+    `make_arena(shard_bytes)` makes an arena and lets the agent know of it; it is called by `prepare`, and in the copying thread when the state
+    has outgrown the arena. The old one stays until the first snapshot in the new one is complete; the agent must do the same.
+    """
+
+    def __init__(self, make_arena: Callable[[int], Arena], every: int, rank: int = 0) -> None:
+        """Raises StateError: `every` is no number of steps."""
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            message = f"snapshot_every={every!r}: give a number of steps, 1 or more; leave it out for no snapshots"
+            raise StateError(message)
+        self.arena: Arena | None = None         # that with the newest complete snapshot
+        self.newest: Held | None = None         # the last one that was completed by this process
+        self.problem = ""                       # why the last one was not; "" if it was
+        self.copy_s = self.waited_s = 0.0       # time of the last copy, and of all waits together
+        self._make_arena, self._every, self._rank = make_arena, every, rank
+        self._grown: Arena | None = None        # a larger one without a complete snapshot
+        self._stagings: dict[torch.device, Staging] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, shard_bytes: int) -> None:
+        """Make the arena before training begins, so that a node without enough memory says so at the start.
+
+        Nothing is done if `arena` was set to one that the agent kept of an earlier life of this rank.
+
+        Raises:
+            ArenaError: there is not enough.
+        """
+        if self.arena is None:
+            self.arena = self._make_arena(shard_bytes)
+
+    def is_due(self, version: int) -> bool:
+        """Whether `commit` would begin a copy: the version is one of those, and the copy before it is done."""
+        return version % self._every == 0 and self._idle.is_set() and not self._is_closing
+
+    def commit(self, version: int, generation: int, tensors: Mapping[str, torch.Tensor], rest: bytes = b"", changing: Collection[str] = ()) -> bool:
+        """Begin a snapshot of `version`. Returns whether one was due.
+
+        `tensors` are plain ones (the local part of a sharded tensor); they may differ from those of the last snapshot in every respect.
+        `changing` names those which may change before the next call of `wait`: they are copied here. `rest` is stored as it is.
+        """
+        if not self.is_due(version):
+            return False
+        taken = {name: tensor.detach() for name, tensor in tensors.items()}       # the storage of now, even if .data is replaced
+        for name in changing:
+            taken[name] = taken[name].clone()
+        devices = {tensor.device for tensor in taken.values()}
+        events = {device: mark(device) for device in devices if device.type not in {"cpu", "meta"}}
+        self._idle.clear()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)
+            self._thread.start()
+        self._jobs.put(Job(version, generation, taken, rest, events))
+        return True
+
+    def wait(self) -> None:
+        """Return when no copy is running: before anything changes the tensors that were given to `commit`."""
+        if self._idle.is_set() or self._thread is None:
+            return
+        start = time.perf_counter()
+        while self._thread.is_alive() and not self._idle.wait(_LOOK_S):     # a forked child has no such thread, and nothing to wait for
+            pass
+        self.waited_s += time.perf_counter() - start
+
+    def close(self) -> None:
+        """End the thread; a copy that is running is given up at its next piece. The arena stays open: it belongs to whoever made it."""
+        self._is_closing = True
+        if self._thread is not None and self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    # ------------------------------------------------------------ the copying thread
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._copy(job)
+            # Whatever a tensor or the device raises: training goes on, with the snapshot before this one.
+            except Exception as error:  # noqa: BLE001
+                self._report(job.version, error)
+            del job             # holds the tensors: a parameter that was replaced need not live until the next snapshot
+            self._idle.set()
+
+    def _report(self, version: int, error: Exception) -> None:
+        problem = str(error) if isinstance(error, ArenaError) else f"{type(error).__name__}: {error}"
+        if problem != self.problem and not self._is_closing:
+            kept = f"that of version {self.newest.version}" if self.newest else "none"
+            log.warning("rank %d: no snapshot of version %d could be made: %s. The newest snapshot is %s; training goes on",
+                        self._rank, version, problem, kept, exc_info=None if isinstance(error, ArenaError) else error)
+        self.problem = problem
+
+    def _copy(self, job: Job) -> None:
+        start = time.perf_counter()
+        needed = room_for_rest(job.rest)
+        for name, tensor in job.tensors.items():
+            needed += room_for(name, tensor.shape, _bytes_of(name, tensor))
+        arena = self._fitting(needed)
+        for device, event in job.events.items():
+            if device not in self._stagings:
+                self._stagings[device] = Staging(device, PIECE_BYTES)
+            self._stagings[device].follow(event)
+        writer = arena.begin(job.version, job.generation)
+        for name, tensor in job.tensors.items():
+            self._put(writer, name, tensor)
+        self.newest = writer.complete(job.rest)
+        if arena is self._grown:
+            old, self.arena, self._grown = self.arena, arena, None
+            if old is not None:
+                old.close()
+        self.copy_s = time.perf_counter() - start
+        self.problem = ""
+
+    def _fitting(self, needed: int) -> Arena:
+        if self.arena is not None and needed <= self.arena.capacity:
+            return self.arena
+        if self._grown is None or needed > self._grown.capacity:
+            if self._grown is not None:
+                self._grown.close()
+                self._grown = None
+            self._grown = self._make_arena(needed)
+        return self._grown
+
+    def _put(self, writer: Writer, name: str, tensor: torch.Tensor) -> None:
+        count = tensor.nbytes
+        writer.add(name, dtype_name(tensor.dtype), tuple(tensor.shape), count)
+        staging = self._stagings.get(tensor.device)
+        if staging is not None:
+            for address, piece in staging.pieces(tensor):
+                self._give_up_if_closing()
+                writer.put(address, piece)
+            return
+        flat = tensor.resolve_conj().resolve_neg().contiguous()
+        address = flat.data_ptr()
+        for at in range(0, count, PIECE_BYTES):
+            self._give_up_if_closing()
+            writer.put(address + at, min(PIECE_BYTES, count - at))
+
+    def _give_up_if_closing(self) -> None:
+        if self._is_closing:
+            message = "the process ends"
+            raise ArenaError(message)
+
+
+def load(arena: Arena, version: int, targets: Mapping[str, torch.Tensor]) -> bytes:
+    """Copy the snapshot of `version` into `targets`, in place, and return what was given as `rest`. Nothing is changed if it does not fit.
+
+    Raises:
+        StateError: a target is not in the snapshot, or of another dtype or shape, or the snapshot has a tensor more. The text names it.
+        ArenaError: there is no such snapshot, or it is damaged. If its writer, still alive, overwrote it meanwhile, so the text says and targets
+            are a mixture: load another one.
+    """
+    snapshot = arena.open(version)
+    for name, target in targets.items():
+        entry = snapshot.entries.get(name)
+        if entry is None:
+            raise StateError(f"the snapshot of version {version} has no tensor {name!r}")
+        have = f"{dtype_name(target.dtype)} {list(target.shape)}"
+        found = f"{entry.dtype} {list(entry.shape)}"
+        if have != found:
+            raise StateError(f"the snapshot of version {version} does not fit: {name!r} is {found} there and {have} here")
+        _bytes_of(name, target)
+    if further := sorted(snapshot.entries.keys() - targets.keys()):
+        raise StateError(f"the snapshot of version {version} does not fit: it has {further[0]!r}, which is not among the targets")
+    with torch.no_grad():
+        for name, target in targets.items():
+            place = target.detach()
+            if place.device.type == "cpu" and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
+                snapshot.copy_out(name, place.data_ptr())
+            else:
+                host = torch.empty(place.shape, dtype=place.dtype)
+                snapshot.copy_out(name, host.data_ptr())
+                place.copy_(host)
+    return snapshot.rest
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it stands in an index: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> int:
+    """Size of a tensor that has bytes of its own. Raises ArenaError for one that has not (sharded, sparse, on no device)."""
+    count = tensor.nbytes if tensor.layout is torch.strided else -1
+    if count < 0 or tensor.device.type == "meta" or (count and tensor.data_ptr() == 0):      # a wrapper (DTensor) has no address
+        message = f"tensor {name!r} ({type(tensor).__name__}, {tensor.layout}, {tensor.device}) has no memory of its own: give its local, dense part"
+        raise ArenaError(message)
+    return int(count)
