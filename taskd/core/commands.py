@@ -53,10 +53,15 @@ class KillWorker(Command):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one rank does to reach the cut: keep its copy, or receive it from the rank `source`. Not a command of its own."""
+    """What one rank does to reach the cut. Not a command of its own.
+
+    `source`: the rank to receive from, which keeps its own copy or loads its snapshot first. `snapshot`: the version to load from
+    node memory. Neither: keep the live copy.
+    """
 
     rank: int
-    source: int | None = None      # None: keep
+    source: int | None = None
+    snapshot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ class RecoveryRecord:
     faults: tuple[Fault, ...]
     followers: int                       # others whose communication broke as a consequence
     version: int | None
-    sources: tuple[tuple[int, str], ...]  # (rank, "kept" or "rank N" or "nothing")
+    sources: tuple[tuple[int, str], ...]  # (rank, "kept" or "rank N" or "snapshot" or "nothing")
     steps_redone: int
     detect_s: float
     decide_s: float

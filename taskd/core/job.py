@@ -234,13 +234,14 @@ class Job:
                 return self.give_up(cut.reason)
             self.attempt.strategy = choice.strategy
             return self._restart_group(cut.reason)
-        self.story.note(self.now, f"cut: {cut.reason}")
+        self.story.note(self.now, f"cut: {cut.reason}; steps redone: {cut.redone}")
         for rank in cut.lacking_extras:
             self.story.note(self.now, f"its black box held no extras of version {cut.version}", rank)
         for member in live:
             member.state, member.replaced, member.clean, member.box_versions = WorkerState.RUNNING, False, True, ()
         self.phase, self.resumed_generation = Phase.RESUMED, self.generation
-        self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), self.membership.committed)
+        self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
+        self.membership.committed = cut.version   # what was newer is not committed any more: it is done again
         command = do.Resume(self.attempt.cause, self.generation, cut.version, cut.moves, self.budget.used)
         self.last = command
         return [command]

@@ -35,12 +35,12 @@ class Attempt:
 
     cause: str
     began_at: float                      # for a recovery without a fault: when it was seen to be needed
-    committed: int | None = None         # newest version that anybody had
     strategy: Strategy = Strategy.RETRY
     faults: list[KnownFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()
+    redone: int = 0                      # committed steps to be done again, over all plans of this recovery
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
@@ -64,15 +64,16 @@ class Attempt:
             self.quiesced_at = now
 
     def resumed(
-        self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], committed: int | None
+        self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], redone: int
     ) -> None:
         """The plan goes out to these ranks."""
-        self.version, self.moves, self.waiting, self.committed = version, moves, set(waiting), committed
+        self.version, self.moves, self.waiting = version, moves, set(waiting)
+        self.redone += redone
         self.is_restart = False
 
     def restarted(self, waiting: Iterable[int], committed: int | None) -> None:
         """All ranks are to start anew."""
-        self.resumed(None, (), waiting, committed)
+        self.resumed(None, (), waiting, committed or 0)
         self.is_restart = True
 
     def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
@@ -112,7 +113,7 @@ class Attempt:
             followers=len(self.followers),
             version=self.version,
             sources=tuple((move.rank, self._source(move)) for move in self.moves),
-            steps_redone=max(0, (self.committed or 0) - (self.version or 0)),
+            steps_redone=self.redone,
             detect_s=max(0.0, learned_at - died_at),
             decide_s=max(0.0, (self.decided_at or learned_at) - learned_at),
             quiesce_s=self.quiesced_at - self.commanded_at,
@@ -128,7 +129,9 @@ class Attempt:
     def _source(self, move: Move) -> str:
         if self.version is None:
             return "nothing"
-        return "kept" if move.source is None else f"rank {move.source}"
+        if move.source is not None:
+            return f"rank {move.source}"
+        return "kept" if move.snapshot is None else "snapshot"
 
 
 def _duration(event: WorkerRecovered) -> float:

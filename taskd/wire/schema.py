@@ -25,6 +25,7 @@ MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol c
 
 # Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message, and marks come each second.
 _AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
+_BEGAN_WITH: dict[type, int] = {Move: 2}   # fields that an older peer sends of those that have gained some; the others take their default
 _SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit"})
 _SIGNED = frozenset({"exit_code"})   # minus the signal number
 
@@ -59,6 +60,7 @@ class Record:
         hints = get_type_hints(cls)
         self._cls = cls
         self._as_list = cls in _AS_LIST
+        self._needed = _BEGAN_WITH.get(cls, len(fields(cls)))
         self._fields = [(item.name, _packer(hints[item.name], item.name), _unpacker(hints[item.name], item.name))
                         for item in fields(cls)]
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
@@ -72,8 +74,8 @@ class Record:
     def unpack(self, data: Any, where: str) -> Any:
         """An instance from plain data. Fields that we do not know are ignored; those of an older peer take their default."""
         if self._as_list:
-            if not isinstance(data, list) or len(data) < len(self._fields):
-                raise wrong(where, f"a list of {len(self._fields)}", data)
+            if not isinstance(data, list) or len(data) < self._needed:
+                raise wrong(where, f"a list of {self._needed}", data)
             return self._cls(*(unpack(item, where) for item, (_, _, unpack) in zip(data, self._fields, strict=False)))
         if not isinstance(data, dict):
             raise wrong(where, "a map", data)

@@ -58,6 +58,26 @@ class TestOneDeath:
         assert only(job.pause_all(5), do.Resume).version == 5
         assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 1
 
+    def test_a_step_that_is_done_again_counts_once(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, version=6)
+        job.pause_all(5)
+        assert "on ranks 0, 1, 3; steps redone: 1" in job.machine.story.last()
+        assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 1
+        (interrupt, _) = job.lose(1, version=6)
+        assert interrupt.reach == 6
+        job.pause_all(6)
+        assert only(job.recover_all(7), do.RecordRecovery).record.steps_redone == 0
+
+    def test_what_was_taken_back_is_not_reached_for_any_more(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2, version=6)
+        job.pause_all(5)
+        (interrupt, _) = job.lose(1, version=5)                # in the middle of the same recovery
+        assert interrupt.reach == 5
+        job.pause_all(5)
+        assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 1
+
     def test_a_rank_that_is_one_step_ahead_wins(self, manager) -> None:
         job = manager().joined()
         job.lose(2, version=5)

@@ -128,6 +128,16 @@ def test_fields_that_an_older_peer_does_not_send_take_their_default() -> None:
     assert codec.decode(msgpack.packb(frame(message, body=body)))[1] == message
 
 
+def test_moves_of_an_older_peer_have_no_snapshot() -> None:
+    body = frame(messages.Resume(1, 2, (), 0))["body"]
+    body["moves"] = [[0, None], [1, 0]]
+    assert codec.decode(msgpack.packb(frame(messages.Resume(1, 2, (), 0), body=body)))[1].moves == (Move(0), Move(1, 0))
+
+
+def test_a_move_is_sent_as_an_older_peer_reads_it_with_the_snapshot_behind() -> None:
+    assert frame(messages.Resume(1, 2, (Move(0, snapshot=2), Move(1, 0)), 0))["body"]["moves"] == [[0, None, 2], [1, 0, None]]
+
+
 def test_fields_that_are_needed_are_named_when_they_are_missing() -> None:
     body = frame(messages.Refused("no"))["body"]
     del body["reason"]
@@ -168,7 +178,7 @@ def fault_with_long_texts() -> Fault:
 def test_the_largest_messages_of_a_job_fit(ranks: int) -> None:
     everybody = range(ranks)
     for message in (
-        messages.Resume(10**6, 10**9, tuple(Move(rank, ranks - 1 - rank) for rank in everybody), 32767),
+        messages.Resume(10**6, 10**9, tuple(Move(rank, ranks - 1 - rank, 10**9) for rank in everybody), 32767),
         messages.RestartGroup(10**6, 32767, "r" * 10**6, tuple((rank, 10**6) for rank in everybody)),
         messages.GiveUp(10**6, f"ranks {list(everybody)} failed", ranks - 1, fault_with_long_texts()),
     ):
