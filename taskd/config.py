@@ -11,10 +11,10 @@ import os
 import pathlib
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from taskd import settings
 from taskd.core.ladder import STRATEGY_NAMES
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from taskd.settings import Environment, Settings

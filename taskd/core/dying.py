@@ -105,7 +105,7 @@ class Dying:
         if not cut.version:
             return self._fail("no step was committed yet")
         gasp.version, gasp.is_publishing = cut.version, False
-        gasp.writers = tuple(move.rank for move in cut.moves if move.source is None)
+        gasp.writers = tuple(move.rank for move in cut.moves if move.source is None and move.snapshot is None)
         gasp.waiting = set(gasp.writers)
         job.phase = Phase.DYING
         job.story.note(job.now, f"dump of version {gasp.version} by ranks {', '.join(map(str, gasp.writers))}: {cut.reason}")

@@ -7,8 +7,8 @@ Owns the protocol between the two ranks of a move; nobody else takes part:
       | <-- length, verdict (text, "" = fits)  |    both raise StateError if it does not fit: no hang
       | -- tensors, 32 MiB at a time -->       |    two in flight
 
-Small tensors are packed together, large ones go from and to their own memory. Knows neither plan nor parking. Pickle stays within the
-job's own process group, whose members run the same script.
+Small tensors are packed together, large ones go from and to their own memory. Of a DTensor its local tensor travels, to a rank with the
+same shard. Knows neither plan nor parking. Pickle stays within the job's own process group, whose members run the same script.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from taskd.errors import StateError
+from taskd.worker import shards
 from taskd.worker.parking import caches_of
 from taskd.worker.roles import parameters_of
 from taskd.worker.rollback import load_scaler, write_group
@@ -43,12 +44,19 @@ class Slot:
 
 @dataclass(frozen=True)
 class Meta:
-    """What the receiver must have room for. `is_host`: it lives on the CPU even if the parameters do not."""
+    """What the receiver must have room for. `is_host`: it lives on the CPU even if the parameters do not.
+
+    `shape` is that of the memory, so the local one of a DTensor. `sharding` None: a plain tensor.
+    """
 
     label: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_host: bool
+    sharding: shards.Sharding | None = None
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}" if self.sharding is None else f"local shape {self.shape} as a DTensor {self.sharding}"
 
 
 @dataclass
@@ -58,6 +66,7 @@ class Manifest:
     version: int
     is_present: bool
     step: int = 0
+    shard: str = ""
     problem: str = ""
     named: dict[str, Slot] = field(default_factory=dict)
     caches: set[str] = field(default_factory=set)
@@ -141,8 +150,8 @@ def _describe(holding: Holding, version: int) -> tuple[Manifest, list[torch.Tens
             slot = slots.get(id(value))
             if slot is None:
                 slot = slots[id(value)] = Slot(len(tensors))
-                tensors.append(value.detach())
-                metas.append(Meta(label, tuple(value.shape), value.dtype, value.device.type == "cpu"))
+                tensors.append(shards.local(value).detach())
+                metas.append(_meta_of(label, value))
             return slot
         if isinstance(value, dict):
             return {key: pack(f"{label}.{key}", item) for key, item in value.items()}
@@ -150,13 +159,14 @@ def _describe(holding: Holding, version: int) -> tuple[Manifest, list[torch.Tens
             return [pack(label, item) for item in value] if isinstance(value, list) else tuple(pack(label, item) for item in value)
         return value
 
-    manifest = Manifest(version, is_present=True, step=holding.step, values=dict(roles.values), caches=caches_of(roles), metas=metas)
+    manifest = Manifest(version, is_present=True, step=holding.step, shard=holding.shard, values=dict(roles.values), caches=caches_of(roles),
+                        metas=metas)
     manifest.named = {name: pack(name, tensor) for name, tensor in roles.named_tensors().items()}
     for role, optimizer in roles.optimizers.items():
         index_of = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         entries = []
-        for key, value in optimizer.state.items():
+        for key, value in shards.memory_of(optimizer).items():
             is_index = key in index_of
             entries.append((is_index, index_of[key] if is_index else key, pack(f"{role}.state", value)))
         manifest.optimizers[role] = (groups, [len(group["params"]) for group in optimizer.param_groups], entries)
@@ -164,6 +174,11 @@ def _describe(holding: Holding, version: int) -> tuple[Manifest, list[torch.Tens
         for role, value in kind.items():
             manifest.states[role] = pack(role, value.state_dict())
     return manifest, tensors
+
+
+def _meta_of(label: str, tensor: torch.Tensor) -> Meta:
+    own = shards.local(tensor)
+    return Meta(label, tuple(own.shape), own.dtype, own.device.type == "cpu", shards.sharding_of(tensor, label))
 
 
 def _misfit(manifest: Manifest, holding: Holding, source: int) -> str:
@@ -178,10 +193,35 @@ def _misfit(manifest: Manifest, holding: Holding, source: int) -> str:
             return f"rank {source} has {name}, rank {here} has not"
         if name not in manifest.named:
             return f"rank {here} has {name}, rank {source} has not"
-        shape = manifest.metas[manifest.named[name].index].shape
-        if shape != tuple(own[name].shape):
-            return f"{name} has shape {shape} on rank {source} and {tuple(own[name].shape)} on rank {here}"
-    return _misfit_of_optimizers(manifest, holding, source)
+        theirs, ours = manifest.metas[manifest.named[name].index], _meta_of(name, own[name])
+        if (theirs.shape, theirs.sharding) != (ours.shape, ours.sharding):
+            mine = ours.shape if theirs.sharding is ours.sharding is None else ours
+            return f"{name} has {theirs} on rank {source} and {mine} on rank {here}"
+    if manifest.shard != holding.shard:
+        return f"rank {source} holds the shard {manifest.shard!r} and rank {here} {holding.shard!r}"
+    return _misfit_of_optimizers(manifest, holding, source) or _misfit_of_meshes(manifest, own, source)
+
+
+def _misfit_of_meshes(manifest: Manifest, own: dict[str, torch.Tensor], source: int) -> str:
+    """Optimizer memory and the like are made again here: there must be a mesh for them, on which this rank has the same place."""
+    meshes = _meshes_of(own)
+    for meta in manifest.metas:
+        if meta.sharding is not None and _find_mesh(meshes, meta.sharding) is None:
+            return f"{meta.label} has {meta} on rank {source}, and no parameter of rank {dist.get_rank()} lies on such a mesh at that place"
+    return ""
+
+
+def _meshes_of(own: dict[str, torch.Tensor]) -> list[Any]:
+    """The DeviceMeshes on which these tensors lie."""
+    return list({tensor.device_mesh: None for tensor in own.values() if shards.is_distributed(tensor)})  # type: ignore[attr-defined]
+
+
+def _find_mesh(meshes: list[Any], sharding: shards.Sharding) -> Any:
+    """The first of `meshes` with the form that `sharding` names, on which this rank has the place that it names; or None."""
+    for mesh in meshes:
+        if shards.mesh_text(mesh) == sharding.mesh and shards.place_on(mesh, sharding.placements) == sharding.place:
+            return mesh
+    return None
 
 
 def _misfit_of_optimizers(manifest: Manifest, holding: Holding, source: int) -> str:
@@ -206,9 +246,11 @@ class _Targets:
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []     # (received, to copy it to)
         tensors: list[torch.Tensor | None] = [None] * len(manifest.metas)
         own = holding.roles.named_tensors()
+        self._meshes = _meshes_of(own)
         self._default_device = next((t.device for t in own.values()), torch.device("cpu"))
         for name, slot in manifest.named.items():
-            target, meta = own.get(name), manifest.metas[slot.index]
+            meta = manifest.metas[slot.index]
+            target = shards.local(own[name]) if name in own else None
             if target is None or tuple(target.shape) != meta.shape:
                 continue
             if target.dtype == meta.dtype:
@@ -225,7 +267,7 @@ class _Targets:
             for is_index, key, packed in entries:
                 parameter = parameters[key] if is_index else None
                 target_key = parameter if is_index else key
-                states[target_key] = self._unpack(packed, optimizer.state.get(target_key), parameter)
+                states[target_key] = self._unpack(packed, shards.memory_of(optimizer).get(target_key), parameter)
         self._states = {role: self._unpack(packed, None, None) for role, packed in manifest.states.items()}
         self.tensors = [
             self._room(meta, None, None) if tensor is None else tensor for tensor, meta in zip(tensors, manifest.metas, strict=True)
@@ -234,10 +276,14 @@ class _Targets:
     def _unpack(self, packed: Any, present: Any, like: torch.Tensor | None) -> Any:
         """Put tensors where the manifest has slots; `present` is what this rank has in the same place."""
         if isinstance(packed, Slot):
+            meta = self._manifest.metas[packed.index]
             tensor = self._slots[packed.index]
             if tensor is None:
-                tensor = self._slots[packed.index] = self._room(self._manifest.metas[packed.index], present, like)
-            return tensor
+                tensor = self._slots[packed.index] = self._room(meta, present, like)
+            if meta.sharding is None:
+                return tensor
+            near = [like.device_mesh] if like is not None and shards.is_distributed(like) else []  # type: ignore[attr-defined]
+            return shards.wrap(tensor, meta.sharding, _find_mesh([*near, *self._meshes], meta.sharding))
         if isinstance(packed, dict):
             known = present if isinstance(present, dict) else {}
             return {key: self._unpack(item, known.get(key), like) for key, item in packed.items()}
@@ -247,8 +293,12 @@ class _Targets:
         return packed
 
     def _room(self, meta: Meta, present: Any, like: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(present, torch.Tensor) and tuple(present.shape) == meta.shape and present.dtype == meta.dtype:
-            return present.detach()
+        """Memory for one tensor: that of `present`, this rank's tensor in the same place, if it fits; else new, laid out as `like`'s."""
+        if isinstance(present, torch.Tensor):
+            present = shards.local(present)
+            if tuple(present.shape) == meta.shape and present.dtype == meta.dtype:
+                return present.detach()
+        like = None if like is None else shards.local(like)
         device = torch.device("cpu") if meta.is_host else (self._default_device if like is None else like.device)
         if like is not None and tuple(like.shape) == meta.shape:
             return torch.empty_like(like, dtype=meta.dtype, device=device, requires_grad=False)
@@ -262,8 +312,9 @@ class _Targets:
                 target.copy_(received)
         for role, (groups, _, _) in manifest.optimizers.items():
             optimizer = holding.roles.optimizers[role]
-            optimizer.state.clear()
-            optimizer.state.update(self._optimizer_states[role])
+            memory = shards.memory_of(optimizer)
+            memory.clear()
+            memory.update(self._optimizer_states[role])
             for group, remembered in zip(optimizer.param_groups, groups, strict=True):
                 write_group(group, remembered)
         for kind in (holding.roles.schedulers, holding.roles.steppers, holding.roles.replicas):

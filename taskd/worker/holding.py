@@ -15,6 +15,7 @@ import torch
 
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
+from taskd.worker import shards
 from taskd.worker.extras import Part, encode_part, read_position, write_position
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
 from taskd.worker.rollback import Rollback
@@ -35,10 +36,11 @@ _BARE = encode_part({}, {}, {})
 class Holding:
     """Objects of one TrainState in one entry of the recoverable function."""
 
-    def __init__(self, name: str, roles: Roles) -> None:
+    def __init__(self, name: str, roles: Roles, shard_id: str | int | None = None) -> None:
         self.name = name
         self.roles = roles
         self.checkpoint_dir: str | os.PathLike[str] | None = None
+        self.shard = shards.shard_of(roles, shard_id)     # what part of the state this is; "": all of it
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete
@@ -89,8 +91,10 @@ class Holding:
                 write_position(self.roles.positions[role], position)
         tensors = self.roles.named_tensors() if part.buffers else {}
         for name, data in part.buffers.items():
-            tensor = tensors.get(name)
-            if tensor is not None and tensor.numel() * tensor.element_size() == len(data):
+            if name not in tensors:
+                continue
+            tensor = shards.local(tensors[name])
+            if tensor.numel() * tensor.element_size() == len(data):
                 with torch.no_grad():
                     tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
 
@@ -160,6 +164,8 @@ class Holding:
 
     def drop_gradients(self) -> None:
         """Gradients of an interrupted step are no state."""
+        for module in self.roles.modules.values():
+            shards.drop_whole_gradients(module)
         for tensor in self.roles.named_tensors().values():
             if tensor.grad is not None:
                 tensor.grad = None

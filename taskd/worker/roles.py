@@ -1,9 +1,9 @@
 """The objects of one TrainState, sorted by what they are: modules, optimizers, schedulers, scalers, samplers, plain values.
 
-Owns which object counts as what, and the names of its tensors. Changes nothing, and knows neither black box nor plan.
+Owns which object counts as what, and the names of its tensors. Knows neither black box nor plan.
 
-- *Replicated* (module, optimizer, scheduler, scaler, anything whose state holds large tensors): the same on every rank, so a rank that
-  lost it receives it from another.
+- *Held by several* (module, optimizer, scheduler, scaler, anything whose state holds large tensors): the same on every rank, or on those
+  with the same shard, so a rank that lost it receives it from another.
 - *Per rank* (sampler, loader, generators, everything else with a state_dict): goes into the black box at every commit.
 """
 
@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from taskd.errors import StateError
+from taskd.worker import shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
-# A state_dict with more tensor bytes than this is taken for a replica (an EMA), not for a position: writing it out at every
-# commit would cost more than the step boundary may.
+# A state_dict with more tensor bytes than this, or with a DTensor, is taken for a replica (an EMA), not for a position: writing it out at
+# every commit would cost more than the step boundary may.
 _LARGE_BYTES = 16 * 1024
 
 
@@ -59,9 +60,7 @@ class Roles:
         elif isinstance(value, nn.Module):
             self.modules[role] = _checked_module(state_name, role, unwrap(value))
         elif isinstance(value, torch.optim.Optimizer):
-            if hasattr(value, "consolidate_state_dict"):
-                raise StateError(_sharded(state_name, role, type(value).__name__))
-            self.optimizers[role] = value
+            self.optimizers[role] = _checked_optimizer(state_name, role, value)
         elif isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
             self.positions[role] = value
         elif not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
@@ -76,7 +75,8 @@ class Roles:
             return self.scalers
         if callable(getattr(value, "step", None)) and callable(getattr(value, "zero_grad", None)):
             return self.steppers
-        if sum(t.numel() * t.element_size() for t in tensors_in(value.state_dict())) > _LARGE_BYTES:
+        tensors = list(tensors_in(value.state_dict()))
+        if any(map(shards.is_distributed, tensors)) or sum(t.numel() * t.element_size() for t in tensors) > _LARGE_BYTES:
             return self.replicas
         return self.positions
 
@@ -102,9 +102,13 @@ class Roles:
         return {role for kind in kinds for role in kind}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by "role.name", then parameters that only an optimizer knows. Shared ones under each name."""
+        """Parameters and buffers by "role.name", then parameters that only an optimizer knows. Shared ones under each name.
+
+        FSDP2 gets its shards back first, for these are the state: call it outside a forward or backward pass that is to go on.
+        """
         named: dict[str, torch.Tensor] = {}
         for role, module in self.modules.items():
+            shards.reshard(module)
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 named[f"{role}.{name}"] = parameter
             for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -128,7 +132,7 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, torch.Tensor):
-        return not isinstance(value, nn.Parameter) and value.layout is torch.strided
+        return not isinstance(value, nn.Parameter) and value.layout is torch.strided and not shards.is_distributed(value)
     if type(value) in (list, tuple):
         return all(is_plain(item) for item in value)
     if type(value) is dict:
@@ -161,12 +165,14 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    tensor_module = sys.modules.get("torch.distributed.tensor")
-    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-        raise StateError(_sharded(state_name, role, "FullyShardedDataParallel"))
-    for name, tensor in module.named_parameters():
-        if tensor_module is not None and isinstance(tensor, tensor_module.DTensor):
-            raise StateError(_sharded(state_name, role, f"DTensor ({name})"))
+    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
+        # Its parameters are views of flat ones that it swaps for whole ones in every pass: what a pass cut short leaves there is unknown.
+        message = (f"TrainState({state_name!r}): {role} is wrapped in FullyShardedDataParallel: an interrupted step of it cannot be undone. Use "
+                   "torch.distributed.fsdp.fully_shard, which shards each parameter by itself")
+        raise StateError(message)
+    shards.reshard(module)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        shards.sharding_of(tensor, f"TrainState({state_name!r}): {role}.{name}")
         if isinstance(tensor, nn.parameter.UninitializedParameter):
             message = (f"TrainState({state_name!r}): {role}.{name} has no shape yet (a lazy module): run one forward pass before "
                        "TrainState is created")
@@ -174,9 +180,18 @@ def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
     return module
 
 
-def _sharded(state_name: str, role: str, what: str) -> str:
-    return (f"TrainState({state_name!r}): {role} is sharded ({what}). TrainState carries replicated state: use DistributedDataParallel and "
-            "an ordinary optimizer, or leave this object out and save it in checkpoints of your own")
+def _checked_optimizer(state_name: str, role: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    what = ""
+    if not shards.is_zero(optimizer):
+        if hasattr(optimizer, "consolidate_state_dict"):
+            what = f"{type(optimizer).__name__} shards its memory in a way that is not known here"
+    elif optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
+        what = "overlap_with_ddp=True writes parameters in the middle of the backward pass, where a fault would tear them"
+    if what:
+        message = (f"TrainState({state_name!r}): {role} cannot be carried: {what}. Use torch.distributed.optim.ZeroRedundancyOptimizer without "
+                   "overlap_with_ddp, or fully_shard and an ordinary optimizer")
+        raise StateError(message)
+    return optimizer
 
 
 def _unsupported(state_name: str, role: str, value: Any) -> str:
@@ -188,6 +203,8 @@ def _unsupported(state_name: str, role: str, value: Any) -> str:
     elif isinstance(value, torch.utils.data.DataLoader):
         advice = ("a DataLoader has no state_dict: use a stateful loader, or keep the number of batches done as an attribute and "
                   "skip them after restore()")
+    elif shards.is_distributed(value) and not isinstance(value, nn.Parameter):
+        advice = "a DTensor is carried inside a module (as a buffer) or through an optimizer: a plain value belongs to one rank"
     elif isinstance(value, nn.Parameter):
         advice = "a single parameter is carried through its optimizer, or inside a module: register one of these"
     return f"TrainState({state_name!r}): {role}={kind} cannot be carried: {advice}"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from taskd.worker import shards
+
 if TYPE_CHECKING:
     from taskd.worker.roles import Roles
 
@@ -23,11 +25,12 @@ _SILENT = nn.modules.batchnorm._NormBase
 class _Buffer:
     """One buffer: where it hangs, what it was at the last commit, and a copy if it is known to change."""
 
-    __slots__ = ("copy", "key", "module", "name", "tensor", "version")
+    __slots__ = ("copy", "is_distributed", "key", "module", "name", "tensor", "version")
 
     def __init__(self, name: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
         self.name, self.module, self.key, self.tensor = name, module, key, tensor
         self.version = tensor._version
+        self.is_distributed = shards.is_distributed(tensor)      # then copies are made of its local tensor
         self.copy: torch.Tensor | None = None
 
 
@@ -59,7 +62,7 @@ class Rollback:
                     seen.add(id(tensor))
                     name = ".".join(word for word in (role, path, key) if word)
                     buffer = _Buffer(name, part, key, tensor)
-                    buffer.copy = tensor.detach().clone()
+                    buffer.copy = shards.local(tensor).detach().clone()
                     (self._moving if isinstance(part, _SILENT) else self._still).append(buffer)
         self._remember_small()
         self._probes = []        # DDP may still broadcast its first weights into the parameters
@@ -109,11 +112,12 @@ class Rollback:
             if now is None:
                 buffer.tensor = buffer.copy = None  # type: ignore[assignment]
                 continue
-            if buffer.copy is None or buffer.copy.shape != now.shape or buffer.copy.dtype != now.dtype:
-                buffer.copy = torch.empty_like(now)
             buffer.tensor, buffer.version = now, now._version
+            own = shards.local(now) if buffer.is_distributed else now
+            if buffer.copy is None or buffer.copy.shape != own.shape or buffer.copy.dtype != own.dtype:
+                buffer.copy = torch.empty_like(own)
             copies.append(buffer.copy)
-            tensors.append(now)
+            tensors.append(own)
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_(copies, tensors)  # one call for all
@@ -124,12 +128,12 @@ class Rollback:
         return bool(self._moving)
 
     def moving_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers that change in the forward pass, live, by name."""
+        """The buffers that change in the forward pass, live, by name; the local tensors of distributed ones."""
         found = []
         for buffer in self._moving:
             now = buffer.module._buffers.get(buffer.key)
             if now is not None:
-                found.append((buffer.name, now))
+                found.append((buffer.name, shards.local(now) if buffer.is_distributed else now))
         return found
 
     # ------------------------------------------------------------ rolling back
@@ -156,7 +160,7 @@ class Rollback:
             is_touched = now is not buffer.tensor or (now is not None and now._version != buffer.version)
             if buffer.copy is not None and buffer.tensor is not None:
                 with torch.no_grad():
-                    buffer.tensor.copy_(buffer.copy)
+                    shards.local(buffer.tensor).copy_(buffer.copy)
                 buffer.module._buffers[buffer.key] = buffer.tensor
             elif is_touched:
                 problem = problem or f"buffer {buffer.name} changed for the first time since the last commit() and no copy of it was kept"

@@ -65,10 +65,14 @@ class TrainState:
     _holding: Holding
     _restored: Restored | None
 
-    def __init__(self, name: str = "train", *, checkpoint_dir: str | os.PathLike[str] | None = None, **objects: Any) -> None:
+    def __init__(
+        self, name: str = "train", *, shard_id: str | int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None, **objects: Any,
+    ) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
-        `checkpoint_dir`: where checkpoints are written and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints.
+        `shard_id` is for frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number on the ranks that hold
+        the same part. Without it the part is found from DTensors and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
+        and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints.
 
         Raises:
             StateError: outside a recoverable function of a taskd job, a name given twice, an object that cannot be carried.
@@ -89,7 +93,7 @@ class TrainState:
             message = f"TrainState({name!r}) was created twice in one entry: give the second one another name, TrainState('{name}-2', ...)"
             raise StateError(message)
         step = objects.pop("step", 0)
-        holding = Holding(name, Roles.sort(name, objects))
+        holding = Holding(name, Roles.sort(name, objects), shard_id)
         holding.checkpoint_dir = checkpoint_dir
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)

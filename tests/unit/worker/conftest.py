@@ -7,6 +7,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from job import Job
+from world import World
 
 
 @pytest.fixture
@@ -15,3 +16,10 @@ def job():
     job = Job()
     yield job
     job.close()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()

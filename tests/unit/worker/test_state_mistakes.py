@@ -9,6 +9,13 @@ from taskd.errors import StateError
 from taskd.worker.state import TrainState
 
 
+class StrangeOptimizer(torch.optim.SGD):
+    """Shards its memory as it likes."""
+
+    def consolidate_state_dict(self):
+        pass
+
+
 class TestMistakes:
     def test_unsupported_objects_say_what_to_do(self, job):
         dataset = torch.utils.data.TensorDataset(torch.arange(4))
@@ -19,7 +26,7 @@ class TestMistakes:
         for value, text in [
             (object(), "state_dict"), (torch.utils.data.DataLoader(dataset), "stateful loader"),
             (torch.utils.data.DistributedSampler(dataset, 1, 0), "set_epoch"), (nn.Parameter(torch.ones(1)), "optimizer"),
-            (nn.LazyLinear(2), "forward pass"),
+            (nn.LazyLinear(2), "forward pass"), (StrangeOptimizer(nn.Linear(1, 1).parameters()), "ZeroRedundancyOptimizer"),
         ]:
             with pytest.raises(StateError, match=text):
                 job.enter(entry, value)
