@@ -98,14 +98,16 @@ class Dying:
         assert gasp is not None
         if self._must_wait_for_word():
             return []
-        copies = [member.copy() for member in job.membership.live() if member.state is WorkerState.PAUSED]
+        # The dead count, too: nothing is whole without what they alone had.
+        copies = [member.copy() for member in job.membership.ordered() if member.state in (WorkerState.PAUSED, WorkerState.LOST)]
         cut = plan_cut(copies, job.membership.committed)
         if isinstance(cut, NoCut):
             return self._fail(cut.reason)
         if not cut.version:
             return self._fail("no step was committed yet")
         gasp.version, gasp.is_publishing = cut.version, False
-        gasp.writers = tuple(move.rank for move in cut.moves if move.source is None and move.snapshot is None)
+        alive = {copy.rank for copy in copies if copy.alive}
+        gasp.writers = tuple(move.rank for move in cut.moves if move.rank in alive and move.source is None and move.snapshot is None)
         gasp.waiting = set(gasp.writers)
         job.phase = Phase.DYING
         job.story.note(job.now, f"dump of version {gasp.version} by ranks {', '.join(map(str, gasp.writers))}: {cut.reason}")

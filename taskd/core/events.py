@@ -181,6 +181,13 @@ class WorkerExamined(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHolds(WorkerEvent):
+    """Which part of the state it has, from the end of its restore(): ranks with an equal `shard` hold equal content; "" is all of it."""
+
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDumped(WorkerEvent):
     """A writer of the dying gasp of `generation` is a stage further: "written", "published" (`detail`: the path) or "failed" (why)."""
 

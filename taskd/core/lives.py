@@ -34,6 +34,7 @@ class Life:
     is_examined: bool = False            # it hangs, and writes down its stacks before it is killed
     waits_since: float | None = None     # it can go on only when the manager says so
     started: ev.WorkerStarted | None = None
+    holds: ev.WorkerHolds | None = None
     stand: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned | None = None
     recovered: ev.WorkerRecovered | None = None
     lost: ev.WorkerLost | None = None
@@ -102,7 +103,7 @@ class Lives:
                 told.append(replace(life.started, now=now))
                 if life.is_declared:
                     told.append(ev.WorkerDeclared(now, life.started.cause, life.rank, life.incarnation, life.is_entered))
-            told += [replace(event, now=now) for event in (life.exit_known, life.stand, life.recovered) if event is not None]
+            told += [replace(event, now=now) for event in (life.holds, life.exit_known, life.stand, life.recovered) if event is not None]
         return told
 
     def faults(self) -> list[Fault]:
@@ -131,6 +132,7 @@ class Lives:
         self.present[life.rank] = Life(
             life.rank,
             spawn.incarnation,
+            holds=replace(life.holds, incarnation=spawn.incarnation) if life.holds is not None and spawn.gated else None,
             is_gated=spawn.gated,
             has_process=False,
             spawn=spawn,

@@ -38,6 +38,7 @@ class Member:
     version: int | None = None
     clean: bool = True
     box_versions: tuple[int, ...] = ()   # of the life before
+    shard: str = ""                      # what part of the state it has, or had in the life before
 
     @property
     def is_live(self) -> bool:
@@ -69,11 +70,14 @@ class Member:
         self.declared = self.entered = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
-            self.box_versions = ()
+            self.box_versions, self.shard = (), ""
 
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""
-        return Copy(self.rank, self.version, self.clean, self.replaced, self.box_versions)
+        return Copy(
+            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, node=self.node_rank,
+            alive=self.state is not WorkerState.LOST,
+        )  # fmt: skip
 
 
 LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back

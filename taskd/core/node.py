@@ -37,13 +37,6 @@ from taskd.core.timeouts import Timeouts
 
 Commands = list[do.Command]
 
-_PROCESS_EVENTS = (ev.WorkerStarted, ev.WorkerStartFailed, ev.WorkerExited, ev.Tick)
-_NOT_WHEN_STOPPING = (
-    ev.AlarmRang, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRaised, ev.WorkerReturned, ev.WorkerRecovered, ev.WorkerExamined,
-    ev.WorkerDumped, ev.AgentDraining, ev.ManagerJoined, ev.ManagerLost, ev.ManagerRefused, ev.CommandReceived,
-)  # fmt: skip
-EVENTS: tuple[type[ev.Event], ...] = (*_PROCESS_EVENTS, *_NOT_WHEN_STOPPING)
-
 
 class NodeMachine:
     """One node's workers. The shell has started (or is starting) the first life of each rank, ungated.
@@ -255,6 +248,13 @@ class NodeMachine:
             life.state, life.version, life.clean = WorkerState.PAUSED, event.version, event.clean
         return self._tell(event)
 
+    def _holds(self, event: ev.WorkerHolds) -> Commands:
+        """Which part of the state it has. Its successor has the same."""
+        life = self.lives.of(event)
+        if life is not None:
+            life.holds = event
+        return self._tell(event)
+
     def _recovered(self, event: ev.WorkerRecovered) -> Commands:
         """It committed again."""
         life = self.lives.of(event)
@@ -436,8 +436,7 @@ class NodeMachine:
         first = self._give_up.fault
         others = [fault for fault in self.lives.faults() if first is None or fault.rank != first.rank]
         faults = others if first is None else [first, *others]
-        outcome = "dumped" if self._give_up.dump else "failed"
-        return [do.FinishRun(self._cause, self.generation, outcome, self._give_up.reason, tuple(faults))]
+        return [do.FinishRun(self._cause, self.generation, "dumped" if self._give_up.dump else "failed", self._give_up.reason, tuple(faults))]
 
     def _tick(self, event: ev.Tick) -> Commands:
         """Use force on what is overdue; stop waiting for a manager."""
@@ -450,37 +449,37 @@ class NodeMachine:
         alone_at = self._alone_at()
         return commands + self._go_alone() if alone_at is not None and alone_at <= event.now else commands
 
+    _RUNNING: ClassVar[dict[type[ev.Event], Method]] = {
+        ev.WorkerStarted: _started,
+        ev.WorkerStartFailed: _start_failed,
+        ev.AlarmRang: _alarm_rang,
+        ev.WorkerExited: _exited,
+        ev.WorkerDeclared: _declared,
+        ev.WorkerPaused: _stood,
+        ev.WorkerRaised: _stood,
+        ev.WorkerReturned: _stood,
+        ev.WorkerRecovered: _recovered,
+        ev.WorkerExamined: _examined,
+        ev.WorkerDumped: _tell,
+        ev.AgentDraining: _tell,
+        ev.ManagerJoined: _joined,
+        ev.ManagerLost: _manager_lost,
+        ev.ManagerRefused: _refused,
+        ev.CommandReceived: _command,
+        ev.Tick: _tick,
+        ev.WorkerHolds: _holds,
+    }
+    _STOPPING: ClassVar[dict[type[ev.Event], Method]] = {
+        ev.WorkerStarted: _started,
+        ev.WorkerStartFailed: _start_failed,
+        ev.WorkerExited: _exited,
+        ev.Tick: _tick,
+    }
     RULES = Table(
+        {NodePhase.RUNNING: _RUNNING, NodePhase.STOPPING: _STOPPING},
         {
-            NodePhase.RUNNING: {
-                ev.WorkerStarted: _started,
-                ev.WorkerStartFailed: _start_failed,
-                ev.AlarmRang: _alarm_rang,
-                ev.WorkerExited: _exited,
-                ev.WorkerDeclared: _declared,
-                ev.WorkerPaused: _stood,
-                ev.WorkerRaised: _stood,
-                ev.WorkerReturned: _stood,
-                ev.WorkerRecovered: _recovered,
-                ev.WorkerExamined: _examined,
-                ev.WorkerDumped: _tell,
-                ev.AgentDraining: _tell,
-                ev.ManagerJoined: _joined,
-                ev.ManagerLost: _manager_lost,
-                ev.ManagerRefused: _refused,
-                ev.CommandReceived: _command,
-                ev.Tick: _tick,
-            },
-            NodePhase.STOPPING: {
-                ev.WorkerStarted: _started,
-                ev.WorkerStartFailed: _start_failed,
-                ev.WorkerExited: _exited,
-                ev.Tick: _tick,
-            },
-        },
-        {
-            NodePhase.STOPPING: dict.fromkeys(_NOT_WHEN_STOPPING, "the job is being ended"),
-            NodePhase.DONE: dict.fromkeys(EVENTS, "the run is over"),
+            NodePhase.STOPPING: dict.fromkeys(_RUNNING.keys() - _STOPPING.keys(), "the job is being ended"),
+            NodePhase.DONE: dict.fromkeys(_RUNNING, "the run is over"),
         },
     )
     COMMANDS: ClassVar[dict[type[do.Command], Method]] = {
@@ -498,3 +497,4 @@ class NodeMachine:
 
 TRANSITIONS = NodeMachine.RULES.transitions
 IGNORED = NodeMachine.RULES.ignored
+EVENTS = tuple(event for phase, event in TRANSITIONS if phase is NodePhase.RUNNING)

@@ -53,7 +53,8 @@ from taskd.core.timeouts import Timeouts
 
 _NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
 _OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
-WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped)
+WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped,
+                 ev.WorkerHolds)
 _NOT_WHEN_DYING = (*_NOT_WHEN_RELEASED, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining)
 _UNDISTURBED = (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
 EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.Tick)
@@ -317,6 +318,11 @@ class RecoveryMachine:
         job.awaited.discard(event.rank)
         return self._attendance.wait_for_others() if job.phase is Phase.JOINING else job.proceed()
 
+    def _holds(self, event: ev.WorkerHolds) -> Commands:
+        """Which part of the state it has."""
+        self.membership.members[event.rank].shard = event.shard
+        return []
+
     def _dumped(self, event: ev.WorkerDumped) -> Commands:
         """A writer of the last checkpoint is a stage further."""
         return self._job.dying.take(event)
@@ -366,6 +372,7 @@ class RecoveryMachine:
         ev.WorkerRecovered: _recovered,
         ev.WorkerReturned: _returned,
         ev.WorkerFinished: _finished,
+        ev.WorkerHolds: _holds,
         ev.AgentDraining: _draining,
     }
     _PAUSING: ClassVar[dict[type[ev.Event], Method]] = {**_WORKING, ev.WorkerRaised: _raised_when_called}
@@ -384,6 +391,7 @@ class RecoveryMachine:
                 ev.WorkerExitKnown: _confirm,
                 ev.WorkerFinished: _finished,
                 ev.WorkerDumped: _dumped,
+                ev.WorkerHolds: _holds,
             },
             Phase.RELEASED: {
                 **_ALWAYS,
@@ -402,7 +410,7 @@ class RecoveryMachine:
                 ev.WorkerDumped: "this dump is void",
             },
             Phase.DYING: dict.fromkeys(_NOT_WHEN_DYING, "the job is being saved, and then ends"),
-            Phase.RELEASED: dict.fromkeys((*_NOT_WHEN_RELEASED, ev.WorkerDumped, ev.AgentDraining), "its function has returned since"),
+            Phase.RELEASED: dict.fromkeys((*_NOT_WHEN_RELEASED, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining), "its function has returned since"),
             Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
             Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
         },

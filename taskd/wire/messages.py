@@ -258,6 +258,14 @@ class AgentDraining(Message):
     detail: str
 
 
+@_message(34)
+@dataclass(frozen=True, slots=True)
+class WorkerHolds(WorkerMessage):
+    """Which part of the state it has."""
+
+    shard: str
+
+
 @_message(40)
 @dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerMessage):

@@ -27,6 +27,7 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerFinished,
     events.WorkerExamined,
     events.WorkerDumped,
+    events.WorkerHolds,
     events.AgentDraining,
     events.WorkerReady,
     events.WorkerUncaught,

@@ -94,7 +94,7 @@ def send(holding: Holding, receiver: int, version: int, *, is_present: bool) -> 
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         manifest = Manifest(version, is_present, problem=f"rank {dist.get_rank()} cannot send it: {error}; give objects whose state_dict can be pickled")
         data = pickle.dumps(manifest, 5)
-    device = _wire_device(holding.name)
+    device = wire_device(holding.name)
     _send_bytes(data, receiver, device)
     verdict = _receive_bytes(receiver, device).decode()
     if verdict:
@@ -108,7 +108,7 @@ def receive(holding: Holding, source: int) -> bool:
     Raises:
         StateError: it does not fit what this rank built.
     """
-    device = _wire_device(holding.name)
+    device = wire_device(holding.name)
     manifest: Manifest = pickle.loads(_receive_bytes(source, device))  # noqa: S301 - a rank of our own job
     problem = manifest.problem or (_misfit(manifest, holding, source) if manifest.is_present else "")
     verdict = f"TrainState({holding.name!r}) of rank {source} cannot be received by rank {dist.get_rank()}: {problem}" if problem else ""
@@ -123,7 +123,7 @@ def receive(holding: Holding, source: int) -> bool:
     return True
 
 
-def _wire_device(name: str) -> torch.device:
+def wire_device(name: str) -> torch.device:
     """Where the group's backend wants its tensors."""
     if not dist.is_initialized():
         message = f"TrainState({name!r}): call init_process_group() before restore(): the state is received from another rank"

@@ -19,6 +19,7 @@ from taskd.worker import shards
 from taskd.worker.extras import Part, encode_part, read_position, write_position
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
 from taskd.worker.rollback import Rollback
+from taskd.worker.vote import vote
 
 if TYPE_CHECKING:
     import os
@@ -120,6 +121,8 @@ class Holding:
         life = life_module.current()
         if life is None:
             return
+        if self.shard and not life.held and life.world_size > 1:
+            vote(self.name)
         life.hold()
         self.capture_pending(life)
         self.began = True

@@ -58,6 +58,8 @@ class Life:
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
+    shard: str = ""                       # which part of the state this rank has; "": all of it
+    on_land: Callable[[], None] | None = None               # set by the runtime: `shard` is another one
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
     profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread

@@ -236,6 +236,11 @@ def _land(life: Life, holding: Holding) -> Restored:
         life.mark(Phase.STEP)
     life.parked.pop(holding.name, None)
     holding.is_landed = True
+    shard = ";".join(f"{name}={other.shard}" for name, other in sorted(life.states.items()) if other.is_landed and other.shard)
+    if shard != life.shard:
+        life.shard = shard
+        if life.on_land is not None:
+            life.on_land()
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)

@@ -41,10 +41,10 @@ def end_with_dump(job: harness.Job, finished: harness.Finished, reason: str, ver
     return checkpoint
 
 
-def resumed(job: harness.Job, version: int, *, nproc: int = 4) -> harness.Finished:
+def resumed(job: harness.Job, version: int, *, nproc: int = 4, script: str = "train.py") -> harness.Finished:
     """The same command line again."""
     before = len(job.facts("restored"))
-    finished = job.run(nproc=nproc)
+    finished = job.run(script, nproc=nproc)
     assert finished.returncode == 0, finished.output[-4000:]
     assert job.manager is not None
     assert job.manager.wait(20).returncode == 0, job.manager.text

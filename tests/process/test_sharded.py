@@ -1,0 +1,68 @@
+"""Sharded state on real processes: a dead rank's shard comes from its replica, or from the last dump, to the last bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_dump import end_with_dump, resumed
+from tests.process.test_recovery import check_recovered
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
+
+Reference = dict[int, str]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Digests of a run without faults, by layout."""
+    known: dict[str, Reference] = {}
+
+    def digests(layout: str) -> Reference:
+        if layout not in known:
+            with harness.job(tmp_path_factory.mktemp(layout), LAYOUT=layout) as job:
+                finished = job.run("sharded.py")
+                known[layout] = job.digests()
+                check_recovered(job, finished, known[layout], faults=0, replaced=set())
+                assert len(known[layout]) == 4
+        return known[layout]
+
+    return digests
+
+
+@pytest.mark.parametrize("place", ["step", "forward", "backward-begin", "backward-end", "before-vote", "optimizer", "before-commit"])
+def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], place: str) -> None:
+    with harness.job(tmp_path, LAYOUT="hsdp", FAULTS=f"3@4:{place}:kill;0@8:{place}:kill") as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed("hsdp"), faults=2, replaced={0, 3})
+        records = job.recoveries()
+        assert [record["steps_redone"] for record in records] == [0, 0]
+        assert [record["strategy"] for record in records] == ["recover-in-place"] * 2
+        assert {fact["source"] for fact in job.facts("restored") if fact["rank"] == 3} >= {"received version 4 from rank 1"} or place in (
+            "optimizer", "before-commit")
+
+
+def test_a_dump_without_a_rank_is_whole_and_any_world_goes_on_from_it(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]) -> None:
+    with harness.job(tmp_path, LAYOUT="hsdp", FAULTS="3@5:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
+        checkpoint = end_with_dump(job, job.run("sharded.py"), "rank 3 ended with SIGKILL at step 5", 5)
+        assert checkpoint.manifest.writers == (0, 1, 2)
+        resumed(job, 5, script="sharded.py")
+        assert job.digests() == undisturbed("hsdp")
+    with harness.job(tmp_path, LAYOUT="fsdp") as job:
+        resumed(job, 5, nproc=2, script="sharded.py")
+        assert len({fact["digest"] for fact in job.facts("done")[-2:]}) == 1
+
+
+def test_a_dump_that_lacks_a_shard_is_none(tmp_path: pathlib.Path) -> None:
+    """FSDP over all ranks, one of them dead: nobody else has what it had."""
+    with harness.job(tmp_path, LAYOUT="fsdp", FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
+        finished = job.run("sharded.py")
+        assert finished.returncode == 1
+        assert "taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5; and no dump: no version of the state is complete: shard " in finished.output
+        assert "(rank 1)" in finished.last_line
+        assert not (tmp_path / "taskd_checkpoints").exists()
