@@ -119,6 +119,7 @@ class ManagerConfig:
     hang: HangConfig = HangConfig()
     profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
     strategies: tuple[str, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
 
     @classmethod
     def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
@@ -143,6 +144,7 @@ class ManagerConfig:
             hang=HangConfig.load(environment),
             profiling_switch=profiling_switch(environment, settings.typed(config, "profiling_switch", str, "a path")),
             strategies=strategies(environment, settings.typed(config, "recover_strategy", str, "names separated by commas")),
+            grace_s=settings.seconds(environment, GRACE_ENV, DEFAULT_GRACE_S),
         )
 
 

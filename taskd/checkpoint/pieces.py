@@ -56,6 +56,12 @@ class Piece:
         return cls(tuple(tensor.shape), tuple(chunk.offsets), local)
 
 
+class Pieces(tuple[Piece, ...]):
+    """Several parts of one tensor."""
+
+    __slots__ = ()
+
+
 def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
     """What `rank` writes: pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
 
@@ -67,9 +73,10 @@ def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple
     values: list[tuple[str, Any]] = []
     for name in sorted(state):
         value = state[name]
-        if isinstance(value, Piece):
-            _check(name, value)
-            pieces.append((name, value))
+        if isinstance(value, (Piece, Pieces)):
+            for piece in value if isinstance(value, Pieces) else (value,):
+                _check(name, piece)
+                pieces.append((name, piece))
         elif isinstance(value, DTensor):
             if value.device_mesh.get_coordinate() is not None:
                 piece = Piece.of(value)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from taskd import replay
 from taskd.clock import MonotonicClock
 from taskd.core import commands, events
+from taskd.core.ladder import Strategy, allowed
 from taskd.core.recovery import EVENTS, RecoveryMachine
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
@@ -69,6 +70,7 @@ class Service:
         self._profiling = ProfilingSwitch(config.profiling_switch, self._clock.now(), self._sessions.ranks)
         self._records = Records(config.log.directory, config.job_id)
         self._result: bool | None = None
+        self._ends_at: float | None = None        # the end of the grace period, once SIGTERM has come
 
     @property
     def result(self) -> bool | None:
@@ -85,16 +87,25 @@ class Service:
             signals = stack.enter_context(_signals())
             while self._result is None:
                 received = self.turn(signals)
-                if received is not None:
+                if received is not None and not self._may_save(received):
                     log.info("%s: the manager ends; training goes on without it, and a manager that is started again "
                              "takes over", received)
                     self._result = True
             log.info("refused in all: %s", self._refusals.summary())
         return self._result
 
+    def _may_save(self, received: str) -> bool:
+        """Where jobs are saved on SIGTERM, the agent of this pod has got it as well, and needs us for that."""
+        now = self._clock.now()
+        if received != "SIGTERM" or Strategy.DUMP not in allowed(self._config.strategies) or self._ends_at is not None:
+            return False
+        self._ends_at = now + self._config.grace_s
+        log.warning("SIGTERM: the manager stays until the job is saved, at most %.0f s (TASKD_GRACE_S)", self._config.grace_s)
+        return True
+
     def turn(self, signals: socket.socket | None = None) -> str | None:
         """One wait and everything that follows from it. Returns the name of a signal that asks to end."""
-        deadlines = (self._machine.next_deadline(), self._profiling.next_deadline)
+        deadlines = (self._machine.next_deadline(), self._profiling.next_deadline, self._ends_at)
         timeout_s = max(0.0, min(deadline for deadline in deadlines if deadline is not None) - self._clock.now())
         ready = self._link.poll(timeout_s, [] if signals is None else [signals.fileno()])
         for peer, data in self._link.receive():
@@ -120,6 +131,8 @@ class Service:
         code = self._profiling.turn(now)
         if code is not None:
             self._order(commands.SetProfiling("profiling", self._machine.generation, code), sorted(self._sessions.agents))
+        if self._ends_at is not None and now >= self._ends_at:
+            return "the grace period is over"
         return signal.Signals(signals.recv(1)[0]).name if signals is not None and ready else None
 
     def _feed(self, event: events.Event) -> None:

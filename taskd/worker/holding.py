@@ -42,6 +42,7 @@ class Holding:
         self.roles = roles
         self.checkpoint_dir: str | os.PathLike[str] | None = None
         self.shard = shards.shard_of(roles, shard_id)     # what part of the state this is; "": all of it
+        self.checkpoint_every, self.checkpoint_keep = 0, 3
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
     from taskd.native.black_box import BlackBox, Phase
+    from taskd.worker.periodic import Periodic
     from taskd.worker.profiling import Profile
 
 
@@ -58,6 +59,7 @@ class Life:
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
+    periodic: Periodic | None = None      # writes checkpoints in this entry
     shard: str = ""                       # which part of the state this rank has; "": all of it
     on_land: Callable[[], None] | None = None               # set by the runtime: `shard` is another one
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done

@@ -15,6 +15,7 @@ from taskd.checkpoint import files, folder
 from taskd.checkpoint.load import contents, load
 from taskd.errors import CheckpointError, StateError
 from taskd.worker import buckets, flat
+from taskd.worker.council import Council
 from taskd.worker.extras import Part
 from taskd.worker.saving import NAME_OF_LAYOUTS, directory_of, name_of_rank, name_of_state
 
@@ -39,9 +40,10 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
                    "take the same checkpoint")
         raise StateError(message)
     passed_over = list(found.passed_over)
-    for path in _agree([checkpoint.path for checkpoint in found.valid], life):
+    council = Council(life, "restore")
+    for path in map(Path, council.say([str(checkpoint.path) for checkpoint in found.valid])):
         checkpoint, problem = _check(path, life)
-        problems = [text for text in _gather(problem, life) if text]
+        problems = council.hear(problem)
         if not problems and checkpoint is not None:
             if life.rank == 0:
                 manifest = checkpoint.manifest
@@ -91,23 +93,6 @@ def _check(path: Path, life: Life) -> tuple[Checkpoint | None, str]:
     except (CheckpointError, OSError) as error:
         return None, f"rank {life.rank}: {error}"
     return checkpoint, ""
-
-
-def _agree(paths: list[Path], life: Life) -> list[Path]:
-    """Rank 0's list."""
-    if life.world_size == 1:
-        return paths
-    texts: list[Any] = [[str(path) for path in paths]]
-    dist.broadcast_object_list(texts, 0)
-    return [Path(text) for text in texts[0]]
-
-
-def _gather(text: str, life: Life) -> list[str]:
-    if life.world_size == 1:
-        return [text]
-    texts: list[Any] = [None] * life.world_size
-    dist.all_gather_object(texts, text)
-    return texts
 
 
 def _skipped(passed_over: list[tuple[Path, str]]) -> str:

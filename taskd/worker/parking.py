@@ -50,6 +50,9 @@ def park_all(life: Life) -> ParkReport:
         else:
             holding.detach()
     life.states = {}
+    if life.periodic is not None:
+        life.periodic.abandon()
+        life.periodic = None
     life.held = False
     buckets.end_entry()
     shards.forget_meshes()

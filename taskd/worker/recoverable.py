@@ -118,11 +118,14 @@ def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | Non
         life.in_recoverable = True
         if life.pending is not None:          # it came between INSIDE and the line above
             return None, Interrupted(life.pending)
-        return call(), None
+        result = call()
+        if life.periodic is not None:
+            life.periodic.wait()
     except Interrupted as interrupt:
         return None, interrupt
     except Exception as error:  # noqa: BLE001 - the user's function: whatever it raises is reported, never dropped
         return None, error
+    return result, None
 
 
 def _park(runtime: Runtime) -> tuple[int | None, bool, str]:

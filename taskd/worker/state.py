@@ -19,6 +19,7 @@ from taskd.worker import life as life_module
 from taskd.worker.extras import decode_part
 from taskd.worker.holding import Holding
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
+from taskd.worker.periodic import Periodic
 from taskd.worker.roles import Roles, is_plain
 
 if TYPE_CHECKING:
@@ -66,13 +67,15 @@ class TrainState:
     _restored: Restored | None
 
     def __init__(
-        self, name: str = "train", *, shard_id: str | int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None, **objects: Any,
+        self, name: str = "train", *, shard_id: str | int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None, checkpoint_every: int = 0,
+        checkpoint_keep: int = 3, **objects: Any,
     ) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
         `shard_id` is for frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number on the ranks that hold
         the same part. Without it the part is found from DTensors and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
-        and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints.
+        and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`: write one after so many commits, while
+        training goes on (0: none), and keep the newest `checkpoint_keep`.
 
         Raises:
             StateError: outside a recoverable function of a taskd job, a name given twice, an object that cannot be carried.
@@ -94,7 +97,7 @@ class TrainState:
             raise StateError(message)
         step = objects.pop("step", 0)
         holding = Holding(name, Roles.sort(name, objects), shard_id)
-        holding.checkpoint_dir = checkpoint_dir
+        holding.checkpoint_dir, holding.checkpoint_every, holding.checkpoint_keep = checkpoint_dir, checkpoint_every, checkpoint_keep
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)
         self.step = step
@@ -170,6 +173,8 @@ class TrainState:
         life.hold()
         holding.commit(life, logbook_of(life))
         life.release_hold()
+        if life.periodic is not None:
+            life.periodic.commit()
 
     # ------------------------------------------------------------ restore
 
@@ -241,6 +246,8 @@ def _land(life: Life, holding: Holding) -> Restored:
         life.shard = shard
         if life.on_land is not None:
             life.on_land()
+    if holding.checkpoint_every:
+        life.periodic = Periodic(life, holding, holding.checkpoint_every, holding.checkpoint_keep)
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)

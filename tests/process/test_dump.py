@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -48,9 +50,10 @@ def resumed(job: harness.Job, version: int, *, nproc: int = 4, script: str = "tr
     assert finished.returncode == 0, finished.output[-4000:]
     assert job.manager is not None
     assert job.manager.wait(20).returncode == 0, job.manager.text
-    restored = job.facts("restored")[before:]
-    path = checkpoints(job)[0].path
-    assert {fact["rank"]: fact["source"] for fact in restored} == dict.fromkeys(range(nproc), f"read version {version} from {path}")
+    sources = {fact["rank"]: fact["source"] for fact in job.facts("restored")[before:]}
+    assert set(sources) == set(range(nproc))
+    (source,) = set(sources.values())
+    assert re.fullmatch(rf"read version {version} from {job.directory}/taskd_checkpoints/(dump|step)-0*{version}(-\d+)?", source)
     return finished
 
 
@@ -109,6 +112,20 @@ def test_a_node_that_is_to_end_saves_at_the_end_of_the_step(tmp_path: pathlib.Pa
         assert checkpoint.manifest.writers == (0, 1, 2, 3)
         resumed(job, checkpoint.manifest.version)
         assert job.digests() == reference(STEPS="40")
+
+
+def test_the_manager_of_the_same_pod_stays_until_the_job_is_saved(tmp_path: pathlib.Path) -> None:
+    """It gets the signal, too, and before."""
+    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.1", TASKD_RECOVER_STRATEGY="dump") as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        manager.process.send_signal(signal.SIGTERM)
+        manager.wait_text("stays until the job is saved", 20)
+        agent.process.send_signal(signal.SIGTERM)
+        assert agent.wait(60).returncode == 2
+        assert manager.wait(20).returncode == 1
+        assert len(checkpoints(job)) == 1
 
 
 def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: pathlib.Path) -> None:
@@ -170,3 +187,32 @@ def test_two_jobs_in_one_folder_leave_each_other_alone(tmp_path: pathlib.Path, r
         assert {fact["source"] for fact in job.facts("restored")} == {"nothing: fresh start"}
     (kept,) = os.listdir(shared)
     assert json.loads((tmp_path / "shared" / kept / "taskd.json").read_text())["job"] == "test-job"
+
+
+def test_periodic_checkpoints_survive_the_death_of_everything(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """Manager, torchrun and all ranks at once."""
+    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05", SAVE_EVERY="5") as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 17)
+        for pid in (manager.process.pid, agent.process.pid, *harness.marked(job.mark)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait(20), manager.wait(20)
+        found = folder.scan(tmp_path / "taskd_checkpoints", "test-job", is_full=True)
+        committed = min(max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank) for rank in range(4))
+        newest = found.valid[0].manifest.version
+        assert newest in range(committed - 10, committed + 2), "one may have been under way"
+        resumed(job, newest)
+        assert job.digests() == reference(STEPS="40")
+        assert [checkpoint.manifest.version for checkpoint in checkpoints(job)] == [40, 35, 30]
+
+
+def test_periodic_checkpoints_go_on_after_a_fault(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    with harness.job(tmp_path, STEPS="30", SLEEP_S="0.02", SAVE_EVERY="4", FAULTS="1@9:forward:kill;0@17:backward:kill") as job:
+        finished = job.run()
+        assert job.manager is not None
+        assert finished.returncode == job.manager.wait(20).returncode == 0, finished.output[-3000:]
+        assert job.digests() == reference(STEPS="30")
+        assert [checkpoint.manifest.version for checkpoint in checkpoints(job)] == [28, 24, 20]
+        assert [record["steps_redone"] for record in job.recoveries()] == [0, 0]

@@ -41,7 +41,8 @@ def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Cal
     with harness.job(tmp_path, LAYOUT="hsdp", FAULTS=f"3@4:{place}:kill;0@8:{place}:kill") as job:
         check_recovered(job, job.run("sharded.py"), undisturbed("hsdp"), faults=2, replaced={0, 3})
         records = job.recoveries()
-        assert [record["steps_redone"] for record in records] == [0, 0]
+        # Who dies right behind the vote may leave it complete for some and not for others: the step is done again.
+        assert all(record["steps_redone"] <= (1 if place == "optimizer" else 0) for record in records)
         assert [record["strategy"] for record in records] == ["recover-in-place"] * 2
         assert {fact["source"] for fact in job.facts("restored") if fact["rank"] == 3} >= {"received version 4 from rank 1"} or place in (
             "optimizer", "before-commit")

@@ -2,7 +2,7 @@
 
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
 FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that).
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN  knobs of the workload
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, SAVE_EVERY  knobs of the workload
 """
 
 import collections
@@ -30,6 +30,7 @@ HIDDEN = int(os.environ.get("HIDDEN", "32"))
 LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
 OUTER_INIT = os.environ.get("OUTER_INIT") == "1"
+SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 entries = 0
 
@@ -151,7 +152,7 @@ def train():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY)
     restored = state.restore()
     fact("restored", step=state.step, source=str(restored))
     here(f"restored-{entries}", 0)
