@@ -471,7 +471,7 @@ class Service:
     def _with_legacies(self, order: commands.Dump, rank: int) -> commands.Dump:
         """The first writer here also saves what the dead of this node had to themselves."""
         if rank != min((writer for writer in order.writers if writer in self._host.workers), default=None):
-            return order
+            return dataclasses.replace(order, legacies=())
         gone = [other for other in sorted(self._host.workers) if other not in order.writers]
         return dataclasses.replace(order, legacies=tuple((other, f"/proc/{os.getpid()}/fd/{self._host.workers[other].box.fd}") for other in gone))
 

@@ -169,13 +169,13 @@ def _build(life: Life, ddp: DistributedDataParallel, original: Callable[..., Non
     order = layouts.take_order()
     layouts.built[order] = weakref.ref(ddp)
     plan = life.plan
-    if life.checkpoint is not None and order in layouts.by_order and life.version == life.checkpoint.manifest.version:
-        with _prescribed(layouts.by_order[order]):       # a fresh start from disk, after restore()
-            original(*bound.args, **bound.kwargs)
-        _confirm(life, ddp, order)
-        return
     version = life.version if any(holding.is_landed for holding in life.states.values()) else None
     if plan is None or plan.version is None:
+        if order in layouts.by_order and life.checkpoint is not None and life.version == life.checkpoint.manifest.version:
+            with _prescribed(layouts.by_order[order]):       # a fresh start from disk, after restore()
+                original(*bound.args, **bound.kwargs)
+            _confirm(life, ddp, order)
+            return
         if order in layouts.by_order:
             layouts.record(order, None)
         original(*bound.args, **bound.kwargs)
