@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from taskd.worker.life import Life
 
 _LOOK_S = 0.005
-_last = (-1, 0)      # generation, and decisions in it so far: the same on all ranks, as all take part in each
 
 
 class Council:
     """One decision, in one or several rounds. Every rank makes it at the same place of the program, after `init_process_group`."""
 
     def __init__(self, life: Life, subject: str) -> None:
-        global _last  # noqa: PLW0603 - a process is one rank
-        _last = (life.generation, _last[1] + 1 if _last[0] == life.generation else 1)
+        generation, count = life.councils
+        life.councils = (life.generation, count + 1 if generation == life.generation else 1)
         self._rank, self._world_size = life.rank, life.world_size
-        self._name, self._round = f"taskd/{subject}/{life.generation}/{_last[1]}", 0
+        self._name, self._round = f"taskd/{subject}/{life.generation}/{life.councils[1]}", 0
 
     def say(self, words: list[str]) -> list[str]:
         """Rank 0's words, on every rank. Waits for them; an interrupt may be raised meanwhile."""

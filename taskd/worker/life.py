@@ -59,6 +59,7 @@ class Life:
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
+    councils: tuple[int, int] = (-1, 0)   # generation, and decisions in it so far: the same on all ranks, as all take part in each
     periodic: Periodic | None = None      # writes checkpoints in this entry
     shard: str = ""                       # which part of the state this rank has; "": all of it
     on_land: Callable[[], None] | None = None               # set by the runtime: `shard` is another one
