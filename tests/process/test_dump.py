@@ -60,8 +60,8 @@ def resumed(job: harness.Job, version: int, *, nproc: int = 4, script: str = "tr
 @pytest.mark.parametrize(("fault", "version", "ended"), [
     ("1@5:forward:kill", 5, "rank 1 ended with SIGKILL"),
     ("0@5:backward:null", 5, "rank 0 ended with SIGSEGV at address 0x0 (SEGV_MAPERR) in the main thread"),
-    ("3@5:optimizer:kill", 6, "rank 3 ended with SIGKILL"),
-    ("2@1:before-commit:exit3", 2, "rank 2 ended with exit 3"),
+    ("3@5:optimizer:last-kill", 6, "rank 3 ended with SIGKILL"),
+    ("2@1:before-commit:last-exit3", 2, "rank 2 ended with exit 3"),
     ("1@7:forward:raise", 7, "rank 1 raised ValueError: a bad sample"),
 ])  # fmt: skip
 def test_the_next_start_goes_on_to_the_last_bit(tmp_path: pathlib.Path, reference, fault: str, version: int, ended: str) -> None:  # noqa: F811

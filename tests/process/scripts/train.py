@@ -1,7 +1,8 @@
 """A small DDP training that can hurt itself at a named place, once. Used by the crash matrix.
 
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
-FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that).
+FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that), unless `how` begins with
+        "always-". "last-" waits until every other rank has committed the step.
 STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, SAVE_EVERY  knobs of the workload
 """
 
@@ -77,8 +78,21 @@ def here(place, step):
                 os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
+        how = how.removeprefix("always-")
+        if how.startswith("last-"):
+            while not all(committed(rank, step + 1) for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK):
+                time.sleep(0.001)
         fact("fault", spec=spec, step=step)
-        HOW[how.removeprefix("always-")]()
+        HOW[how.removeprefix("last-")]()
+
+
+def committed(rank, step):
+    """Whether that rank has said so."""
+    try:
+        with open(f"{FACTS}/{rank}.jsonl", encoding="utf-8") as lines:
+            return any((said := json.loads(line))["what"] == "committed" and said["step"] >= step for line in lines if line.endswith("\n"))
+    except FileNotFoundError:
+        return False
 
 
 class Net(torch.nn.Module):
