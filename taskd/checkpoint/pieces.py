@@ -4,6 +4,7 @@
     DTensor          the local shard, shared by rows among the writers that hold it
     plain tensor     on all writers: shared by rows among them
     anything else    a plain value, written by the first writer
+    Held             a plain tensor or value that only some ranks have: the same, among the writers of these
 
 "Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line of bytes is cut into equal parts, at
 the beginning of a row. So the parts are even and no rank needs to ask another one.
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +64,14 @@ class Pieces(tuple[Piece, ...]):
     __slots__ = ()
 
 
+@dataclass(frozen=True)
+class Held:
+    """A plain tensor or a plain value that `holders` have, all of them the same, and no other rank."""
+
+    value: Any
+    holders: tuple[int, ...]
+
+
 def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
     """What `rank` writes: pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
 
@@ -72,7 +82,9 @@ def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple
     pieces: list[tuple[str, Piece]] = []
     values: list[tuple[str, Any]] = []
     for name in sorted(state):
-        value = state[name]
+        value, holders = state[name], tuple(writers)
+        if isinstance(value, Held):
+            value, holders = value.value, tuple(writer for writer in writers if writer in value.holders)
         if isinstance(value, (Piece, Pieces)):
             for piece in value if isinstance(value, Pieces) else (value,):
                 _check(name, piece)
@@ -85,8 +97,8 @@ def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple
         elif isinstance(value, torch.Tensor):
             piece = Piece.of(value)
             _check(name, piece)
-            shared.setdefault(tuple(writers), []).append((name, piece))
-        elif rank == writers[0]:
+            shared.setdefault(holders, []).append((name, piece))
+        elif rank == holders[0]:
             values.append((name, value))
     for holders, line in shared.items():
         pieces += _share(line, holders.index(rank), len(holders))
@@ -110,10 +122,19 @@ def _holders(name: str, tensor: DTensor, rank: int, writers: Sequence[int]) -> t
     """The writers that have the same shard: those that differ from this rank only along the mesh's replicating dimensions."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     index = tuple(slice(None) if placement.is_replicate() else place for place, placement in zip(coordinate, tensor.placements, strict=True))
-    ranks = set(mesh.mesh[index].reshape(-1).tolist())
-    if int(mesh.mesh[tuple(coordinate)]) != rank:
+    numbers = _ranks_on(mesh, rank)
+    ranks = set(numbers[index].reshape(-1).tolist())
+    if int(numbers[tuple(coordinate)]) != rank:
         raise CheckpointError(f"{name}: rank {rank} has another number in its mesh {mesh}: give it as Piece.of(tensor)")
     return tuple(writer for writer in writers if writer in ranks)
+
+
+def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
+    """The rank at each place of a DeviceMesh. A slice of one needs the default group to say so, which a dump has no more."""
+    if dist.is_initialized():
+        numbers: torch.Tensor = mesh.mesh
+        return numbers
+    return mesh._get_mesh_tensor_from_full_mesh(mesh._layout.remap_to_tensor(mesh._rank_map), rank)  # type: ignore[no-any-return]
 
 
 def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tuple[str, Piece]]:

@@ -87,6 +87,16 @@ def write(draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, A
         raise
 
 
+def refuse(draft: Draft, rank: int, problem: str) -> None:
+    """Tell the publisher that this rank's part will not come, without having begun to write it.
+
+    Raises:
+        CheckpointError, OSError: it cannot be told.
+    """
+    draft.join(rank)
+    _undo(draft, rank, f"{draft}: rank {rank}: {problem}")
+
+
 def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> _Plan:
     both = state.keys() & own.keys()
     if both:

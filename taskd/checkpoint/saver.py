@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.names import Kind
 from taskd.checkpoint.publish import publish
-from taskd.checkpoint.save import write
+from taskd.checkpoint.save import refuse, write
 from taskd.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -65,6 +65,15 @@ class Saver:
         draft = self._draft_of(version)
         self._thread = threading.Thread(target=self._run, args=(draft, state, own), name="taskd-saver", daemon=True)
         self._thread.start()
+
+    def refuse(self, version: int, problem: str) -> None:
+        """Instead of `save`: there is nothing to save on this rank. The others' parts are not waited for then."""
+        self.wait()
+        try:
+            refuse(self._draft_of(version), self._rank, problem)
+        except (CheckpointError, OSError) as error:
+            log.warning("rank %d: the publisher could not be told that version %d is not saved: %s", self._rank, version, error)
+        self.problem = problem
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether everything that was begun is finished here, published or given up, after at most `timeout_s`."""

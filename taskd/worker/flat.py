@@ -6,6 +6,9 @@ belongs to, so that a checkpoint of four ranks is read by two. Knows no files.
     <state>.<role>.<parameter or buffer>             of modules
     <state>.<role>.state.<role>.<parameter>.<key>    of optimizers
     <state>.<role>.<path>                            of other objects with large tensors (an EMA)
+
+<state> is the TrainState's name, with its shard_id behind an "@" if it has one: what another part of the model has is another tensor.
+Of a ZeroRedundancyOptimizer each rank has the memory of some parameters, so all ranks together have each name once.
 """
 
 from __future__ import annotations
@@ -15,38 +18,54 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import StateError
+from taskd.worker.roles import parameters_of
 from taskd.worker.rollback import load_scaler, write_group
+from taskd.worker.shards import memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from taskd.worker.holding import Holding
 
 
+def label(holding: Holding) -> str:
+    """What stands before all names of a TrainState in a checkpoint, without the dot."""
+    quoted = holding.name.replace("%", "%25").replace(".", "%2E").replace("@", "%40")
+    return f"{quoted}@{holding.shard_id}" if holding.shard_id else quoted
+
+
 def flatten(holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors as they are (no copies), and everything else. Per-rank objects (samplers, generators) are left out."""
-    roles, prefix = holding.roles, holding.name
+    """The tensors as they are (no copies), and everything else. Per-rank objects (samplers, generators) are left out.
+
+    Raises:
+        StateError: an optimizer that cannot be taken apart.
+    """
+    roles, prefix = holding.roles, label(holding)
     tensors = {f"{prefix}.{name}": tensor.detach() for name, tensor in _distinct(holding)}
     names = _names(holding)
     optimizers = {}
     for role, optimizer in roles.optimizers.items():
         state: dict[str, dict[str, Any]] = {}
-        for parameter, entries in optimizer.state.items():
+        is_divided = role in holding.zeros()
+        for parameter, entries in memory_of(optimizer).items():
             owner = names.get(id(parameter))
             if owner is None:
-                message = f"TrainState({prefix!r}): {role} keeps state for {parameter!r}, which is none of its parameters: it cannot be saved"
+                message = f"TrainState({holding.name!r}): {role} keeps state for {parameter!r}, which is none of its parameters: it cannot be saved"
                 raise StateError(message)
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{prefix}.{role}.state.{owner}.{key}"] = value.detach()
-                    state.setdefault(owner, {})[key] = None
-                else:
-                    state.setdefault(owner, {})[key] = value
+                elif is_divided:
+                    message = (f"TrainState({holding.name!r}): {role} keeps {key!r} of {owner} as {type(value).__name__}: of a "
+                               "ZeroRedundancyOptimizer only tensors can be saved")
+                    raise StateError(message)
+                if not is_divided:                   # else it is this rank's alone; the names of the tensors say it all
+                    state.setdefault(owner, {})[key] = None if isinstance(value, torch.Tensor) else value
         groups = [
             {key: [names[id(parameter)] for parameter in value] if key == "params" else value for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        optimizers[role] = {"groups": groups, "state": state}
+        optimizers[role] = {"groups": groups, "state": state, "is_divided": is_divided}
     states = {}
     for kind in (roles.schedulers, roles.scalers, roles.steppers, roles.replicas):
         for role, value in kind.items():
@@ -64,7 +83,8 @@ def targets(holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tup
     Raises:
         StateError: the objects are others than those that were saved; the text names the tensor or role.
     """
-    wanted = {f"{holding.name}.{name}": tensor for name, tensor in _distinct(holding)}
+    prefix = label(holding)
+    wanted = {f"{prefix}.{name}": tensor for name, tensor in _distinct(holding)}
     wanted.update(_optimizer_targets(holding, plain["optimizers"], shapes))
     roles = holding.roles
     saved_states, own_states = set(plain["states"]), {*roles.schedulers, *roles.scalers, *roles.steppers, *roles.replicas}
@@ -73,7 +93,8 @@ def targets(holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tup
     for name in _slots(plain["states"]):
         shape, dtype = shapes[name]
         wanted[name] = torch.empty(shape, dtype=dtype)
-    saved_names = {name for name in shapes if name.startswith(f"{holding.name}.")}
+    divided = tuple(f"{prefix}.{role}.state." for role in holding.zeros())
+    saved_names = {name for name in shapes if name.startswith(f"{prefix}.") and (name in wanted or not name.startswith(divided))}
     for name in sorted(saved_names ^ set(wanted)):
         raise _misfit(holding, f"{name} is only in {'the checkpoint' if name in saved_names else 'this program'}")
     for name, tensor in wanted.items():
@@ -92,25 +113,47 @@ def _optimizer_targets(holding: Holding, saved_optimizers: dict[str, Any], shape
         own_groups = [[names[id(parameter)] for parameter in group["params"]] for group in own.param_groups]
         if [group["params"] for group in saved["groups"]] != own_groups:
             raise _misfit(holding, f"{role} has other parameter groups")
-        for owner, entries in saved["state"].items():
-            for key in (key for key, value in entries.items() if value is None):
-                name = f"{holding.name}.{role}.state.{owner}.{key}"
-                if name in shapes:                    # else a value that is None
-                    wanted[name] = _room(name, parameters[owner], own, shapes)
+        for name, owner, _ in _memory(holding, role, saved, shapes):
+            wanted[name] = _room(name, parameters[owner], own, shapes)
     return wanted
+
+
+def _memory(holding: Holding, role: str, saved: dict[str, Any], names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Which of a checkpoint's tensors belong into this rank's memory of an optimizer: name, name of the parameter, key."""
+    kept, start = _kept(holding, role), f"{label(holding)}.{role}.state."
+    if saved["is_divided"]:
+        found: dict[str, list[str]] = {owner: [] for owner in kept}
+        for name in names:
+            owner, _, key = name.removeprefix(start).rpartition(".")
+            if name.startswith(start) and owner in found:
+                found[owner].append(key)
+        yield from ((f"{start}{owner}.{key}", owner, key) for owner, keys in found.items() for key in keys)
+    for owner in (owner for owner in kept if owner in saved["state"]):
+        for key, value in saved["state"][owner].items():
+            name = f"{start}{owner}.{key}"
+            if value is None and name in names:      # else a value that is None
+                yield name, owner, key
+
+
+def _kept(holding: Holding, role: str) -> list[str]:
+    """The parameters whose memory is this rank's, in the optimizer's order."""
+    names, optimizer = _names(holding), holding.roles.optimizers[role]
+    keeper = optimizer.optim if role in holding.zeros() else optimizer  # type: ignore[attr-defined]
+    return [names[id(parameter)] for parameter in parameters_of(keeper)]
 
 
 def load(holding: Holding, plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """All tensors are read: put everything else in place."""
-    roles, prefix = holding.roles, holding.name
+    roles = holding.roles
     parameters = dict(roles.named_tensors().items())
     for role, saved in plain["optimizers"].items():
         optimizer = roles.optimizers[role]
-        optimizer.state.clear()
-        for owner, entries in saved["state"].items():
-            optimizer.state[parameters[owner]] = {
-                key: tensors.get(f"{prefix}.{role}.state.{owner}.{key}") if value is None else value for key, value in entries.items()
-            }
+        memory = memory_of(optimizer)
+        memory.clear()
+        for owner in (owner for owner in _kept(holding, role) if owner in saved["state"]):
+            memory[parameters[owner]] = dict(saved["state"][owner])
+        for name, owner, key in _memory(holding, role, saved, tensors):
+            memory.setdefault(parameters[owner], {})[key] = tensors[name]
         for group, remembered in zip(optimizer.param_groups, saved["groups"], strict=True):
             write_group(group, {key: value for key, value in remembered.items() if key != "params"})
     states = {role: _put_tensors(tree, tensors) for role, tree in plain["states"].items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,14 @@ _MAX_BUFFER_BYTES = 4 * 1024 * 1024
 _BARE = encode_part({}, {}, {})
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The shard_id and the shard of each rank, by rank. Empty: not asked for, as plain tensors are the same on all ranks."""
+
+    ids: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+
+
 class Holding:
     """Objects of one TrainState in one entry of the recoverable function."""
 
@@ -41,7 +50,9 @@ class Holding:
         self.name = name
         self.roles = roles
         self.checkpoint_dir: str | os.PathLike[str] | None = None
-        self.shard = shards.shard_of(roles, shard_id)     # what part of the state this is; "": all of it
+        self.shard_id = shards.checked(shard_id)
+        self.shard = shards.shard_of(roles, self.shard_id)     # what part of the state this is; "": all of it
+        self.peers = Peers()                                   # known once restore() is complete
         self.checkpoint_every, self.checkpoint_keep = 0, 3
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
@@ -52,6 +63,15 @@ class Holding:
         self.rollback = Rollback(roles)
         self._removers: list[Any] = []
         self._is_large_reported = False
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether plain tensors differ between ranks: under a shard_id, or in the memory of a ZeroRedundancyOptimizer."""
+        return bool(self.shard_id or self.zeros())
+
+    def zeros(self) -> list[str]:
+        """The roles of the optimizers that have their memory divided among ranks."""
+        return [role for role, optimizer in self.roles.optimizers.items() if shards.is_zero(optimizer) and optimizer.world_size > 1]  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ the per-rank part
 

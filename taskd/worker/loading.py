@@ -17,7 +17,7 @@ from taskd.errors import CheckpointError, StateError
 from taskd.worker import buckets, flat
 from taskd.worker.council import Council
 from taskd.worker.extras import Part
-from taskd.worker.saving import NAME_OF_LAYOUTS, directory_of, name_of_rank, name_of_state
+from taskd.worker.saving import directory_of, name_of_layouts, name_of_rank, name_of_state
 
 if TYPE_CHECKING:
     from taskd.checkpoint.folder import Checkpoint
@@ -64,23 +64,24 @@ def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]
         CheckpointError: it cannot be read after all.
     """
     held = contents(checkpoint.path)
-    if name_of_state(holding.name) not in held.values:
-        message = f"TrainState({holding.name!r}) is not in {checkpoint.path}, which holds {', '.join(checkpoint.manifest.states)}"
+    name = name_of_state(holding)
+    if name not in held.values:
+        part = f" with shard_id {holding.shard_id!r}" if holding.shard_id else ""
+        message = f"TrainState({holding.name!r}){part} is not in {checkpoint.path}, which holds {', '.join(checkpoint.manifest.states)}"
         raise StateError(message)
-    own_name = name_of_rank(life.rank)
+    own_name, layouts = name_of_rank(life.rank), name_of_layouts(life.states.values())
     is_same_world = checkpoint.manifest.world_size == life.world_size
-    names = [name_of_state(holding.name), *(name for name in (own_name, NAME_OF_LAYOUTS) if is_same_world and name in held.values)]
-    values = load(checkpoint.path, {}, names)
-    plain = values[name_of_state(holding.name)]
+    values = load(checkpoint.path, {}, [name, *(other for other in (own_name, layouts) if is_same_world and other in held.values)])
+    plain = values[name]
     targets = flat.targets(holding, plain, held.tensors)
     load(checkpoint.path, targets, ())
     flat.load(holding, plain, targets)
-    if NAME_OF_LAYOUTS in values:
-        buckets.reinstate(life, values[NAME_OF_LAYOUTS])
+    if layouts in values:
+        buckets.reinstate(life, values[layouts])
     own: dict[str, Any] = values.get(own_name, {})
     if own:
-        part = Part(plain["values"], own["positions"].get(holding.name, {}), own["buffers"].get(holding.name, {}))
-        holding.load_part(part, with_values=False)
+        values_of_rank = own["values"].get(holding.name, plain["values"])
+        holding.load_part(Part(values_of_rank, own["positions"].get(holding.name, {}), own["buffers"].get(holding.name, {})), with_values=True)
     return own
 
 

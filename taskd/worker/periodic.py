@@ -6,19 +6,24 @@ the function that asked for checkpoints: after a fault a new one begins, and wha
 
 from __future__ import annotations
 
+import logging
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from taskd.checkpoint.pieces import Piece, Pieces, divide
+from taskd.checkpoint.pieces import Held, Piece, Pieces, divide
 from taskd.checkpoint.saver import Saver
+from taskd.errors import StateError, TaskdError
 from taskd.worker.council import Council
 from taskd.worker.saving import contents, directory_of
 
 if TYPE_CHECKING:
     from taskd.worker.holding import Holding
     from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05     # how soon an interrupt is noticed while the disk is waited for
 
@@ -27,25 +32,48 @@ class Periodic:
     """Of the TrainState `holding`: it saves all TrainStates of the entry. All ranks make one at the same place."""
 
     def __init__(self, life: Life, holding: Holding, every: int, keep: int) -> None:
+        if life.world_size > 1 and not dist.is_initialized():
+            message = f"TrainState({holding.name!r}, checkpoint_every={every}): call init_process_group() before restore(): all ranks save together"
+            raise StateError(message)
         (attempt,) = Council(life, "saver").say([secrets.token_hex(8)])
-        self._life, self._writers = life, tuple(range(life.world_size))
+        self._life, self._writers, self._is_due = life, tuple(range(life.world_size)), False
         self._saver = Saver(
             directory_of({holding.name: holding}).absolute(), job=life.job_id, rank=life.rank, writers=self._writers,
             attempt=attempt, generation=life.generation, world_size=life.world_size, every=every, keep=keep, states=tuple(sorted(life.states)),
         )  # fmt: skip
 
     def commit(self) -> None:
-        """A version is complete. If it is one to save: wait for the one before to be on the disk, copy this rank's share, and begin to write it."""
+        """A version is complete. If it is one to save: wait for the one before to be on the disk, copy this rank's share, and begin to write it.
+
+        A TrainState that is between its optimizer's step and its commit puts it off to the commit that ends that. What cannot be saved is
+        a warning: training goes on.
+        """
         life = self._life
-        if life.version is None or not self._saver.is_due(life.version):
+        assert life.version is not None
+        self._is_due = self._is_due or self._saver.is_due(life.version)
+        if not self._is_due or any(holding.began for holding in life.states.values()):
             return
+        self._is_due = False
         self.wait()
-        state, own = contents(life, life.states, life.version)
+        try:
+            state, own = self._copy(life.version)
+        except Exception as error:  # whatever a user's state_dict() raises: the other ranks wait for this one's part
+            log.warning("rank %d: the checkpoint of version %d could not be saved, the previous ones stay: %s", life.rank, life.version, error,
+                        exc_info=not isinstance(error, TaskdError))
+            self._saver.refuse(life.version, str(error) or type(error).__name__)
+        else:
+            self._saver.save(life.version, state, own)
+
+    def _copy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """This rank's share of the state, and what is its own."""
+        life = self._life
+        state, own = contents(life, life.states, version, self._writers)
         pieces, values = divide(state, life.rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
             copied.setdefault(name, []).append(Piece(piece.global_shape, piece.offsets, _copied(piece.tensor)))
-        self._saver.save(life.version, {**dict(values), **{name: Pieces(parts) for name, parts in copied.items()}}, own)
+        shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
+        return {**{name: Held(value, (life.rank,)) for name, value in values}, **shares}, own
 
     def wait(self) -> None:
         """Until everything is on the disk, or given up. An interrupt may be raised from here."""

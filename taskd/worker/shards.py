@@ -164,21 +164,19 @@ def _dimensions(mesh: Any) -> list[str]:
 # ---------------------------------------------------------------- one rank
 
 
-def shard_of(roles: Roles, override: str | int | None = None) -> str:
+def shard_of(roles: Roles, shard_id: str = "") -> str:
     """The identity of what this rank holds: equal on two ranks if they hold the same content, "" if every rank does.
 
     Decided from the parameters and buffers, from the partition of a `ZeroRedundancyOptimizer`, and from optimizer memory only where
     that is sharded over more dimensions than they are: so it is the same before and after an optimizer has made its memory. Two
-    ranks whose plain tensors differ (the stages of a pipeline) need an override. At most 64 characters.
+    ranks whose plain tensors differ (the stages of a pipeline) need a `shard_id`. At most 64 characters.
 
     Args:
-        override: `TrainState(shard_id=...)`; "" says that all ranks hold the same.
+        shard_id: that of the TrainState, see `checked`; what is found within that part is added to it.
 
     Raises:
-        StateError: a tensor with a Partial placement, an override that is too long or neither text nor number.
+        StateError: a tensor with a Partial placement.
     """
-    if override is not None:
-        return _checked(override)
     places: dict[str, None] = {}                 # an ordered set
     parts: list[str] = []
     for name, tensor in roles.named_tensors().items():
@@ -196,7 +194,10 @@ def shard_of(roles: Roles, override: str | int | None = None) -> str:
                 if is_distributed(item) and not known.issuperset(_places(item.device_mesh, tuple(item.placements))):
                     _note(f"{role}.state.{key}", item, places, parts)
     if not places:
-        return ""
+        return shard_id
+    if shard_id:
+        places = {shard_id: None, **places}
+        parts.append(f"shard_id {shard_id}")
     digest = hashlib.blake2b("\n".join(parts).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     return f"{'.'.join(places)[:_MAX_TEXT - _DIGEST_CHARACTERS - 1]}-{digest}"
 
@@ -209,11 +210,18 @@ def _note(name: str, tensor: torch.Tensor, places: dict[str, None], parts: list[
         parts.append(f"{name} {sharding}")
 
 
-def _checked(override: str | int) -> str:
-    if isinstance(override, bool) or not isinstance(override, (str, int)):
-        message = f"shard_id must be text or a number that is equal on the ranks that hold the same shard, not {override!r}"
+def checked(shard_id: str | int | None) -> str:
+    """The text of a `shard_id`; "" for None.
+
+    Raises:
+        StateError: it is too long, or neither text nor number.
+    """
+    if shard_id is None:
+        return ""
+    if isinstance(shard_id, bool) or not isinstance(shard_id, (str, int)):
+        message = f"shard_id must be text or a number that is equal on the ranks that hold the same shard, not {shard_id!r}"
         raise StateError(message)
-    text = str(override)
+    text = str(shard_id)
     if len(text.encode()) > _MAX_TEXT:
         message = f"shard_id has {len(text.encode())} bytes: at most {_MAX_TEXT} are carried; give a shorter text, or a number"
         raise StateError(message)

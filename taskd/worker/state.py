@@ -7,17 +7,21 @@ Owns the user's face (constructor, attributes, commit, restore) and the order of
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from taskd.clock import MonotonicClock
 from taskd.errors import StateError
 from taskd.native.black_box import Phase
 from taskd.worker import exchange, loading, parking
 from taskd.worker import life as life_module
+from taskd.worker.council import Council
 from taskd.worker.extras import decode_part
-from taskd.worker.holding import Holding
+from taskd.worker.holding import Holding, Peers
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
 from taskd.worker.periodic import Periodic
 from taskd.worker.roles import Roles, is_plain
@@ -241,17 +245,26 @@ def _land(life: Life, holding: Holding) -> Restored:
         life.mark(Phase.STEP)
     life.parked.pop(holding.name, None)
     holding.is_landed = True
+    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
+        holding.peers = _ask_peers(life, holding)
     shard = ";".join(f"{name}={other.shard}" for name, other in sorted(life.states.items()) if other.is_landed and other.shard)
     if shard != life.shard:
         life.shard = shard
         if life.on_land is not None:
             life.on_land()
-    if holding.checkpoint_every:
+    if holding.checkpoint_every and life.periodic is None:
         life.periodic = Periodic(life, holding, holding.checkpoint_every, holding.checkpoint_keep)
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
     return restored
+
+
+def _ask_peers(life: Life, holding: Holding) -> Peers:
+    """Who has which part of the plain tensors. All ranks are at this place."""
+    words = Council(life, "peers").hear(json.dumps([holding.shard_id, holding.shard]))
+    ids, shards = zip(*map(json.loads, words), strict=True)
+    return Peers(ids, shards)
 
 
 def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:

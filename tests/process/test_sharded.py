@@ -36,13 +36,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ref
     return digests
 
 
-@pytest.mark.parametrize("place", ["step", "forward", "backward-begin", "backward-end", "before-vote"])
-def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], place: str) -> None:
-    with harness.job(tmp_path, LAYOUT="hsdp", FAULTS=f"3@4:{place}:kill;0@8:{place}:kill") as job:
-        check_recovered(job, job.run("sharded.py"), undisturbed("hsdp"), faults=2, replaced={0, 3})
+@pytest.mark.parametrize(("layout", "place"), [
+    *(("hsdp", place) for place in ("step", "forward", "backward-begin", "backward-end", "before-vote")),
+    ("tp", "backward-begin"), ("zero", "before-vote"), ("stages", "backward-end"),
+])  # fmt: skip
+def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, place: str) -> None:
+    with harness.job(tmp_path, LAYOUT=layout, FAULTS=f"3@4:{place}:kill;0@8:{place}:kill") as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed(layout), faults=2, replaced={0, 3})
         records = job.recoveries()
         assert [(record["strategy"], record["steps_redone"]) for record in records] == [("recover-in-place", 0)] * 2
-        assert {fact["source"] for fact in job.facts("restored") if fact["rank"] == 3} >= {"received version 4 from rank 1"}
+        replica = 2 if layout == "stages" else 1
+        assert {fact["source"] for fact in job.facts("restored") if fact["rank"] == 3} >= {f"received version 4 from rank {replica}"}
 
 
 @pytest.mark.parametrize("place", ["optimizer", "before-commit"])
@@ -58,13 +62,17 @@ def test_a_death_behind_the_vote_never_mixes_versions(tmp_path: pathlib.Path, un
         assert len(job.recoveries()) == 1
 
 
-def test_a_dump_without_a_rank_is_whole_and_any_world_goes_on_from_it(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]) -> None:
-    with harness.job(tmp_path, LAYOUT="hsdp", FAULTS="3@5:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
+@pytest.mark.parametrize(("layout", "other"), [("hsdp", "fsdp"), ("tp", ""), ("stages", "")])
+def test_a_dump_without_a_rank_is_whole_and_another_world_goes_on_from_it(
+        tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, other: str) -> None:
+    with harness.job(tmp_path, LAYOUT=layout, FAULTS="3@5:forward:kill", TASKD_RECOVER_STRATEGY="dump") as job:
         checkpoint = end_with_dump(job, job.run("sharded.py"), "rank 3 ended with SIGKILL at step 5", 5)
         assert checkpoint.manifest.writers == (0, 1, 2)
         resumed(job, 5, script="sharded.py")
-        assert job.digests() == undisturbed("hsdp")
-    with harness.job(tmp_path, LAYOUT="fsdp") as job:
+        assert job.digests() == undisturbed(layout)
+    if not other:
+        return               # tests/unit/worker/test_sharded_checkpoints.py
+    with harness.job(tmp_path, LAYOUT=other) as job:
         resumed(job, 5, nproc=2, script="sharded.py")
         assert len({fact["digest"] for fact in job.facts("done")[-2:]}) == 1
 

@@ -1,6 +1,7 @@
-"""A small training whose state is sharded: HSDP (2 x 2) or FSDP2 (all ranks). Hurts itself as train.py does.
+"""A small training whose state is sharded in one of many ways. Hurts itself as train.py does.
 
-LAYOUT   hsdp or fsdp
+LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
+         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
 FACTS, FAULTS, STEPS as in train.py
 """
 
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import taskd
 
@@ -58,8 +62,42 @@ class Net(torch.nn.Module):
         return x
 
 
+def build():
+    """The model, its optimizer, the number of this rank's part of the model (None: DTensors or torch's optimizer tell), and that of its data."""
+    layout = os.environ["LAYOUT"]
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)] if layout in ("zero", "stages") else []
+    part = RANK // 2 if layout == "stages" else None
+    torch.manual_seed(1234 + (part or 0))
+    model = Net()
+    if layout in ("hsdp", "fsdp"):
+        sizes, names = ((2, WORLD // 2), ("replicate", "shard")) if layout == "hsdp" else ((WORLD,), ("shard",))
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif layout == "tp":
+        mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
+        plan = {f"layers.{index}": ColwiseParallel() if index % 2 == 0 else RowwiseParallel() for index in range(4)}
+        parallelize_module(model, mesh["tp"], plan)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad.to_local(), group=mesh.get_group("dp")))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), None, mesh.get_local_rank("dp")
+    elif layout == "stages":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad, group=pairs[part]))
+    else:
+        assert layout == "zero", layout
+        for layer in model.layers:
+            for parameter in layer.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=pairs[RANK // 2], lr=1e-2)
+        return model, optimizer, None, RANK
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), part, RANK
+
+
 def digest(model):
-    data = b"".join(tensor.full_tensor().numpy().tobytes() for tensor in model.state_dict().values())
+    tensors = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in model.state_dict().values()]
+    data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -67,19 +105,10 @@ def digest(model):
 def train():
     dist.init_process_group("gloo")
     fact("entered")
-    if os.environ["LAYOUT"] == "hsdp":
-        mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("shard",))
-    torch.manual_seed(1234)
-    model = Net()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model, optimizer, part, data = build()
     model.layers[0].register_full_backward_hook(lambda *_: here("backward-end", model.step))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", model.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer)
+    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part)
     optimizer.register_step_pre_hook(lambda *_: here("after-vote", model.step))
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
@@ -87,7 +116,7 @@ def train():
     while state.step < STEPS:
         model.step = state.step
         here("step", state.step)
-        generator = torch.Generator().manual_seed(1000 * state.step + RANK)
+        generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()
         model(torch.randn(8, 16, generator=generator)).square().mean().backward()
         optimizer.step()

@@ -1,5 +1,6 @@
 """What the ranks of a `World` do: train a small model that is sharded in one of many ways, stop, go on in a new group."""
 
+import os
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from taskd.core.commands import Move
 from taskd.errors import StateError
-from taskd.worker import buckets, shards
+from taskd.worker import buckets, flat, saving, shards
 from taskd.worker.life import Life
 from taskd.worker.parking import park_all
 from taskd.worker.roles import Roles
@@ -69,9 +70,9 @@ def _raise(*_):
 def build(kind, mesh_name="dp"):
     """A model, its optimizer, and the number that its data depend on (equal on the ranks that see the same batch)."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(7)
+    torch.manual_seed(7 + (shard_id_of(kind) or 0))
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))
-    data = rank
+    data = rank if shard_id_of(kind) is None else shard_id_of(kind)
     if kind in ("fsdp", "warm", "offload", "mixed", "kept"):
         options = {
             "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "kept": {"reshard_after_forward": False},
@@ -96,6 +97,11 @@ def build(kind, mesh_name="dp"):
                                               parameters_as_bucket_view=kind == "buckets"), data
     foreach = False if kind.startswith("tp") else None       # its parameters lie on several meshes, or are plain
     return model, torch.optim.Adam(model.parameters(), lr=0.01, foreach=foreach), data
+
+
+def shard_id_of(kind):
+    """Two stages of a model, each on two ranks that see the same data."""
+    return dist.get_rank() % 2 if kind == "stages" else None
 
 
 def _shard(model, **options):
@@ -181,7 +187,7 @@ class Rig:
         average = Average(model) if self.kind == "hsdp" else None
         if self.kind == "warm":
             model(torch.ones(1, 8))            # leaves whole parameters in the root, with the values that they had before the restore
-        state = TrainState(model=model, optimizer=optimizer, **({} if average is None else {"average": average}))
+        state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(self.kind), **({} if average is None else {"average": average}))
         self.holding = state._holding
         self.restored.append(str(state.restore()))
         self.check_meshes()
@@ -233,17 +239,111 @@ def contents(roles):
     return b"".join(shards.local(tensor).detach().contiguous().numpy().tobytes() for tensor in tensors_of(roles))
 
 
+# ---------------------------------------------------------------- checkpoints
+
+
+def train_and_save(member, kind, folder, every=2, steps=4):
+    """Train with periodic checkpoints. The state at the end, and the part of it that this rank has by name in the checkpoint of that version."""
+    return _in_job(member, _train, kind, folder, steps, every)
+
+
+def resume(member, kind, folder, steps=4):
+    """Begin with the newest checkpoint, and train up to `steps`. As `train_and_save`, and what restore() said."""
+    return _in_job(member, _train, kind, folder, steps, 0)
+
+
+def _in_job(member, function, *args):
+    job = Job(member.rank, member.size)
+    job.life.job_id = "job"
+    job.resume(None)
+    buckets.install()
+    try:
+        result, _ = job.enter(function, job.life, *args)
+        return result
+    finally:
+        buckets.uninstall()
+        job.close()
+
+
+def _train(life, kind, folder, steps, every):
+    model, optimizer, data = build(kind)
+    state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0)
+    restored = str(state.restore())
+    while state.step < steps:
+        step(model, optimizer, data, state.step)
+        state.seen += 1 + dist.get_rank()
+        state.commit()
+    if life.periodic is not None:
+        life.periodic.wait()
+    tensors, _ = flat.flatten(state._holding)
+    named = {name: tensor.full_tensor().numpy().tobytes() if isinstance(tensor, DTensor) else tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    return {"bytes": contents(state._holding.roles), "named": named, "seen": state.seen, "restored": restored,
+            "random": torch.rand(1).item()}
+
+
+def save_without(member, kind, folder, writers):
+    """The error of saving when only `writers` write, or ""."""
+
+    def save(life):
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=folder)
+        state.restore()
+        step(model, optimizer, data, 0)
+        state.commit()
+        return say(lambda: saving.contents(life, life.states, 1, writers))
+
+    return _in_job(member, save)
+
+
+def save_hurt(member, victim, folder):
+    """Two periodic checkpoints, of which `victim` cannot give its part of the first. The problem of each, and what is in the folder in the end."""
+
+    def save(life):
+        model, optimizer, data = build("ddp")
+        average = Average(nn.Linear(100, 100))
+        state = TrainState(model=model, optimizer=optimizer, average=average, checkpoint_dir=folder, checkpoint_every=2)
+        state.restore()
+        problems = []
+        for hurt in (True, False):
+            if hurt and member.rank == victim:
+                average.state_dict = lambda: _fail(f"not on rank {victim}")
+            for _ in range(2):
+                step(model, optimizer, data, state.step)
+                state.commit()
+            vars(average).pop("state_dict", None)
+            life.periodic.wait()
+            problems.append(life.periodic._saver.problem)
+        dist.barrier()
+        return problems, sorted(os.listdir(folder))
+
+    return _in_job(member, save)
+
+
+def _fail(text):
+    raise ValueError(text)
+
+
+def resume_as(member, kind, shard_id, folder):
+    """The error of restore() under another shard_id."""
+
+    def restore(_life):
+        model, optimizer, _ = build(kind)
+        return say(TrainState(model=model, optimizer=optimizer, shard_id=shard_id, checkpoint_dir=folder, seen=0).restore)
+
+    return _in_job(member, restore)
+
+
 # ---------------------------------------------------------------- identity
 
 
-def identify(_member, kind, override=None, mesh_name="dp"):
+def identify(_member, kind, shard_id="", mesh_name="dp"):
     """`shard_of` before and after the first step of the optimizer, and what the rank holds then."""
     model, optimizer, data = build(kind, mesh_name)
     roles = Roles.sort("train", {"model": model, "optimizer": optimizer})
-    before = shards.shard_of(roles, override)
+    before = shards.shard_of(roles, shard_id)
     step(model, optimizer, data, 0)
     model(torch.ones(1, 8))           # leaves whole parameters in the root of FSDP2
-    return before, shards.shard_of(roles, override), contents(roles)
+    return before, shards.shard_of(roles, shard_id), contents(roles)
 
 
 def locate(_member, kind):

@@ -35,7 +35,8 @@ def test_a_stopped_run_ends_with_the_same_bits(world, kind, size):
         assert result["stopped"] == [place for _, place in STOPS]
 
 
-@pytest.mark.parametrize(("kind", "victims"), [("hsdp", [0]), ("hsdp", [1, 2]), ("tp", [3]), ("zero_pairs", [1]), ("zero_pairs", [0, 3])])
+@pytest.mark.parametrize(("kind", "victims"), [("hsdp", [0]), ("hsdp", [1, 2]), ("tp", [3]), ("zero_pairs", [1]), ("zero_pairs", [0, 3]),
+                                                 ("stages", [1]), ("stages", [2, 3])])
 def test_a_lost_shard_is_received_from_its_replica(world, kind, victims):
     results = world.run(sharded.run, kind, STOPS, victims)
     assert same(results, plain(world, kind, 4))
@@ -45,7 +46,7 @@ def test_a_lost_shard_is_received_from_its_replica(world, kind, victims):
             for version, _ in STOPS]
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "tp", "zero_pairs"])
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "zero_pairs", "stages"])
 def test_a_shard_that_was_torn_is_overwritten(world, kind):
     """Rank 1 keeps its process and its memory, with nines in it."""
     results = world.run(sharded.run, kind, [(2, "before step")], [], [1])

@@ -52,14 +52,21 @@ def test_one_shard_is_no_sharding(world):
     assert [identity for identity, _, _ in world.run(sharded.identify, "hsdp", size=2)] == ["", ""]
 
 
-def test_an_override_is_taken_as_it_is(world):
-    assert {found[:2] for found in world.run(sharded.identify, "fsdp", 3, size=2)} == {("3", "3")}
+def test_a_shard_id_is_taken_as_it_is_and_what_is_sharded_within_is_added(world):
     roles = Roles.sort("train", {"model": nn.Linear(1, 1)})
     assert shards.shard_of(roles, "stage 1") == "stage 1"
-    assert shards.shard_of(roles, "") == ""
+    assert shards.shard_of(roles) == ""
+    found = [identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 1")]
+    assert [identity.rsplit("-", 1)[0] for identity in found] == ["stage 1.dp0/2", "stage 1.dp1/2"] * 2
+    assert len(set(found)) == 2
+    assert set(found).isdisjoint(identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 2"))
+
+
+def test_a_shard_id_is_a_short_text_or_a_number():
+    assert [shards.checked(given) for given in (None, "", 0, 3, "stage 1")] == ["", "", "0", "3", "stage 1"]
     for wrong, text in [(True, "not True"), (1.5, r"not 1\.5"), ("x" * 65, "at most 64")]:
         with pytest.raises(StateError, match=text):
-            shards.shard_of(roles, wrong)
+            shards.checked(wrong)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])

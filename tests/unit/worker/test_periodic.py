@@ -1,0 +1,100 @@
+"""Periodic checkpoints in one process, or a few: when they are made, and what happens when they cannot be."""
+
+import logging
+
+import pytest
+import sharded
+import torch
+from job import Job
+from torch import nn
+
+from taskd.errors import StateError
+from taskd.worker.state import TrainState
+
+
+@pytest.fixture
+def job():
+    job = Job()
+    job.life.job_id = "job"
+    job.resume(None)
+    yield job
+    job.close()
+
+
+def test_no_checkpoint_is_made_while_another_state_is_half_way(job, tmp_path):
+    def entry():
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        states = [TrainState(name, model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=3)
+                  for name, model, optimizer in zip("ab", models, optimizers, strict=True)]
+        for state in states:
+            state.restore()
+        versions = []
+        for _ in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            for state in states:                # version 3 is complete when "a" is: the optimizer of "b" has stepped already
+                state.commit()
+                job.life.periodic.wait()
+                versions.append(sorted(path.name for path in tmp_path.iterdir()))
+        return versions
+
+    versions, _ = job.enter(entry)
+    four, six = "step-000000000004", "step-000000000006"
+    assert versions == [[], [], [], [four], [four], [four, six], [four, six], [four, six]]
+
+
+class Fragile:
+    """A replica whose state can be had only sometimes."""
+
+    def __init__(self):
+        self.tensor, self.problem = torch.zeros(10_000), None
+
+    def state_dict(self):
+        if self.problem:
+            raise self.problem
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+@pytest.mark.parametrize("problem", [OSError("the device is gone"), StateError("not now")])
+def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(job, tmp_path, caplog, problem):
+    def entry():
+        model, fragile = nn.Linear(2, 2), Fragile()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model=model, optimizer=optimizer, fragile=fragile, checkpoint_dir=tmp_path, checkpoint_every=2)
+        state.restore()
+        while state.step < 4:
+            fragile.problem = problem if state.step < 2 else None
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            state.commit()
+        job.life.periodic.wait()
+        return state.step
+
+    with caplog.at_level(logging.WARNING):
+        assert job.enter(entry)[0] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000004"]
+    (record,) = (record for record in caplog.records if record.name == "taskd.worker.periodic")
+    assert f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}" in record.getMessage()
+
+
+def test_ranks_without_a_group_are_told_to_make_one(tmp_path):
+    job = Job(0, 2)
+    job.resume(None)
+    try:
+        with pytest.raises(StateError, match=r"checkpoint_every=2\): call init_process_group\(\) before restore\(\)"):
+            job.enter(lambda: TrainState(model=nn.Linear(1, 1), checkpoint_dir=tmp_path, checkpoint_every=2).restore())
+    finally:
+        job.close()
+
+
+@pytest.mark.slow
+def test_one_rank_without_its_part_costs_the_others_no_time(world, tmp_path):
+    for rank, (problems, left) in enumerate(world.run(sharded.save_hurt, 1, str(tmp_path), size=2)):
+        assert problems[1] == "", problems
+        assert "not on rank 1" in problems[0] if rank == 1 else "rank 1: not on rank 1" in problems[0]
+        assert left == ["step-000000000004"]

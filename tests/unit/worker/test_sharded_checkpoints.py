@@ -1,0 +1,53 @@
+"""Checkpoints of state that is sharded: read by the same world to the last bit, and by another one."""
+
+import pytest
+import sharded
+
+pytestmark = pytest.mark.slow
+
+KINDS = ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "zero", "zero_pairs", "buckets", "stages"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
+    undisturbed = world.run(sharded.train_and_save, kind, str(tmp_path / "none"), 0)
+    world.run(sharded.train_and_save, kind, str(tmp_path / "some"), 2, 3)
+    resumed = world.run(sharded.resume, kind, str(tmp_path / "some"))
+    for rank, (before, after) in enumerate(zip(undisturbed, resumed, strict=True)):
+        assert after["restored"].startswith("read version 2 from ")
+        assert (after["named"], after["random"]) == (before["named"], before["random"])
+        assert after["seen"] == before["seen"] == 4 * (1 + rank)
+
+
+@pytest.mark.parametrize(("kind", "size", "other"), [
+    ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"), ("zero", 2, "zero_pairs"),
+    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 4, "hsdp"),
+])  # fmt: skip
+def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
+    saved = world.run(sharded.train_and_save, kind, str(tmp_path), size=size)
+    read = world.run(sharded.resume, other, str(tmp_path), size=6 - size)
+    assert {result["restored"].split(" from ")[0] for result in read} == {"read version 4"}
+    before, after = _together(saved), _together(read)
+    assert before == after
+    assert any(".state." in name and name.endswith("exp_avg_sq") for name in before)
+
+
+def _together(results):
+    """All ranks' tensors; asserts that those with equal names are equal."""
+    together = {}
+    for result in results:
+        for name, data in result["named"].items():
+            assert together.setdefault(name, data) == data, name
+    return together
+
+
+def test_a_part_that_no_writer_has_is_refused(world, tmp_path):
+    for said in world.run(sharded.save_without, "zero", str(tmp_path), [0, 2]):
+        assert said.startswith("TrainState('train') cannot be saved: none of the ranks that write has the shard 'zero1/4-")
+    assert world.run(sharded.save_without, "zero_pairs", str(tmp_path), [0, 1]) == ["", ""] * 2
+
+
+def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
+    world.run(sharded.train_and_save, "stages", str(tmp_path), size=2)
+    said = world.run(sharded.resume_as, "stages", "3", str(tmp_path), size=2)
+    assert all("TrainState('train') with shard_id '3' is not in " in text for text in said)
