@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
     from taskd.log import Identity
+    from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
     from taskd.transport.channel import Channel
 
@@ -68,6 +69,10 @@ class Worker(Protocol):
     def box(self) -> BlackBox:
         """The page that outlives the process."""
 
+    @property
+    def arenas(self) -> Arenas:
+        """Its snapshots, which outlive it, too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEvent:
@@ -80,6 +85,7 @@ class ProcessEvent:
     pid: int = 0
     status: int = 0
     error: str = ""
+    snapshots: tuple[int, ...] = ()      # versions of its state that are left in node memory
 
 
 class Host(Protocol):
@@ -251,7 +257,11 @@ class Service:
             self._read_worker(rank)
             self._feed(events.AlarmRang(
                 self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
-                box.phase.name.lower(), tuple(sorted(box.read_extras()))))
+                box.phase.name.lower(), tuple(sorted(box.read_extras())), self._snapshots_of(rank)))
+
+    def _snapshots_of(self, rank: int) -> tuple[int, ...]:
+        worker = self._host.workers.get(rank)
+        return () if worker is None else worker.arenas.versions()
 
     def _read_drain(self) -> None:
         """This node is to end. Without a manager, or when the time is up: as without us."""
@@ -280,7 +290,8 @@ class Service:
             else:
                 self._feed(events.WorkerExited(
                     now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
-                    tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now)))
+                    tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now),
+                    event.snapshots))
 
     def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
         """Arm the death alarm of a worker that has a guard."""

@@ -90,14 +90,14 @@ class Attendance:
             if member.state is WorkerState.STARTING and not member.replaced and state is not WorkerState.STARTING:
                 member.state = WorkerState.RUNNING       # that it had started was not heard
             if state is WorkerState.LOST and member.is_live:
-                member.lose(())
+                member.lose()
                 self._lose_untold(member)
             elif state is WorkerState.FINISHED:
                 member.state = WorkerState.FINISHED
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
             elif state is WorkerState.PAUSED and is_awaited and member.rank in self._job.awaited:
-                member.pause(report.version, report.clean)
+                member.pause(report.version, report.clean, report.snapshots)
         return missed
 
     def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
@@ -140,7 +140,7 @@ class Attendance:
             return job.end_if_all_left()
         if outcome != "succeeded":
             for member in self._job.membership.on_node(node_rank):
-                member.lose(())
+                member.lose()
                 job.awaited.discard(member.rank)
             return job.end_badly(f"the agent of node {node_rank} {how}")
         for member in self._job.membership.on_node(node_rank):

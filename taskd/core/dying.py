@@ -88,7 +88,7 @@ class Dying:
         job.attempt.strategy = Strategy.DUMP
         for member in job.membership.live():
             if member.state is WorkerState.STARTING and member.replaced:
-                member.lose(())
+                member.lose()
         commands: Commands = [] if job.phase is Phase.PAUSING else [job.interrupt(job.attempt, finish_step=finish_step)]
         return commands + job.proceed()
 

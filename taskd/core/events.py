@@ -36,6 +36,7 @@ class WorkerReport:
     version: int | None = None
     clean: bool = True
     entered: bool = False
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +102,14 @@ class WorkerDeclared(WorkerEvent):
 class WorkerLost(WorkerEvent):
     """The worker is dead or as good as dead. `age_s`: how long ago, as the black box tells.
 
-    `box_versions`: versions for which its black box holds the per-rank extras (RNG, sampler).
+    `box_versions`: versions for which its black box holds the per-rank extras (RNG, sampler). `snapshots`: versions of its state that
+    are whole in the memory of the node.
     """
 
     fault: Fault
     age_s: float
     box_versions: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +123,15 @@ class WorkerExitKnown(WorkerEvent):
 class WorkerPaused(WorkerEvent):
     """The worker left its function (or never entered it) and waits for `Resume`.
 
-    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and commit()).
+    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and commit()). `snapshots`: versions of its
+    state that are whole in the memory of the node.
     """
 
     generation: int
     version: int | None
     clean: bool
     reason: str = ""
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ class WorkerRaised(WorkerEvent):
     fault: Fault
     clean: bool
     age_s: float = 0.0
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +238,7 @@ class AlarmRang(WorkerEvent):
     version: int | None
     phase: str
     box_versions: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +250,7 @@ class WorkerExited(WorkerEvent):
     phase: str
     box_versions: tuple[int, ...] = ()
     last_words: Fault | None = None      # the exception that ended the script, a crash, the kernel's reason: if there is word of it
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,7 @@ class Job:
             detail = "exit 0 before it came to its function, while others train"
             fault = Fault(FaultKind.EXITED_EARLY, member.rank, member.incarnation, detail, signature=detail, exit_code=0)
             self.open.append(self.known(fault, 0.0))
-            member.lose(())
+            member.lose()
         return self.recover()
 
     def _resume(self) -> Commands:
@@ -238,7 +238,7 @@ class Job:
         for rank in cut.lacking_extras:
             self.story.note(self.now, f"its black box held no extras of version {cut.version}", rank)
         for member in live:
-            member.state, member.replaced, member.clean, member.box_versions = WorkerState.RUNNING, False, True, ()
+            member.state, member.replaced, member.clean, member.box_versions, member.snapshots = WorkerState.RUNNING, False, True, (), ()
         self.phase, self.resumed_generation = Phase.RESUMED, self.generation
         self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
         self.membership.committed = cut.version   # what was newer is not committed any more: it is done again
@@ -352,7 +352,7 @@ class Job:
     def _lose(self, fault: Fault, since_s: float = 0.0) -> None:
         """From now on it counts as gone."""
         self.open.append(self.known(fault, since_s))
-        self.membership.members[fault.rank].lose(())
+        self.membership.members[fault.rank].lose()
         self.awaited.discard(fault.rank)
 
     # ------------------------------------------------------------------------------------------------ standing still

@@ -39,6 +39,7 @@ class Member:
     clean: bool = True
     box_versions: tuple[int, ...] = ()   # of the life before
     shard: str = ""                      # what part of the state it has, or had in the life before
+    snapshots: tuple[int, ...] = ()      # versions of that part in the memory of its node
 
     @property
     def is_live(self) -> bool:
@@ -54,13 +55,15 @@ class Member:
         """It has come to its recoverable function."""
         self.declared = self.entered = True
 
-    def pause(self, version: int | None, clean: bool) -> None:
+    def pause(self, version: int | None, clean: bool, snapshots: tuple[int, ...]) -> None:
         """It waits outside of its function."""
-        self.state, self.version, self.clean = WorkerState.PAUSED, version, clean
+        self.state, self.version, self.clean, self.snapshots = WorkerState.PAUSED, version, clean, snapshots
 
-    def lose(self, box_versions: tuple[int, ...]) -> None:
-        """Its process is gone or as good as gone."""
+    def lose(self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None) -> None:
+        """Its process is gone or as good as gone. `snapshots` None: nobody has looked since it paused, if it did."""
         self.state = WorkerState.LOST
+        if snapshots is not None:
+            self.snapshots = snapshots
         if box_versions or not self.replaced:
             self.box_versions = box_versions
 
@@ -70,12 +73,12 @@ class Member:
         self.declared = self.entered = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
-            self.box_versions, self.shard = (), ""
+            self.box_versions, self.shard, self.snapshots = (), "", ()
 
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""
         return Copy(
-            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, node=self.node_rank,
+            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, self.snapshots, node=self.node_rank,
             alive=self.state is not WorkerState.LOST,
         )  # fmt: skip
 
@@ -238,4 +241,5 @@ def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
         version=report.version,
         clean=report.clean,
         entered=report.entered,
+        snapshots=report.snapshots,
     )

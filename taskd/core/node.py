@@ -143,7 +143,7 @@ class NodeMachine:
     def _start_failed(self, event: ev.WorkerStartFailed) -> Commands:
         """There is no process, and there will be none."""
         fault = Fault(FaultKind.START_FAILED, event.rank, event.incarnation, event.detail, signature=event.detail)
-        return self._ended(event, fault, is_success=False, box_versions=())
+        return self._ended(event, fault, is_success=False)
 
     def _alarm_rang(self, event: ev.AlarmRang) -> Commands:
         """It is dying; how, the kernel says later."""
@@ -156,17 +156,17 @@ class NodeMachine:
         if self._is_released or not life.is_needed or event.phase == "exiting":
             return []
         fault = Fault(FaultKind.LOST, event.rank, event.incarnation, "", event.version, event.phase)
-        return self._lose(life, fault, event.box_versions)
+        return self._lose(life, fault, event.box_versions, event.snapshots)
 
     def _exited(self, event: ev.WorkerExited) -> Commands:
         """The process is reaped."""
         fault = exit_fault(
             event.rank, event.incarnation, event.status, version=event.version, phase=event.phase, words=event.last_words
         )
-        return self._ended(event, fault, is_success=event.status == 0, box_versions=event.box_versions)
+        return self._ended(event, fault, event.box_versions, event.snapshots, is_success=event.status == 0)
 
-    def _ended(self, event: ev.WorkerEvent, fault: Fault, *, is_success: bool, box_versions: tuple[int, ...]) -> Commands:
-        """A life has no process any more."""
+    def _ended(self, event: ev.WorkerEvent, fault: Fault, *left: tuple[int, ...], is_success: bool) -> Commands:
+        """A life has no process any more. `left`: box_versions and snapshots of `WorkerLost`."""
         former = self.lives.former.pop((event.rank, event.incarnation), None)
         life = former or self.lives.of(event)
         if life is None or not life.has_process:
@@ -178,13 +178,13 @@ class NodeMachine:
             return self._finish_if_stopped()
         if former is not None or life.state is WorkerState.LOST:
             is_news = life.lost is None and life.died_at is not None and not is_success and life.is_live
-            commands = self._lose(life, fault, box_versions) if is_news else self._confirm(life, fault)
+            commands = self._lose(life, fault, *left) if is_news else self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
         if is_success and (self._is_released or not life.is_needed):
             life.state, life.waits_since = WorkerState.FINISHED, None
             finished = ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)
             return self._tell(finished) + self._finish_if_all_finished()
-        return self._lose(life, fault, box_versions)
+        return self._lose(life, fault, *left)
 
     def _confirm(self, life: Life, fault: Fault) -> Commands:
         """The exit of a life that had been reported as lost."""
@@ -193,13 +193,13 @@ class NodeMachine:
         life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
         return self._tell(life.exit_known)
 
-    def _lose(self, life: Life, fault: Fault, box_versions: tuple[int, ...]) -> Commands:
+    def _lose(self, life: Life, fault: Fault, *left: tuple[int, ...]) -> Commands:
         """A life failed."""
         life.state, life.waits_since, life.stand = WorkerState.LOST, self._now, None
         life.version = fault.version if fault.version is not None else life.version
         life.died_at = self._now if life.died_at is None else life.died_at
         age_s = max(0.0, self._now - life.died_at)
-        life.lost = ev.WorkerLost(self._now, self._cause, life.rank, life.incarnation, fault, age_s, box_versions)
+        life.lost = ev.WorkerLost(self._now, self._cause, life.rank, life.incarnation, fault, age_s, *left)
         return self._tell(life.lost)
 
     def _examined(self, event: ev.WorkerExamined) -> Commands:

@@ -202,9 +202,10 @@ class RecoveryMachine:
         if member.state is WorkerState.LOST:
             if event.box_versions:
                 member.box_versions = event.box_versions
+            member.snapshots = event.snapshots
             return self._confirm(event)
         known = self._job.known(event.fault, event.age_s)
-        member.lose(event.box_versions)
+        member.lose(event.box_versions, event.snapshots)
         self._job.awaited.discard(event.rank)
         if event.fault.kind is FaultKind.LOST:
             self._unconfirmed[(event.rank, event.incarnation)] = known
@@ -242,23 +243,23 @@ class RecoveryMachine:
         member, job = self.membership.members[event.rank], self._job
         if job.phase is Phase.JOINING:
             self.membership.note_version(event.version)
-            member.pause(event.version, event.clean)
+            member.pause(event.version, event.clean, event.snapshots)
             return []
         if event.generation != job.generation or job.generation == job.resumed_generation:
             return self._ignore(f"paused for generation {event.generation}, which is over", event.rank)
         self.membership.note_version(event.version)
         if job.phase is Phase.PAUSING:
-            return self._gather(member, event.version, event.clean)
+            return self._gather(member, event.version, event.clean, event.snapshots)
         # An earlier manager called it out, and nobody else will resume it.
-        member.pause(event.version, event.clean)
+        member.pause(event.version, event.clean, event.snapshots)
         return job.recover()
 
-    def _gather(self, member: Member, version: int | None, clean: bool) -> Commands:
+    def _gather(self, member: Member, version: int | None, clean: bool, snapshots: tuple[int, ...]) -> Commands:
         """One more rank is outside; the last one resumes the job."""
         job = self._job
         if member.rank not in job.awaited or job.attempt is None:
             return []
-        member.pause(version, clean)
+        member.pause(version, clean, snapshots)
         job.attempt.paused(job.now, replaced=member.replaced)
         job.awaited.discard(member.rank)
         return [] if len(job.awaited) else job.proceed()
@@ -272,7 +273,7 @@ class RecoveryMachine:
             return self._ignore(f"raised in generation {event.generation}, answered already", event.rank)
         member.enter()
         self.membership.note_version(event.fault.version)
-        member.pause(event.fault.version, event.clean)
+        member.pause(event.fault.version, event.clean, event.snapshots)
         job.awaited.discard(event.rank)
         known = job.known(event.fault, event.age_s)
         if event.fault.kind is FaultKind.COMMUNICATION or job.repeats.would_end(event.fault, job.generation + 1):
@@ -289,13 +290,13 @@ class RecoveryMachine:
         self.membership.note_version(event.fault.version)
         if member.rank in job.awaited and job.attempt is not None:
             job.attempt.followers.add((event.rank, event.incarnation))
-        return self._gather(member, event.fault.version, event.clean)
+        return self._gather(member, event.fault.version, event.clean, event.snapshots)
 
     def _raised_late(self, event: ev.WorkerRaised) -> Commands:
         """An exception after Release (a second function, say): this rank cannot go on, and is not to be trained again."""
         member = self.membership.members[event.rank]
         known = self._job.known(event.fault, event.age_s)
-        member.lose(())
+        member.lose()
         return self._job.fail_late(known)
 
     def _recovered(self, event: ev.WorkerRecovered) -> Commands:

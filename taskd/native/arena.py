@@ -193,15 +193,25 @@ class Arena:
     # ------------------------------------------------------------ making one
 
     @classmethod
-    def create(cls, shard_bytes: int) -> Arena:
+    def create(cls, shard_bytes: int, file: int | None = None) -> Arena:
         """A new, empty arena for a state of `shard_bytes`: twice that and 1 %, allocated at once.
+
+        `file`: an empty memfd (`node_memory.empty_file`) to make it in; its descriptor then belongs to the result. Default: a new one.
 
         Raises:
             ArenaError: the node has not as much memory; the text says what limits it.
         """
         capacity = capacity_for(shard_bytes)
         size = PAGE_BYTES + 2 * capacity
-        fd = node_memory.create_file("taskd-arena", size)
+        if file is None:
+            fd = node_memory.create_file("taskd-arena", size)
+        else:
+            fd = file
+            try:
+                node_memory.fill(fd, size)
+            except ArenaError:
+                os.close(fd)
+                raise
         kind = copier()
         try:
             arena = cls(fd, capacity, kind)
@@ -233,6 +243,12 @@ class Arena:
     def fd(self) -> int:
         """For handing it to another process. -1 after close()."""
         return self._fd
+
+    def discard(self) -> None:
+        """Close it and give its memory back to the node, whoever else holds it: nothing is left in it."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_REMOVE)
+        self.close()
 
     # ------------------------------------------------------------ writing
 

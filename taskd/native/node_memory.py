@@ -68,27 +68,53 @@ def limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
     return found
 
 
-def create_file(name: str, size: int) -> int:
-    """A memfd of `size` bytes, all allocated: mode 0600, closed on exec, sealed against every change of its size.
+def empty_file(name: str) -> int:
+    """A memfd without a byte: mode 0600, closed on exec. Raises OSError."""
+    fd = _memfd(name)
+    os.fchmod(fd, 0o600)
+    return fd
+
+
+def require(size: int) -> None:
+    """Raises ArenaError: the node has not as much memory to give."""
+    _require(size, size)
+
+
+def fill(fd: int, size: int) -> None:
+    """Give an empty memfd `size` bytes, all allocated, and seal it against every change of its size.
 
     Raises:
-        ArenaError: there is not as much memory, or no descriptor.
+        ArenaError: there is not as much memory. The file is empty again.
     """
     _require(size, size)
-    fd = -1
     try:
-        fd = _memfd(name)
-        os.fchmod(fd, 0o600)
         for start in range(0, size, _PIECE_BYTES):
             piece = min(_PIECE_BYTES, size - start)
             _require(piece, size, start)
             os.posix_fallocate(fd, start, piece)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except (OSError, ArenaError) as error:
-        if fd >= 0:
-            os.close(fd)
+        with suppress(OSError):
+            os.ftruncate(fd, 0)
         if isinstance(error, OSError):
             raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
+        raise
+
+
+def create_file(name: str, size: int) -> int:
+    """A memfd of `size` bytes, see `fill`.
+
+    Raises:
+        ArenaError: there is not as much memory, or no descriptor.
+    """
+    try:
+        fd = empty_file(name)
+    except OSError as error:
+        raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
+    try:
+        fill(fd, size)
+    except BaseException:
+        os.close(fd)
         raise
     return fd
 

@@ -23,6 +23,7 @@ from taskd.agent import processes
 from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started, StartFailed
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
+from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Slot:
     token: int
     bootstrap: dict[str, Any]
     box: BlackBox
+    arenas: Arenas               # the same in all lives of the rank
     channel: socket.socket
     pid: int | None = None
     pidfd: int | None = None
@@ -84,6 +86,7 @@ class TaskdContext(PContext):
         self.forkserver = forkserver
         self.slots: dict[int, Slot] = {}
         self._by_token: dict[int, Slot] = {}
+        self._arenas: dict[int, Arenas] = {}              # by local rank
         self._is_alone = False                            # no forkserver, and none to be had
         self._queued: list[SlotEvent] = []                # read while somebody else waited
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -215,11 +218,15 @@ class TaskdContext(PContext):
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
         former = self.slots.get(local_rank)
         box = BlackBox.create()
+        if local_rank not in self._arenas:
+            self._arenas[local_rank] = Arenas.create()
+        arenas = self._arenas[local_rank]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, ours)
+        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, arenas, ours)
         descriptors = {"channel": theirs.fileno(), "life": self._life_fd, "box": slot.box.fd}
         if former is not None:
             descriptors["previous"] = former.box.fd
+        descriptors.update((f"arena{number}", descriptor) for number, descriptor in enumerate(arenas.descriptors))
         self.slots[local_rank] = self._by_token[slot.token] = slot
         try:
             self.forkserver.spawn(SpawnRequest(
@@ -287,6 +294,9 @@ class TaskdContext(PContext):
             if slot.pidfd is not None:
                 os.close(slot.pidfd)
                 slot.pidfd = None
+        for arenas in self._arenas.values():
+            arenas.close()
+        self._arenas = {}
         self._by_token = {token: slot for token, slot in self._by_token.items() if not slot.is_over}
         if self._wake >= 0:
             os.close(self._wake)

@@ -16,6 +16,7 @@ from taskd.transport.channel import Channel
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
     from taskd.torchrun.context import Slot, TaskdContext
     from taskd.torchrun.elastic_agent import TaskdElasticAgent
@@ -39,6 +40,11 @@ class HostWorker:
     def box(self) -> BlackBox:
         """The page that outlives the process."""
         return self.slot.box
+
+    @property
+    def arenas(self) -> Arenas:
+        """The node memory that outlives it, too."""
+        return self.slot.arenas
 
 
 class TorchrunHost:
@@ -76,7 +82,7 @@ class TorchrunHost:
             if isinstance(reply, Started):
                 found.append(ProcessEvent(*life, "started", slot.box, pid=reply.pid))
             elif isinstance(reply, Exited):
-                found.append(ProcessEvent(*life, "exited", slot.box, status=reply.status))
+                found.append(ProcessEvent(*life, "exited", slot.box, status=reply.status, snapshots=slot.arenas.versions()))
             else:
                 found.append(ProcessEvent(*life, "failed", slot.box, error=reply.error))
         return found

@@ -155,6 +155,7 @@ class WorkerLost(WorkerMessage):
     fault: Fault
     age_s: float
     box_versions: tuple[int, ...] = ()
+    snapshots: tuple[int, ...] = ()
 
 
 @_message(23)
@@ -174,6 +175,7 @@ class WorkerPaused(WorkerMessage):
     version: int | None
     clean: bool
     reason: str = ""
+    snapshots: tuple[int, ...] = ()
 
 
 @_message(25)
@@ -185,6 +187,7 @@ class WorkerRaised(WorkerMessage):
     fault: Fault
     clean: bool
     age_s: float = 0.0
+    snapshots: tuple[int, ...] = ()
 
 
 @_message(26)

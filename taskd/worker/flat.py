@@ -166,6 +166,12 @@ def load(holding: Holding, plain: dict[str, Any], tensors: dict[str, torch.Tenso
     roles.values = dict(plain["values"])
 
 
+def names_of_buffers(holding: Holding) -> list[str]:
+    """The tensors that a forward pass may change."""
+    buffers = {id(buffer) for module in holding.roles.modules.values() for buffer in module.buffers()}
+    return [f"{label(holding)}.{name}" for name, tensor in _distinct(holding) if id(tensor) in buffers]
+
+
 # ---------------------------------------------------------------- names
 
 

@@ -53,7 +53,7 @@ class Holding:
         self.shard_id = shards.checked(shard_id)
         self.shard = shards.shard_of(roles, self.shard_id)     # what part of the state this is; "": all of it
         self.peers = Peers()                                   # known once restore() is complete
-        self.checkpoint_every, self.checkpoint_keep = 0, 3
+        self.checkpoint_every, self.checkpoint_keep, self.snapshot_every = 0, 3, 0
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete
@@ -144,6 +144,8 @@ class Holding:
             return
         if self.shard and not life.held and life.world_size > 1:
             vote(self.name)
+        if life.snapshots is not None:
+            life.snapshots.wait()
         life.hold()
         self.capture_pending(life)
         self.began = True

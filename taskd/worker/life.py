@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
+    from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox, Phase
     from taskd.worker.periodic import Periodic
     from taskd.worker.profiling import Profile
+    from taskd.worker.snapshots import Found, Snapshots
 
 
 @dataclass
@@ -61,6 +63,9 @@ class Life:
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
     councils: tuple[int, int] = (-1, 0)   # generation, and decisions in it so far: the same on all ranks, as all take part in each
     periodic: Periodic | None = None      # writes checkpoints in this entry
+    arenas: Arenas | None = None          # memory for snapshots that outlives this process
+    snapshots: Snapshots | None = None    # makes them in this entry
+    found: Found | None = None            # that from which this entry goes on
     shard: str = ""                       # which part of the state this rank has; "": all of it
     on_land: Callable[[], None] | None = None               # set by the runtime: `shard` is another one
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
@@ -73,6 +78,10 @@ class Life:
     def is_reentry(self) -> bool:
         """True while the function runs as part of a recovery, survivors and replacements alike."""
         return self.plan is not None
+
+    def snapshot_versions(self) -> tuple[int, ...]:
+        """Those of this rank's state that are whole in node memory."""
+        return () if self.arenas is None else self.arenas.versions()
 
     def mark(self, phase: Phase) -> None:
         """The main thread begins something else: note it in the black box, and in the profile if there is one."""

@@ -89,6 +89,15 @@ class Logbook:
         data = self.life.inherited_extras.get(version) if found is None else b"".join(found)
         return None if data is None else extras.decode(data)
 
+    def blob(self, version: int) -> tuple[bytes, bytes] | None:
+        """What was committed with `version`, for `adopt`."""
+        return self._committed.get(version)
+
+    def adopt(self, version: int, generators: bytes, blob: bytes) -> None:
+        """A snapshot has it: from an earlier commit than those that are remembered here, or of an earlier life."""
+        self._committed = {version: (generators, blob)}
+        self._pending = None
+
     def forget(self) -> None:
         """Everybody starts afresh: what was captured belongs to no version any more."""
         self._committed, self._pending = {}, None

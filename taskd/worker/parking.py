@@ -40,6 +40,9 @@ def park_all(life: Life) -> ParkReport:
 
     A state whose restore() was not complete does not count; what was parked for it before stays parked.
     """
+    if life.snapshots is not None:
+        life.snapshots.close()           # before anything is rolled back
+        life.snapshots = None
     reasons = []
     for name, holding in life.states.items():
         if holding.is_landed:
@@ -50,6 +53,7 @@ def park_all(life: Life) -> ParkReport:
         else:
             holding.detach()
     life.states = {}
+    life.found = None
     if life.periodic is not None:
         life.periodic.abandon()
         life.periodic = None

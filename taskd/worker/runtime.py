@@ -24,6 +24,7 @@ from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import Interrupted, RemoteProtocolError
 from taskd.native import collectives, death_alarm, last_words
+from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
@@ -87,6 +88,7 @@ class Runtime:
         self.life = Life(
             rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
             generation=bootstrap["generation"], box=box, job_id=self.job_id,
+            arenas=Arenas([bootstrap[name] for name in sorted(bootstrap) if name.startswith("arena") and name.endswith("_fd")]),
         )
         box.begin(os.getpid(), self.life.incarnation)
         box.mark_generation(self.life.generation)
@@ -309,8 +311,8 @@ class Runtime:
                 generation = self.target_generation
                 self.where = Where.WAITING
             self.mark(Phase.PAUSED)
-            self.send(events.WorkerPaused(**self.identity("paused"), generation=generation, version=version,
-                                          clean=clean, reason=reason))
+            self.send(events.WorkerPaused(**self.identity("paused"), generation=generation, version=version, clean=clean, reason=reason,
+                                          snapshots=self.life.snapshot_versions()))
             meanwhile()
             self.groups.retire()
             resume = self._await_resume(generation)
@@ -422,13 +424,11 @@ class Runtime:
         kind = FaultKind.COMMUNICATION if victims.is_communication_error(error) else FaultKind.RAISED
         detail = victims.describe(error)
         fault = Fault(
-            kind=kind, rank=self.life.rank, incarnation=self.life.incarnation, detail=detail, version=self.life.version,
-            phase=None, signature=detail, traceback=victims.traceback_text(error),
-        )
+            kind, self.life.rank, self.life.incarnation, detail, self.life.version, signature=detail, traceback=victims.traceback_text(error))
         with self.condition:
             generation = self.target_generation
         self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,
-                                      age_s=time.monotonic() - raised_at))
+                                      age_s=time.monotonic() - raised_at, snapshots=self.life.snapshot_versions()))
 
 
 def _working_directory() -> str:

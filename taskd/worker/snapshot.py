@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import ArenaError, StateError
-from taskd.native.arena import PIECE_BYTES, Arena, Held, Writer
+from taskd.native.arena import PIECE_BYTES, Arena, Held, Snapshot, Writer
 from taskd.native.arena_index import room_for, room_for_rest
 from taskd.worker.staging import Staging, mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class Snapshotter:
     has outgrown the arena. The old one stays until the first snapshot in the new one is complete; the agent must do the same.
     """
 
-    def __init__(self, make_arena: Callable[[int], Arena], every: int, rank: int = 0) -> None:
-        """Raises StateError: `every` is no number of steps."""
+    def __init__(self, make_arena: Callable[[int], Arena], every: int, rank: int = 0, drop_arena: Callable[[Arena], None] = Arena.close) -> None:
+        """`drop_arena` is called with one that is not needed any more. Raises StateError: `every` is no number of steps."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             message = f"snapshot_every={every!r}: give a number of steps, 1 or more; leave it out for no snapshots"
             raise StateError(message)
@@ -63,7 +63,7 @@ class Snapshotter:
         self.newest: Held | None = None         # the last one that was completed by this process
         self.problem = ""                       # why the last one was not; "" if it was
         self.copy_s = self.waited_s = 0.0       # time of the last copy, and of all waits together
-        self._make_arena, self._every, self._rank = make_arena, every, rank
+        self._make_arena, self._every, self._rank, self._drop_arena = make_arena, every, rank, drop_arena
         self._grown: Arena | None = None        # a larger one without a complete snapshot
         self._stagings: dict[torch.device, Staging] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -72,10 +72,19 @@ class Snapshotter:
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
+    def adopt(self, arenas: Sequence[Arena]) -> None:
+        """Go on with those of an earlier life of this rank, the newest last: the last one that holds a snapshot, and one behind it."""
+        full = [number for number, arena in enumerate(arenas) if arena.versions()]
+        at = full[-1] if full else len(arenas) - 1
+        if at >= 0:
+            self.arena, self._grown = arenas[at], arenas[at + 1] if at + 1 < len(arenas) else None
+        for arena in arenas[:max(at, 0)]:
+            self._drop_arena(arena)
+
     def prepare(self, shard_bytes: int) -> None:
         """Make the arena before training begins, so that a node without enough memory says so at the start.
 
-        Nothing is done if `arena` was set to one that the agent kept of an earlier life of this rank.
+        Nothing is done if there is one of an earlier life of this rank.
 
         Raises:
             ArenaError: there is not enough.
@@ -160,7 +169,7 @@ class Snapshotter:
         if arena is self._grown:
             old, self.arena, self._grown = self.arena, arena, None
             if old is not None:
-                old.close()
+                self._drop_arena(old)
         self.copy_s = time.perf_counter() - start
         self.problem = ""
 
@@ -169,7 +178,7 @@ class Snapshotter:
             return self.arena
         if self._grown is None or needed > self._grown.capacity:
             if self._grown is not None:
-                self._grown.close()
+                self._drop_arena(self._grown)
                 self._grown = None
             self._grown = self._make_arena(needed)
         return self._grown
@@ -204,6 +213,15 @@ def load(arena: Arena, version: int, targets: Mapping[str, torch.Tensor]) -> byt
             are a mixture: load another one.
     """
     snapshot = arena.open(version)
+    if further := sorted(snapshot.entries.keys() - targets.keys()):
+        raise StateError(f"the snapshot of version {version} does not fit: it has {further[0]!r}, which is not among the targets")
+    fill(snapshot, targets)
+    return snapshot.rest
+
+
+def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy some of a snapshot's tensors into `targets`, in place. Raises as `load`."""
+    version = snapshot.held.version
     for name, target in targets.items():
         entry = snapshot.entries.get(name)
         if entry is None:
@@ -213,8 +231,6 @@ def load(arena: Arena, version: int, targets: Mapping[str, torch.Tensor]) -> byt
         if have != found:
             raise StateError(f"the snapshot of version {version} does not fit: {name!r} is {found} there and {have} here")
         _bytes_of(name, target)
-    if further := sorted(snapshot.entries.keys() - targets.keys()):
-        raise StateError(f"the snapshot of version {version} does not fit: it has {further[0]!r}, which is not among the targets")
     with torch.no_grad():
         for name, target in targets.items():
             place = target.detach()
@@ -224,7 +240,6 @@ def load(arena: Arena, version: int, targets: Mapping[str, torch.Tensor]) -> byt
                 host = torch.empty(place.shape, dtype=place.dtype)
                 snapshot.copy_out(name, host.data_ptr())
                 place.copy_(host)
-    return snapshot.rest
 
 
 def dtype_name(dtype: torch.dtype) -> str:

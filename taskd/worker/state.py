@@ -1,62 +1,28 @@
 """`taskd.TrainState`: the training state that survives faults, as the user sees it.
 
-Owns the user's face (constructor, attributes, commit, restore) and the order of things in a restore. The objects are held by
-`taskd.worker.holding`; moving and receiving are `parking` and `exchange`. Talks to the rest of taskd only through
+Owns the user's face: constructor, attributes, commit, restore. The objects are held by `taskd.worker.holding`; what a restore does is
+`taskd.worker.landing`. Talks to the rest of taskd only through
 `taskd.worker.life.current()`; outside a taskd job that is None, commit() counts and restore() finds nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from taskd.clock import MonotonicClock
 from taskd.errors import StateError
-from taskd.native.black_box import Phase
-from taskd.worker import exchange, loading, parking
 from taskd.worker import life as life_module
-from taskd.worker.council import Council
-from taskd.worker.extras import decode_part
-from taskd.worker.holding import Holding, Peers
-from taskd.worker.logbook import Logbook, logbook_of, parts_of
-from taskd.worker.periodic import Periodic
+from taskd.worker.holding import Holding
+from taskd.worker.landing import Restored, land
+from taskd.worker.logbook import logbook_of
 from taskd.worker.roles import Roles, is_plain
 
 if TYPE_CHECKING:
     import os
-    import pathlib
 
-    from taskd.checkpoint.folder import Checkpoint
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Where a restore() took the state from.
-
-    `version` is the number of committed steps that it holds (None: it found nothing), `source` is "nothing", "memory" (this process kept
-    it), "rank" (received from the rank `rank`) or "checkpoint" (read from `path`).
-    """
-
-    version: int | None
-    source: str
-    rank: int | None = None
-    path: pathlib.Path | None = None
-
-    def __str__(self) -> str:
-        if self.source == "memory":
-            return f"kept in memory at version {self.version}"
-        if self.source == "rank":
-            return f"received version {self.version} from rank {self.rank}"
-        if self.source == "checkpoint":
-            return f"read version {self.version} from {self.path}"
-        return "nothing: fresh start"
 
 
 class TrainState:
@@ -72,14 +38,15 @@ class TrainState:
 
     def __init__(
         self, name: str = "train", *, shard_id: str | int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None, checkpoint_every: int = 0,
-        checkpoint_keep: int = 3, **objects: Any,
+        checkpoint_keep: int = 3, snapshot_every: int = 0, **objects: Any,
     ) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
         `shard_id` is for frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number on the ranks that hold
         the same part. Without it the part is found from DTensors and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
         and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`: write one after so many commits, while
-        training goes on (0: none), and keep the newest `checkpoint_keep`.
+        training goes on (0: none), and keep the newest `checkpoint_keep`. `snapshot_every`: copy this rank's state into the memory of the node
+        after so many commits (0: never), so that a shard that no living process has is not lost; twice the state's size is taken.
 
         Raises:
             StateError: outside a recoverable function of a taskd job, a name given twice, an object that cannot be carried.
@@ -102,6 +69,7 @@ class TrainState:
         step = objects.pop("step", 0)
         holding = Holding(name, Roles.sort(name, objects), shard_id)
         holding.checkpoint_dir, holding.checkpoint_every, holding.checkpoint_keep = checkpoint_dir, checkpoint_every, checkpoint_keep
+        holding.snapshot_every = snapshot_every
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)
         self.step = step
@@ -176,6 +144,8 @@ class TrainState:
             raise StateError(_not_ready(holding, life))
         life.hold()
         holding.commit(life, logbook_of(life))
+        if life.snapshots is not None:
+            life.snapshots.commit()
         life.release_hold()
         if life.periodic is not None:
             life.periodic.commit()
@@ -200,7 +170,7 @@ class TrainState:
         else:
             if life.states.get(self._holding.name) is not self._holding:
                 raise StateError(_not_ready(self._holding, life))
-            restored = _land(life, self._holding)
+            restored = land(life, self._holding)
         object.__setattr__(self, "_restored", restored)
         return restored
 
@@ -214,114 +184,3 @@ def _not_ready(holding: Holding, life: Life) -> str:
         return (f"TrainState({holding.name!r}) belongs to an earlier entry of the recoverable function: create it anew inside the function, "
                 "do not keep it in a global")
     return f"TrainState({holding.name!r}): call restore() once before the first commit()"
-
-
-def _land(life: Life, holding: Holding) -> Restored:
-    """Do what the plan says for this state, then begin to follow its steps."""
-    plan = life.plan
-    is_first = not any(other.is_landed for other in life.states.values())
-    if plan is None or plan.version is None:
-        if is_first:
-            life.parked.clear()
-            life.version = 0
-            logbook_of(life).forget()
-            life.checkpoint = loading.choose(life, holding)
-        restored = Restored(None, "nothing") if life.checkpoint is None else _read(life, holding, life.checkpoint)
-    else:
-        version = plan.version
-        is_old = is_first or life.version == version      # else it is created anew, commits after the recovery
-        restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
-    assert life.version is not None
-    holding.rollback.begin()
-    holding.part = holding.encode()
-    holding.attach()
-    logbook = logbook_of(life)
-    if restored.source in ("nothing", "checkpoint"):
-        logbook.write_committed(life.version, parts_of(life.states))
-    else:
-        logbook.write_landed(life.version, parts_of(life.states))
-    if life.box is not None:
-        life.box.mark_version(life.version)
-        life.mark(Phase.STEP)
-    life.parked.pop(holding.name, None)
-    holding.is_landed = True
-    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
-        holding.peers = _ask_peers(life, holding)
-    shard = ";".join(f"{name}={other.shard}" for name, other in sorted(life.states.items()) if other.is_landed and other.shard)
-    if shard != life.shard:
-        life.shard = shard
-        if life.on_land is not None:
-            life.on_land()
-    if holding.checkpoint_every and life.periodic is None:
-        life.periodic = Periodic(life, holding, holding.checkpoint_every, holding.checkpoint_keep)
-    life.restored_at = MonotonicClock().now()
-    life.restored_from = str(restored)
-    log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
-    return restored
-
-
-def _ask_peers(life: Life, holding: Holding) -> Peers:
-    """Who has which part of the plain tensors. All ranks are at this place."""
-    words = Council(life, "peers").hear(json.dumps([holding.shard_id, holding.shard]))
-    ids, shards = zip(*map(json.loads, words), strict=True)
-    return Peers(ids, shards)
-
-
-def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
-    """A fresh start from disk."""
-    own = loading.read(life, holding, checkpoint)
-    life.version = checkpoint.manifest.version
-    if own:
-        logbook_of(life).randoms.restore(own["random"])
-    elif life.world_size != checkpoint.manifest.world_size:
-        log.info("rank %d: %s was saved by a world of %d ranks: generators and samplers begin as the script sets them", life.rank,
-                 checkpoint.path, checkpoint.manifest.world_size)
-    holding.drop_gradients()
-    return Restored(life.version, "checkpoint", path=checkpoint.path)
-
-
-def _take(life: Life, holding: Holding, version: int) -> Restored:
-    """A recovery with a cut: keep what is parked and send it to those who need it, or receive it."""
-    assert life.plan is not None
-    moves = life.plan.moves
-    mine = moves.get(life.rank)
-    source = None if mine is None else mine.source
-    logbook = logbook_of(life)
-    found = logbook.find(version)
-    part_data = None if found is None else found.parts.get(holding.name)
-    part = None if part_data is None else decode_part(part_data)
-    old = life.parked.get(holding.name)
-    if source is None:
-        receivers = sorted(rank for rank, move in moves.items() if move.source == life.rank)
-        if old is not None:
-            parking.move(old, holding, is_kept=True)
-            life.version = version
-        if part is not None:
-            holding.load_part(part, with_values=True)
-        for receiver in receivers:
-            exchange.send(holding, receiver, version, is_present=old is not None)
-        is_there = old is not None
-    else:
-        if old is not None:
-            parking.move(old, holding, is_kept=False)
-            del life.parked[holding.name]
-        life.version = None               # torn from here until the exchange is complete
-        is_there = exchange.receive(holding, source)
-        life.version = version
-        if part is not None:
-            holding.load_part(part, with_values=not (found is not None and found.is_pending))
-    life.version = version
-    holding.drop_gradients()
-    _restore_random(life, logbook, version)
-    if not is_there:
-        return Restored(None, "nothing")
-    return Restored(version, "memory") if source is None else Restored(version, "rank", source)
-
-
-def _restore_random(life: Life, logbook: Logbook, version: int) -> None:
-    found = logbook.find(version)
-    if found is None:
-        log.warning("rank %d: no RNG and sampler state of version %d was left by the process that died; this rank goes on with those that its "
-                    "script set, so the run may differ from one without the fault", life.rank, version)
-        return
-    logbook.randoms.restore(found.random)

@@ -55,7 +55,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
     return digest_of
 
 
-def check_recovered(job: harness.Job, finished: harness.Finished, reference: dict[int, str], *, faults: int, replaced: set[int]) -> None:
+def check_recovered(job: harness.Job, finished: harness.Finished, reference: dict[int, str], *, faults: int, replaced: set[int],
+                    redone: int = 0) -> None:
     """The job ended well, to the last bit; every fault happened; only what died was replaced; nothing is left."""
     assert finished.returncode == 0, finished.output[-6000:]
     assert len(job.facts("fault")) == faults
@@ -66,7 +67,8 @@ def check_recovered(job: harness.Job, finished: harness.Finished, reference: dic
     kept = {rank for rank, seen in pids.items() if len(seen) == 1}
     assert kept >= set(range(4)) - replaced, f"healthy processes were replaced: {pids}"
     steps = [(fact["rank"], fact["step"]) for fact in job.facts("committed")]
-    assert len(steps) == len(set(steps)), "a step was committed twice"
+    twice = len(steps) - len(set(steps))
+    assert twice <= redone * len(kept | replaced), f"{twice} commits were done again"
     assert job.manager is not None
     assert job.manager.wait(20).returncode == 0, job.manager.text
     assert job.leftovers() == set()

@@ -85,3 +85,17 @@ def test_a_dump_that_lacks_a_shard_is_none(tmp_path: pathlib.Path) -> None:
         assert "taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5; and no dump: no version of the state is complete: shard " in finished.output
         assert "(rank 1)" in finished.last_line
         assert not (tmp_path / "taskd_checkpoints").exists()
+
+
+@pytest.mark.parametrize(("every", "place"), [(1, "step"), (1, "backward-end"), (1, "before-vote"), (3, "forward")])
+def test_a_shard_that_nobody_has_comes_from_node_memory(
+        tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], every: int, place: str) -> None:
+    """FSDP over all ranks: the dead rank's process had the only copy. Its snapshot of the step before may not have been complete."""
+    faults = f"1@5:{place}:kill;0@9:{place}:kill"
+    with harness.job(tmp_path, LAYOUT="fsdp", SNAPSHOT_EVERY=str(every), FAULTS=faults) as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed("fsdp"), faults=2, replaced={0, 1}, redone=2 * every)
+        for record, version in zip(job.recoveries(), (5, 9), strict=True):
+            assert record["strategy"] == "recover-in-place"
+            assert record["steps_redone"] == version - record["version"] <= every
+            sources = {fact["source"] for fact in job.facts("restored")}
+            assert f"loaded version {record['version']} from the memory of its node" in sources

@@ -2,7 +2,7 @@
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
          tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
-FACTS, FAULTS, STEPS as in train.py
+FACTS, FAULTS, STEPS as in train.py; SNAPSHOT_EVERY
 """
 
 import hashlib
@@ -108,7 +108,7 @@ def train():
     model, optimizer, part, data = build()
     model.layers[0].register_full_backward_hook(lambda *_: here("backward-end", model.step))
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", model.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part)
+    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")))
     optimizer.register_step_pre_hook(lambda *_: here("after-vote", model.step))
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))

@@ -57,6 +57,7 @@ class Job:
                          generation=old.generation)
         self.life.inherited_extras = old.box.read_extras()
         self.life.inherited_layout = old.box.read_layout()
+        self.life.arenas = old.arenas
         life_module.set_current(self.life)
 
     def close(self):

@@ -1,0 +1,102 @@
+"""The arenas of one rank, across its lives: files without a byte that the agent makes and hands to every life of the rank.
+
+    agent                                        worker
+      Arenas.create()                              Arenas(descriptors)
+        | descriptors ------ at its start -------->  | make(shard_bytes): an arena in the first file that is empty
+        | versions() when it is dead                 | find(version), versions()
+
+A file takes no memory until a worker makes an arena in it, so a job without snapshots pays a few descriptors. An arena cannot grow: for a state
+that has, the next file is taken, and the memory of the one before is given back when the first snapshot in the new one is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from taskd.errors import ArenaError
+from taskd.native import node_memory
+from taskd.native.arena import Arena
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FILES = 3       # optimizer memory that is made in the first step, and one more change of the model
+
+
+class Arenas:
+    """Owns the descriptors that it is given."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self.descriptors = tuple(descriptors)
+        self._open: dict[int, Arena] = {}       # by descriptor
+
+    @classmethod
+    def create(cls) -> Arenas:
+        """Empty files for a rank. Raises OSError: no descriptor is left."""
+        found: list[int] = []
+        try:
+            for _ in range(_FILES):
+                found.append(node_memory.empty_file("taskd-arena"))  # noqa: PERF401 - those that are there are closed if one fails
+        except OSError:
+            for descriptor in found:
+                os.close(descriptor)
+            raise
+        return cls(found)
+
+    def make(self, shard_bytes: int) -> Arena:
+        """An arena in the next empty file.
+
+        Raises:
+            ArenaError: the node has not as much memory, or the state has grown too often.
+        """
+        for descriptor in self.descriptors:
+            if os.fstat(descriptor).st_size and not node_memory.is_sealed(descriptor):
+                os.ftruncate(descriptor, 0)         # a life that ended while it was making it
+            if os.fstat(descriptor).st_size == 0:
+                arena = Arena.create(shard_bytes, os.dup(descriptor))
+                self._open[descriptor] = arena
+                return arena
+        raise ArenaError(f"the state has outgrown its memory for snapshots {len(self.descriptors) - 1} times, and there is no further one: "
+                         "build all parameter groups before the first snapshot, or start the job again")
+
+    def versions(self) -> tuple[int, ...]:
+        """Those of all complete snapshots, ascending."""
+        return tuple(sorted({held.version for arena in self.all() for held in arena.versions()}))
+
+    def find(self, version: int) -> Arena | None:
+        """The arena with the newest snapshot of that version."""
+        found = [(held.sequence, number, arena) for number, arena in enumerate(self.all()) for held in arena.versions() if held.version == version]
+        return max(found, key=lambda item: item[1::-1])[2] if found else None
+
+    def all(self) -> list[Arena]:
+        """Those that have been made, the newest last."""
+        for descriptor in self.descriptors:
+            if descriptor not in self._open and os.fstat(descriptor).st_size:
+                arena = Arena.attach(os.dup(descriptor))
+                if arena.capacity:
+                    self._open[descriptor] = arena
+                else:                # it is being made just now, or never was complete
+                    arena.close()
+        return [self._open[descriptor] for descriptor in self.descriptors if descriptor in self._open]
+
+    def discard(self, arena: Arena) -> None:
+        """Nobody needs it any more: its memory goes back to the node."""
+        (descriptor,) = (descriptor for descriptor, other in self._open.items() if other is arena)
+        del self._open[descriptor]
+        self.descriptors = tuple(other for other in self.descriptors if other != descriptor)
+        arena.discard()
+        os.close(descriptor)
+
+    def forget_after(self, version: int) -> None:
+        """Drop the snapshots beyond `version`; -1: all of them."""
+        for arena in self.all():
+            arena.forget_after(version)
+
+    def close(self) -> None:
+        """Give everything back; twice is once."""
+        for arena in self._open.values():
+            arena.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self._open, self.descriptors = {}, ()

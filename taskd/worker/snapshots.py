@@ -1,0 +1,143 @@
+"""The snapshots of this rank: when one is made, what belongs to it, and how the state is put back from it.
+
+Owns the form of a snapshot in the arena: every tensor that this rank holds, by its name in a checkpoint (`taskd.worker.flat`), and beside them
+plain values, global shapes, and the per-rank part. Copying is `taskd.worker.snapshot`, memory is `taskd.native.arenas`; which version
+is taken is the manager's decision. One per entry of the function; the arenas outlive it, and the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from taskd.errors import ArenaError, StateError, TaskdError
+from taskd.native import node_memory
+from taskd.native.arena import capacity_for
+from taskd.worker import extras, flat
+from taskd.worker.logbook import logbook_of
+from taskd.worker.shards import local, memory_of
+from taskd.worker.snapshot import Snapshotter, fill
+
+if TYPE_CHECKING:
+    import torch
+
+    from taskd.native.arena import Arena, Snapshot
+    from taskd.native.arenas import Arenas
+    from taskd.worker.holding import Holding
+    from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
+
+
+class Snapshots:
+    """Makes them, in the entry of the function in which a TrainState asked for it."""
+
+    def __init__(self, life: Life, arenas: Arenas, every: int) -> None:
+        """Raises StateError: `every` is no number of steps."""
+        self._life = life
+        self._copier = Snapshotter(arenas.make, every, life.rank, drop_arena=arenas.discard)
+        self._copier.adopt(arenas.all())
+        self._is_due, self._problem = False, ""
+
+    def prepare(self, states: dict[str, Holding]) -> None:
+        """Make the arena now, so that a node without enough memory says so before the training begins.
+
+        Optimizer memory that is made in the first step is not known yet: then only what is there must fit, and the first snapshot makes the arena.
+
+        Raises:
+            StateError: there is not enough.
+        """
+        held = [local(tensor) for holding in states.values() for tensor in flat.flatten(holding)[0].values()]
+        size = sum(tensor.nbytes for tensor in held)
+        is_complete = all(memory_of(optimizer) for holding in states.values() for optimizer in holding.roles.optimizers.values())
+        try:
+            if is_complete:
+                self._copier.prepare(size)
+            elif self._copier.arena is None:
+                node_memory.require(2 * capacity_for(size))
+        except ArenaError as error:
+            message = f"rank {self._life.rank}: {error}"
+            raise StateError(message) from error
+
+    def commit(self) -> None:
+        """A version is complete: if it is one to keep, begin to copy. It goes on while the next step computes, up to its optimizer."""
+        life = self._life
+        assert life.version is not None
+        self._is_due = self._is_due or self._copier.is_due(life.version)
+        if not self._is_due or any(holding.began for holding in life.states.values()):
+            return
+        self._is_due = False
+        try:
+            self._begin(life.version)
+        # Whatever a user's state_dict() raises: training goes on, with the snapshot before this one.
+        except Exception as error:
+            if str(error) != self._problem:
+                log.warning("rank %d: no snapshot of version %d could be made: %s. The one before it stays; training goes on", life.rank,
+                            life.version, error, exc_info=not isinstance(error, TaskdError))
+            self._problem = str(error)
+
+    def _begin(self, version: int) -> None:
+        life = self._life
+        tensors: dict[str, torch.Tensor] = {}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        plain: dict[str, Any] = {}
+        changing: list[str] = []
+        for name, holding in life.states.items():
+            found, plain[name] = flat.flatten(holding)
+            shapes.update((key, (tuple(tensor.shape), tensor.dtype)) for key, tensor in found.items())
+            tensors.update((key, local(tensor)) for key, tensor in found.items())
+            changing += flat.names_of_buffers(holding)
+        rest = pickle.dumps((plain, shapes, logbook_of(life).blob(version)), extras.PROTOCOL)
+        self._copier.commit(version, life.generation, tensors, rest, changing)
+
+    def wait(self) -> None:
+        """Until nothing is being copied: before an optimizer changes it."""
+        self._copier.wait()
+
+    def close(self) -> None:
+        """The entry is over. What is being copied is finished first: others may need just this version."""
+        self._copier.wait()
+        self._copier.close()
+
+
+class Found:
+    """One snapshot that this rank goes on from; each TrainState takes its part."""
+
+    def __init__(self, arena: Arena, version: int) -> None:
+        """Raises ArenaError: it is not there, or damaged."""
+        self._snapshot: Snapshot = arena.open(version)
+        self._plain, self._shapes, self._blob = pickle.loads(self._snapshot.rest)  # noqa: S301 - our own, in memory without a name
+
+    def load(self, life: Life, holding: Holding) -> bool:
+        """Put the state of one TrainState back, and what is this rank's alone. False: the snapshot does not have it.
+
+        Raises:
+            StateError: the objects are others than those that were kept.
+            ArenaError: the memory was overwritten.
+        """
+        if self._blob is not None:
+            logbook_of(life).adopt(self._snapshot.held.version, *self._blob)
+        plain = self._plain.get(holding.name)
+        if plain is None:
+            return False
+        targets = flat.targets(holding, plain, self._shapes)
+        fill(self._snapshot, {name: local(tensor) for name, tensor in targets.items()})
+        flat.load(holding, plain, targets)
+        return True
+
+
+def find(life: Life, version: int) -> Found:
+    """The snapshot of `version` that this rank said it has.
+
+    Raises:
+        StateError: it has not, any more.
+    """
+    arena = None if life.arenas is None else life.arenas.find(version)
+    problem = "no memory for snapshots" if life.arenas is None else f"only {list(life.arenas.versions())}"
+    if arena is not None:
+        try:
+            return Found(arena, version)
+        except ArenaError as error:
+            problem = str(error)
+    raise StateError(f"rank {life.rank}: its snapshot of version {version} is gone: there is {problem}")

@@ -1,0 +1,186 @@
+"""Snapshots of TrainStates in one process: what is made when, and that a state is put back from one to the last bit."""
+
+import logging
+
+import pytest
+import torch
+from job import Job, Sampler, Stop
+from torch import nn
+
+from taskd.core.commands import Move
+from taskd.errors import StateError
+from taskd.native import node_memory
+from taskd.native.arenas import Arenas
+from taskd.worker.state import TrainState
+
+STEPS = 9
+
+
+@pytest.fixture
+def job():
+    job = Job()
+    job.life.job_id = "job"
+    job.life.arenas = Arenas.create()
+    job.resume(None)
+    yield job
+    job.life.arenas.close()
+    job.close()
+
+
+class Average:
+    """An EMA."""
+
+    def __init__(self, model):
+        self.tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.tensors[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self):
+        return {"tensors": self.tensors}
+
+    def load_state_dict(self, state):
+        self.tensors = dict(state["tensors"])
+
+
+class Training:
+    """One entry: two TrainStates, everything that a state can consist of."""
+
+    def __init__(self, every=2, stop=None, grow_at=None):
+        self.every, self.stop, self.grow_at = every, stop, grow_at
+
+    def __call__(self):
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 4))
+        self.other, self.late = nn.Linear(4, 4), nn.Linear(100, 100)
+        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=0.01), torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9)]
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2)
+        self.sampler, self.average = Sampler(), Average(self.model)
+        self.first = TrainState(model=self.model, optimizer=self.optimizers[0], scheduler=self.scheduler, sampler=self.sampler, average=self.average,
+                                late=self.late, snapshot_every=self.every, losses=[])
+        self.second = TrainState("second", model=self.other, optimizer=self.optimizers[1])
+        self.restored = [str(state.restore()) for state in (self.first, self.second)]
+        if self.grow_at is not None and self.first.step > self.grow_at:
+            raise AssertionError("the model of this test has another form after that step")
+        while self.first.step < STEPS:
+            self.step()
+        return self.found()
+
+    def step(self):
+        if self.first.step == self.grow_at:
+            self.optimizers[0].add_param_group({"params": list(self.late.parameters())})
+        loss = self.other(self.model(torch.randn(8, 64))).square().mean() + self.late(torch.ones(1, 100)).square().mean()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        if self.first.step == self.stop:
+            self.stop = None
+            raise Stop
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.average.update(self.model)
+        self.scheduler.step()
+        self.sampler.position += 8
+        self.first.losses = [*self.first.losses, loss.item()]
+        self.first.commit()
+        self.second.commit()
+
+    def found(self):
+        objects = (self.model, self.other, *self.optimizers, self.scheduler, self.average, self.sampler)
+        return [value.state_dict() for value in objects], self.first.losses, torch.rand(3)
+
+
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def undisturbed():
+    job = Job()
+    job.resume(None)
+    try:
+        return job.enter(Training(every=0))[0]
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_the_state_is_put_back_to_the_last_bit(job, is_dead):
+    """Version 12 is two commits of each of six steps; every second step the second TrainState completes an even one."""
+    training = Training(stop=6)
+    _, report = job.enter(training)
+    assert (report.version, report.clean) == (12, True)
+    assert job.life.arenas.versions() == (10, 12)
+    if is_dead:
+        job.replace()
+    job.resume(10, {0: Move(0, snapshot=10)})
+    again = Training()
+    result, _ = job.enter(again)
+    assert again.restored == ["loaded version 10 from the memory of its node"] * 2
+    assert same(result, undisturbed())
+    assert job.life.arenas.versions() == (16, 18)
+
+
+def test_what_was_newer_is_forgotten(job):
+    job.enter(Training(stop=6))
+    job.resume(10, {0: Move(0, snapshot=10)})
+    job.enter(Training(stop=5))
+    assert job.life.arenas.versions() == (10,)
+
+
+def test_a_fresh_start_forgets_everything(job):
+    job.enter(Training(stop=6))
+    job.resume(None)
+    job.enter(Training(stop=0))
+    assert job.life.arenas.versions() == ()
+
+
+def test_a_new_parameter_group_takes_a_larger_arena(job):
+    training = Training(stop=7, grow_at=3)
+    job.enter(training)
+    assert job.life.arenas.versions() == (12, 14)
+    assert len(job.life.arenas.all()) == 1           # the first one was given back
+
+
+def test_a_snapshot_that_is_not_there_is_an_error(job):
+    job.enter(Training(stop=6))
+    job.resume(4, {0: Move(0, snapshot=4)})
+    with pytest.raises(StateError, match=r"rank 0: its snapshot of version 4 is gone: there is only \[10, 12\]"):
+        job.enter(Training())
+
+
+def test_too_little_memory_is_told_before_the_training_begins(job, monkeypatch):
+    monkeypatch.setattr(node_memory, "limits", lambda *_: [node_memory.Limit("the test", 0)])
+    with pytest.raises(StateError, match=r"rank 0: no node memory for snapshots: .* the test leaves"):
+        job.enter(Training())
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, True])
+def test_not_a_number_of_steps(job, every):
+    with pytest.raises(StateError, match="snapshot_every="):
+        job.enter(Training(every=every))
+
+
+def test_a_state_that_cannot_be_had_costs_a_snapshot_and_no_training(job, caplog, monkeypatch):
+    def fail(_self):
+        raise RuntimeError("the device is gone")
+
+    class Late(Training):
+        def step(self):
+            with monkeypatch.context() as patch:
+                if self.first.step == 4:
+                    patch.setattr(Average, "state_dict", fail)
+                super().step()
+
+    with caplog.at_level(logging.WARNING):
+        result, _ = job.enter(Late())
+    assert same(result[1:], undisturbed()[1:])
+    (record,) = (record for record in caplog.records if record.name == "taskd.worker.snapshots")
+    assert "rank 0: no snapshot of version 10 could be made: the device is gone. The one before it stays; training goes on" in record.getMessage()
+    assert job.life.arenas.versions() == (16, 18)
