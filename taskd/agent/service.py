@@ -479,8 +479,14 @@ class Service:
             if words is not None:
                 self._feed(events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text()))
 
-    def _with_legacies(self, order: commands.Dump, rank: int) -> commands.Dump:
-        """The first writer here also saves what the dead of this node had to themselves."""
+    def _with_memory(self, order: commands.Dump, rank: int) -> commands.Dump:
+        """The first writer here also saves what the dead of this node had to themselves; each that sees to an orphaned part gets its memory."""
+        found = []
+        for other, writer in order.orphaned:
+            arena = self._host.workers[other].arenas.find(order.version) if writer == rank and other in self._host.workers else None
+            if arena is not None:
+                found.append((other, f"/proc/{os.getpid()}/fd/{arena.fd}"))
+        order = dataclasses.replace(order, arenas=tuple(found))
         if rank != min((writer for writer in order.writers if writer in self._host.workers), default=None):
             return dataclasses.replace(order, legacies=())
         gone = [other for other in sorted(self._host.workers) if other not in order.writers]
@@ -491,7 +497,7 @@ class Service:
         if worker is None or worker.incarnation != command.incarnation:
             return
         self._sequence += 1
-        order = self._with_legacies(command.command, command.rank) if isinstance(command.command, commands.Dump) else command.command
+        order = self._with_memory(command.command, command.rank) if isinstance(command.command, commands.Dump) else command.command
         data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
         if not worker.channel.send(data):
             log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,

@@ -4,7 +4,7 @@
     DTensor          the local shard, shared by rows among the writers that hold it
     plain tensor     on all writers: shared by rows among them
     anything else    a plain value, written by the first writer
-    Held             a plain tensor or value that only some ranks have: the same, among the writers of these
+    Held             a plain tensor, Piece or value that only some ranks have: the same, among the writers of these
 
 "Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line of bytes is cut into equal parts, at
 the beginning of a row. So the parts are even and no rank needs to ask another one.
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from taskd.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 # A piece is copied off its device, and read back, as a whole: this bounds the memory that saving and loading need beside the state.
 MAX_PIECE_BYTES = 64 << 20
@@ -58,15 +58,15 @@ class Piece:
         return cls(tuple(tensor.shape), tuple(chunk.offsets), local)
 
 
-class Pieces(tuple[Piece, ...]):
-    """Several parts of one tensor."""
+class Pieces(tuple[Any, ...]):
+    """Several parts of one tensor: Piece, DTensor, or Held."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Held:
-    """A plain tensor or a plain value that `holders` have, all of them the same, and no other rank."""
+    """A plain tensor, a Piece or a plain value that `holders` have, all of them the same, and no other rank."""
 
     value: Any
     holders: tuple[int, ...]
@@ -82,27 +82,32 @@ def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple
     pieces: list[tuple[str, Piece]] = []
     values: list[tuple[str, Any]] = []
     for name in sorted(state):
-        value, holders = state[name], tuple(writers)
-        if isinstance(value, Held):
-            value, holders = value.value, tuple(writer for writer in writers if writer in value.holders)
-        if isinstance(value, (Piece, Pieces)):
-            for piece in value if isinstance(value, Pieces) else (value,):
-                _check(name, piece)
-                pieces.append((name, piece))
-        elif isinstance(value, DTensor):
-            if value.device_mesh.get_coordinate() is not None:
-                piece = Piece.of(value)
-                _check(name, piece)
-                shared.setdefault(_holders(name, value, rank, writers), []).append((name, piece))
-        elif isinstance(value, torch.Tensor):
-            piece = Piece.of(value)
-            _check(name, piece)
-            shared.setdefault(holders, []).append((name, piece))
-        elif rank == holders[0]:
-            values.append((name, value))
+        for value in state[name] if isinstance(state[name], Pieces) else (state[name],):
+            holders, content = _holders(name, value, rank, writers)
+            if isinstance(content, Piece):
+                _check(name, content)
+                if isinstance(value, Piece):
+                    pieces.append((name, content))
+                else:
+                    shared.setdefault(holders, []).append((name, content))
+            elif holders and rank == holders[0]:
+                values.append((name, content))
     for holders, line in shared.items():
         pieces += _share(line, holders.index(rank), len(holders))
     return [(name, small) for name, piece in pieces for small in _split(piece)], values
+
+
+def _holders(name: str, value: Any, rank: int, writers: Sequence[int]) -> tuple[tuple[int, ...], Any]:
+    """The writers that have it, and what it is: a Piece if it is a tensor, or None for a DTensor of which this rank has nothing."""
+    holders: Collection[int] = writers
+    if isinstance(value, Held):
+        value, holders = value.value, value.holders
+    if isinstance(value, DTensor):
+        if value.device_mesh.get_coordinate() is None:
+            return (), None
+        holders = holders_of(name, value, rank)
+    content = Piece.of(value) if isinstance(value, torch.Tensor) else value
+    return tuple(writer for writer in writers if writer in holders), content
 
 
 def _check(name: str, piece: Piece) -> None:
@@ -118,15 +123,15 @@ def _check(name: str, piece: Piece) -> None:
         raise CheckpointError(f"{name}: a piece of shape {tuple(tensor.shape)} at {offsets} does not lie in {shape}")
 
 
-def _holders(name: str, tensor: DTensor, rank: int, writers: Sequence[int]) -> tuple[int, ...]:
-    """The writers that have the same shard: those that differ from this rank only along the mesh's replicating dimensions."""
+def holders_of(name: str, tensor: DTensor, rank: int) -> tuple[int, ...]:
+    """The ranks that have the same shard: those that differ from this one only along the mesh's replicating dimensions."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     index = tuple(slice(None) if placement.is_replicate() else place for place, placement in zip(coordinate, tensor.placements, strict=True))
     numbers = _ranks_on(mesh, rank)
     ranks = set(numbers[index].reshape(-1).tolist())
     if int(numbers[tuple(coordinate)]) != rank:
         raise CheckpointError(f"{name}: rank {rank} has another number in its mesh {mesh}: give it as Piece.of(tensor)")
-    return tuple(writer for writer in writers if writer in ranks)
+    return tuple(sorted(ranks))
 
 
 def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:

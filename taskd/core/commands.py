@@ -98,7 +98,8 @@ class Dump(Command):
     """To every agent and worker: the job ends; those among `writers` write their part of `version` to disk and report `WorkerDumped`.
 
     `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this job. `legacies`: (rank, path of its
-    black box) of those that are gone, put in by the agent of their node for a writer that saves what they alone had.
+    black box) of those that are gone, put in by the agent of their node for a writer that saves what they alone had. `orphaned`: (rank, writer
+    who sees to it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of its memory), put in likewise.
     """
 
     version: int
@@ -107,6 +108,8 @@ class Dump(Command):
     reason: str
     attempt: str
     legacies: tuple[tuple[int, str], ...] = ()
+    orphaned: tuple[tuple[int, int], ...] = ()
+    arenas: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

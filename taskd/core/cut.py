@@ -12,7 +12,7 @@ of, and that the others have a snapshot of, too.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 
 from taskd.core.commands import Move
@@ -206,6 +206,26 @@ def plan_writers(
         return NoCut(f"version {version} cannot be written: no live rank reaches a copy of {_listed(lost)}")
     size_of = {name: 1 if sizes is None else sizes.get(name, 1) for name in shards}
     return _spread(nodes_of, writers, size_of)
+
+
+def plan_orphans(copies: Iterable[Copy], version: int, writers: Iterable[int]) -> tuple[tuple[int, int], ...] | NoCut:
+    """Which dead rank's snapshot of `version` which of `writers` sees to, for every shard that none of them has. Pairs, by dead rank.
+
+    A `NoCut` if a shard is out of their reach.
+    """
+    able = set(writers)
+    held = [replace(copy, alive=copy.rank in able) for copy in copies]
+    written = plan_writers(held, version)
+    if isinstance(written, NoCut):
+        return written
+    owned = {copy.shard for copy in held if copy.alive}
+    node_of = {copy.rank: copy.node for copy in held}
+    seen_to = {shard: rank for rank, shards in written.items() for shard in shards if shard not in owned}
+    dead: dict[str, int] = {}
+    for copy in sorted(held, key=lambda copy: copy.rank):
+        if copy.shard in seen_to and version in copy.snapshots and copy.node == node_of[seen_to[copy.shard]]:
+            dead.setdefault(copy.shard, copy.rank)
+    return tuple(sorted((rank, seen_to[shard]) for shard, rank in dead.items()))
 
 
 def _nodes(shard: _Shard, version: int, writers: Mapping[int, list[int]]) -> dict[int, int | None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.cut import NoCut, plan_cut
+from taskd.core.cut import NoCut, plan_cut, plan_orphans
 from taskd.core.faults import FaultKind
 from taskd.core.ladder import Strategy
 from taskd.core.membership import WorkerState
@@ -107,7 +107,10 @@ class Dying:
             return self._fail("no step was committed yet")
         gasp.version, gasp.is_publishing = cut.version, False
         alive = {copy.rank for copy in copies if copy.alive}
-        gasp.writers = tuple(move.rank for move in cut.moves if move.rank in alive and move.source is None and move.snapshot is None)
+        gasp.writers = tuple(move.rank for move in cut.moves if move.rank in alive and move.source is None)
+        orphaned = plan_orphans(copies, cut.version, gasp.writers)
+        if isinstance(orphaned, NoCut):
+            return self._fail(orphaned.reason)
         gasp.waiting = set(gasp.writers)
         job.phase = Phase.DYING
         job.story.note(job.now, f"dump of version {gasp.version} by ranks {', '.join(map(str, gasp.writers))}: {cut.reason}")
@@ -115,7 +118,7 @@ class Dying:
             job.awaited.set(rank, job.now + job.timeouts.dump_s)
         job.last = do.Dump(
             job.cause, job.generation, gasp.version, gasp.writers, job.membership.world_size or 0, self._reason(),
-            f"{job.generation}-{int(job.now * 1e6)}")
+            f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned)
         return [job.last]
 
     def heard_word(self) -> Commands:

@@ -89,6 +89,10 @@ class Snapshot:
         start = self._start + entry.offset
         return self._arena._bytes[start : start + entry.length].toreadonly()  # noqa: SLF001 - the other half of this module
 
+    def address(self, name: str) -> int:
+        """Where a tensor's bytes are. KeyError: there is none of this name."""
+        return self._arena._address + self._start + self.entries[name].offset  # noqa: SLF001 - the other half of this module
+
     def copy_out(self, name: str, address: int) -> None:
         """Copy a tensor's bytes to an address, which has room for its length.
 

@@ -368,6 +368,8 @@ class Dump(CommandMessage):
     reason: str
     attempt: str
     legacies: tuple[tuple[int, str], ...] = ()
+    orphaned: tuple[tuple[int, int], ...] = ()
+    arenas: tuple[tuple[int, str], ...] = ()
 
 
 @_message(58)

@@ -15,9 +15,9 @@ from taskd.checkpoint import files, folder
 from taskd.checkpoint.load import contents, load
 from taskd.errors import CheckpointError, StateError
 from taskd.worker import buckets, flat
+from taskd.worker.contents import directory_of, name_of_layouts, name_of_rank, name_of_state
 from taskd.worker.council import Council
 from taskd.worker.extras import Part
-from taskd.worker.saving import directory_of, name_of_layouts, name_of_rank, name_of_state
 
 if TYPE_CHECKING:
     from taskd.checkpoint.folder import Checkpoint

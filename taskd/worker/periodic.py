@@ -1,6 +1,6 @@
 """Periodic checkpoints: every n commits the state is copied aside, and written while training goes on.
 
-Owns the copy and the life of the writer; what is written and how is `taskd.worker.saving` and `taskd.checkpoint.saver`. One per entry of
+Owns the copy and the life of the writer; what is written and how is `taskd.worker.contents` and `taskd.checkpoint.saver`. One per entry of
 the function that asked for checkpoints: after a fault a new one begins, and what the old one had not finished is given up.
 """
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from taskd.checkpoint.pieces import Held, Piece, Pieces, divide
 from taskd.checkpoint.saver import Saver
 from taskd.errors import StateError, TaskdError
+from taskd.worker import contents
 from taskd.worker.council import Council
-from taskd.worker.saving import contents, directory_of
 
 if TYPE_CHECKING:
     from taskd.worker.holding import Holding
@@ -38,7 +38,7 @@ class Periodic:
         (attempt,) = Council(life, "saver").say([secrets.token_hex(8)])
         self._life, self._writers, self._is_due = life, tuple(range(life.world_size)), False
         self._saver = Saver(
-            directory_of({holding.name: holding}).absolute(), job=life.job_id, rank=life.rank, writers=self._writers,
+            contents.directory_of({holding.name: holding}).absolute(), job=life.job_id, rank=life.rank, writers=self._writers,
             attempt=attempt, generation=life.generation, world_size=life.world_size, every=every, keep=keep, states=tuple(sorted(life.states)),
         )  # fmt: skip
 
@@ -67,13 +67,13 @@ class Periodic:
     def _copy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's share of the state, and what is its own."""
         life = self._life
-        state, own = contents(life, life.states, version, self._writers)
+        state = contents.shared(life, life.states, self._writers)
         pieces, values = divide(state, life.rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
             copied.setdefault(name, []).append(Piece(piece.global_shape, piece.offsets, _copied(piece.tensor)))
         shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
-        return {**{name: Held(value, (life.rank,)) for name, value in values}, **shares}, own
+        return {**{name: Held(value, (life.rank,)) for name, value in values}, **shares}, contents.own(life, version)
 
     def wait(self) -> None:
         """Until everything is on the disk, or given up. An interrupt may be raised from here."""

@@ -7,20 +7,24 @@ is taken is the manager's decision. One per entry of the function; the arenas ou
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from taskd.checkpoint.pieces import Held, Piece, holders_of
 from taskd.errors import ArenaError, StateError, TaskdError
 from taskd.native import node_memory
 from taskd.native.arena import capacity_for
-from taskd.worker import extras, flat
+from taskd.worker import contents, extras, flat
 from taskd.worker.logbook import logbook_of
-from taskd.worker.shards import local, memory_of
+from taskd.worker.shards import is_distributed, local, memory_of
 from taskd.worker.snapshot import Snapshotter, fill
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Collection
 
     from taskd.native.arena import Arena, Snapshot
     from taskd.native.arenas import Arenas
@@ -28,6 +32,15 @@ if TYPE_CHECKING:
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a tensor of a snapshot belongs: the global shape, where the local part begins in it, and the ranks that have the same part."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: torch.dtype
+    holders: tuple[int, ...]
 
 
 class Snapshots:
@@ -39,6 +52,7 @@ class Snapshots:
         self._copier = Snapshotter(arenas.make, every, life.rank, drop_arena=arenas.discard)
         self._copier.adopt(arenas.all())
         self._is_due, self._problem = False, ""
+        self._places: dict[tuple[Any, ...], Place] = {}
 
     def prepare(self, states: dict[str, Holding]) -> None:
         """Make the arena now, so that a node without enough memory says so before the training begins.
@@ -80,16 +94,28 @@ class Snapshots:
     def _begin(self, version: int) -> None:
         life = self._life
         tensors: dict[str, torch.Tensor] = {}
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        plain: dict[str, Any] = {}
-        changing: list[str] = []
-        for name, holding in life.states.items():
-            found, plain[name] = flat.flatten(holding)
-            shapes.update((key, (tuple(tensor.shape), tensor.dtype)) for key, tensor in found.items())
-            tensors.update((key, local(tensor)) for key, tensor in found.items())
-            changing += flat.names_of_buffers(holding)
-        rest = pickle.dumps((plain, shapes, logbook_of(life).blob(version)), extras.PROTOCOL)
+        places: dict[str, Place] = {}
+        values: dict[str, Held] = {}
+        everybody = tuple(range(life.world_size))
+        for name, item in contents.shared(life, life.states, everybody).items():
+            held = item if isinstance(item, Held) else Held(item, ())
+            if isinstance(held.value, torch.Tensor):
+                tensors[name] = local(held.value)
+                places[name] = self._place(name, held.value, held.holders)
+            else:
+                values[name] = held
+        changing = [name for holding in life.states.values() for name in flat.names_of_buffers(holding)]
+        rest = pickle.dumps((places, values, logbook_of(life).blob(version)), extras.PROTOCOL)
         self._copier.commit(version, life.generation, tensors, rest, changing)
+
+    def _place(self, name: str, tensor: torch.Tensor, holders: tuple[int, ...]) -> Place:
+        if not is_distributed(tensor):
+            return Place(tuple(tensor.shape), (0,) * tensor.dim(), tensor.dtype, holders)
+        key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)  # type: ignore[attr-defined]
+        if key not in self._places:          # the mesh lives as long as the model, and this as long as the entry
+            piece = Piece.of(tensor)
+            self._places[key] = Place(piece.global_shape, piece.offsets, tensor.dtype, holders_of(name, tensor, self._life.rank))
+        return self._places[key]
 
     def wait(self) -> None:
         """Until nothing is being copied: before an optimizer changes it."""
@@ -106,8 +132,12 @@ class Found:
 
     def __init__(self, arena: Arena, version: int) -> None:
         """Raises ArenaError: it is not there, or damaged."""
+        self._arena = arena
         self._snapshot: Snapshot = arena.open(version)
-        self._plain, self._shapes, self._blob = pickle.loads(self._snapshot.rest)  # noqa: S301 - our own, in memory without a name
+        found = pickle.loads(self._snapshot.rest)  # noqa: S301 - our own, in memory without a name
+        self._places: dict[str, Place] = found[0]
+        self._values: dict[str, Held] = found[1]
+        self._blob: tuple[bytes, bytes] | None = found[2]
 
     def load(self, life: Life, holding: Holding) -> bool:
         """Put the state of one TrainState back, and what is this rank's alone. False: the snapshot does not have it.
@@ -118,13 +148,41 @@ class Found:
         """
         if self._blob is not None:
             logbook_of(life).adopt(self._snapshot.held.version, *self._blob)
-        plain = self._plain.get(holding.name)
-        if plain is None:
+        held = self._values.get(contents.name_of_state(holding))
+        if held is None:
             return False
-        targets = flat.targets(holding, plain, self._shapes)
+        shapes = {name: (place.shape, place.dtype) for name, place in self._places.items()}
+        targets = flat.targets(holding, held.value, shapes)
         fill(self._snapshot, {name: local(tensor) for name, tensor in targets.items()})
-        flat.load(holding, plain, targets)
+        flat.load(holding, held.value, targets)
         return True
+
+    # ------------------------------------------------------------ for a checkpoint
+
+    def shared(self) -> dict[str, Any]:
+        """As `taskd.worker.contents.shared`. The tensors are the arena's own memory: they hold as long as this does."""
+        return {**{name: Held(self._piece(name), place.holders) for name, place in self._places.items()}, **self._values}
+
+    def orphans(self, writers: Collection[int], adopter: int) -> dict[str, Any]:
+        """Of this, what no rank of `writers` has: `adopter` writes it for the dead."""
+        found: dict[str, Any] = {}
+        for name, place in self._places.items():
+            if not set(place.holders) & set(writers):
+                found[name] = self._piece(name)
+        for name, held in self._values.items():
+            if not set(held.holders) & set(writers):
+                found[name] = Held(held.value, (adopter,))
+        return found
+
+    def own(self, rank: int) -> dict[str, Any]:
+        """As `taskd.worker.contents.own`."""
+        return {} if self._blob is None else {contents.name_of_rank(rank): contents.readable(extras.decode(b"".join(self._blob)))}
+
+    def _piece(self, name: str) -> Piece:
+        place, entry = self._places[name], self._snapshot.entries[name]
+        memory = (ctypes.c_char * entry.length).from_address(self._snapshot.address(name)) if entry.length else b""
+        tensor = torch.frombuffer(memory, dtype=place.dtype) if entry.length else torch.empty(0, dtype=place.dtype)
+        return Piece(place.shape, place.offsets, tensor.view(entry.shape))
 
 
 def find(life: Life, version: int) -> Found:

@@ -99,3 +99,16 @@ def test_a_shard_that_nobody_has_comes_from_node_memory(
             assert record["steps_redone"] == version - record["version"] <= every
             sources = {fact["source"] for fact in job.facts("restored")}
             assert f"loaded version {record['version']} from the memory of its node" in sources
+
+
+@pytest.mark.parametrize("faults", ["1@5:forward:kill", "1@5:forward:kill;2@5:forward:kill"])
+def test_a_dump_takes_the_shards_of_the_dead_from_node_memory(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], faults: str) -> None:
+    dead = {int(fault[0]) for fault in faults.split(";")}
+    with harness.job(tmp_path, LAYOUT="fsdp", SNAPSHOT_EVERY="3", FAULTS=faults, TASKD_RECOVER_STRATEGY="dump") as job:
+        finished = job.run("sharded.py")
+        assert {fact["rank"] for fact in job.facts("fault")} == dead
+        ends = [f"rank {rank} ended with SIGKILL at step 5" for rank in sorted(dead)]
+        checkpoint = end_with_dump(job, finished, {*ends, "; ".join(ends)}, 3)
+        assert set(checkpoint.manifest.writers) == set(range(4)) - dead
+        resumed(job, 3, script="sharded.py")
+        assert job.digests() == undisturbed("fsdp")

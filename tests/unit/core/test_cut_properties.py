@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import assume, given
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_rolls_forward
+from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_orphans, plan_writers, who_rolls_forward
 
 VERSIONS = range(5)
 SHARDS = ("", "1", "2")
@@ -177,3 +177,21 @@ def test_each_shard_is_written_once_by_one_that_can_and_the_busiest_has_as_littl
     for rank, mine in written.items():
         assert all(rank in may_write(world, shard, version) for shard in mine)
     assert max(len(mine) for mine in written.values()) == least_load(world, version)
+
+
+@given(worlds(), st.sampled_from(VERSIONS), st.data())
+def test_each_shard_without_a_writer_is_seen_to_once_from_the_memory_of_a_writer_s_node(world, version, data) -> None:
+    able = [copy.rank for copy in world if copy.alive and (has_live(copy, version) or version in copy.snapshots)]
+    writers = data.draw(st.sets(st.sampled_from(able))) if able else set()
+    of_rank = {copy.rank: copy for copy in world}
+    orphaned = {copy.shard for copy in world} - {of_rank[rank].shard for rank in writers}
+    within_reach = {copy.shard for copy in world if version in copy.snapshots and copy.node in {of_rank[rank].node for rank in writers}}
+    pairs = plan_orphans(world, version, writers)
+    if orphaned - within_reach:
+        assert isinstance(pairs, NoCut)
+        return
+    assert sorted(of_rank[rank].shard for rank, _ in pairs) == sorted(orphaned)
+    for rank, writer in pairs:
+        assert writer in writers
+        assert version in of_rank[rank].snapshots
+        assert of_rank[rank].node == of_rank[writer].node

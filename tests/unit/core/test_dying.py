@@ -54,6 +54,26 @@ class TestWhoWrites:
         dying.pause(2, 5)
         assert only(dying.pause(3, 5), do.Dump).writers == (2, 3)
 
+    def test_what_only_the_dead_had_is_taken_from_the_memory_of_their_node(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        for rank in range(4):
+            assert job.worker(ev.WorkerHolds, rank, f"s{rank}") == []
+        job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(3, 4))
+        job.pause(0, 5, snapshots=(3, 4))
+        job.pause(2, 5, snapshots=(3, 4))
+        dump = only(job.pause(3, 6, snapshots=(4, 6)), do.Dump)
+        assert (dump.version, dump.writers, dump.orphaned) == (4, (0, 2, 3), ((1, 2),))
+
+    def test_a_part_that_is_nowhere_ends_the_job_without_a_dump(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        for rank in range(4):
+            job.worker(ev.WorkerHolds, rank, f"s{rank}")
+        job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(3,))
+        job.pause(0, 5, snapshots=(3, 4))
+        job.pause(2, 5, snapshots=(4,))
+        end = only(job.pause(3, 5, snapshots=(3, 4)), do.GiveUp)
+        assert "no dump: no version of the state is complete" in end.reason
+
     def test_a_fault_that_leaves_all_alive_dumps_too(self, manager) -> None:
         job = manager(strategies="dump").joined()
         assert kinds(job.raise_(0)) == ["Interrupt"]

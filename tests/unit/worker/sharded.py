@@ -20,12 +20,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from taskd.core import commands
 from taskd.core.commands import Move
 from taskd.errors import StateError
-from taskd.worker import buckets, flat, saving, shards
+from taskd.native.arenas import Arenas
+from taskd.worker import buckets, flat, shards
+from taskd.worker.contents import shared
 from taskd.worker.life import Life
 from taskd.worker.parking import park_all
 from taskd.worker.roles import Roles
+from taskd.worker.saving import Dumping
 from taskd.worker.state import TrainState
 
 STEPS = 6
@@ -252,8 +256,31 @@ def resume(member, kind, folder, steps=4):
     return _in_job(member, _train, kind, folder, steps, 0)
 
 
+def dump_from_memory(member, kind, folder, orphaned):
+    """Train beyond a snapshot, then save that one as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part."""
+
+    def dump(life):
+        _train(life, kind, folder, 3, 0, snapshot_every=2)
+        park_all(life)
+        arena = life.arenas.find(2)
+        paths = [None] * member.size
+        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{arena.fd}")
+        writers = tuple(rank for rank in range(member.size) if rank not in orphaned)
+        arenas = tuple((rank, paths[rank]) for rank, writer in orphaned.items() if writer == member.rank)
+        dumping, said = Dumping(life, "job"), []
+        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", arenas=arenas)
+        said.append(dumping.obey(order))
+        dist.barrier()
+        said.append(dumping.obey(commands.Publish("", 1, 0, writers[0], 0)))
+        dist.barrier()           # the memory of the dead stays until it has been read
+        return said
+
+    return _in_job(member, dump)
+
+
 def _in_job(member, function, *args):
     job = Job(member.rank, member.size)
+    job.life.arenas = Arenas.create()
     job.life.job_id = "job"
     job.resume(None)
     buckets.install()
@@ -262,12 +289,14 @@ def _in_job(member, function, *args):
         return result
     finally:
         buckets.uninstall()
+        job.life.arenas.close()
         job.close()
 
 
-def _train(life, kind, folder, steps, every):
+def _train(life, kind, folder, steps, every, snapshot_every=0):
     model, optimizer, data = build(kind)
-    state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0)
+    state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0,
+                       snapshot_every=snapshot_every)
     restored = str(state.restore())
     while state.step < steps:
         step(model, optimizer, data, state.step)
@@ -290,7 +319,7 @@ def save_without(member, kind, folder, writers):
         state.restore()
         step(model, optimizer, data, 0)
         state.commit()
-        return say(lambda: saving.contents(life, life.states, 1, writers))
+        return say(lambda: shared(life, life.states, writers))
 
     return _in_job(member, save)
 

@@ -51,3 +51,20 @@ def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
     world.run(sharded.train_and_save, "stages", str(tmp_path), size=2)
     said = world.run(sharded.resume_as, "stages", "3", str(tmp_path), size=2)
     assert all("TrainState('train') with shard_id '3' is not in " in text for text in said)
+
+
+@pytest.mark.parametrize(("kind", "orphaned"), [
+    ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}), ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
+    ("stages", {1: 2, 3: 2}),
+])  # fmt: skip
+def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned):
+    """Those that have no living replica; of those that have one nothing is written twice."""
+    for rank, said in enumerate(world.run(sharded.dump_from_memory, kind, str(tmp_path), orphaned)):
+        publisher = min(set(range(4)) - set(orphaned))
+        assert said[0] == (("", "") if rank in orphaned else ("written", ""))
+        assert said[1] == (("published", str(tmp_path / "dump-000000000002")) if rank == publisher else ("", ""))
+    undisturbed = world.run(sharded.train_and_save, kind, str(tmp_path / "none"), 0)
+    resumed = world.run(sharded.resume, kind, str(tmp_path))
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert after["restored"].startswith("read version 2 from ")
+        assert (after["named"], after["random"], after["seen"]) == (before["named"], before["random"], before["seen"])

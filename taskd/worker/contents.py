@@ -1,0 +1,115 @@
+"""What a checkpoint or a snapshot of this rank holds, by name.
+
+Owns the names: tensors as `taskd.worker.flat` calls them, one tree of plain values per TrainState, one per rank for what differs from rank
+to rank. Who writes what of it is `taskd.checkpoint.pieces`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from taskd import config
+from taskd.checkpoint.pieces import Held
+from taskd.checkpoint.values import pack
+from taskd.errors import CheckpointError, StateError
+from taskd.worker import buckets, flat
+from taskd.worker.extras import decode_part
+from taskd.worker.logbook import logbook_of
+from taskd.worker.shards import is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from taskd.worker.extras import Extras
+    from taskd.worker.holding import Holding
+    from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
+
+
+def directory_of(states: Mapping[str, Holding]) -> Path:
+    """Where the checkpoints of a program with these TrainStates are."""
+    given = next((holding.checkpoint_dir for holding in states.values() if holding.checkpoint_dir is not None), None)
+    return config.checkpoint_directory(given)
+
+
+def name_of_state(holding: Holding) -> str:
+    """What the plain values of a TrainState are called in a checkpoint."""
+    return f"taskd.state.{flat.label(holding)}"
+
+
+def name_of_layouts(states: Iterable[Holding]) -> str:
+    """What the layouts of DDP's buckets are called: other parts of the model may have others."""
+    return "@".join(["taskd.layouts", *sorted(flat.label(holding) for holding in states if holding.shard_id)])
+
+
+def name_of_rank(rank: int) -> str:
+    """What a rank's own values are called in a checkpoint."""
+    return f"taskd.rank.{rank}"
+
+
+def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) -> dict[str, Any]:
+    """What all ranks have, or some of them: tensors (not copied) and plain values, as `Held` or as DTensors.
+
+    Raises:
+        StateError: an optimizer that cannot be taken apart, or a part of the state that none of `writers` has.
+    """
+    state: dict[str, Any] = {}
+    whole = list(range(life.world_size))
+    for holding in states.values():
+        of_id, of_shard = _holders(life, holding, writers) if holding.has_parts else (whole, whole)
+        tensors, plain = flat.flatten(holding)
+        divided = tuple(f"{flat.label(holding)}.{role}.state." for role in holding.zeros())
+        for name, tensor in tensors.items():
+            state[name] = tensor if is_distributed(tensor) else Held(tensor, tuple(of_shard if name.startswith(divided) else of_id))
+        state[name_of_state(holding)] = Held(plain, tuple(of_id))
+        whole = [rank for rank in whole if rank in of_id]
+    layouts = buckets.recorded(life)
+    if layouts:
+        state[name_of_layouts(states.values())] = Held(layouts, tuple(whole))
+    return state
+
+
+def own(life: Life, version: int) -> dict[str, Any]:
+    """What is this rank's alone: generators, positions, values, running statistics."""
+    found = logbook_of(life).find(version)
+    return {} if found is None else {name_of_rank(life.rank): readable(found)}
+
+
+def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The ranks that have the same plain tensors as this one, and those that have the same optimizer memory as well."""
+    ids, shards = holding.peers.ids, holding.peers.shards
+    if not ids and life.world_size > 1:
+        message = (f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has which part. Call init_process_group() before "
+                   "restore()")
+        raise StateError(message)
+    for rank, shard in enumerate(shards):
+        if not any(shards[writer] == shard for writer in writers):
+            message = f"TrainState({holding.name!r}) cannot be saved: none of the ranks that write has the shard {shard!r} of rank {rank}"
+            raise StateError(message)
+    same_id = [rank for rank, other in enumerate(ids) if other == holding.shard_id] or [life.rank]
+    return same_id, [rank for rank, other in enumerate(shards) if other == holding.shard] or [life.rank]
+
+
+def readable(found: Extras) -> dict[str, Any]:
+    """The same as plain values, without what cannot be saved."""
+    parts = {name: decode_part(part) for name, part in found.parts.items()}
+    positions = {name: _savable(name, part.positions) for name, part in parts.items()}
+    values = {} if found.is_pending else {name: _savable(name, part.values) for name, part in parts.items()}    # else they may have changed since
+    return {"random": found.random, "positions": positions, "values": values, "buffers": {name: part.buffers for name, part in parts.items()}}
+
+
+def _savable(state: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _can_be_saved(f"{state}.{name}", value)}
+
+
+def _can_be_saved(name: str, position: Any) -> bool:
+    """What is one rank's alone must not cost the state of all."""
+    try:
+        pack(name, position)
+    except CheckpointError as error:
+        log.warning("not in the checkpoint: %s", error)
+        return False
+    return True
