@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import re
+import shlex
+import subprocess
 import sys
 
 import pytest
 
+from taskd.checkpoint import folder
 from tests.process import harness
 
 pytestmark = pytest.mark.slow
@@ -35,25 +38,28 @@ def run_plainly(directory: pathlib.Path, script: pathlib.Path, *arguments: str) 
     return finished.output
 
 
-def run_and_kill(job: harness.Job, script: pathlib.Path, *arguments: str, rank: int, at: tuple[str, int], nproc: int = 2) -> str:
-    """A run that loses one rank, unless `at` is NOWHERE, and ends as if nothing had been. Returns what it printed."""
-    manager = job.start_manager()
+def start(job: harness.Job, script: pathlib.Path, *arguments: str, rank: int, at: tuple[str, int], nproc: int = 2) -> harness.Finished:
+    """taskd's torchrun. One rank is killed there, unless one has been or `at` is NOWHERE."""
+    job.start_manager()
     agent = job.start_agent(str(KILL_ONCE), str(job.facts_dir / "killed"), str(rank), at[0], str(at[1]), str(script), *arguments, nproc=nproc)
     finished = agent.wait(120)
-    assert finished.returncode == 0, finished.output[-6000:]
-    assert manager.wait(20).returncode == 0, manager.text
     assert (job.facts_dir / "killed").exists() == (at != NOWHERE)
-    assert len(job.recoveries()) == (at != NOWHERE)
+    return finished
+
+
+def ended_well(job: harness.Job, finished: harness.Finished) -> None:
+    assert finished.returncode == 0, finished.output[-6000:]
+    assert job.manager is not None
+    assert job.manager.wait(20).returncode == 0, job.manager.text
     assert job.leftovers() == set()
+
+
+def run_and_kill(job: harness.Job, script: pathlib.Path, *arguments: str, rank: int, at: tuple[str, int], nproc: int = 2) -> str:
+    """A run that loses a rank and recovers. Returns what it printed."""
+    finished = start(job, script, *arguments, rank=rank, at=at, nproc=nproc)
+    ended_well(job, finished)
+    assert len(job.recoveries()) == (at != NOWHERE)
     return finished.output
-
-
-@pytest.fixture(scope="module")
-def char_gpt(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The last line of six steps of the char GPT with two ranks under plain torchrun."""
-    output = run_plainly(tmp_path_factory.mktemp("char_gpt"), EXAMPLES / "char_gpt.py", "--steps", "6")
-    (final,) = lines_with(output, "final: digest")
-    return final
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -131,3 +137,34 @@ def test_a_shard_that_another_rank_has_too_comes_from_there(tmp_path: pathlib.Pa
     (final,) = lines_with(hurt, "final: digest")
     with harness.job(tmp_path / "undisturbed") as job:
         assert [final] == lines_with(run_and_kill(job, script, rank=0, at=NOWHERE, nproc=4), "final: digest")
+
+
+def test_a_dump_of_four_ranks_is_gone_on_from_with_two(tmp_path: pathlib.Path) -> None:
+    """The commands are those of examples/README.md; only the kill is added, and the steps are fewer."""
+    text = (EXAMPLES / "README.md").read_text().partition("## Fewer processes")[2].partition("```\n")[2].partition("```")[0]
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    settings = dict(word.split("=") for word in commands[0][1:])
+    first, second = [command for command in commands if "taskd.run" in command]
+    assert [first[3], second[3]] == ["--nproc-per-node=4", "--nproc-per-node=2"]
+    assert first[4:] == second[4:] == ["examples/char_gpt.py", "--steps", "60"]
+    script, steps = harness.ROOT / first[4], ("--steps", "6")
+    with harness.job(tmp_path, **settings) as job:
+        hurt = start(job, script, *steps, rank=1, at=("forward", 4), nproc=4)
+        assert hurt.returncode == 2, hurt.output[-6000:]
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 1
+        (checkpoint,) = folder.scan(tmp_path / "taskd_checkpoints", settings["MINDX_TASK_ID"], is_full=True).valid
+        assert hurt.last_line.endswith(f"rank 1 ended with SIGKILL at step 3; step 3 was saved in {checkpoint.path}")
+        (listing,) = [command[1:] for command in commands if command[0] == "taskd"]
+        listed = subprocess.run([sys.executable, "-m", "taskd.dump", *listing[1:]], env=job.env, cwd=tmp_path, check=True, capture_output=True, text=True)
+        assert checkpoint.path.name in listed.stdout
+        resumed = start(job, script, *steps, rank=1, at=("forward", 1))
+        ended_well(job, resumed)
+    assert len(lines_with(resumed.output, f"starts at step 3: read version 3 from {checkpoint.path}")) == 2
+    # What the two begin with is what the four had when the fault came.
+    before = {line.partition("weights ")[2] for line in lines_with(hurt.output, "forward 4 begins with weights")}
+    after = [line.partition("weights ")[2] for line in lines_with(resumed.output, "forward 1 begins with weights")]
+    assert len(after) == 2
+    assert len(before) == 1
+    assert set(after) == before
+    assert len(lines_with(resumed.output, "final: digest")) == 1
