@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import taskd
 
-STEPS = 40
+STEPS = 30
 
 
 @taskd.recoverable
@@ -25,7 +25,7 @@ def train() -> str:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
-    hidden = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
+    hidden = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(2)]
     model = torch.nn.Sequential(*hidden, torch.nn.Linear(64, 1))
     for layer in model:
         fully_shard(layer, mesh=mesh)
