@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.examples.test_examples import EXAMPLES, lines_with, run_plainly
+from tests.examples.test_examples import EXAMPLES, finals, run_plainly
 
 
 @pytest.fixture(scope="session")
 def char_gpt(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The last line of six steps of the char GPT with two ranks under plain torchrun."""
+    """What six steps of the char GPT with two ranks under plain torchrun end with."""
     output = run_plainly(tmp_path_factory.mktemp("char_gpt"), EXAMPLES / "char_gpt.py", "--steps", "6")
-    (final,) = lines_with(output, "final: digest")
+    (final,) = finals(output)
     return final

@@ -17,7 +17,7 @@ import torch.distributed
 
 from taskd.checkpoint import folder
 from taskd.core.timeouts import Timeouts
-from tests.examples.test_examples import EXAMPLES, KILL_ONCE, lines_with
+from tests.examples.test_examples import EXAMPLES, KILL_ONCE, finals
 from tests.process import harness
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(tmp_pa
     with node(tmp_path / "two", KILL_ONCE.read_text(), str(held), "-", "-", "0", *example, **settings) as (job, start):
         finished = start.wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
-        assert len(lines_with(finished.output, f"starts at step {version}: read version {version} from {checkpoint.path}")) == 2
-        assert lines_with(finished.output, "final: digest") == [char_gpt]
+        assert finished.output.count(f"starts at step {version}: read version {version} from {checkpoint.path}") == 2
+        assert finals(finished.output) == [char_gpt]
         assert job.leftovers() == set()
 
 
