@@ -8,6 +8,7 @@
 #   LAUNCHER                torchrun; with an unpatched torch use "python3 -m taskd.run"
 #   MANAGER                 manager.py, in the current directory
 #   PRELOAD_LIBTASKD        on: libtaskd.so is loaded into every process of the training
+#   PID_FILE                where pre_stop.sh finds torchrun, /tmp/torchrun.pid; one for each job where several share a machine
 set -euo pipefail
 
 NODE_RANK="${RANK:-0}"
@@ -37,6 +38,8 @@ DISTRIBUTED_ARGS="--nproc_per_node ${GPUS_PER_NODE} --nnodes ${NNODES} --node_ra
 # shellcheck disable=SC2086  # both are lists of words
 ${LAUNCHER:-torchrun} ${DISTRIBUTED_ARGS} "$@" &
 training=$!
+PID_FILE="${PID_FILE:-/tmp/torchrun.pid}"
+echo "${training}" > "${PID_FILE}" || echo "train_start: without this file pre_stop.sh does not find torchrun" >&2
 
 # As the first process of a container, bash gets the SIGTERM of an eviction and must hand it on.
 trap 'kill -TERM "${training}" 2>/dev/null || true' TERM INT
@@ -46,6 +49,7 @@ while kill -0 "${training}" 2>/dev/null; do      # wait was ended by a signal: t
     status=0
     wait "${training}" || status=$?
 done
+rm -f "${PID_FILE}"
 
 # The manager ends with the job. If torchrun never came so far as to join it, it would wait for ever.
 if [[ -n "${manager}" ]]; then

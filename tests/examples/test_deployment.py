@@ -1,4 +1,4 @@
-"""examples/train_start.sh is run for real on one node; of the Dockerfile everything but the downloads."""
+"""examples/train_start.sh and pre_stop.sh are run for real on one node; of the Dockerfile everything but the downloads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch.distributed
 
+from taskd.checkpoint import folder
+from taskd.core.timeouts import Timeouts
+from tests.examples.test_examples import EXAMPLES, KILL_ONCE, finals
 from tests.process import harness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-START = harness.ROOT / "examples" / "train_start.sh"
-DOCKERFILE = harness.ROOT / "examples" / "docker" / "Dockerfile"
+START = EXAMPLES / "train_start.sh"
+PRE_STOP = EXAMPLES / "pre_stop.sh"
+DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
+POD = EXAMPLES / "kubernetes" / "job.yaml"
 SED_LINE = ("sed -i '/import os/i import taskd.python.adaptor.patch' "
             "$(pip3 show torch | grep Location | awk -F ' ' '{print $2}')/torch/distributed/run.py")
 
@@ -36,25 +41,27 @@ def programs(directory: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def node(tmp_path: pathlib.Path, script: str, **env: str) -> Iterator[tuple[harness.Job, harness.Output]]:
+def node(tmp_path: pathlib.Path, script: str, *arguments: str, **env: str) -> Iterator[tuple[harness.Job, harness.Output]]:
     """One node of a job, started as a pod starts it. The job's ranks run `script`."""
-    (tmp_path / "tiny.py").write_text(script)
     with harness.job(tmp_path) as job:
+        (tmp_path / "tiny.py").write_text(script)
         settings = {
             "PATH": programs(tmp_path / "bin"), "RANK": "0", "POD_IP": "127.0.0.1", "MASTER_PORT": str(job.master_port),
             "GPUS_PER_NODE": "2", "LAUNCHER": "python3 -m taskd.run", "MANAGER": str(harness.ROOT / "manager.py"),
+            "PID_FILE": str(tmp_path / "torchrun.pid"),
         }
-        start = harness.Output(["bash", str(START), "tiny.py"], job.env | settings | env, tmp_path / "start.out", tmp_path)
+        start = harness.Output(["bash", str(START), "tiny.py", *arguments], job.env | settings | env, tmp_path / "start.out", tmp_path)
         try:
             yield job, start
         finally:
             start.end()
 
 
-def test_the_start_script_is_valid_bash() -> None:
-    subprocess.run(["bash", "-n", str(START)], check=True)
-    assert os.access(START, os.X_OK)
-    assert "set -euo pipefail" in START.read_text()
+@pytest.mark.parametrize("script", [START, PRE_STOP], ids=lambda path: path.name)
+def test_the_scripts_of_a_pod_are_valid_bash(script: pathlib.Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in script.read_text()
 
 
 @pytest.mark.slow
@@ -94,6 +101,71 @@ def test_the_start_script_hands_a_sigterm_on(tmp_path: pathlib.Path) -> None:
         os.kill(start.process.pid, signal.SIGTERM)
         assert start.wait(60).returncode != 0
         assert job.leftovers() == set()
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(tmp_path: pathlib.Path, char_gpt: str) -> None:
+    example = (str(EXAMPLES / "char_gpt.py"), "--steps", "6")
+    saved, held, gate = (tmp_path / name for name in ("checkpoints", "held", "gate"))
+    settings = {"TASKD_RECOVER_STRATEGY": "recover-in-place,dump", "TASKD_CHECKPOINT_DIR": str(saved), "TASKD_HANG_DETECTION": "off"}
+    # Rank 1 waits in the middle of step 4, so that the job cannot be over before it is told to end.
+    arguments = (str(held), "1", "optimizer", "4", *example)
+    with node(tmp_path / "one", KILL_ONCE.read_text(), *arguments, HOLD=str(gate), **settings) as (job, start):
+        start.wait_text("rank 1: optimizer 4 begins", 60)
+        assert held.exists()
+        torchrun = int((job.directory / "torchrun.pid").read_text())
+        env = job.env | {"PID_FILE": str(job.directory / "torchrun.pid")}
+        hook = harness.Output(["bash", str(PRE_STOP)], env, job.directory / "hook.out", job.directory)
+        try:
+            start.wait_text("is to end (SIGTERM): the job is to be saved first", 60)
+            gate.touch()
+            assert hook.wait(60).output.endswith("torchrun has ended\n")
+        finally:
+            hook.end()
+        assert not pathlib.Path(f"/proc/{torchrun}").exists()
+        (checkpoint,) = folder.scan(saved, "test-job", is_full=True).valid
+        finished = start.wait(90)
+        assert finished.returncode == 2, finished.output[-6000:]
+        version = checkpoint.manifest.version
+        assert f"node 0 is to end (SIGTERM); step {version} was saved in {checkpoint.path}\n" in finished.output
+        assert version in {3, 4, 5}
+        assert not (job.directory / "torchrun.pid").exists()
+        assert job.leftovers() == set()
+    with node(tmp_path / "two", KILL_ONCE.read_text(), str(held), "-", "-", "0", *example, **settings) as (job, start):
+        finished = start.wait(90)
+        assert finished.returncode == 0, finished.output[-6000:]
+        assert finished.output.count(f"starts at step {version}: read version {version} from {checkpoint.path}") == 2
+        assert finals(finished.output) == [char_gpt]
+        assert job.leftovers() == set()
+
+
+def test_the_hook_ends_nothing_that_is_no_training(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "torchrun.pid"
+    env = harness.environment(PID_FILE=str(path))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as other:
+        for content in (None, "", "no number", str(other.pid), str(2**22 + 1)):
+            if content is not None:
+                path.write_text(f"{content}\n")
+            hook = subprocess.run(["bash", str(PRE_STOP)], env=env, check=True, capture_output=True, text=True, timeout=60)
+            assert (hook.stdout, hook.stderr) == (f"pre_stop: no training runs here ({path})\n", "")
+        other.stdin.close()
+        assert other.wait(60) == 0
+
+
+def test_the_example_of_a_pod_fits_the_image_and_itself() -> None:
+    text = POD.read_text()
+    period = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
+    grace = re.search(r'name: TASKD_GRACE_S\n +value: "(\d+)"', text)
+    assert period
+    assert grace
+    assert int(grace[1]) + Timeouts.derive().give_up_grace_s < int(period[1])
+    directory = next(line.split()[1] for line in instructions() if line.startswith("WORKDIR"))
+    copied = {word for line in instructions() if line.startswith("COPY") and "--from" not in line for word in line.split()[1:-1]}
+    assert {"examples/train_start.sh", "examples/pre_stop.sh", "examples"} <= copied
+    assert f'command: ["{directory}/pre_stop.sh"]' in text
+    assert 'command: ["./train_start.sh", "examples/char_gpt.py"' in text
+    assert "dump" in re.search(r"name: TASKD_RECOVER_STRATEGY\n +value: (\S+)", text)[1].split(",")
+    assert re.search(r"containerPort: 9601\n +name: taskd-port", text)
 
 
 def instructions() -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 # Passed between taskd's own processes: nobody sets it by hand.
 INTERNAL = {"TASKD_WORKER"}
 
@@ -178,7 +178,7 @@ def test_the_supported_torch_versions_are_those_of_the_patch() -> None:
 # ---------------------------------------------------------------------- all pages
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if "://" in target:
@@ -198,6 +198,13 @@ def test_the_diff_in_the_readme_is_the_minimal_example() -> None:
     start = example.index("import torch")
     shown = [line for line in example[start:start + len(example)] if line]
     assert [line for line in with_taskd if line] == shown[:len([line for line in with_taskd if line])]
+
+
+def test_every_example_is_in_the_list() -> None:
+    examples = ROOT / "examples"
+    files = {str(path.relative_to(examples)) for path in examples.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    listed = set(re.findall(r"\]\(([^)\s]+)\)", page("examples/README.md").partition("\n## ")[0]))
+    assert files - {"README.md", "digits_resnet.py"} == listed
 
 
 def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
