@@ -2,6 +2,7 @@
 
     step-000000001200                            a periodic checkpoint after 1200 committed steps
     dump-000000001200-2                          a second dump of that version
+    save-000000001200                            one that the script asked for at that point
     .step-000000001200.partial-<mark>-<attempt>  being written; <mark> stands for the job, <attempt> for one series of writings
     .step-000000001200.removed-<mark>-<unique>   being deleted
 
@@ -18,8 +19,8 @@ from enum import Enum
 from taskd.errors import CheckpointError
 
 MAX_VERSION = 10**12 - 1     # twelve digits, so that names sort like numbers
-_FINAL = re.compile(r"(step|dump)-(\d{12})(?:-([2-9]|[1-9]\d{1,3}))?")
-_HIDDEN = re.compile(r"\.(step|dump)-(\d{12})\.(partial|removed)-([0-9a-f]{12})-([A-Za-z0-9_-]{1,64})")
+_FINAL = re.compile(r"(step|dump|save)-(\d{12})(?:-([2-9]|[1-9]\d{1,3}))?")
+_HIDDEN = re.compile(r"\.(step|dump|save)-(\d{12})\.(partial|removed)-([0-9a-f]{12})-([A-Za-z0-9_-]{1,64})")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -28,9 +29,10 @@ class Kind(Enum):
 
     PERIODIC = "periodic"    # every n steps; the older ones are deleted
     DUMP = "dump"            # because the job had to end; taskd never deletes it
+    SAVED = "saved"          # because the script said so; nor this
 
 
-_PREFIX = {Kind.PERIODIC: "step", Kind.DUMP: "dump"}
+_PREFIX = {Kind.PERIODIC: "step", Kind.DUMP: "dump", Kind.SAVED: "save"}
 _KIND = {prefix: kind for kind, prefix in _PREFIX.items()}
 
 

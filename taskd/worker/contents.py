@@ -19,6 +19,7 @@ from taskd.worker.logbook import logbook_of
 from taskd.worker.shards import is_distributed
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def directory_of(states: Mapping[str, Holding]) -> Path:
-    """Where the checkpoints of a program with these TrainStates are."""
-    given = next((holding.checkpoint_dir for holding in states.values() if holding.checkpoint_dir is not None), None)
+def directory_of(states: Mapping[str, Holding], directory: str | os.PathLike[str] | None = None) -> Path:
+    """Where the checkpoints of a program with these TrainStates are. `directory`: if it is said."""
+    given = directory or next((holding.checkpoint_dir for holding in states.values() if holding.checkpoint_dir is not None), None)
     return config.checkpoint_directory(given)
 
 

@@ -1,4 +1,4 @@
-"""Periodic checkpoints: every n commits the state is copied aside, and written while training goes on.
+"""Checkpoints that the script asks for: at once, or every n commits; then the state is copied aside, and written while training goes on.
 
 Owns the copy and the life of the writer; what is written and how is `taskd.worker.contents` and `taskd.checkpoint.saver`. One per entry of
 the function that asked for checkpoints: after a fault a new one begins, and what the old one had not finished is given up.
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import logging
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.names import Kind
 from taskd.checkpoint.pieces import Held, Piece, Pieces, divide
+from taskd.checkpoint.publish import publish
+from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
-from taskd.errors import StateError, TaskdError
+from taskd.errors import CheckpointError, StateError, TaskdError
 from taskd.worker import contents
 from taskd.worker.council import Council
 
@@ -83,6 +88,45 @@ class Periodic:
     def abandon(self) -> None:
         """The entry is over, perhaps because a rank is dead whose part would be waited for."""
         self._saver.abandon()
+
+
+def save(life: Life, directory: Path) -> Path:
+    """Write a checkpoint of all TrainStates of the entry, and return when it is published. All ranks are at this place.
+
+    Raises:
+        CheckpointError: it could not be written, on this rank or another; nothing of it is left. The same on all ranks.
+        StateError: there is nothing to save yet, a TrainState is half way, or there is no process group.
+    """
+    assert life.version is not None
+    council = Council(life, "save")
+    (attempt,) = council.say([secrets.token_hex(8)])
+    writers = tuple(range(life.world_size))
+    draft = Draft(directory, life.job_id, Kind.SAVED, life.version, attempt, writers, life.generation, life.world_size, states=tuple(sorted(life.states)))
+    try:
+        return _save(life, draft, council)
+    # An interrupt too: a draft that is not published is worth nothing.
+    except BaseException:
+        if life.rank == draft.publisher:
+            draft.withdraw()
+        raise
+
+
+def _save(life: Life, draft: Draft, council: Council) -> Path:
+    problem, path = "", ""
+    try:
+        write(draft, life.rank, contents.shared(life, life.states, draft.writers), contents.own(life, draft.version))
+    except (TaskdError, OSError) as error:
+        problem = f"rank {life.rank}: {error}"
+    problems = council.hear(problem)
+    if not problems and life.rank == draft.publisher:
+        try:
+            path = str(publish(draft))
+        except CheckpointError as error:
+            problems = [str(error)]
+    path, *problems = council.say([path, *problems])
+    if problems:
+        raise CheckpointError(problems[0])
+    return Path(path)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

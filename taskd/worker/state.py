@@ -10,15 +10,21 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from taskd.errors import StateError
 from taskd.worker import life as life_module
+from taskd.worker.contents import directory_of
 from taskd.worker.holding import Holding
 from taskd.worker.landing import Restored, land
 from taskd.worker.logbook import logbook_of
+from taskd.worker.periodic import save
+from taskd.worker.phases import checkpointing
 from taskd.worker.roles import Roles, is_plain
 
 if TYPE_CHECKING:
     import os
+    import pathlib
 
     from taskd.worker.life import Life
 
@@ -149,6 +155,30 @@ class TrainState:
         life.release_hold()
         if life.periodic is not None:
             life.periodic.commit()
+
+    def save(self, directory: str | os.PathLike[str] | None = None) -> pathlib.Path:
+        """Write a checkpoint of all TrainStates of this entry now, and return its folder when it is on the disk. taskd never deletes it.
+
+        Every rank calls it at the same place, with nothing between an optimizer step and its commit(). `directory`: default where the periodic ones are;
+        the next start finds it only there.
+
+        Raises:
+            StateError: outside a taskd job, before restore(), between an optimizer step and its commit(), or without a process group.
+            taskd.errors.CheckpointError: it could not be written; nothing of it is left. On all ranks.
+            taskd.Interrupted: a recovery waits for this process; let it pass.
+        """
+        holding = self._holding
+        life = life_module.current()
+        if life is None or life.states.get(holding.name) is not holding or not holding.is_landed:
+            raise StateError("save() is for a taskd job" if life is None else _not_ready(holding, life))
+        if any(other.began for other in life.states.values()):
+            message = f"TrainState({holding.name!r}).save() was called between an optimizer step and its commit(): call it behind commit()"
+            raise StateError(message)
+        if life.world_size > 1 and not dist.is_initialized():
+            message = f"TrainState({holding.name!r}).save(): call init_process_group() first: all ranks save together"
+            raise StateError(message)
+        with checkpointing():
+            return save(life, directory_of({holding.name: holding}, directory).absolute())
 
     # ------------------------------------------------------------ restore
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from taskd.core import commands
 from taskd.core.commands import Move
-from taskd.errors import StateError
+from taskd.errors import CheckpointError, StateError
 from taskd.native.arenas import Arenas
 from taskd.worker import buckets, flat, shards
 from taskd.worker.contents import shared
@@ -348,8 +348,32 @@ def save_hurt(member, victim, folder):
     return _in_job(member, save)
 
 
-def _fail(text):
-    raise ValueError(text)
+def save_at_once(member, victim, folder):
+    """What save() says twice, the first time on a job in which `victim` cannot give its part."""
+
+    def save(_life):
+        model, optimizer, data = build("ddp")
+        average = Average(nn.Linear(100, 100))
+        state = TrainState(model=model, optimizer=optimizer, average=average, checkpoint_dir=folder)
+        state.restore()
+        step(model, optimizer, data, 0)
+        state.commit()
+        if member.rank == victim:
+            average.state_dict = lambda: _fail(f"not on rank {victim}", StateError)
+        said = []
+        for _ in range(2):
+            try:
+                said.append(str(state.save()))
+            except CheckpointError as error:
+                said.append(str(error))
+            vars(average).pop("state_dict", None)
+        return said
+
+    return _in_job(member, save)
+
+
+def _fail(text, kind=ValueError):
+    raise kind(text)
 
 
 def resume_as(member, kind, shard_id, folder):

@@ -92,6 +92,50 @@ def test_ranks_without_a_group_are_told_to_make_one(tmp_path):
         job.close()
 
 
+def test_a_checkpoint_at_once(job, tmp_path):
+    """It is on the disk when the call returns, and retention leaves it alone."""
+
+    def entry(stop=False):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoint_keep=1)
+        restored = state.restore()
+        if stop:
+            return str(restored)
+        paths = []
+        while state.step < 3:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with pytest.raises(StateError, match="between an optimizer step and its commit"):
+                state.save()
+            state.commit()
+            job.life.periodic.wait()
+            if state.step == 1:
+                paths = [state.save(), state.save(), state.save(tmp_path / "elsewhere")]
+                assert all(path.is_dir() for path in paths)
+        return paths
+
+    paths, _ = job.enter(entry)
+    assert paths == [tmp_path / "save-000000000001", tmp_path / "save-000000000001-2", tmp_path / "elsewhere" / "save-000000000001"]
+    assert {path.name for path in tmp_path.iterdir()} == {"save-000000000001", "save-000000000001-2", "elsewhere", "step-000000000003"}
+    job.resume(None)
+    assert job.enter(entry, True)[0] == f"read version 3 from {tmp_path / 'step-000000000003'}"
+
+
+def test_a_checkpoint_at_once_needs_a_job(tmp_path):
+    with pytest.raises(StateError, match="for a taskd job"):
+        TrainState(model=nn.Linear(1, 1), checkpoint_dir=tmp_path).save()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_at_once_that_one_rank_cannot_write_is_an_error_on_all(world, tmp_path):
+    for first, second in world.run(sharded.save_at_once, 1, str(tmp_path), size=2):
+        assert first.startswith("rank 1: ")
+        assert "not on rank 1" in first
+        assert second == str(tmp_path / "save-000000000001")
+    assert [path.name for path in tmp_path.iterdir()] == ["save-000000000001"]
+
+
 @pytest.mark.slow
 def test_one_rank_without_its_part_costs_the_others_no_time(world, tmp_path):
     for rank, (problems, left) in enumerate(world.run(sharded.save_hurt, 1, str(tmp_path), size=2)):
