@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
-_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json")
+_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?")
 _JOIN_TRIES = 100     # each lost to one sweep that took the folder for an abandoned one while it was empty
 
 
@@ -123,8 +123,8 @@ class Draft:
     def clear(self) -> None:
         """Remove everything that must not be published. Raises OSError."""
         for name in os.listdir(self.path):
-            if name != manifest.FILE_NAME and not manifest.is_file_of_checkpoint(name):
-                os.unlink(self.path / name)
+            if name not in (manifest.FILE_NAME, manifest.USER_FOLDER) and not manifest.is_file_of_checkpoint(name):
+                files.remove(self.path / name)
 
     def withdraw(self) -> None:
         """Give it up: nothing of it is left. For the publisher, or when there are no other writers any more. Raises nothing."""

@@ -117,9 +117,16 @@ def _renameat2(source: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder of plain files; another process may be doing the same. Raises OSError, with whatever is left still there."""
+    """Delete a folder with all that is in it; another process may be doing the same. Raises OSError, with whatever is left still there."""
     with suppress(FileNotFoundError):
         for name in os.listdir(path):
-            with suppress(FileNotFoundError):
-                os.unlink(path / name)
+            remove(path / name)
         os.rmdir(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it is there. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        remove_folder(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 FILE_NAME = "taskd.json"
 METADATA_NAME = ".metadata"               # DCP's
+USER_FOLDER = "user"                      # files of the user's own, see user_files.py
+_MAX_NAME = 1024
 MAX_BYTES = 64 << 20                      # 65,536 writers need 10 MB
 # Also what keeps a manifest from pointing outside its folder.
 _DATA_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
@@ -62,7 +64,13 @@ class Manifest:
 
 def is_file_of_checkpoint(name: str) -> bool:
     """Whether a manifest may list a file of this name."""
-    return name == METADATA_NAME or _DATA_NAME.fullmatch(name) is not None
+    return name == METADATA_NAME or _DATA_NAME.fullmatch(name) is not None or is_file_of_user(name)
+
+
+def is_file_of_user(name: str) -> bool:
+    """Whether it is the name of a file within the user's own folder."""
+    first, *others = name.split("/")
+    return first == USER_FOLDER and bool(others) and len(name) <= _MAX_NAME and all(part not in ("", ".", "..") and "\0" not in part for part in others)
 
 
 def encode(manifest: Manifest) -> bytes:

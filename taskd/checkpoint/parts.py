@@ -39,6 +39,8 @@ class Part:
     entries: tuple[Entry, ...] = ()
     files: tuple[FileEntry, ...] = ()
     problem: str = ""
+    user_files: tuple[FileEntry, ...] = ()
+    user_problem: str = ""               # why it has none
 
 
 def encode(part: Part) -> bytes:
@@ -51,7 +53,8 @@ def read(path: Path, rank: int) -> Part:
     try:
         fields = json.loads(files.read(path, MAX_BYTES))
         entries = tuple(_entry(entry) for entry in fields["entries"])
-        part = Part(fields["rank"], entries, tuple(FileEntry(**file) for file in fields["files"]), fields["problem"])
+        written, own = (tuple(FileEntry(**file) for file in fields[name]) for name in ("files", "user_files"))
+        part = Part(fields["rank"], entries, written, fields["problem"], own, fields["user_problem"])
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path}: is damaged: {error!r}") from error
     if part.problem:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from taskd.checkpoint import files, folder, manifest, owners, parts
+from taskd.checkpoint import files, folder, manifest, owners, parts, user_files
 from taskd.checkpoint.draft import Draft, sweep
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
 from taskd.checkpoint.names import Kind, final_name
@@ -65,7 +65,7 @@ def _publish(draft: Draft) -> Path:
         raise CheckpointError(f"{draft}: no part of rank {', '.join(map(str, missing))}")
     read = [parts.read(draft.part_path(rank), rank) for rank in draft.writers]
     metadata = pickle.dumps(_metadata(draft, read))
-    listed = [file for part in read for file in part.files]
+    listed = [file for part in read for file in part.files] + user_files.merge(draft, read)
     for file in listed:
         files.check_size(draft.path / file.name, file.size_bytes)
     files.write_new(draft.path / METADATA_NAME, metadata)

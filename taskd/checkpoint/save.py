@@ -22,13 +22,15 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from taskd.checkpoint import parts, values
+from taskd.checkpoint import parts, user_files, values
+from taskd.checkpoint.files import remove
 from taskd.checkpoint.pieces import Piece, divide, own_memory
 from taskd.checkpoint.stream import HashedFiles, Progress
 from taskd.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from taskd.checkpoint.draft import Draft
 
@@ -53,7 +55,9 @@ class _Plan:
         return sum(piece.tensor.nbytes for piece in self.pieces.values()) + sum(map(len, self.values.values()))
 
 
-def write(draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+def write(
+    draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None, fill: Callable[[Path], object] | None = None,
+) -> None:
     """Write this rank's part and hand it over to the publisher. The tensors must not change meanwhile.
 
     Args:
@@ -61,6 +65,7 @@ def write(draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, A
         rank: this one, of `draft.writers`.
         state: plain tensors and values are the same on all writers; DTensors and Pieces are what this rank has.
         own: plain values of this rank alone, for example the state of its random generators. No other rank may use their names.
+        fill: writes files of the user's own into a folder, see user_files.py.
 
     Raises:
         CheckpointError: it cannot be written; nothing of this rank's part is left, and the publisher is told. The publisher itself
@@ -74,7 +79,9 @@ def write(draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, A
         plan = _plan(rank, state, own or {}, draft)
         files = HashedFiles(Progress(f"{draft}: rank {rank}", plan.size_bytes))
         entries = _write(draft, rank, plan, files)
-        draft.hand_over(rank, parts.encode(parts.Part(rank, entries, tuple(file.entry for file in files.files))))
+        own_files, own_problem = ((), "") if fill is None else user_files.collect(draft, rank, fill)
+        written = tuple(file.entry for file in files.files)
+        draft.hand_over(rank, parts.encode(parts.Part(rank, entries, written, user_files=own_files, user_problem=own_problem)))
     # Whatever it was, an interrupt too: what was written is of no use to anybody, and the publisher waits.
     except BaseException as error:
         known = (files.error if files else None) or error
@@ -143,8 +150,8 @@ def _undo(draft: Draft, rank: int, problem: str) -> None:
         return
     with suppress(OSError):
         for name in os.listdir(draft.path):
-            if name.startswith((f"__{rank}_", f"rank-{rank}.json")):
-                os.unlink(draft.path / name)
+            if name.startswith((f"__{rank}_", f"rank-{rank}.json")) or name == user_files.staging(draft, rank).name:
+                remove(draft.path / name)
     try:
         # A few bytes, on a disk on which our own file has just made room.
         draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))

@@ -24,6 +24,8 @@ from taskd.worker.vote import vote
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
+    from pathlib import Path
 
     from taskd.worker.life import Life
     from taskd.worker.roles import Roles
@@ -54,6 +56,7 @@ class Holding:
         self.shard = shards.shard_of(roles, self.shard_id)     # what part of the state this is; "": all of it
         self.peers = Peers()                                   # known once restore() is complete
         self.checkpoint_every, self.checkpoint_keep, self.snapshot_every = 0, 3, 0
+        self.on_dump: list[Callable[[Path], object]] = []
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
         self.is_landed = False        # restore() is complete

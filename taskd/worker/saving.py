@@ -5,6 +5,7 @@ What is in it is `taskd.worker.contents`, files are `taskd.checkpoint`'s busines
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from taskd.native.black_box import BlackBox
 from taskd.worker import contents, extras, snapshots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,11 @@ def _legacy(rank: int, path: str, version: int) -> dict[str, Any]:
         log.warning("the black box of rank %d holds nothing of version %d: its generators and samplers are not saved", rank, version)
         return {}
     return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
+
+
+def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
+    for function in functions:
+        function(folder)
 
 
 def _adopted(rank: int, path: str, version: int) -> snapshots.Found:
@@ -101,7 +110,11 @@ class Dumping:
                 before = state.get(name, Pieces())
                 state[name] = Pieces((*(before if isinstance(before, Pieces) else (before,)), item))
             own.update(orphan.own(rank))
-        write(draft, life.rank, state, own)
+        functions = [function for holding in life.parked.values() for function in holding.on_dump]
+        if functions and not is_live:
+            log.warning("rank %d: the functions given to on_dump() are not called: version %d is saved from node memory, the objects are at version %s",
+                        life.rank, order.version, life.version)
+        write(draft, life.rank, state, own, functools.partial(_call_all, functions) if functions and is_live else None)
         self._draft = draft
         return WRITTEN, ""
 

@@ -25,6 +25,7 @@ from taskd.worker.roles import Roles, is_plain
 if TYPE_CHECKING:
     import os
     import pathlib
+    from collections.abc import Callable
 
     from taskd.worker.life import Life
 
@@ -179,6 +180,15 @@ class TrainState:
             raise StateError(message)
         with checkpointing():
             return save(life, directory_of({holding.name: holding}, directory).absolute())
+
+    def on_dump(self, function: Callable[[pathlib.Path], object]) -> None:
+        """Have `function(folder)` write files in a format of your own when the job is saved because it must end.
+
+        It is called on every rank that writes, once the state has been written; the objects hold the version that is saved. There is no process group:
+        each rank writes by itself, under names that no other rank uses. All ranks' files are `user/` in the checkpoint in the end, listed in its
+        manifest; if one of them fails, none is there. With a version from node memory (`snapshot_every`) it is not called.
+        """
+        self._holding.on_dump.append(function)
 
     # ------------------------------------------------------------ restore
 

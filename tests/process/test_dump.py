@@ -10,6 +10,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from taskd.checkpoint import folder
 from tests.disks import small_disk
@@ -66,11 +67,15 @@ def resumed(job: harness.Job, version: int, *, nproc: int = 4, script: str = "tr
     ("1@7:forward:raise", 7, "rank 1 raised ValueError: a bad sample"),
 ])  # fmt: skip
 def test_the_next_start_goes_on_to_the_last_bit(tmp_path: pathlib.Path, reference, fault: str, version: int, ended: str) -> None:  # noqa: F811
-    with harness.job(tmp_path, FAULTS=fault, TASKD_RECOVER_STRATEGY="dump", BATCH_NORM="1") as job:
+    with harness.job(tmp_path, FAULTS=fault, TASKD_RECOVER_STRATEGY="dump", BATCH_NORM="1", ON_DUMP="1") as job:
         step = fault.split("@")[1].split(":", maxsplit=1)[0]
         checkpoint = end_with_dump(job, job.run(), f"{ended} at step {step}", version)
         assert checkpoint.manifest.world_size == 4
         assert set(checkpoint.manifest.writers) <= set(range(4)) - (set() if "raise" in fault else {int(fault[0])})
+        own = {file.name: checkpoint.path / file.name for file in checkpoint.manifest.files if file.name.startswith("user/")}
+        assert set(own) == {f"user/iter_{version:07}/mp_rank_{rank:02}/model.pt" for rank in checkpoint.manifest.writers}
+        saved = [torch.load(path, weights_only=True) for path in own.values()]
+        assert all(torch.equal(tensor, state["first.weight"]) for state in saved for tensor in [saved[0]["first.weight"]])
         resumed(job, version)
         assert job.digests() == reference(BATCH_NORM="1")
         assert len(job.facts("fault")) == 1

@@ -3,7 +3,7 @@
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
 FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that), unless `how` begins with
         "always-". "last-" waits until every other rank has committed the step.
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, SAVE_EVERY  knobs of the workload
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, SAVE_EVERY, ON_DUMP  knobs of the workload
 """
 
 import collections
@@ -32,6 +32,7 @@ LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
 OUTER_INIT = os.environ.get("OUTER_INIT") == "1"
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
+ON_DUMP = os.environ.get("ON_DUMP") == "1"
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 entries = 0
 
@@ -150,6 +151,12 @@ def digest(model):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def write_own(folder, model, step):
+    """As frameworks do that have a format of their own."""
+    (folder / f"iter_{step:07}" / f"mp_rank_{RANK:02}").mkdir(parents=True)
+    torch.save(model.state_dict(), folder / f"iter_{step:07}" / f"mp_rank_{RANK:02}" / "model.pt")
+
+
 @taskd.recoverable
 def train():
     global entries  # noqa: PLW0603 - a script
@@ -167,6 +174,8 @@ def train():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
     state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY)
+    if ON_DUMP:
+        state.on_dump(lambda folder: write_own(folder, model, state.step))
     restored = state.restore()
     fact("restored", step=state.step, source=str(restored))
     here(f"restored-{entries}", 0)
