@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import signal
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
 from taskd.agent.endings import Endings
+from taskd.agent.remains import with_remains
 from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
@@ -286,7 +286,7 @@ class Service:
             if event.what == "started":
                 self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
             elif event.what == "failed":
-                self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error))
+                self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error, event.snapshots))
             else:
                 self._feed(events.WorkerExited(
                     now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
@@ -479,25 +479,12 @@ class Service:
             if words is not None:
                 self._feed(events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text()))
 
-    def _with_memory(self, order: commands.Dump, rank: int) -> commands.Dump:
-        """The first writer here also saves what the dead of this node had to themselves; each that sees to an orphaned part gets its memory."""
-        found = []
-        for other, writer in order.orphaned:
-            arena = self._host.workers[other].arenas.find(order.version) if writer == rank and other in self._host.workers else None
-            if arena is not None:
-                found.append((other, f"/proc/{os.getpid()}/fd/{arena.fd}"))
-        order = dataclasses.replace(order, arenas=tuple(found))
-        if rank != min((writer for writer in order.writers if writer in self._host.workers), default=None):
-            return dataclasses.replace(order, legacies=())
-        gone = [other for other in sorted(self._host.workers) if other not in order.writers]
-        return dataclasses.replace(order, legacies=tuple((other, f"/proc/{os.getpid()}/fd/{self._host.workers[other].box.fd}") for other in gone))
-
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)
         if worker is None or worker.incarnation != command.incarnation:
             return
         self._sequence += 1
-        order = self._with_memory(command.command, command.rank) if isinstance(command.command, commands.Dump) else command.command
+        order = with_remains(command.command, command.rank, self._host.workers) if isinstance(command.command, commands.Dump) else command.command
         data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
         if not worker.channel.send(data):
             log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,

@@ -37,6 +37,7 @@ class WorkerReport:
     clean: bool = True
     entered: bool = False
     snapshots: tuple[int, ...] = ()
+    shard: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,7 @@ class WorkerStartFailed(WorkerEvent):
     """The process could not be started."""
 
     detail: str
+    snapshots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

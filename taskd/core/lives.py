@@ -90,6 +90,7 @@ class Lives:
             ev.WorkerReport(
                 life.rank, life.incarnation, life.state.value, life.is_declared, life.version, life.clean, life.is_entered,
                 () if life.stand is None or isinstance(life.stand, ev.WorkerReturned) else life.stand.snapshots,
+                "" if life.holds is None else life.holds.shard,
             )
             for life in self.present.values()
         )

@@ -242,4 +242,5 @@ def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
         clean=report.clean,
         entered=report.entered,
         snapshots=report.snapshots,
+        shard=report.shard,
     )

@@ -143,7 +143,7 @@ class NodeMachine:
     def _start_failed(self, event: ev.WorkerStartFailed) -> Commands:
         """There is no process, and there will be none."""
         fault = Fault(FaultKind.START_FAILED, event.rank, event.incarnation, event.detail, signature=event.detail)
-        return self._ended(event, fault, is_success=False)
+        return self._ended(event, fault, (), event.snapshots, is_success=False)
 
     def _alarm_rang(self, event: ev.AlarmRang) -> Commands:
         """It is dying; how, the kernel says later."""

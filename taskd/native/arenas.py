@@ -50,9 +50,10 @@ class Arenas:
         Raises:
             ArenaError: the node has not as much memory, or the state has grown too often.
         """
+        self.all()
         for descriptor in self.descriptors:
-            if os.fstat(descriptor).st_size and not node_memory.is_sealed(descriptor):
-                os.ftruncate(descriptor, 0)         # a life that ended while it was making it
+            if os.fstat(descriptor).st_size and descriptor not in self._open:        # a life ended while it was making it
+                node_memory.empty(descriptor)
             if os.fstat(descriptor).st_size == 0:
                 arena = Arena.create(shard_bytes, os.dup(descriptor))
                 self._open[descriptor] = arena

@@ -15,6 +15,7 @@ The size of /dev/shm does not: that is another mount.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import resource
 from contextlib import suppress
@@ -99,6 +100,15 @@ def fill(fd: int, size: int) -> None:
         if isinstance(error, OSError):
             raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
         raise
+
+
+def empty(fd: int) -> None:
+    """Give the memory of a file back. Raises OSError."""
+    if not is_sealed(fd):
+        os.ftruncate(fd, 0)
+        return
+    with mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        mapped.madvise(mmap.MADV_REMOVE)
 
 
 def create_file(name: str, size: int) -> int:

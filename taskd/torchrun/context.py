@@ -218,6 +218,8 @@ class TaskdContext(PContext):
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
         former = self.slots.get(local_rank)
         box = BlackBox.create()
+        if not bootstrap["gated"] and local_rank in self._arenas:      # all start anew, and what was is not to be believed
+            self._arenas.pop(local_rank).close()
         if local_rank not in self._arenas:
             self._arenas[local_rank] = Arenas.create()
         arenas = self._arenas[local_rank]

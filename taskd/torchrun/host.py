@@ -84,7 +84,7 @@ class TorchrunHost:
             elif isinstance(reply, Exited):
                 found.append(ProcessEvent(*life, "exited", slot.box, status=reply.status, snapshots=slot.arenas.versions()))
             else:
-                found.append(ProcessEvent(*life, "failed", slot.box, error=reply.error))
+                found.append(ProcessEvent(*life, "failed", slot.box, error=reply.error, snapshots=slot.arenas.versions()))
         return found
 
     def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:

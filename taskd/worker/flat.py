@@ -20,7 +20,7 @@ import torch
 from taskd.errors import StateError
 from taskd.worker.roles import parameters_of
 from taskd.worker.rollback import load_scaler, write_group
-from taskd.worker.shards import memory_of
+from taskd.worker.shards import is_distributed, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -90,9 +90,13 @@ def targets(holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tup
     saved_states, own_states = set(plain["states"]), {*roles.schedulers, *roles.scalers, *roles.steppers, *roles.replicas}
     if saved_states != own_states:
         raise _misfit(holding, f"it was saved with {sorted(saved_states)}, here are {sorted(own_states)}")
+    own: dict[str, torch.Tensor] = {}
+    for role in own_states:
+        _take_tensors(roles.find(role).state_dict(), f"{prefix}.{role}", own)
     for name in _slots(plain["states"]):
         shape, dtype = shapes[name]
-        wanted[name] = torch.empty(shape, dtype=dtype)
+        is_sharded = name in own and is_distributed(own[name]) and tuple(own[name].shape) == tuple(shape)
+        wanted[name] = torch.empty_like(own[name], dtype=dtype) if is_sharded else torch.empty(shape, dtype=dtype)
     divided = tuple(f"{prefix}.{role}.state." for role in holding.zeros())
     saved_names = {name for name in shapes if name.startswith(f"{prefix}.") and (name in wanted or not name.startswith(divided))}
     for name in sorted(saved_names ^ set(wanted)):

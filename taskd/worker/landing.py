@@ -75,7 +75,7 @@ def land(life: Life, holding: Holding) -> Restored:
         version = plan.version
         is_old = is_first or life.version == version      # else it is created anew, commits after the recovery
         restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
-        if life.arenas is not None:
+        if is_first and life.arenas is not None:
             life.arenas.forget_after(version)
     assert life.version is not None
     holding.rollback.begin()

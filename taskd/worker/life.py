@@ -57,6 +57,7 @@ class Life:
     plan: Plan | None = None              # None on the first, undisturbed entry
     states: dict[str, Any] = field(default_factory=dict)    # TrainStates of the present entry, by name
     parked: dict[str, Any] = field(default_factory=dict)    # those of the last entry; emptied by restore()
+    torn: bool = False                    # what is parked is no whole copy of `version`
     held: bool = False                    # between optimizer.step() and commit()
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume

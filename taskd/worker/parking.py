@@ -62,6 +62,7 @@ def park_all(life: Life) -> ParkReport:
     shards.forget_meshes()
     if life.version is None:              # an exchange was cut short: what it began to overwrite is no copy any more
         life.parked = {}
+    life.torn = bool(reasons)
     if not life.parked:
         return ParkReport(None, clean=True, reason="")
     for reason in reasons:

@@ -56,8 +56,11 @@ def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
         function(folder)
 
 
-def _adopted(rank: int, path: str, version: int) -> snapshots.Found:
+def _adopted(rank: int, path: str | None, version: int) -> snapshots.Found:
     """The snapshot of a dead rank of this node, whose part of the state nobody else has."""
+    if path is None:
+        message = f"the snapshot of rank {rank}, which is dead, is gone"
+        raise StateError(message)
     try:
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         return snapshots.Found(arena, version)
@@ -89,24 +92,25 @@ class Dumping:
         self._draft = None
         if life.rank not in order.writers:
             return "", ""
-        is_live = life.version == order.version and bool(life.parked)
+        is_live = life.version == order.version and bool(life.parked) and not life.torn
         if not is_live and order.version not in life.snapshot_versions():
             return FAILED, f"it holds version {life.version} and snapshots of {list(life.snapshot_versions())}, not version {order.version}"
-        draft = Draft(
-            contents.directory_of(life.parked).absolute(), self._job_id, Kind.DUMP, order.version, order.attempt, order.writers, order.generation,
-            order.world_size, order.reason, tuple(sorted(life.parked)),
-        )  # fmt: skip
+        orphaned = dict(order.orphaned)
         if is_live:
-            state, own = contents.shared(life, life.parked, order.writers), contents.own(life, order.version)
+            directory, states = contents.directory_of(life.parked).absolute(), tuple(sorted(life.parked))
+            state, own = contents.shared(life, life.parked, (*order.writers, *orphaned)), contents.own(life, order.version)
         else:
             kept = snapshots.find(life, order.version)
+            directory, states = kept.directory, kept.states
             state, own = kept.shared(), kept.own(life.rank)
-        adopted = {rank: _adopted(rank, path, order.version) for rank, path in order.arenas}
+        draft = Draft(
+            directory, self._job_id, Kind.DUMP, order.version, order.attempt, order.writers, order.generation, order.world_size, order.reason, states)
+        paths = dict(order.arenas)
+        adopted = {rank: _adopted(rank, paths.get(rank), order.version) for rank, writer in order.orphaned if writer == life.rank}
         for rank, path in order.legacies:
-            if rank not in adopted:
-                own.update(_legacy(rank, path, order.version))
+            own.update(_legacy(rank, path, order.version))
         for rank, orphan in adopted.items():
-            for name, item in orphan.orphans(order.writers, life.rank).items():
+            for name, item in orphan.orphans(order.writers, orphaned, rank).items():
                 before = state.get(name, Pieces())
                 state[name] = Pieces((*(before if isinstance(before, Pieces) else (before,)), item))
             own.update(orphan.own(rank))

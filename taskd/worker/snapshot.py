@@ -45,6 +45,7 @@ class Job:
     tensors: dict[str, torch.Tensor]
     rest: bytes
     events: dict[torch.device, Any]
+    counters: dict[str, int]          # of changes in place, when it began
 
 
 class Snapshotter:
@@ -65,6 +66,7 @@ class Snapshotter:
         self.copy_s = self.waited_s = 0.0       # time of the last copy, and of all waits together
         self._make_arena, self._every, self._rank, self._drop_arena = make_arena, every, rank, drop_arena
         self._grown: Arena | None = None        # a larger one without a complete snapshot
+        self._old: Arena | None = None          # a smaller one, until the larger one holds two
         self._stagings: dict[torch.device, Staging] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
@@ -78,7 +80,10 @@ class Snapshotter:
         at = full[-1] if full else len(arenas) - 1
         if at >= 0:
             self.arena, self._grown = arenas[at], arenas[at + 1] if at + 1 < len(arenas) else None
-        for arena in arenas[:max(at, 0)]:
+        before = list(arenas[:max(at, 0)])
+        if before and len(arenas[at].versions()) == 1:
+            self._old = before.pop()
+        for arena in before:
             self._drop_arena(arena)
 
     def prepare(self, shard_bytes: int) -> None:
@@ -97,12 +102,12 @@ class Snapshotter:
         return version % self._every == 0 and self._idle.is_set() and not self._is_closing
 
     def commit(self, version: int, generation: int, tensors: Mapping[str, torch.Tensor], rest: bytes = b"", changing: Collection[str] = ()) -> bool:
-        """Begin a snapshot of `version`. Returns whether one was due.
+        """Begin a snapshot of `version`, whether it is one of those or not. Returns False if the copy before it is not done.
 
         `tensors` are plain ones (the local part of a sharded tensor); they may differ from those of the last snapshot in every respect.
         `changing` names those which may change before the next call of `wait`: they are copied here. `rest` is stored as it is.
         """
-        if not self.is_due(version):
+        if not self._idle.is_set() or self._is_closing:
             return False
         taken = {name: tensor.detach() for name, tensor in tensors.items()}       # the storage of now, even if .data is replaced
         for name in changing:
@@ -113,7 +118,8 @@ class Snapshotter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)
             self._thread.start()
-        self._jobs.put(Job(version, generation, taken, rest, events))
+        counters = {name: _counter(tensor) for name, tensor in taken.items()}
+        self._jobs.put(Job(version, generation, taken, rest, events, counters))
         return True
 
     def wait(self) -> None:
@@ -165,11 +171,15 @@ class Snapshotter:
         writer = arena.begin(job.version, job.generation)
         for name, tensor in job.tensors.items():
             self._put(writer, name, tensor)
+        for name, tensor in job.tensors.items():
+            if _counter(tensor) != job.counters[name]:
+                raise ArenaError(f"{name} was changed while it was copied: between commit() and the next optimizer step the state must stay as it is")
         self.newest = writer.complete(job.rest)
+        if self._old is not None and arena is self.arena:     # the second one in a larger arena: now that holds what others may need
+            old, self._old = self._old, None
+            self._drop_arena(old)
         if arena is self._grown:
-            old, self.arena, self._grown = self.arena, arena, None
-            if old is not None:
-                self._drop_arena(old)
+            self._old, self.arena, self._grown = self.arena, arena, None
         self.copy_s = time.perf_counter() - start
         self.problem = ""
 
@@ -245,6 +255,11 @@ def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
 def dtype_name(dtype: torch.dtype) -> str:
     """As it stands in an index: "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def _counter(tensor: torch.Tensor) -> int:
+    """How often it was changed in place. Writes through `.data` are not counted, nor any of an inference tensor."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> int:

@@ -24,7 +24,8 @@ from taskd.worker.shards import is_distributed, local, memory_of
 from taskd.worker.snapshot import Snapshotter, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
+    from pathlib import Path
 
     from taskd.native.arena import Arena, Snapshot
     from taskd.native.arenas import Arenas
@@ -55,24 +56,37 @@ class Snapshots:
         self._places: dict[tuple[Any, ...], Place] = {}
 
     def prepare(self, states: dict[str, Holding]) -> None:
-        """Make the arena now, so that a node without enough memory says so before the training begins.
+        """Make the arena now, so that a node without enough memory says so before the training begins; in a recovery that costs snapshots only.
 
         Optimizer memory that is made in the first step is not known yet: then only what is there must fit, and the first snapshot makes the arena.
 
         Raises:
-            StateError: there is not enough.
+            StateError: there is not enough, at a fresh start.
         """
+        try:
+            self._prepare(states)
+        except ArenaError as error:
+            if self._life.plan is None or self._life.plan.version is None:
+                message = f"rank {self._life.rank}: {error}"
+                raise StateError(message) from error
+            self._warn(error)
+        except Exception as error:  # noqa: BLE001 - whatever a user's state_dict() raises
+            self._warn(error)
+
+    def _prepare(self, states: dict[str, Holding]) -> None:
         held = [local(tensor) for holding in states.values() for tensor in flat.flatten(holding)[0].values()]
         size = sum(tensor.nbytes for tensor in held)
         is_complete = all(memory_of(optimizer) for holding in states.values() for optimizer in holding.roles.optimizers.values())
-        try:
-            if is_complete:
-                self._copier.prepare(size)
-            elif self._copier.arena is None:
-                node_memory.require(2 * capacity_for(size))
-        except ArenaError as error:
-            message = f"rank {self._life.rank}: {error}"
-            raise StateError(message) from error
+        if is_complete:
+            self._copier.prepare(size)
+        elif self._copier.arena is None:
+            node_memory.require(2 * capacity_for(size))
+
+    def _warn(self, error: Exception) -> None:
+        if str(error) != self._problem:
+            log.warning("rank %d: no snapshot of version %s could be made: %s. The one before it stays; training goes on", self._life.rank,
+                        self._life.version, error, exc_info=not isinstance(error, TaskdError))
+        self._problem = str(error)
 
     def commit(self) -> None:
         """A version is complete: if it is one to keep, begin to copy. It goes on while the next step computes, up to its optimizer."""
@@ -84,12 +98,8 @@ class Snapshots:
         self._is_due = False
         try:
             self._begin(life.version)
-        # Whatever a user's state_dict() raises: training goes on, with the snapshot before this one.
-        except Exception as error:
-            if str(error) != self._problem:
-                log.warning("rank %d: no snapshot of version %d could be made: %s. The one before it stays; training goes on", life.rank,
-                            life.version, error, exc_info=not isinstance(error, TaskdError))
-            self._problem = str(error)
+        except Exception as error:  # noqa: BLE001 - the same: training goes on, with the snapshot before this one
+            self._warn(error)
 
     def _begin(self, version: int) -> None:
         life = self._life
@@ -105,7 +115,8 @@ class Snapshots:
             else:
                 values[name] = held
         changing = [name for holding in life.states.values() for name in flat.names_of_buffers(holding)]
-        rest = pickle.dumps((places, values, logbook_of(life).blob(version)), extras.PROTOCOL)
+        where = contents.directory_of(life.states).absolute(), tuple(sorted(life.states))
+        rest = pickle.dumps((places, values, logbook_of(life).blob(version), where), extras.PROTOCOL)
         self._copier.commit(version, life.generation, tensors, rest, changing)
 
     def _place(self, name: str, tensor: torch.Tensor, holders: tuple[int, ...]) -> Place:
@@ -138,6 +149,8 @@ class Found:
         self._places: dict[str, Place] = found[0]
         self._values: dict[str, Held] = found[1]
         self._blob: tuple[bytes, bytes] | None = found[2]
+        self.directory: Path = found[3][0]
+        self.states: tuple[str, ...] = found[3][1]
 
     def load(self, life: Life, holding: Holding) -> bool:
         """Put the state of one TrainState back, and what is this rank's alone. False: the snapshot does not have it.
@@ -163,15 +176,15 @@ class Found:
         """As `taskd.worker.contents.shared`. The tensors are the arena's own memory: they hold as long as this does."""
         return {**{name: Held(self._piece(name), place.holders) for name, place in self._places.items()}, **self._values}
 
-    def orphans(self, writers: Collection[int], adopter: int) -> dict[str, Any]:
-        """Of this, what no rank of `writers` has: `adopter` writes it for the dead."""
+    def orphans(self, writers: Collection[int], orphaned: Mapping[int, int], rank: int) -> dict[str, Any]:
+        """Of this, which `rank` has left, what no rank of `writers` has; `orphaned`: all such ranks, and who writes for them."""
         found: dict[str, Any] = {}
         for name, place in self._places.items():
             if not set(place.holders) & set(writers):
                 found[name] = self._piece(name)
         for name, held in self._values.items():
-            if not set(held.holders) & set(writers):
-                found[name] = Held(held.value, (adopter,))
+            if not set(held.holders) & set(writers) and rank == min(set(held.holders) & set(orphaned)):      # values are written once
+                found[name] = Held(held.value, (orphaned[rank],))
         return found
 
     def own(self, rank: int) -> dict[str, Any]:

@@ -88,6 +88,15 @@ def test_a_file_that_was_being_made_is_made_again(arenas):
     assert (life.versions(), another_process(arenas).versions()) == ((7,), (7,))
 
 
+def test_an_arena_without_a_header_gives_its_memory_back(arenas):
+    node_memory.fill(arenas.descriptors[0], 1 << 20)             # a life that was killed between the two
+    life = another_process(arenas)
+    put(life.make(1000), 7)
+    assert blocks(arenas.descriptors[0]) == 0
+    assert (life.versions(), arenas.versions()) == ((7,), (7,))
+    life.close()
+
+
 def test_no_memory_leaves_the_file_empty(arenas, monkeypatch):
     monkeypatch.setattr(node_memory, "limits", lambda *_: [node_memory.Limit("the test", 0)])
     with pytest.raises(ArenaError, match="the test leaves"):

@@ -101,7 +101,7 @@ def test_a_shard_that_nobody_has_comes_from_node_memory(
             assert f"loaded version {record['version']} from the memory of its node" in sources
 
 
-@pytest.mark.parametrize("faults", ["1@5:forward:kill", "1@5:forward:kill;2@5:forward:kill"])
+@pytest.mark.parametrize("faults", ["1@5:forward:kill", "1@5:forward:together;2@5:forward:together"])
 def test_a_dump_takes_the_shards_of_the_dead_from_node_memory(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], faults: str) -> None:
     dead = {int(fault[0]) for fault in faults.split(";")}
     with harness.job(tmp_path, LAYOUT="fsdp", SNAPSHOT_EVERY="3", FAULTS=faults, TASKD_RECOVER_STRATEGY="dump") as job:

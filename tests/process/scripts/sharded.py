@@ -2,7 +2,7 @@
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
          tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
-FACTS, FAULTS, STEPS as in train.py; SNAPSHOT_EVERY
+FACTS, FAULTS, STEPS as in train.py, but "how" is "kill", or "together": when all of FAULTS have come to their places; SNAPSHOT_EVERY
 """
 
 import hashlib
@@ -43,8 +43,10 @@ def here(place, step):
             os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
+        while how == "together" and not all(os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS))):
+            time.sleep(0.001)
         fact("fault", spec=spec, step=step)
-        assert how == "kill"
+        assert how in ("kill", "together")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

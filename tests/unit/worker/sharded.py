@@ -256,19 +256,19 @@ def resume(member, kind, folder, steps=4):
     return _in_job(member, _train, kind, folder, steps, 0)
 
 
-def dump_from_memory(member, kind, folder, orphaned):
-    """Train beyond a snapshot, then save that one as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part."""
+def dump_from_memory(member, kind, folder, orphaned, steps):
+    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part."""
 
     def dump(life):
-        _train(life, kind, folder, 3, 0, snapshot_every=2)
+        _train(life, kind, folder, steps, 0, snapshot_every=2)
         park_all(life)
         arena = life.arenas.find(2)
         paths = [None] * member.size
         dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{arena.fd}")
         writers = tuple(rank for rank in range(member.size) if rank not in orphaned)
-        arenas = tuple((rank, paths[rank]) for rank, writer in orphaned.items() if writer == member.rank)
+        arenas = tuple((rank, paths[rank]) for rank, writer in orphaned.items() if writer == member.rank)       # as the agent puts them in
         dumping, said = Dumping(life, "job"), []
-        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", arenas=arenas)
+        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", orphaned=tuple(orphaned.items()), arenas=arenas)
         said.append(dumping.obey(order))
         dist.barrier()
         said.append(dumping.obey(commands.Publish("", 1, 0, writers[0], 0)))
@@ -295,11 +295,14 @@ def _in_job(member, function, *args):
 
 def _train(life, kind, folder, steps, every, snapshot_every=0):
     model, optimizer, data = build(kind)
+    average = Average(model) if kind == "hsdp" else None
     state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0,
-                       snapshot_every=snapshot_every)
+                       snapshot_every=snapshot_every, **({} if average is None else {"average": average}))
     restored = str(state.restore())
     while state.step < steps:
         step(model, optimizer, data, state.step)
+        if average is not None:
+            average.update(model)
         state.seen += 1 + dist.get_rank()
         state.commit()
     if life.periodic is not None:

@@ -21,7 +21,7 @@ def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "size", "other"), [
     ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"), ("zero", 2, "zero_pairs"),
-    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 4, "hsdp"),
+    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"),
 ])  # fmt: skip
 def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
     saved = world.run(sharded.train_and_save, kind, str(tmp_path), size=size)
@@ -55,11 +55,12 @@ def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
 
 @pytest.mark.parametrize(("kind", "orphaned"), [
     ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}), ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
-    ("stages", {1: 2, 3: 2}),
+    ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}),
 ])  # fmt: skip
-def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned):
-    """Those that have no living replica; of those that have one nothing is written twice."""
-    for rank, said in enumerate(world.run(sharded.dump_from_memory, kind, str(tmp_path), orphaned)):
+@pytest.mark.parametrize("steps", [2, 3])
+def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned, steps):
+    """Those that have no living replica; of those that have one nothing is written twice. The living have version 2 live, or as a snapshot, too."""
+    for rank, said in enumerate(world.run(sharded.dump_from_memory, kind, str(tmp_path), orphaned, steps)):
         publisher = min(set(range(4)) - set(orphaned))
         assert said[0] == (("", "") if rank in orphaned else ("written", ""))
         assert said[1] == (("published", str(tmp_path / "dump-000000000002")) if rank == publisher else ("", ""))

@@ -137,8 +137,7 @@ def test_only_every_kth_version_is_due_and_none_while_a_copy_runs(made):
 
     snapshotter = Snapshotter(make, every=3)
     tensors = {"x": torch.arange(5)}
-    assert not snapshotter.commit(1, 0, tensors)
-    assert not snapshotter.commit(2, 0, tensors)
+    assert [snapshotter.is_due(version) for version in (1, 2, 3)] == [False, False, True]
     assert snapshotter.commit(3, 0, tensors)
     assert asked.wait(DEADLINE_S)
     assert not snapshotter.is_due(6)
@@ -389,3 +388,25 @@ def test_a_training_that_is_killed_leaves_whole_snapshots_only():
                 assert load(arena, version, targets) == b"%d" % version
                 for tensor in targets.values():
                     assert same(tensor, torch.full_like(tensor, version))
+
+
+def test_a_tensor_that_changes_while_it_is_copied_makes_no_snapshot(made, caplog):
+    gate = threading.Event()
+
+    def make(shard_bytes):
+        assert gate.wait(DEADLINE_S)
+        made.append(Arena.create(shard_bytes))
+        return made[-1]
+
+    snapshotter = Snapshotter(make, every=1)
+    tensor = torch.zeros(1000)
+    assert snapshotter.commit(1, 0, {"good": torch.ones(3), "swapped": tensor})
+    tensor.add_(1)                   # an average that is swapped in for a validation
+    gate.set()
+    snapshotter.wait()
+    assert "swapped was changed while it was copied" in snapshotter.problem
+    assert snapshotter.arena is None
+    assert snapshotter.commit(2, 0, {"good": torch.ones(3), "swapped": tensor})
+    snapshotter.wait()
+    assert [held.version for held in snapshotter.arena.versions()] == [2]
+    snapshotter.close()

@@ -7,10 +7,12 @@ import torch
 from job import Job, Sampler, Stop
 from torch import nn
 
+from taskd.core import commands
 from taskd.core.commands import Move
 from taskd.errors import StateError
 from taskd.native import node_memory
 from taskd.native.arenas import Arenas
+from taskd.worker.saving import Dumping
 from taskd.worker.state import TrainState
 
 STEPS = 9
@@ -47,18 +49,18 @@ class Average:
 class Training:
     """One entry: two TrainStates, everything that a state can consist of."""
 
-    def __init__(self, every=2, stop=None, grow_at=None):
-        self.every, self.stop, self.grow_at = every, stop, grow_at
+    def __init__(self, every=2, stop=None, grow_at=None, tear=None, folder=None):
+        self.every, self.stop, self.grow_at, self.tear, self.folder = every, stop, grow_at, tear, folder
 
     def __call__(self):
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 4))
-        self.other, self.late = nn.Linear(4, 4), nn.Linear(100, 100)
+        self.other, self.late = nn.Linear(4, 4), nn.Linear(300, 300)
         self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=0.01), torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9)]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2)
         self.sampler, self.average = Sampler(), Average(self.model)
         self.first = TrainState(model=self.model, optimizer=self.optimizers[0], scheduler=self.scheduler, sampler=self.sampler, average=self.average,
-                                late=self.late, snapshot_every=self.every, losses=[])
+                                late=self.late, snapshot_every=self.every, checkpoint_dir=self.folder, losses=[])
         self.second = TrainState("second", model=self.other, optimizer=self.optimizers[1])
         self.restored = [str(state.restore()) for state in (self.first, self.second)]
         if self.grow_at is not None and self.first.step > self.grow_at:
@@ -70,7 +72,7 @@ class Training:
     def step(self):
         if self.first.step == self.grow_at:
             self.optimizers[0].add_param_group({"params": list(self.late.parameters())})
-        loss = self.other(self.model(torch.randn(8, 64))).square().mean() + self.late(torch.ones(1, 100)).square().mean()
+        loss = self.other(self.model(torch.randn(8, 64))).square().mean() + self.late(torch.ones(1, 300)).square().mean()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -79,6 +81,9 @@ class Training:
             raise Stop
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.first.step == self.tear:
+            self.tear = None
+            raise Stop
         self.average.update(self.model)
         self.scheduler.step()
         self.sampler.position += 8
@@ -142,8 +147,12 @@ def test_a_fresh_start_forgets_everything(job):
 
 
 def test_a_new_parameter_group_takes_a_larger_arena(job):
-    training = Training(stop=7, grow_at=3)
-    job.enter(training)
+    """The first one is kept until the second one holds two: others may have only what the first one has."""
+    job.enter(Training(stop=4, grow_at=3))
+    assert job.life.arenas.versions() == (4, 6, 8)
+    assert len(job.life.arenas.all()) == 2
+    job.resume(None)
+    job.enter(Training(stop=7, grow_at=3))
     assert job.life.arenas.versions() == (12, 14)
     assert len(job.life.arenas.all()) == 1           # the first one was given back
 
@@ -184,3 +193,51 @@ def test_a_state_that_cannot_be_had_costs_a_snapshot_and_no_training(job, caplog
     (record,) = (record for record in caplog.records if record.name == "taskd.worker.snapshots")
     assert "rank 0: no snapshot of version 10 could be made: the device is gone. The one before it stays; training goes on" in record.getMessage()
     assert job.life.arenas.versions() == (16, 18)
+
+
+def test_one_that_falls_due_half_way_is_made_at_the_end_of_the_step(job):
+    job.enter(Training(every=5, stop=5))
+    assert job.life.arenas.versions() == (6, 10)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_dump_never_takes_what_is_torn(job, tmp_path, is_replaced):
+    """The optimizers have stepped, the commit has not come: only the snapshot is version 10. A replacement has nothing else anyway."""
+    _, report = job.enter(Training(tear=5, folder=tmp_path))
+    assert (report.version, report.clean) == (10, False)
+    assert job.life.arenas.versions() == (8, 10)
+    if is_replaced:
+        job.replace()
+        job.life.job_id = "job"
+    dumping = Dumping(job.life, "job")
+    assert dumping.obey(commands.Dump("", 1, 10, (0,), 1, "a test", "attempt")) == ("written", "")
+    assert dumping.obey(commands.Publish("", 1, 0, 0, 0)) == ("published", str(tmp_path / "dump-000000000010"))
+    job.resume(None)
+    again = Training(folder=tmp_path)
+    result, _ = job.enter(again)
+    assert again.restored == [f"read version 10 from {tmp_path}/dump-000000000010"] * 2
+    assert same(result, undisturbed())
+
+
+def test_too_little_memory_in_a_recovery_costs_snapshots_only(job, monkeypatch, caplog):
+    job.enter(Training(every=100, stop=6))
+    job.resume(12)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(node_memory, "limits", lambda *_: [node_memory.Limit("the test", 0)])
+        result, _ = job.enter(Training())
+    assert same(result, undisturbed())
+    assert "the test leaves" in caplog.text
+    assert job.life.arenas.versions() == ()
+
+
+def test_a_state_that_is_made_later_drops_no_snapshot(job):
+    class Late(Training):
+        def step(self):
+            if self.first.step == 8:
+                TrainState("late", model=nn.Linear(1, 1)).restore()
+            super().step()
+
+    job.enter(Training(stop=6))
+    job.resume(10, {0: Move(0, snapshot=10)})
+    job.enter(Late(stop=8))
+    assert job.life.arenas.versions() == (14, 16)
