@@ -108,7 +108,7 @@ def test_a_dump_takes_the_shards_of_the_dead_from_node_memory(tmp_path: pathlib.
         finished = job.run("sharded.py")
         assert {fact["rank"] for fact in job.facts("fault")} == dead
         ends = [f"rank {rank} ended with SIGKILL at step 5" for rank in sorted(dead)]
-        checkpoint = end_with_dump(job, finished, {*ends, "; ".join(ends)}, 3)
+        checkpoint = end_with_dump(job, finished, {*ends, "; ".join(ends), "; ".join(reversed(ends))}, 3)
         assert set(checkpoint.manifest.writers) == set(range(4)) - dead
         resumed(job, 3, script="sharded.py")
         assert job.digests() == undisturbed("fsdp")
