@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+FAULT_TIMEOUT_S = "10"   # a fault waits almost as long for a manager that is dead; the default of 30 would make such kills slow
 LIMIT_S = 90           # for anything that a job must come to: a start takes 3 s, a fault without a manager some more
 _LOOK_S = 0.01
 _NOT_FINISHED = "was not finished"
@@ -41,7 +42,7 @@ class Hunted:
     def __init__(self, directory: pathlib.Path, options: argparse.Namespace, layout: str, expected: Digests, strategy: str = "") -> None:
         extra = {"TASKD_RECOVER_STRATEGY": strategy} if strategy else {}
         self.job = Job(directory, LAYOUT=layout, HIDDEN=str(options.hidden), LAYERS=str(options.layers), STEPS=str(options.steps), DIGESTS="1",
-                       SNAPSHOT_EVERY=str(options.snapshot_every), CHECKPOINT_EVERY=str(options.checkpoint_every), **extra)
+                       SNAPSHOT_EVERY=str(options.snapshot_every), CHECKPOINT_EVERY=str(options.checkpoint_every), TASKD_FAULT_TIMEOUT=FAULT_TIMEOUT_S, **extra)
         self.options, self.expected = options, expected
         self.checkpoints = directory / "taskd_checkpoints"
         self.began = -math.inf          # of the life that is under way
@@ -60,7 +61,7 @@ class Hunted:
 
     @property
     def agent(self) -> Output:
-        """torchrun of this life."""
+        """The torchrun of this life."""
         return self.job.agents[-1]
 
     @property
@@ -72,6 +73,10 @@ class Hunted:
     def has_ended(self) -> bool:
         """Whether torchrun has."""
         return self.agent.process.poll() is not None
+
+    def is_almost_done(self) -> bool:
+        """The job may end before a kill."""
+        return max(self.newest(rank) for rank in range(RANKS)) > self.options.steps - 4
 
     def wait_until(self, what: str, fact: Callable[[], bool], *, may_end: bool = False) -> bool:
         """Until it is so; False: the job has ended (`may_end`)."""
@@ -180,7 +185,7 @@ class Hunted:
                 assert select.select([fd], [], [], LIMIT_S)[0], "SIGKILL did not end a process"
 
     def kill_everything(self, chance: random.Random) -> None:
-        """Manager, torchrun, forkserver, workers, in any order."""
+        """Manager, torchrun, forkserver, workers, in any order. Raises ProcessLookupError: the job had ended."""
         deadline = time.monotonic() + LIMIT_S
         pids = sorted({self.agent.process.pid, self.manager.process.pid} | self.job.leftovers())
         while pids:
@@ -191,7 +196,8 @@ class Hunted:
                     os.kill(pid, signal.SIGKILL)
             self.agent.wait(LIMIT_S), self.manager.wait(LIMIT_S)
             pids = sorted(self.job.leftovers())
-        assert self.agent.process.returncode == self.manager.process.returncode == -signal.SIGKILL
+        if self.agent.process.returncode != -signal.SIGKILL:
+            raise ProcessLookupError(f"torchrun had ended by itself: {self.agent.text[-1000:]}")
 
     # ------------------------------------------------------------ after a kill
 
@@ -208,13 +214,26 @@ class Hunted:
             assert record["steps_redone"] <= self.options.snapshot_every, record
         self.check_digests()
 
+    def check_restarted(self, high: int, since: float, published: int) -> None:
+        """Without a manager: all processes anew, as plain torchrun does, from the newest on the disk; a save may have ended after the kill."""
+        self.wait_for_progress(high, since)
+        versions = {fact["step"] for fact in self.facts("restored", since)}
+        assert len(versions) == 1, f"ranks restored different versions: {versions}"
+        assert min(versions) >= published, f"restored {versions}, and {published} was published before the kill"
+        self.strategies["without a manager"] += 1
+        self.began = since
+        self.check_digests()
+
     def check_went_on(self, high: int, since: float) -> None:
-        """Nobody was interrupted; a manager that is started again knows the job."""
+        """Nobody was interrupted."""
         self.wait_for_progress(high, since)
         assert not self.facts("restored", since), "a rank was interrupted by the death of the manager"
+        self.check_digests()
+
+    def new_manager(self) -> None:
+        """It knows the job."""
         self.job.start_manager()
         self.manager.wait_text("node 0 of 1 registered", LIMIT_S)
-        self.check_digests()
 
     def check_restart(self, published: int) -> int:
         """All is dead: what is on the disk is whole, no older than what was there at the kill, and the next start goes on from it. Its version."""

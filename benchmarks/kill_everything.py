@@ -8,6 +8,7 @@ one is being written most of the time. An episode is one job in one directory. I
 
 writer, two writers   the job must replace them and go on from memory: nothing from disk, at most `--snapshot-every` steps redone
 manager               nobody may be interrupted; a new manager must know the job
+manager, then writer  before there is a new manager: all processes are started anew, from what is on the disk
 everything            manager, torchrun, forkserver and ranks, in any order; also during a start. Then the same command again: restore() must give the newest
                       version that is whole on the disk, which is read in full after the kill, and must not be older than what had been published before it
 ... in a dump         one of these while a dying gasp is written. Whatever the job does, it must end or go on; the rest as for `everything`
@@ -34,7 +35,8 @@ from benchmarks.hunted_job import Digests, Hunted, is_dump, undisturbed
 from benchmarks.recovery import RANKS, conditions
 
 KINDS = ("writer", "two writers", "manager", "everything")
-PER_EPISODE = 6
+WEIGHTS = (3, 3, 2, 4)
+THEN_WRITER_SHARE = 0.5  # of the kills of the manager
 EARLY_SHARE = 0.2        # of the kills of everything: those during a start
 START_S = 4.0            # a start with a restore takes about as long
 GAP_S = 0.4              # between two writers: both in one recovery, or the second in the recovery of the first
@@ -60,7 +62,7 @@ class Score:
     def show(self) -> None:
         """As a table."""
         print(f"{'':26}{'kills':>7}{'in a save':>11}{'failures':>10}")
-        for kind in sorted(self.kills):
+        for kind in sorted(+self.kills):
             failed = sum(failure["kind"] == kind for failure in self.failures)
             print(f"{kind:26}{self.kills[kind]:>7}{self.hits[kind]:>11}{failed:>10}")
         print(f"starts checked against the disk: {self.restarts}, of which nothing whole was there: {self.fresh}; recoveries: {dict(self.strategies)}")
@@ -70,7 +72,7 @@ class Score:
     def result(self) -> dict:
         """As JSON."""
         return {
-            "kills": dict(self.kills), "in_a_save": dict(self.hits), "starts_checked": self.restarts, "of_which_fresh": self.fresh,
+            "kills": dict(+self.kills), "in_a_save": dict(+self.hits), "starts_checked": self.restarts, "of_which_fresh": self.fresh,
             "recoveries": dict(self.strategies), "failures": self.failures,
         }  # fmt: skip
 
@@ -85,14 +87,16 @@ class Episode:
         digests, step_s = known[self.layout]
         self.hunted = Hunted(directory, options, self.layout, digests, "dump" if self.is_dump else "")
         self.window_s = 2 * options.checkpoint_every * step_s
-        self.steps, self.score, self.kind = options.steps, score, "start"
+        self.score, self.kind = score, "start"
 
     def play(self, kills: int) -> None:
         """At most so many kills; fewer if the job comes to its end before."""
         hunted = self.hunted
         hunted.start()
         for _ in range(kills):
-            self.kind = self.chance.choice(KINDS)
+            self.kind = self.chance.choices(KINDS, WEIGHTS)[0]
+            if hunted.is_almost_done():
+                break
             is_early = not self.is_dump and self.kind == "everything" and self.chance.random() < EARLY_SHARE
             if is_early:
                 hunted.kill_everything(self.chance)      # not counted: only the start that follows is wanted
@@ -101,7 +105,7 @@ class Episode:
             else:
                 hunted.wait_until_settled()
                 time.sleep(self.chance.uniform(0, self.window_s))
-                if max(hunted.newest(rank) for rank in range(RANKS)) > self.steps - 4:
+                if hunted.is_almost_done():
                     break
             self.in_a_dump() if self.is_dump else self.strike()
         else:
@@ -117,18 +121,32 @@ class Episode:
             self.score.restarted(hunted.check_restart(published))
         elif self.kind == "manager":
             hunted.check_went_on(high, since)
+            if self.chance.random() < THEN_WRITER_SHARE:
+                self.kind = "manager, then writer"
+                high, since, published = max(hunted.newest(rank) for rank in range(RANKS)), time.monotonic(), hunted.published()
+                self.hit(ranks)
+                hunted.check_restarted(high, since, published)
+                published = hunted.published()
+                hunted.kill_everything(self.chance)      # it goes on without recovery: this life is over
+                self.score.restarted(hunted.check_restart(published))
+            else:
+                hunted.new_manager()
         else:
             hunted.check_survived(high, since, set(ranks))
+
+    def saving(self) -> set[str]:
+        """What is being written: in an episode of dumps, only those."""
+        return {name for name in self.hunted.saves_in_progress() if is_dump(name) or not self.is_dump}
 
     def hit(self, ranks: list[int]) -> None:
         """Count it, and whether a save was being written before it and still was behind it."""
         hunted = self.hunted
         self.score.kills[self.kind] += 1
-        saving = hunted.saves_in_progress()
-        if self.kind == "everything" or self.kind.startswith("everything "):
+        saving = self.saving()
+        if self.kind.startswith("everything"):
             hunted.kill_everything(self.chance)
-            saving = hunted.saves_in_progress()      # nobody is left who could have removed it
-        elif self.kind.startswith("manager"):
+            saving = self.saving()                   # nobody is left who could have removed it
+        elif self.kind in ("manager", "manager in a dump"):
             hunted.kill([hunted.manager.process.pid])
         else:
             pids = hunted.pids_of(ranks)
@@ -137,25 +155,27 @@ class Episode:
                 time.sleep(self.chance.uniform(0, GAP_S))
                 pids = pids[1:]
             hunted.kill(pids)
-        self.score.hits[self.kind] += bool(saving & hunted.saves_in_progress())
+        self.score.hits[self.kind] += bool(saving & self.saving())
 
     def in_a_dump(self) -> None:
         """A rank dies; while the others write the dump, the kill comes."""
         hunted = self.hunted
         order = self.chance.sample(range(RANKS), RANKS)
-        published, since = hunted.published(), time.monotonic()
+        since = time.monotonic()
         high = max(hunted.newest(rank) for rank in range(RANKS))
         hunted.kill(hunted.pids_of(order[:1]))
         self.kind += " in a dump"
-        if not hunted.wait_until("a dump", lambda: any(map(is_dump, hunted.saves_in_progress())), may_end=True):
+        if not hunted.wait_until("a dump", lambda: bool(self.saving()), may_end=True):
             raise AssertionError(f"no dump was begun:\n{hunted.agent.text[-3000:]}")
         time.sleep(self.chance.uniform(0, DUMP_S))
+        published = hunted.published()
         if not hunted.has_ended():
             try:
                 self.hit(order[1:3] if self.kind.startswith("two") else order[1:2])
             except ProcessLookupError:       # it had ended by itself, a moment before
                 self.score.kills[self.kind] -= 1
-        if hunted.wait_for_progress(high, since, may_end=True):      # without its manager a job may go on as plain torchrun does
+        if hunted.wait_for_progress(high, since, may_end=True):      # without its manager a job goes on as plain torchrun does
+            hunted.check_restarted(high, since, published)
             hunted.kill_everything(self.chance)
         self.check_end()
         self.score.restarted(hunted.check_restart(published))
@@ -214,7 +234,7 @@ def main() -> None:
         shutil.rmtree(base / f"undisturbed-{layout}")
     score, number = Score(), options.episode or 0
     while score.kills.total() < options.kills and (options.episode is None or number == options.episode):
-        play(number, min(PER_EPISODE, options.kills - score.kills.total()), base, options, known, score)
+        play(number, options.kills - score.kills.total(), base, options, known, score)
         number += 1
     if not score.failures:
         base.rmdir()
