@@ -57,6 +57,9 @@ lint: $(VENV)/tested
 
 bench: install
 	$(PY) benchmarks/recovery.py
+	$(PY) benchmarks/sharded_recovery.py
+	$(PY) benchmarks/sharded_recovery.py --layout fsdp --snapshot-every 3
+	$(PY) benchmarks/kill_everything.py
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/soak.py
 	$(PY) benchmarks/death_alarm.py

@@ -49,7 +49,7 @@ def recoverable(function: F) -> F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         present = runtime_module.current()
         if present is None:
-            return function(*args, **kwargs)
+            return _run_alone(functools.partial(function, *args, **kwargs))
         if threading.current_thread() is not threading.main_thread():
             message = f"{function.__qualname__} is recoverable: call it from the main thread, which taskd interrupts"
             raise StateError(message)
@@ -64,6 +64,22 @@ def recoverable(function: F) -> F:
         return _run(present, functools.partial(function, *args, **kwargs))
 
     return wrapper  # type: ignore[return-value]
+
+
+def _run_alone(call: Callable[[], Any]) -> Any:
+    """Enter once: nobody would call for a second time. In a job that has lost its manager, TrainStates still read and write checkpoints."""
+    life = life_module.current()
+    if life is None or life.in_recoverable:
+        return call()
+    life.in_recoverable = True
+    try:
+        result = call()
+        if life.periodic is not None:
+            life.periodic.wait()
+    finally:
+        life.in_recoverable = False
+        life_module.set_current(None)            # a TrainState of a second function counts, and no more
+    return result
 
 
 def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:

@@ -455,11 +455,15 @@ def set_current(runtime: Runtime | None) -> None:
 def start(bootstrap: dict[str, Any]) -> Runtime | None:
     """Start the runtime of this process from the agent's bootstrap dict.
 
-    None if it says "plain": the agent goes on without a manager, nobody would answer. Only the store prefix and the guard are set up.
+    None if it says "plain": the agent goes on without a manager, nobody would answer. Only the store prefix and the guard are set up, and
+    what a TrainState needs to read and write checkpoints: the job's work on the disk does not depend on a manager.
     """
     if bootstrap["plain"]:
         death_alarm.guard(BlackBox.attach(bootstrap["box_fd"]), bootstrap["life_fd"])
         Groups(bootstrap["generation"]).install(lambda call: call())
+        life_module.set_current(life_module.Life(
+            rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
+            generation=bootstrap["generation"], job_id=bootstrap["job_id"]))
         return None
     runtime = Runtime(bootstrap)
     set_current(runtime)

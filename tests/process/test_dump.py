@@ -222,3 +222,15 @@ def test_periodic_checkpoints_go_on_after_a_fault(tmp_path: pathlib.Path, refere
         assert job.digests() == reference(STEPS="30")
         assert [checkpoint.manifest.version for checkpoint in checkpoints(job)] == [28, 24, 20]
         assert [record["steps_redone"] for record in job.recoveries()] == [0, 0]
+
+
+def test_without_a_manager_the_group_starts_anew_from_its_checkpoints_and_writes_more(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    env = {"STEPS": "30", "SLEEP_S": "0.02", "SAVE_EVERY": "4", "FAULTS": "1@14:forward:kill", "TASKD_FAULT_TIMEOUT": "3"}
+    with harness.job(tmp_path, **env) as job:
+        finished = job.run(manager=False)
+        assert finished.returncode == 0, finished.output[-4000:]
+        assert len(job.facts("fault")) == 1
+        (source,) = {fact["source"] for fact in job.facts("restored")[4:]}
+        assert re.fullmatch(rf"read version (8|12) from {tmp_path}/taskd_checkpoints/step-0*(8|12)", source)
+        assert job.digests() == reference(STEPS="30")
+        assert [checkpoint.manifest.version for checkpoint in checkpoints(job)] == [28, 24, 20]
