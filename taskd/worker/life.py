@@ -75,6 +75,11 @@ class Life:
     wants_calls: bool = False             # communication is profiled: the pulse writes gloo's calls to the black box
     profiling_mb: int = 5000              # limit of the whole profiling folder
 
+    @classmethod
+    def of(cls, bootstrap: dict[str, Any]) -> Life:
+        """As the agent describes it, without any memory that outlives it."""
+        return cls(bootstrap["rank"], bootstrap["world_size"], bootstrap["incarnation"], job_id=bootstrap["job_id"], generation=bootstrap["generation"])
+
     @property
     def is_reentry(self) -> bool:
         """True while the function runs as part of a recovery, survivors and replacements alike."""

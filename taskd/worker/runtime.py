@@ -85,11 +85,9 @@ class Runtime:
         self.node_rank: int = bootstrap["node_rank"]
         self._local_rank: int = bootstrap["local_rank"]
         box = BlackBox.attach(bootstrap["box_fd"])
-        self.life = Life(
-            rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
-            generation=bootstrap["generation"], box=box, job_id=self.job_id,
-            arenas=Arenas([bootstrap[name] for name in sorted(bootstrap) if name.startswith("arena") and name.endswith("_fd")]),
-        )
+        self.life = Life.of(bootstrap)
+        self.life.box = box
+        self.life.arenas = Arenas([bootstrap[name] for name in sorted(bootstrap) if name.startswith("arena") and name.endswith("_fd")])
         box.begin(os.getpid(), self.life.incarnation)
         box.mark_generation(self.life.generation)
         if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
@@ -461,9 +459,7 @@ def start(bootstrap: dict[str, Any]) -> Runtime | None:
     if bootstrap["plain"]:
         death_alarm.guard(BlackBox.attach(bootstrap["box_fd"]), bootstrap["life_fd"])
         Groups(bootstrap["generation"]).install(lambda call: call())
-        life_module.set_current(life_module.Life(
-            rank=bootstrap["rank"], world_size=bootstrap["world_size"], incarnation=bootstrap["incarnation"],
-            generation=bootstrap["generation"], job_id=bootstrap["job_id"]))
+        life_module.set_current(Life.of(bootstrap))
         return None
     runtime = Runtime(bootstrap)
     set_current(runtime)
