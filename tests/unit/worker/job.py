@@ -24,6 +24,23 @@ class Sampler:
         self.position = state["position"]
 
 
+class Average:
+    """A running average of the parameters. Loading takes the tensors that it is given: they must lie on a mesh of this generation."""
+
+    def __init__(self, model):
+        self.tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def update(self, model):
+        for name, parameter in model.named_parameters():
+            self.tensors[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self):
+        return {"tensors": self.tensors}
+
+    def load_state_dict(self, state):
+        self.tensors = dict(state["tensors"])
+
+
 class Job:
     """One life of rank 0; `replace()` begins the life of its successor."""
 

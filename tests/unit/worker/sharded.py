@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from job import Job, Stop
+from job import Average, Job, Stop
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -112,23 +112,6 @@ def _shard(model, **options):
     for block in model[1:3]:
         fully_shard(block, **options)
     fully_shard(model, **options)
-
-
-class Average:
-    """A running average of the parameters. Loading takes the tensors that it is given: they must lie on a mesh of this generation."""
-
-    def __init__(self, model):
-        self.tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    def update(self, model):
-        for name, parameter in model.named_parameters():
-            self.tensors[name].lerp_(parameter.detach(), 0.1)
-
-    def state_dict(self):
-        return {"tensors": self.tensors}
-
-    def load_state_dict(self, state):
-        self.tensors = dict(state["tensors"])
 
 
 def step(model, optimizer, data, number, stop=""):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from job import Job, Sampler, Stop
+from job import Average, Job, Sampler, Stop
 from torch import nn
 
 from taskd.core import commands
@@ -27,23 +27,6 @@ def job():
     yield job
     job.life.arenas.close()
     job.close()
-
-
-class Average:
-    """An EMA."""
-
-    def __init__(self, model):
-        self.tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    def update(self, model):
-        for name, parameter in model.named_parameters():
-            self.tensors[name].lerp_(parameter.detach(), 0.1)
-
-    def state_dict(self):
-        return {"tensors": self.tensors}
-
-    def load_state_dict(self, state):
-        self.tensors = dict(state["tensors"])
 
 
 class Training:
