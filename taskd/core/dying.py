@@ -49,6 +49,7 @@ class _Gasp:
     writers: tuple[int, ...] = ()
     waiting: set[int] = field(default_factory=set)     # writers that have not written, or the one that has not published
     is_publishing: bool = False
+    is_withdrawing: bool = False
     problem: str = ""                                  # why there will be none; the publisher removes what was written
 
 
@@ -167,47 +168,56 @@ class Dying:
         """A writer is a stage further."""
         job, gasp = self._job, self._gasp
         assert gasp is not None
-        wanted = WITHDRAWN if gasp.problem else PUBLISHED if gasp.is_publishing else WRITTEN
+        wanted = WITHDRAWN if gasp.is_withdrawing else PUBLISHED if gasp.is_publishing else WRITTEN
         if event.generation != job.generation or event.rank not in gasp.waiting or event.stage not in (wanted, FAILED):
             return []
+        if gasp.is_withdrawing:
+            return self._fail(gasp.problem)
         if event.stage == FAILED:
             return self._withdraw(f"rank {event.rank}: {event.detail}", event.rank)
-        if gasp.problem:
-            return self._fail(gasp.problem)
         gasp.waiting.discard(event.rank)
         job.awaited.discard(event.rank)
         if gasp.waiting:
             return []
         if gasp.is_publishing:
             return job.give_up(f"{self._reason()}; step {gasp.version} was saved in {event.detail}", self._fault(), dump=event.detail)
-        gasp.is_publishing = True
-        return self._order_publisher(withdraw=False, limit_s=job.timeouts.dump_s)
+        gasp.is_publishing = not gasp.problem
+        return self._order_publisher(withdraw=bool(gasp.problem))
 
-    def _order_publisher(self, *, withdraw: bool, limit_s: float) -> Commands:
+    def _order_publisher(self, *, withdraw: bool) -> Commands:
         job, gasp = self._job, self._gasp
         assert gasp is not None
         member = job.membership.members[gasp.writers[0]]
-        gasp.waiting = {member.rank}
+        gasp.waiting, gasp.is_withdrawing = {member.rank}, withdraw
         job.awaited.clear()
-        job.awaited.set(member.rank, job.now + limit_s)
+        job.awaited.set(member.rank, job.now + (job.timeouts.lost_grace_s if withdraw else job.timeouts.dump_s))
         job.last = do.Publish(job.cause, job.generation, member.node_rank, member.rank, member.incarnation, withdraw)
         return [job.last]
 
     def overdue(self, ranks: list[int]) -> Commands:
         """These have not written in time."""
-        assert self._gasp is not None
-        if self._gasp.problem:
-            return self._fail(self._gasp.problem)
+        gasp = self._gasp
+        assert gasp is not None
+        if gasp.is_withdrawing:
+            return self._fail(gasp.problem)
+        if gasp.problem:
+            return self._order_publisher(withdraw=True)
         return self._withdraw(f"rank {min(ranks)} was not done after {self._job.timeouts.dump_s:.0f} s", min(ranks))
 
     def _withdraw(self, problem: str, culprit: int) -> Commands:
-        """There will be no checkpoint. What was written goes first, if somebody is there to see to that: the publisher, unless it failed itself."""
-        gasp = self._gasp
+        """There will be no checkpoint, and what was written goes. Others may be about to write yet: they are waited for, if they are soon done."""
+        job, gasp = self._job, self._gasp
         assert gasp is not None
-        if gasp.problem or culprit == gasp.writers[0]:
-            return self._fail(problem)
-        gasp.problem = problem
-        return self._order_publisher(withdraw=True, limit_s=self._job.timeouts.lost_grace_s)
+        gasp.problem = gasp.problem or problem
+        gasp.waiting.discard(culprit)
+        job.awaited.discard(culprit)
+        if gasp.is_publishing:                   # the publisher has seen to it
+            return self._fail(gasp.problem)
+        if not gasp.waiting:
+            return self._order_publisher(withdraw=True)
+        for rank in gasp.waiting:
+            job.awaited.set(rank, job.now + job.timeouts.lost_grace_s)
+        return []
 
     def end(self) -> None:
         """The job has been given up."""

@@ -118,15 +118,18 @@ class Dumping:
         if functions and not is_live:
             log.warning("rank %d: the functions given to on_dump() are not called: version %d is saved from node memory, the objects are at version %s",
                         life.rank, order.version, life.version)
-        write(draft, life.rank, state, own, functools.partial(_call_all, functions) if functions and is_live else None)
         self._draft = draft
+        write(draft, life.rank, state, own, functools.partial(_call_all, functions) if functions and is_live else None)
         return WRITTEN, ""
 
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
         draft, self._draft = self._draft, None
-        if order.rank != self._life.rank or draft is None:
+        if order.rank != self._life.rank:
             return "", ""
         if order.withdraw:
-            draft.withdraw()
+            if draft is not None:          # else nothing came to be written here
+                draft.withdraw()
             return WITHDRAWN, ""
+        if draft is None:
+            return FAILED, "it has written nothing"
         return PUBLISHED, str(publish(draft))

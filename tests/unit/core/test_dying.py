@@ -205,9 +205,9 @@ class TestWhatGoesWrong:
     def test_a_writer_that_cannot_write(self, dying) -> None:
         pause_all(dying)
         dumped(dying, 0)
-        withdraw = only(dumped(dying, 2, "failed", "no space left on /c"), do.Publish)
+        assert dumped(dying, 2, "failed", "no space left on /c") == []
+        withdraw = only(dumped(dying, 3), do.Publish)
         assert (withdraw.rank, withdraw.withdraw) == (0, True)
-        assert dumped(dying, 3) == []
         end = only(dumped(dying, 0, "withdrawn"), do.GiveUp)
         assert end.reason.endswith("; and no dump: rank 2: no space left on /c")
         assert end.dump == ""
@@ -250,9 +250,26 @@ class TestWhatGoesWrong:
         assert only(dying.send(ev.Tick, at=deadline + 0.1), do.Publish).withdraw
         assert only(dying.lose(0), do.GiveUp).reason.endswith("; and no dump: rank 2 was not done after 1800 s")
 
-    def test_the_publisher_cannot_write(self, dying) -> None:
+    def test_the_publisher_cannot_write_and_others_may_be_about_to(self, dying) -> None:
+        """Whoever comes to the folder after the publisher has removed it makes it again: it is removed when all are done."""
         pause_all(dying)
-        assert only(dumped(dying, 0, "failed", "read-only"), do.GiveUp).reason.endswith("; and no dump: rank 0: read-only")
+        assert dumped(dying, 0, "failed", "read-only") == []
+        assert dumped(dying, 2, "failed", "gone") == []
+        withdraw = only(dumped(dying, 3), do.Publish)
+        assert (withdraw.rank, withdraw.withdraw) == (0, True)
+        assert only(dumped(dying, 0, "withdrawn"), do.GiveUp).reason.endswith("; and no dump: rank 0: read-only")
+
+    def test_the_others_are_not_waited_for_long(self, dying) -> None:
+        pause_all(dying)
+        dumped(dying, 0, "failed", "read-only")
+        assert only(dying.tick(), do.Publish).withdraw
+        assert only(dying.tick(), do.GiveUp).reason.endswith("; and no dump: rank 0: read-only")
+
+    def test_the_publisher_cannot_publish(self, dying) -> None:
+        pause_all(dying)
+        for rank in (0, 2, 3):
+            dumped(dying, rank)
+        assert only(dumped(dying, 0, "failed", "not whole"), do.GiveUp).reason.endswith("; and no dump: rank 0: not whole")
 
     def test_an_agent_that_was_away_hears_the_order_again(self, dying) -> None:
         dump = only(pause_all(dying), do.Dump)
