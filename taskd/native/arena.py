@@ -204,18 +204,16 @@ class Arena:
 
         Raises:
             ArenaError: the node has not as much memory; the text says what limits it.
+            OSError: no descriptor is left.
         """
         capacity = capacity_for(shard_bytes)
         size = PAGE_BYTES + 2 * capacity
-        if file is None:
-            fd = node_memory.create_file("taskd-arena", size)
-        else:
-            fd = file
-            try:
-                node_memory.fill(fd, size)
-            except ArenaError:
-                os.close(fd)
-                raise
+        fd = node_memory.empty_file("taskd-arena") if file is None else file
+        try:
+            node_memory.fill(fd, size)
+        except ArenaError:
+            os.close(fd)
+            raise
         kind = copier()
         try:
             arena = cls(fd, capacity, kind)

@@ -6,7 +6,7 @@
         | versions() when it is dead                 | find(version), versions()
 
 A file takes no memory until a worker makes an arena in it, so a job without snapshots pays a few descriptors. An arena cannot grow: for a state
-that has, the next file is taken, and the memory of the one before is given back when the first snapshot in the new one is complete.
+that has, the next file is taken, and the memory of the one before is given back when the new one holds two snapshots.
 """
 
 from __future__ import annotations

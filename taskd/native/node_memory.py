@@ -76,9 +76,15 @@ def empty_file(name: str) -> int:
     return fd
 
 
-def require(size: int) -> None:
-    """Raises ArenaError: the node has not as much memory to give."""
-    _require(size, size)
+def require(wanted: int, total: int | None = None, done: int = 0) -> None:
+    """Raises ArenaError: the node has not `wanted` bytes more to give, of `total` of which `done` are there."""
+    total = wanted if total is None else total
+    for limit in limits():
+        if limit.free_bytes - _RESERVE_BYTES < wanted:
+            so_far = f", {human(done)} of them were there when it ran out" if done else ""
+            free = human(max(0, limit.free_bytes - _RESERVE_BYTES))
+            raise ArenaError(f"no node memory for snapshots: {human(total)} ({total} bytes) are wanted{so_far}; {limit.name} leaves {free} "
+                             f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}")
 
 
 def fill(fd: int, size: int) -> None:
@@ -87,11 +93,11 @@ def fill(fd: int, size: int) -> None:
     Raises:
         ArenaError: there is not as much memory. The file is empty again.
     """
-    _require(size, size)
+    require(size)
     try:
         for start in range(0, size, _PIECE_BYTES):
             piece = min(_PIECE_BYTES, size - start)
-            _require(piece, size, start)
+            require(piece, size, start)
             os.posix_fallocate(fd, start, piece)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except (OSError, ArenaError) as error:
@@ -109,24 +115,6 @@ def empty(fd: int) -> None:
         return
     with mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
         mapped.madvise(mmap.MADV_REMOVE)
-
-
-def create_file(name: str, size: int) -> int:
-    """A memfd of `size` bytes, see `fill`.
-
-    Raises:
-        ArenaError: there is not as much memory, or no descriptor.
-    """
-    try:
-        fd = empty_file(name)
-    except OSError as error:
-        raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
-    try:
-        fill(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def is_sealed(fd: int) -> bool:
@@ -152,15 +140,6 @@ def _memfd(name: str) -> int:
         return os.memfd_create(name, flags | _NOEXEC_SEAL)
     except OSError:
         return os.memfd_create(name, flags)
-
-
-def _require(wanted: int, total: int, done: int = 0) -> None:
-    for limit in limits():
-        if limit.free_bytes - _RESERVE_BYTES < wanted:
-            so_far = f", {human(done)} of them were there when it ran out" if done else ""
-            free = human(max(0, limit.free_bytes - _RESERVE_BYTES))
-            raise ArenaError(f"no node memory for snapshots: {human(total)} ({total} bytes) are wanted{so_far}; {limit.name} leaves {free} "
-                             f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}")
 
 
 def _room() -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from taskd.clock import MonotonicClock
+from taskd.core.commands import Move
 from taskd.native.black_box import Phase
 from taskd.worker import exchange, loading, parking, snapshots
 from taskd.worker.council import Council
@@ -136,64 +137,57 @@ def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
 
 
 def _take(life: Life, holding: Holding, version: int) -> Restored:
-    """A recovery with a cut: keep what is parked and send it to those who need it, or receive it."""
+    """A recovery with a cut: keep what is parked, load it from node memory or receive it; send it to those who need it."""
     assert life.plan is not None
     moves = life.plan.moves
-    mine = moves.get(life.rank)
-    source = None if mine is None else mine.source
-    if mine is not None and mine.snapshot is not None:
-        return _recall(life, holding, version)
+    move = moves.get(life.rank, Move(life.rank))
+    if move.source is not None:
+        is_there = _receive(life, holding, move.source)
+    elif move.snapshot is not None:
+        is_there = _recall(life, holding, version)
+    else:
+        is_there = _keep(life, holding)
+    if is_there:
+        life.version = version
     logbook = logbook_of(life)
     found = logbook.find(version)
-    part_data = None if found is None else found.parts.get(holding.name)
-    part = None if part_data is None else decode_part(part_data)
-    old = life.parked.get(holding.name)
-    if source is None:
-        receivers = sorted(rank for rank, move in moves.items() if move.source == life.rank)
-        if old is not None:
-            parking.move(old, holding, is_kept=True)
-            life.version = version
-        if part is not None:
-            holding.load_part(part, with_values=True)
-        for receiver in receivers:
-            exchange.send(holding, receiver, version, is_present=old is not None)
-        is_there = old is not None
-    else:
-        if old is not None:
-            parking.move(old, holding, is_kept=False)
-            del life.parked[holding.name]
-        life.version = None               # torn from here until the exchange is complete
-        is_there = exchange.receive(holding, source)
-        life.version = version
-        if part is not None:
-            holding.load_part(part, with_values=not (found is not None and found.is_pending))
+    part = None if found is None else found.parts.get(holding.name)
+    if found is not None and part is not None:
+        holding.load_part(decode_part(part), with_values=move.source is None or not found.is_pending)
+    for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
+        exchange.send(holding, receiver, version, is_present=is_there)
     life.version = version
     holding.drop_gradients()
     _restore_random(life, logbook, version)
     if not is_there:
         return Restored(None, "nothing")
-    return Restored(version, "memory") if source is None else Restored(version, "rank", source)
+    if move.source is not None:
+        return Restored(version, "rank", move.source)
+    return Restored(version, "memory" if move.snapshot is None else "snapshot")
 
 
-def _recall(life: Life, holding: Holding, version: int) -> Restored:
-    """A recovery from node memory: this rank loads its snapshot, and sends it to those of its shard that have none."""
-    assert life.plan is not None
+def _keep(life: Life, holding: Holding) -> bool:
+    old = life.parked.get(holding.name)
+    if old is not None:
+        parking.move(old, holding, is_kept=True)
+    return old is not None
+
+
+def _receive(life: Life, holding: Holding, source: int) -> bool:
+    old = life.parked.get(holding.name)
+    if old is not None:
+        parking.move(old, holding, is_kept=False)
+        del life.parked[holding.name]
+    life.version = None               # torn from here until the exchange is complete
+    return exchange.receive(holding, source)
+
+
+def _recall(life: Life, holding: Holding, version: int) -> bool:
     life.parked.pop(holding.name, None)
-    life.version = None                   # torn from here until it is loaded
+    life.version = None               # torn from here until it is loaded
     if life.found is None:
         life.found = snapshots.find(life, version)
-    is_there = life.found.load(life, holding)
-    logbook = logbook_of(life)
-    found = logbook.find(version)
-    part = None if found is None else found.parts.get(holding.name)
-    if part is not None:
-        holding.load_part(decode_part(part), with_values=True)
-    life.version = version
-    holding.drop_gradients()
-    for receiver in sorted(rank for rank, move in life.plan.moves.items() if move.source == life.rank):
-        exchange.send(holding, receiver, version, is_present=is_there)
-    _restore_random(life, logbook, version)
-    return Restored(version, "snapshot") if is_there else Restored(None, "nothing")
+    return life.found.load(life, holding)
 
 
 def _restore_random(life: Life, logbook: Logbook, version: int) -> None:

@@ -85,6 +85,11 @@ class Life:
         """True while the function runs as part of a recovery, survivors and replacements alike."""
         return self.plan is not None
 
+    @property
+    def is_half_way(self) -> bool:
+        """Whether a TrainState is between its optimizer's step and its commit: then there is no whole state to save."""
+        return any(holding.began for holding in self.states.values())
+
     def snapshot_versions(self) -> tuple[int, ...]:
         """Those of this rank's state that are whole in node memory."""
         return () if self.arenas is None else self.arenas.versions()

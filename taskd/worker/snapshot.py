@@ -52,7 +52,7 @@ class Snapshotter:
     """Makes a snapshot at every `every`-th version. One training thread calls it.
 
     `make_arena(shard_bytes)` makes an arena and lets the agent know of it; it is called by `prepare`, and in the copying thread when the state
-    has outgrown the arena. The old one stays until the first snapshot in the new one is complete; the agent must do the same.
+    has outgrown the arena. The old one stays until the new one holds two snapshots: others may have only what the old one has.
     """
 
     def __init__(self, make_arena: Callable[[int], Arena], every: int, rank: int = 0, drop_arena: Callable[[Arena], None] = Arena.close) -> None:

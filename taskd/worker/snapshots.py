@@ -93,7 +93,7 @@ class Snapshots:
         life = self._life
         assert life.version is not None
         self._is_due = self._is_due or self._copier.is_due(life.version)
-        if not self._is_due or any(holding.began for holding in life.states.values()):
+        if not self._is_due or life.is_half_way:
             return
         self._is_due = False
         try:

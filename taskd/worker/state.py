@@ -172,7 +172,7 @@ class TrainState:
         life = life_module.current()
         if life is None or life.states.get(holding.name) is not holding or not holding.is_landed:
             raise StateError("save() is for a taskd job" if life is None else _not_ready(holding, life))
-        if any(other.began for other in life.states.values()):
+        if life.is_half_way:
             message = f"TrainState({holding.name!r}).save() was called between an optimizer step and its commit(): call it behind commit()"
             raise StateError(message)
         if life.world_size > 1 and not dist.is_initialized():

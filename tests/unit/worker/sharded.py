@@ -1,6 +1,5 @@
 """What the ranks of a `World` do: train a small model that is sharded in one of many ways, stop, go on in a new group."""
 
-import os
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -20,16 +19,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from taskd.core import commands
 from taskd.core.commands import Move
-from taskd.errors import CheckpointError, StateError
-from taskd.native.arenas import Arenas
-from taskd.worker import buckets, flat, shards
-from taskd.worker.contents import shared
+from taskd.errors import StateError
+from taskd.worker import buckets, shards
 from taskd.worker.life import Life
 from taskd.worker.parking import park_all
 from taskd.worker.roles import Roles
-from taskd.worker.saving import Dumping
 from taskd.worker.state import TrainState
 
 STEPS = 6
@@ -224,152 +219,6 @@ def tensors_of(roles):
 def contents(roles):
     """The same, as bytes."""
     return b"".join(shards.local(tensor).detach().contiguous().numpy().tobytes() for tensor in tensors_of(roles))
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def train_and_save(member, kind, folder, every=2, steps=4):
-    """Train with periodic checkpoints. The state at the end, and the part of it that this rank has by name in the checkpoint of that version."""
-    return _in_job(member, _train, kind, folder, steps, every)
-
-
-def resume(member, kind, folder, steps=4):
-    """Begin with the newest checkpoint, and train up to `steps`. As `train_and_save`, and what restore() said."""
-    return _in_job(member, _train, kind, folder, steps, 0)
-
-
-def dump_from_memory(member, kind, folder, orphaned, steps):
-    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part."""
-
-    def dump(life):
-        _train(life, kind, folder, steps, 0, snapshot_every=2)
-        park_all(life)
-        arena = life.arenas.find(2)
-        paths = [None] * member.size
-        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{arena.fd}")
-        writers = tuple(rank for rank in range(member.size) if rank not in orphaned)
-        arenas = tuple((rank, paths[rank]) for rank, writer in orphaned.items() if writer == member.rank)       # as the agent puts them in
-        dumping, said = Dumping(life, "job"), []
-        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", orphaned=tuple(orphaned.items()), arenas=arenas)
-        said.append(dumping.obey(order))
-        dist.barrier()
-        said.append(dumping.obey(commands.Publish("", 1, 0, writers[0], 0)))
-        dist.barrier()           # the memory of the dead stays until it has been read
-        return said
-
-    return _in_job(member, dump)
-
-
-def _in_job(member, function, *args):
-    job = Job(member.rank, member.size)
-    job.life.arenas = Arenas.create()
-    job.life.job_id = "job"
-    job.resume(None)
-    buckets.install()
-    try:
-        result, _ = job.enter(function, job.life, *args)
-        return result
-    finally:
-        buckets.uninstall()
-        job.life.arenas.close()
-        job.close()
-
-
-def _train(life, kind, folder, steps, every, snapshot_every=0):
-    model, optimizer, data = build(kind)
-    average = Average(model) if kind == "hsdp" else None
-    state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0,
-                       snapshot_every=snapshot_every, **({} if average is None else {"average": average}))
-    restored = str(state.restore())
-    while state.step < steps:
-        step(model, optimizer, data, state.step)
-        if average is not None:
-            average.update(model)
-        state.seen += 1 + dist.get_rank()
-        state.commit()
-    if life.periodic is not None:
-        life.periodic.wait()
-    tensors, _ = flat.flatten(state._holding)
-    named = {name: tensor.full_tensor().numpy().tobytes() if isinstance(tensor, DTensor) else tensor.numpy().tobytes() for name, tensor in tensors.items()}
-    return {"bytes": contents(state._holding.roles), "named": named, "seen": state.seen, "restored": restored,
-            "random": torch.rand(1).item()}
-
-
-def save_without(member, kind, folder, writers):
-    """The error of saving when only `writers` write, or ""."""
-
-    def save(life):
-        model, optimizer, data = build(kind)
-        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=folder)
-        state.restore()
-        step(model, optimizer, data, 0)
-        state.commit()
-        return say(lambda: shared(life, life.states, writers))
-
-    return _in_job(member, save)
-
-
-def save_hurt(member, victim, folder):
-    """Two periodic checkpoints, of which `victim` cannot give its part of the first. The problem of each, and what is in the folder in the end."""
-
-    def save(life):
-        model, optimizer, data = build("ddp")
-        average = Average(nn.Linear(100, 100))
-        state = TrainState(model=model, optimizer=optimizer, average=average, checkpoint_dir=folder, checkpoint_every=2)
-        state.restore()
-        problems = []
-        for hurt in (True, False):
-            if hurt and member.rank == victim:
-                average.state_dict = lambda: _fail(f"not on rank {victim}")
-            for _ in range(2):
-                step(model, optimizer, data, state.step)
-                state.commit()
-            vars(average).pop("state_dict", None)
-            life.periodic.wait()
-            problems.append(life.periodic._saver.problem)
-        dist.barrier()
-        return problems, sorted(os.listdir(folder))
-
-    return _in_job(member, save)
-
-
-def save_at_once(member, victim, folder):
-    """What save() says twice, the first time on a job in which `victim` cannot give its part."""
-
-    def save(_life):
-        model, optimizer, data = build("ddp")
-        average = Average(nn.Linear(100, 100))
-        state = TrainState(model=model, optimizer=optimizer, average=average, checkpoint_dir=folder)
-        state.restore()
-        step(model, optimizer, data, 0)
-        state.commit()
-        if member.rank == victim:
-            average.state_dict = lambda: _fail(f"not on rank {victim}", StateError)
-        said = []
-        for _ in range(2):
-            try:
-                said.append(str(state.save()))
-            except CheckpointError as error:
-                said.append(str(error))
-            vars(average).pop("state_dict", None)
-        return said
-
-    return _in_job(member, save)
-
-
-def _fail(text, kind=ValueError):
-    raise kind(text)
-
-
-def resume_as(member, kind, shard_id, folder):
-    """The error of restore() under another shard_id."""
-
-    def restore(_life):
-        model, optimizer, _ = build(kind)
-        return say(TrainState(model=model, optimizer=optimizer, shard_id=shard_id, checkpoint_dir=folder, seen=0).restore)
-
-    return _in_job(member, restore)
 
 
 # ---------------------------------------------------------------- identity

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-import sharded
+import sharded_saving
 import torch
 from job import Job
 from torch import nn
@@ -129,7 +129,7 @@ def test_a_checkpoint_at_once_needs_a_job(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_at_once_that_one_rank_cannot_write_is_an_error_on_all(world, tmp_path):
-    for first, second in world.run(sharded.save_at_once, 1, str(tmp_path), size=2):
+    for first, second in world.run(sharded_saving.save_at_once, 1, str(tmp_path), size=2):
         assert first.startswith("rank 1: ")
         assert "not on rank 1" in first
         assert second == str(tmp_path / "save-000000000001")
@@ -138,7 +138,7 @@ def test_a_checkpoint_at_once_that_one_rank_cannot_write_is_an_error_on_all(worl
 
 @pytest.mark.slow
 def test_one_rank_without_its_part_costs_the_others_no_time(world, tmp_path):
-    for rank, (problems, left) in enumerate(world.run(sharded.save_hurt, 1, str(tmp_path), size=2)):
+    for rank, (problems, left) in enumerate(world.run(sharded_saving.save_hurt, 1, str(tmp_path), size=2)):
         assert problems[1] == "", problems
         assert "not on rank 1" in problems[0] if rank == 1 else "rank 1: not on rank 1" in problems[0]
         assert left == ["step-000000000004"]

@@ -1,7 +1,7 @@
 """Checkpoints of state that is sharded: read by the same world to the last bit, and by another one."""
 
 import pytest
-import sharded
+import sharded_saving
 
 pytestmark = pytest.mark.slow
 
@@ -10,9 +10,9 @@ KINDS = ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "zero", "zero_pairs", "buckets"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
-    undisturbed = world.run(sharded.train_and_save, kind, str(tmp_path / "none"), 0)
-    world.run(sharded.train_and_save, kind, str(tmp_path / "some"), 2, 3)
-    resumed = world.run(sharded.resume, kind, str(tmp_path / "some"))
+    undisturbed = world.run(sharded_saving.train_and_save, kind, str(tmp_path / "none"), 0)
+    world.run(sharded_saving.train_and_save, kind, str(tmp_path / "some"), 2, 3)
+    resumed = world.run(sharded_saving.resume, kind, str(tmp_path / "some"))
     for rank, (before, after) in enumerate(zip(undisturbed, resumed, strict=True)):
         assert after["restored"].startswith("read version 2 from ")
         assert (after["named"], after["random"]) == (before["named"], before["random"])
@@ -24,8 +24,8 @@ def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
     ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"),
 ])  # fmt: skip
 def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
-    saved = world.run(sharded.train_and_save, kind, str(tmp_path), size=size)
-    read = world.run(sharded.resume, other, str(tmp_path), size=6 - size)
+    saved = world.run(sharded_saving.train_and_save, kind, str(tmp_path), size=size)
+    read = world.run(sharded_saving.resume, other, str(tmp_path), size=6 - size)
     assert {result["restored"].split(" from ")[0] for result in read} == {"read version 4"}
     before, after = _together(saved), _together(read)
     assert before == after
@@ -42,14 +42,14 @@ def _together(results):
 
 
 def test_a_part_that_no_writer_has_is_refused(world, tmp_path):
-    for said in world.run(sharded.save_without, "zero", str(tmp_path), [0, 2]):
+    for said in world.run(sharded_saving.save_without, "zero", str(tmp_path), [0, 2]):
         assert said.startswith("TrainState('train') cannot be saved: none of the ranks that write has the shard 'zero1/4-")
-    assert world.run(sharded.save_without, "zero_pairs", str(tmp_path), [0, 1]) == ["", ""] * 2
+    assert world.run(sharded_saving.save_without, "zero_pairs", str(tmp_path), [0, 1]) == ["", ""] * 2
 
 
 def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
-    world.run(sharded.train_and_save, "stages", str(tmp_path), size=2)
-    said = world.run(sharded.resume_as, "stages", "3", str(tmp_path), size=2)
+    world.run(sharded_saving.train_and_save, "stages", str(tmp_path), size=2)
+    said = world.run(sharded_saving.resume_as, "stages", "3", str(tmp_path), size=2)
     assert all("TrainState('train') with shard_id '3' is not in " in text for text in said)
 
 
@@ -60,12 +60,12 @@ def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned, steps):
     """Those that have no living replica; of those that have one nothing is written twice. The living have version 2 live, or as a snapshot, too."""
-    for rank, said in enumerate(world.run(sharded.dump_from_memory, kind, str(tmp_path), orphaned, steps)):
+    for rank, said in enumerate(world.run(sharded_saving.dump_from_memory, kind, str(tmp_path), orphaned, steps)):
         publisher = min(set(range(4)) - set(orphaned))
         assert said[0] == (("", "") if rank in orphaned else ("written", ""))
         assert said[1] == (("published", str(tmp_path / "dump-000000000002")) if rank == publisher else ("", ""))
-    undisturbed = world.run(sharded.train_and_save, kind, str(tmp_path / "none"), 0)
-    resumed = world.run(sharded.resume, kind, str(tmp_path))
+    undisturbed = world.run(sharded_saving.train_and_save, kind, str(tmp_path / "none"), 0)
+    resumed = world.run(sharded_saving.resume, kind, str(tmp_path))
     for before, after in zip(undisturbed, resumed, strict=True):
         assert after["restored"].startswith("read version 2 from ")
         assert (after["named"], after["random"], after["seen"]) == (before["named"], before["random"], before["seen"])
