@@ -272,7 +272,7 @@ class Service:
         if not drain.is_told and self._joined:
             drain.is_told = True
             log.warning("node %d is to end (SIGTERM): the job is to be saved first, within %.0f s", self._host.node_rank, self._config.grace_s)
-            self._feed(events.AgentDraining(now, "drain", self._host.node_rank, "SIGTERM"))
+            self._feed(events.AgentDraining(now, "drain", self._host.node_rank, "SIGTERM", self._config.grace_s))
         if not drain.is_told or (drain.deadline is not None and now >= drain.deadline):
             log.error("node %d ends without having saved: %s", self._host.node_rank,
                       f"{self._config.grace_s:.0f} s (TASKD_GRACE_S) are over" if drain.is_told else "it has no manager")
@@ -322,7 +322,7 @@ class Service:
         now = self._clock.now()
         self._manager_heard_at = now
         if isinstance(message, messages.Accepted):
-            self._joined, self._warned = True, False
+            self._joined, self._warned, self._drain.is_told = True, False, False      # it may be a new manager
             self._manager_incarnation = message.manager_incarnation
             log.info("joined the manager at %s as node %d", self._config.manager_address, self._host.node_rank)
             self._feed(events.ManagerJoined(now, "accepted", message.generation, message.restarts_used))

@@ -22,12 +22,20 @@ class Interrupt(Command):
 
     `reach`: the newest version that anybody committed, the dead included. Whoever is behind it has all gradients on the way
     and finishes the step if it can, so that no committed step is lost with its only holder. `finish_step`: nothing is broken,
-    everybody does so.
+    everybody does so, and waits at its end for `Advance`.
     """
 
     reason: str
     reach: int | None = None
     finish_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Advance(Command):
+    """To the agents of `ranks`, and on to them: commit up to `version`, then leave. The answer to `WorkerMayAdvance`."""
+
+    version: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Pure functions of what every rank holds. They know nothing of processes, phases 
 The newest version for which every shard has a source wins; a source is a clean live copy, or a snapshot in node memory.
 Replicated training is the case of one shard: survivors may differ by one version (one finished its all-reduce, another did
 not), and as any clean copy is a full source, taking the newest means that nothing is done again. Where the state is sharded,
-all shards must meet in one version. A commit vote keeps live shards at most one version apart, and `who_rolls_forward` brings
+all shards must meet in one version. A commit vote keeps live shards at most one version apart, and `who_advances` brings
 those behind to the newer one. A shard of which no live copy is left takes everybody back to a version that it has a snapshot
 of, and that the others have a snapshot of, too.
 """
@@ -28,7 +28,7 @@ class Copy:
         shard: what part of the state it is. Ranks with an equal shard hold equal content; "": everything (replicated). A
             replacement that has not said yet has the shard of its predecessor.
         snapshots: versions of the rank's shard that node memory holds, in any order.
-        may_forward: interrupted inside the commit vote before the optimizer step: the gradients are final, the step can be done.
+        may_advance: interrupted inside the commit vote before the optimizer step: the gradients are final, the step can be done.
         node: whose memory holds the snapshots. A process of that node can read them.
         alive: there is a process. Of one that is gone, `version` tells only what was committed; `plan_cut` plans for its replacement.
     """
@@ -40,7 +40,7 @@ class Copy:
     box_versions: tuple[int, ...] = ()
     shard: str = ""
     snapshots: tuple[int, ...] = ()
-    may_forward: bool = False
+    may_advance: bool = False
     node: int = 0
     alive: bool = True
 
@@ -165,7 +165,7 @@ def _move(copy: Copy, version: int, shard: _Shard, sources: list[int]) -> Move:
     return Move(copy.rank, source)
 
 
-def who_rolls_forward(copies: Iterable[Copy], committed: int | None = None) -> tuple[int, ...]:
+def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[int, ...]:
     """The ranks interrupted in the commit vote that should do their step, because somebody has passed that vote.
 
     Somebody has if a version newer by one than theirs is held, clean or not, or was `committed`, perhaps by one that is dead
@@ -176,7 +176,7 @@ def who_rolls_forward(copies: Iterable[Copy], committed: int | None = None) -> t
     return tuple(
         copy.rank
         for copy in held
-        if copy.may_forward and copy.version is not None and copy.is_live_at(copy.version) and copy.version + 1 in passed
+        if copy.may_advance and copy.version is not None and copy.is_live_at(copy.version) and copy.version + 1 in passed
     )
 
 

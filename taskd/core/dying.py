@@ -45,6 +45,7 @@ class _Gasp:
     may_save: bool
     is_waiting_for_word: bool = False
     has_waited: bool = False
+    finish_by: float | None = None                     # until then ranks may finish a step; None: they are called out of it
     version: int = 0
     writers: tuple[int, ...] = ()
     waiting: set[int] = field(default_factory=set)     # writers that have not written, or the one that has not published
@@ -65,10 +66,15 @@ class Dying:
         """Whether the job is being saved, and then ends."""
         return self._gasp is not None
 
-    def begin(self, reason: str, fault: Fault | None, *, finish_step: bool = False) -> Commands:
+    @property
+    def finish_by(self) -> float | None:
+        """Until when ranks may finish a step before they are saved. None: they are not to."""
+        return None if self._gasp is None else self._gasp.finish_by
+
+    def begin(self, reason: str, fault: Fault | None, grace_s: float = 0.0) -> Commands:
         """Save the state if that is allowed and possible; if not, give up.
 
-        `finish_step`: nothing is broken, so let every rank do the step that it is in.
+        `grace_s`: nothing is broken, so let every rank finish its step, for at most half of this time. The other half is for writing.
         """
         job = self._job
         if job.phase is Phase.DYING:
@@ -79,18 +85,23 @@ class Dying:
             if not may_save:
                 return self._end_without()
             job.story.note(job.now, f"dying gasp: {reason or 'nothing milder is allowed'}")
-        return self.call_out(finish_step=finish_step)
+        elif grace_s and self._gasp.finish_by is not None:
+            return []                            # another node is to end as well
+        return self.call_out(grace_s)
 
-    def call_out(self, *, finish_step: bool = False) -> Commands:
-        """Everybody who is left is to leave the step. Nobody waits any more for those who were to be replaced."""
-        job = self._job
+    def call_out(self, grace_s: float = 0.0) -> Commands:
+        """Everybody who is left is to leave the step. Nobody waits any more for those who were to be replaced. `grace_s`: see `begin`."""
+        job, gasp = self._job, self._gasp
+        assert gasp is not None
+        is_out = job.phase is Phase.PAUSING and gasp.finish_by is None
+        gasp.finish_by = job.now + grace_s / 2 if grace_s and not is_out else None
         job.open, job.suspects, job.alarm = [], [], None
         job.attempt = job.attempt or Attempt(job.cause, job.now)
         job.attempt.strategy = Strategy.DUMP
         for member in job.membership.live():
             if member.state is WorkerState.STARTING and member.replaced:
                 member.lose()
-        commands: Commands = [] if job.phase is Phase.PAUSING else [job.interrupt(job.attempt, finish_step=finish_step)]
+        commands: Commands = [] if is_out else [job.interrupt(job.attempt, finish_step=gasp.finish_by is not None)]
         return commands + job.proceed()
 
     def write(self) -> Commands:

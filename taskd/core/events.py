@@ -136,14 +136,30 @@ class WorkerPaused(WorkerEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerMayAdvance(WorkerEvent):
+    """It is called out, could commit one step more than `version`, and waits to be told: by `Advance`, or by whatever ends its entry.
+
+    Its vote before the optimizer step broke; or it finishes the step that it is in (`Interrupt.finish_step`), and waits after that.
+    """
+
+    generation: int
+    version: int
+    snapshots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRaised(WorkerEvent):
-    """An exception left the recoverable function; the worker waits. It may be a victim (`FaultKind.COMMUNICATION`)."""
+    """An exception left the recoverable function; the worker waits. It may be a victim (`FaultKind.COMMUNICATION`).
+
+    `may_advance`: it is still in its function, in a vote that broke (`WorkerMayAdvance`).
+    """
 
     generation: int
     fault: Fault
     clean: bool
     age_s: float = 0.0
     snapshots: tuple[int, ...] = ()
+    may_advance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +221,11 @@ class WorkerDumped(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class AgentDraining(Event):
-    """This node is to end (SIGTERM): the job is to be saved at the next step boundary. `detail`: who asked."""
+    """This node is to end in `grace_s` seconds (SIGTERM): the job is to be saved at the next step boundary. `detail`: who asked."""
 
     node_rank: int
     detail: str
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True)

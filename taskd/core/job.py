@@ -4,9 +4,11 @@ Owns the state of a recovery and what each move does to it. Which event calls fo
 business; its docstring tells the phases, the invariants and the hard cases.
 """
 
+import math
 from dataclasses import replace
 
 from taskd.core import commands as do
+from taskd.core.advance import advance
 from taskd.core.cut import NoCut, plan_cut
 from taskd.core.dying import Dying
 from taskd.core.events import WorkerExamined, WorkerRecovered
@@ -165,9 +167,11 @@ class Job:
         attempt.commanded(self.now)
         self.awaited.clear()
         for member in self.membership.live():
+            if member.may_advance:
+                member.go_on()                    # to say so again, or to come out
             if member.state is not WorkerState.PAUSED:
                 patience_s = self.timeouts.pause_s if member.entered else self.timeouts.start_s
-                self.awaited.set(member.rank, self.now + patience_s)
+                self.awaited.set(member.rank, min(self.now + patience_s, self.dying.finish_by or math.inf))
         reason = self.what_happened() if attempt.faults else "a recovery was under way when the manager was restarted"
         command = do.Interrupt(attempt.cause, self.generation, reason, self.membership.committed, finish_step)
         self.last = command
@@ -221,6 +225,9 @@ class Job:
         """Everybody waits: choose the version, say who sends it to whom, let them go."""
         assert self.attempt is not None
         live = self.membership.live()
+        onward = advance(self)
+        if onward:
+            return onward
         if self.dying.is_under_way:
             return self.dying.write()
         if not live:
@@ -238,7 +245,8 @@ class Job:
         for rank in cut.lacking_extras:
             self.story.note(self.now, f"its black box held no extras of version {cut.version}", rank)
         for member in live:
-            member.state, member.replaced, member.clean, member.box_versions, member.snapshots = WorkerState.RUNNING, False, True, (), ()
+            member.go_on()
+            member.replaced, member.clean, member.box_versions, member.snapshots = False, True, (), ()
         self.phase, self.resumed_generation = Phase.RESUMED, self.generation
         self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
         self.membership.committed = cut.version   # what was newer is not committed any more: it is done again

@@ -11,6 +11,8 @@ from taskd.core.commands import SpawnWorker
 from taskd.core.faults import Fault
 from taskd.core.membership import WorkerState
 
+Stand = ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned
+
 
 @dataclass(slots=True)
 class Life:
@@ -35,7 +37,8 @@ class Life:
     waits_since: float | None = None     # it can go on only when the manager says so
     started: ev.WorkerStarted | None = None
     holds: ev.WorkerHolds | None = None
-    stand: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned | None = None
+    stand: Stand | None = None
+    offer: ev.WorkerMayAdvance | None = None
     recovered: ev.WorkerRecovered | None = None
     lost: ev.WorkerLost | None = None
     exit_known: ev.WorkerExitKnown | None = None
@@ -53,6 +56,34 @@ class Life:
     def enter(self) -> None:
         """It has come to its recoverable function."""
         self.is_declared = self.is_entered = True
+
+    def stand_still(self, event: Stand | ev.WorkerMayAdvance, now: float) -> None:
+        """It left its function and waits. Or it is to go on or to leave, and asks which."""
+        if isinstance(event, ev.WorkerMayAdvance):
+            self.offer = event
+            return
+        self.stand, self.offer, self.waits_since = event, None, now
+        if isinstance(event, ev.WorkerReturned):
+            self.enter()
+            self.state, self.version = WorkerState.RETURNED, event.version
+        elif isinstance(event, ev.WorkerRaised):
+            self.enter()
+            self.state, self.version, self.clean = WorkerState.PAUSED, event.fault.version, event.clean
+        else:
+            self.state, self.version, self.clean = WorkerState.PAUSED, event.version, event.clean
+
+    def lose(self, now: float) -> None:
+        """Its process is gone, or as good as gone; or will not be started."""
+        self.state, self.waits_since, self.stand, self.offer, self.spawn = WorkerState.LOST, now, None, None, None
+
+    def answer_to(self, generation: int) -> ev.WorkerPaused | ev.WorkerMayAdvance | None:
+        """What it said when that generation's interrupt called it out, if it has."""
+        said = self.offer or self.stand
+        return said if isinstance(said, ev.WorkerPaused | ev.WorkerMayAdvance) and said.generation == generation else None
+
+    def go_on(self) -> None:
+        """It was told to."""
+        self.state, self.stand, self.offer, self.waits_since, self.clean = WorkerState.RUNNING, None, None, None, True
 
     @property
     def fault(self) -> Fault | None:
@@ -105,7 +136,7 @@ class Lives:
                 told.append(replace(life.started, now=now))
                 if life.is_declared:
                     told.append(ev.WorkerDeclared(now, life.started.cause, life.rank, life.incarnation, life.is_entered))
-            told += [replace(event, now=now) for event in (life.holds, life.exit_known, life.stand, life.recovered) if event is not None]
+            told += [replace(event, now=now) for event in (life.holds, life.exit_known, life.stand, life.offer, life.recovered) if event is not None]
         return told
 
     def faults(self) -> list[Fault]:

@@ -40,6 +40,7 @@ class Member:
     box_versions: tuple[int, ...] = ()   # of the life before
     shard: str = ""                      # what part of the state it has, or had in the life before
     snapshots: tuple[int, ...] = ()      # versions of that part in the memory of its node
+    may_advance: bool = False            # it waits within its function, and could commit one step more
 
     @property
     def is_live(self) -> bool:
@@ -55,13 +56,18 @@ class Member:
         """It has come to its recoverable function."""
         self.declared = self.entered = True
 
-    def pause(self, version: int | None, clean: bool, snapshots: tuple[int, ...]) -> None:
-        """It waits outside of its function."""
+    def pause(self, version: int | None, clean: bool, snapshots: tuple[int, ...], *, may_advance: bool = False) -> None:
+        """It waits outside of its function, or, with `may_advance`, in it for word how far to go."""
         self.state, self.version, self.clean, self.snapshots = WorkerState.PAUSED, version, clean, snapshots
+        self.may_advance = may_advance
+
+    def go_on(self) -> None:
+        """It is on its way again within its function."""
+        self.state, self.may_advance = WorkerState.RUNNING, False
 
     def lose(self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None) -> None:
         """Its process is gone or as good as gone. `snapshots` None: nobody has looked since it paused, if it did."""
-        self.state = WorkerState.LOST
+        self.state, self.may_advance = WorkerState.LOST, False
         if snapshots is not None:
             self.snapshots = snapshots
         if box_versions or not self.replaced:
@@ -70,7 +76,7 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared = self.entered = False
+        self.declared = self.entered = self.may_advance = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions, self.shard, self.snapshots = (), "", ()
@@ -78,8 +84,8 @@ class Member:
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""
         return Copy(
-            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, self.snapshots, node=self.node_rank,
-            alive=self.state is not WorkerState.LOST,
+            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, self.snapshots, self.may_advance,
+            self.node_rank, self.state is not WorkerState.LOST,
         )  # fmt: skip
 
 

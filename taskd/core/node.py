@@ -195,7 +195,7 @@ class NodeMachine:
 
     def _lose(self, life: Life, fault: Fault, *left: tuple[int, ...]) -> Commands:
         """A life failed."""
-        life.state, life.waits_since, life.stand = WorkerState.LOST, self._now, None
+        life.lose(self._now)
         life.version = fault.version if fault.version is not None else life.version
         life.died_at = self._now if life.died_at is None else life.died_at
         age_s = max(0.0, self._now - life.died_at)
@@ -216,6 +216,9 @@ class NodeMachine:
         self.phase = NodePhase.DONE
         return [do.FinishRun(self._cause, self.generation, "succeeded", "every worker of this node finished")]
 
+    def _pass_on(self, life: Life, command: do.Command) -> do.Command:
+        return do.TellWorker(command.cause, command.generation, life.rank, life.incarnation, command)
+
     def _signal(self, life: Life, number: int) -> do.Command:
         return do.SignalWorker(self._cause, self.generation, life.rank, life.incarnation, number)
 
@@ -229,23 +232,14 @@ class NodeMachine:
         life.is_declared, life.is_entered = True, life.is_entered or event.entered
         return self._tell(event)
 
-    def _stood(self, event: ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned) -> Commands:
-        """It left its function and waits."""
+    def _stood(self, event: ev.WorkerPaused | ev.WorkerMayAdvance | ev.WorkerRaised | ev.WorkerReturned) -> Commands:
+        """It left its function and waits, or asks in it how far to go."""
         life = self.lives.of(event)
-        is_over = life is not None and (
-            event.generation <= life.resumed if isinstance(event, ev.WorkerPaused) else event.generation < life.resumed
-        )
+        is_answer = isinstance(event, ev.WorkerPaused | ev.WorkerMayAdvance)
+        is_over = life is not None and event.generation < life.resumed + is_answer
         if life is None or not life.is_live or is_over:
             return self._ignore("said by an earlier life, or before it was resumed", event.rank)
-        life.stand, life.waits_since = event, self._now
-        if isinstance(event, ev.WorkerReturned):
-            life.enter()
-            life.state, life.version = WorkerState.RETURNED, event.version
-        elif isinstance(event, ev.WorkerRaised):
-            life.enter()
-            life.state, life.version, life.clean = WorkerState.PAUSED, event.fault.version, event.clean
-        else:
-            life.state, life.version, life.clean = WorkerState.PAUSED, event.version, event.clean
+        life.stand_still(event, self._now)
         return self._tell(event)
 
     def _holds(self, event: ev.WorkerHolds) -> Commands:
@@ -335,14 +329,18 @@ class NodeMachine:
                 life.spawn = replace(life.spawn, generation=command.generation, gated=True)
                 life.is_gated, life.interrupted, life.resumed = True, command.generation, command.generation - 1
             elif life.interrupted < command.generation:
-                life.interrupted = command.generation
+                life.interrupted, life.offer = command.generation, None
                 commands.append(self._pass_on(life, command))
-            elif isinstance(life.stand, ev.WorkerPaused) and life.stand.generation == command.generation:
-                commands += self._tell(replace(life.stand, now=self._now))
+            elif (said := life.answer_to(command.generation)) is not None:
+                commands += self._tell(replace(said, now=self._now))
         return commands
 
-    def _pass_on(self, life: Life, command: do.Command) -> do.Command:
-        return do.TellWorker(command.cause, command.generation, life.rank, life.incarnation, command)
+    def _advance(self, command: do.Advance) -> Commands:
+        """Those who asked go on a step. It may be said twice."""
+        asked = [life for life in self.lives.present.values() if life.rank in command.ranks and life.is_live and life.offer is not None]
+        for life in asked:
+            life.go_on()
+        return [self._pass_on(life, command) for life in asked]
 
     def _replace(self, command: do.ReplaceWorker) -> Commands:
         """A new life, at the gate."""
@@ -365,7 +363,7 @@ class NodeMachine:
         life = self.lives.present.get(command.rank)
         if life is None or life.incarnation != command.incarnation or not life.is_live:
             return self._ignore(f"incarnation {command.incarnation} is over", command.rank)
-        life.state, life.waits_since, life.stand, life.spawn = WorkerState.LOST, self._now, None, None
+        life.lose(self._now)
         if not life.has_process:
             return []
         life.is_examined = command.examine
@@ -383,7 +381,7 @@ class NodeMachine:
                     call = do.Interrupt(command.cause, command.generation, "the job is being resumed")
                     commands.append(self._pass_on(life, call))
                 life.resumed = life.interrupted = command.generation
-                life.state, life.stand, life.waits_since, life.clean = WorkerState.RUNNING, None, None, True
+                life.go_on()
                 commands.append(self._pass_on(life, command))
         return commands
 
@@ -456,6 +454,7 @@ class NodeMachine:
         ev.WorkerExited: _exited,
         ev.WorkerDeclared: _declared,
         ev.WorkerPaused: _stood,
+        ev.WorkerMayAdvance: _stood,
         ev.WorkerRaised: _stood,
         ev.WorkerReturned: _stood,
         ev.WorkerRecovered: _recovered,
@@ -484,6 +483,7 @@ class NodeMachine:
     )
     COMMANDS: ClassVar[dict[type[do.Command], Method]] = {
         do.Interrupt: _interrupt,
+        do.Advance: _advance,
         do.ReplaceWorker: _replace,
         do.KillWorker: _kill,
         do.Resume: _resume,

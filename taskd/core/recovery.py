@@ -39,6 +39,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from taskd.core import events as ev
+from taskd.core.advance import advance
 from taskd.core.attendance import Attendance
 from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job
@@ -51,7 +52,7 @@ from taskd.core.story import Story
 from taskd.core.table import Method, Table
 from taskd.core.timeouts import Timeouts
 
-_NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerRecovered, ev.WorkerReturned)
+_NOT_WHEN_RELEASED = (ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerMayAdvance, ev.WorkerRecovered, ev.WorkerReturned)
 _OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
 WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped,
                  ev.WorkerHolds)
@@ -171,7 +172,7 @@ class RecoveryMachine:
     def _draining(self, event: ev.AgentDraining) -> Commands:
         """A node is to end, in good time."""
         reason = f"node {event.node_rank} is to end ({event.detail})"
-        return self._job.dying.begin(reason, None, finish_step=True)
+        return self._job.dying.begin(reason, None, event.grace_s)
 
     def _examined(self, event: ev.WorkerExamined) -> Commands:
         """The stacks of a rank that hangs."""
@@ -238,31 +239,36 @@ class RecoveryMachine:
         del self._unconfirmed[life]
         return self._job.explained(known)
 
-    def _paused(self, event: ev.WorkerPaused) -> Commands:
-        """A rank waits outside its function."""
+    def _paused(self, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
+        """A rank waits outside its function, or in it for word how far to go."""
         member, job = self.membership.members[event.rank], self._job
+        may_advance = isinstance(event, ev.WorkerMayAdvance)
+        clean = isinstance(event, ev.WorkerMayAdvance) or event.clean
         if job.phase is Phase.JOINING:
             self.membership.note_version(event.version)
-            member.pause(event.version, event.clean, event.snapshots)
+            member.pause(event.version, clean, event.snapshots, may_advance=may_advance)
             return []
         if event.generation != job.generation or job.generation == job.resumed_generation:
             return self._ignore(f"paused for generation {event.generation}, which is over", event.rank)
         self.membership.note_version(event.version)
         if job.phase is Phase.PAUSING:
-            return self._gather(member, event.version, event.clean, event.snapshots)
+            return self._gather(member, event.version, clean, event.snapshots, may_advance)
         # An earlier manager called it out, and nobody else will resume it.
-        member.pause(event.version, event.clean, event.snapshots)
+        member.pause(event.version, clean, event.snapshots, may_advance=may_advance)
         return job.recover()
 
-    def _gather(self, member: Member, version: int | None, clean: bool, snapshots: tuple[int, ...]) -> Commands:
+    def _gather(self, member: Member, version: int | None, clean: bool, snapshots: tuple[int, ...], may_advance: bool) -> Commands:
         """One more rank is outside; the last one resumes the job."""
         job = self._job
-        if member.rank not in job.awaited or job.attempt is None:
+        if job.attempt is None or not (member.rank in job.awaited or member.may_advance):
             return []
-        member.pause(version, clean, snapshots)
+        member.pause(version, clean, snapshots, may_advance=may_advance)
         job.attempt.paused(job.now, replaced=member.replaced)
         job.awaited.discard(member.rank)
-        return [] if len(job.awaited) else job.proceed()
+        waiting_for = job.awaited.pending()
+        if not all(self.membership.members[rank].replaced for rank in waiting_for):
+            return []
+        return advance(job) if waiting_for else job.proceed()    # replacements hold nothing that could speak for a step more
 
     def _raised(self, event: ev.WorkerRaised) -> Commands:
         """An exception left the function of a rank, which waits now: a culprit, or a victim."""
@@ -273,7 +279,7 @@ class RecoveryMachine:
             return self._ignore(f"raised in generation {event.generation}, answered already", event.rank)
         member.enter()
         self.membership.note_version(event.fault.version)
-        member.pause(event.fault.version, event.clean, event.snapshots)
+        member.pause(event.fault.version, event.clean, event.snapshots, may_advance=event.may_advance)
         job.awaited.discard(event.rank)
         known = job.known(event.fault, event.age_s)
         if event.fault.kind is FaultKind.COMMUNICATION or job.repeats.would_end(event.fault, job.generation + 1):
@@ -282,7 +288,7 @@ class RecoveryMachine:
         return self._answer()
 
     def _raised_when_called(self, event: ev.WorkerRaised) -> Commands:
-        """Its exception and our Interrupt crossed: it is outside, which is all that is needed."""
+        """Its exception and our Interrupt crossed: it is outside, which is all that is needed, or will say more."""
         member, job = self.membership.members[event.rank], self._job
         if event.generation < job.resumed_generation:
             return self._ignore(f"raised in generation {event.generation}, which is over", event.rank)
@@ -290,7 +296,7 @@ class RecoveryMachine:
         self.membership.note_version(event.fault.version)
         if member.rank in job.awaited and job.attempt is not None:
             job.attempt.followers.add((event.rank, event.incarnation))
-        return self._gather(member, event.fault.version, event.clean, event.snapshots)
+        return [] if event.may_advance else self._gather(member, event.fault.version, event.clean, event.snapshots, may_advance=False)
 
     def _raised_late(self, event: ev.WorkerRaised) -> Commands:
         """An exception after Release (a second function, say): this rank cannot go on, and is not to be trained again."""
@@ -353,6 +359,8 @@ class RecoveryMachine:
         overdue = job.awaited.overdue(event.now)
         if overdue and self.phase is Phase.DYING:
             return commands + job.dying.overdue(overdue)
+        if overdue and job.dying.finish_by is not None:
+            return commands + job.dying.call_out()
         return commands + job.replace_unresponsive(overdue) if overdue else commands
 
     _ALWAYS: ClassVar[dict[type[ev.Event], Method]] = {
@@ -369,6 +377,7 @@ class RecoveryMachine:
         ev.WorkerExitKnown: _confirm,
         ev.WorkerExamined: _examined,
         ev.WorkerPaused: _paused,
+        ev.WorkerMayAdvance: _paused,
         ev.WorkerRaised: _raised,
         ev.WorkerRecovered: _recovered,
         ev.WorkerReturned: _returned,

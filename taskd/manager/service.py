@@ -272,7 +272,8 @@ class Service:
             case commands.GiveUp():
                 self._log_end(command)
                 self._order(command, sorted(self._sessions.agents))
-            case commands.Interrupt() | commands.Resume() | commands.RestartGroup() | commands.Release() | commands.Dump():
+            case (commands.Interrupt() | commands.Advance() | commands.Resume() | commands.RestartGroup() | commands.Release()
+                  | commands.Dump()):
                 self._order(command, sorted(self._sessions.agents))
             case commands.RecordRecovery():
                 self._records.recovery(command.record)

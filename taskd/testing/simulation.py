@@ -48,6 +48,7 @@ class SimulatedJob:
         seed: int = 0,
         quality: NetworkQuality | None = None,
         is_declared: bool = True,
+        is_sharded: bool = False,
         max_restarts: int = 32767,
         fault_timeout_s: float = 30.0,
         wait_for_exit: bool = False,
@@ -58,7 +59,7 @@ class SimulatedJob:
         self.timeouts = Timeouts.derive(fault_timeout_s)
         self.network = MemoryNetwork(self.clock, rng, quality)
         world_size = nodes * ranks_per_node
-        self.world = World(self.clock, rng, world_size, steps, is_declared=is_declared)
+        self.world = World(self.clock, rng, world_size, steps, is_declared=is_declared, is_sharded=is_sharded)
         self.records: list[do.RecoveryRecord] = []
         self.commands: list[do.Command] = []
         self.stories: list[Story] = []
@@ -133,7 +134,7 @@ class SimulatedJob:
             worker.tear_next = True
         elif trouble.kind == "freeze":
             is_alone = all(peer is worker or peer.is_frozen for peer in self.world.workers.values())
-            if is_alone or worker.phase != "step" or (worker.version or 0) >= self.world.steps - 1:
+            if is_alone or worker.phase not in {"step", "vote"} or (worker.version or 0) >= self.world.steps - 1:
                 return False                         # nobody would ever notice: hangs are another module's business
             worker.freeze()
         else:
@@ -159,7 +160,7 @@ class SimulatedJob:
         self.commands.append(command)
         if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
             for worker in self.world.workers.values():
-                is_out = not worker.is_alive or worker.is_frozen or worker.phase in {"paused", "raised"}
+                is_out = not worker.is_alive or worker.is_frozen or worker.phase in {"paused", "raised", "asking"}
                 has_it = worker.generation == command.generation     # said again after a registration
                 assert is_out or has_it, f"rank {worker.rank} is in {worker.phase} when resumed as {command}"
         elif isinstance(command, do.RecordRecovery):

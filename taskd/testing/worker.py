@@ -1,7 +1,8 @@
 """A model of a training process: boots, trains in step with the others, pauses, receives state, returns, dies.
 
 The state is the list of committed steps itself, so that a step lost or done twice is seen. Collectives are the meeting
-points of `World`: a rank goes on only when every rank has come. What it says and obeys is what `taskd.worker` does.
+points of `World`: a rank goes on only when every rank has come. What it says and obeys is what `taskd.worker` does. Where the
+state is sharded, every second rank holds the same, and the meeting before the optimizer is the vote.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,7 @@ class World:
     boot_s: float = 0.05
     collective_timeout_s: float = 60.0
     is_declared: bool = True
+    is_sharded: bool = False
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)      # the newest life of each rank
     _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
 
@@ -111,11 +113,18 @@ class SimulatedWorker:
                 self.target, self.must_gate, self.plan = command.generation, True, None
                 if self.phase in ("step", "restore", "enter", "returned", "raised", "paused"):
                     self._unwind()
+                elif self.phase in ("vote", "asking"):
+                    self._ask()
+        elif isinstance(command, do.Advance):
+            if self.phase == "asking" and command.generation == self.target:
+                self._optimizer()
         elif isinstance(command, do.Resume):
             if command.generation >= self.target and self.must_gate:
                 self.target, self.must_gate, self.plan = command.generation, False, command
                 self.generation, self.resumed_at = command.generation, self.world.clock.now()
                 self._must_report_recovery = True
+                if self.phase == "asking":
+                    self.parked, self.state = self.state, None
                 self._enter()
         elif isinstance(command, do.Release):
             self.is_released = True
@@ -131,6 +140,12 @@ class SimulatedWorker:
             self.parked, self.state = self.state, None
         self.phase = "paused"
         self._say(ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean)
+
+    def _ask(self) -> None:
+        """The vote is over without a result here."""
+        self._step_token += 1
+        self.phase = "asking"
+        self._say(ev.WorkerMayAdvance, generation=self.target, version=self.version)
 
     # ------------------------------------------------------------------ training
 
@@ -172,6 +187,8 @@ class SimulatedWorker:
 
     def _restored(self) -> None:
         self.state, self.parked, self.is_clean = self._incoming, None, True
+        if self.world.is_sharded:
+            self._say(ev.WorkerHolds, shard=f"shard {self.rank % 2}")
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -192,6 +209,8 @@ class SimulatedWorker:
             self._raise(FaultKind.RAISED, "ValueError: bad sample")
             return
         assert self.state is not None
+        if self.world.is_sharded:
+            self.phase = "vote"
         self.world.meet(("step", self.generation, len(self.state)), self.rank, self._if_same(self._optimizer))
 
     def _optimizer(self) -> None:
@@ -220,20 +239,22 @@ class SimulatedWorker:
 
     def broke(self) -> None:
         """A peer's connection broke: the collective fails, if it is in one."""
-        if self.is_alive and not self.is_frozen and self.phase in ("step", "restore", "enter") and not self.must_gate:
-            if self.world.is_declared:
+        if self.is_alive and not self.is_frozen and self.phase in ("step", "vote", "restore", "enter") and not self.must_gate:
+            if self.phase == "vote":
+                self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer", may_advance=True)
+            elif self.world.is_declared:
                 self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer")
             else:
                 self._exit(1)
 
-    def _raise(self, kind: FaultKind, text: str) -> None:
+    def _raise(self, kind: FaultKind, text: str, *, may_advance: bool = False) -> None:
         self._step_token += 1
         version = self.version
-        if self.state is not None:
+        if self.state is not None and not may_advance:
             self.parked, self.state = self.state, None
-        self.phase = "raised"
+        self.phase = "asking" if may_advance else "raised"
         fault = Fault(kind, self.rank, self.incarnation, text, version=version, signature=text, traceback="...")
-        self._say(ev.WorkerRaised, generation=self.generation, fault=fault, clean=self.is_clean)
+        self._say(ev.WorkerRaised, generation=self.generation, fault=fault, clean=self.is_clean, may_advance=may_advance)
 
     # ------------------------------------------------------------------ small things
 

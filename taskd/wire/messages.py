@@ -188,6 +188,7 @@ class WorkerRaised(WorkerMessage):
     clean: bool
     age_s: float = 0.0
     snapshots: tuple[int, ...] = ()
+    may_advance: bool = False
 
 
 @_message(26)
@@ -259,6 +260,7 @@ class AgentDraining(Message):
 
     node_rank: int
     detail: str
+    grace_s: float
 
 
 @_message(34)
@@ -267,6 +269,16 @@ class WorkerHolds(WorkerMessage):
     """Which part of the state it has."""
 
     shard: str
+
+
+@_message(35)
+@dataclass(frozen=True, slots=True)
+class WorkerMayAdvance(WorkerMessage):
+    """It could commit one step more."""
+
+    generation: int
+    version: int
+    snapshots: tuple[int, ...] = ()
 
 
 @_message(40)
@@ -381,6 +393,15 @@ class Publish(CommandMessage):
     rank: int
     incarnation: int
     withdraw: bool = False
+
+
+@_message(59)
+@dataclass(frozen=True, slots=True)
+class Advance(CommandMessage):
+    """Commit up to `version`, then leave."""
+
+    version: int
+    ranks: tuple[int, ...]
 
 
 @_message(60)

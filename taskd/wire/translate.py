@@ -21,6 +21,7 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerLost,
     events.WorkerExitKnown,
     events.WorkerPaused,
+    events.WorkerMayAdvance,
     events.WorkerRaised,
     events.WorkerRecovered,
     events.WorkerReturned,
@@ -43,6 +44,7 @@ _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.GiveUp,
     commands.Dump,
     commands.Publish,
+    commands.Advance,
     commands.SetProfiling,
 )
 MESSAGE_BY_CORE: dict[type, type[Message]] = {cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)}

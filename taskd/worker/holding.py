@@ -145,10 +145,10 @@ class Holding:
         life = life_module.current()
         if life is None:
             return
-        if self.shard and not life.held and life.world_size > 1:
-            vote(self.name)
         if life.snapshots is not None:
             life.snapshots.wait()
+        if self.shard and not life.held and life.world_size > 1:
+            vote(life, self.name)
         life.hold()
         self.capture_pending(life)
         self.began = True

@@ -58,9 +58,12 @@ class Life:
     states: dict[str, Any] = field(default_factory=dict)    # TrainStates of the present entry, by name
     parked: dict[str, Any] = field(default_factory=dict)    # those of the last entry; emptied by restore()
     torn: bool = False                    # what is parked is no whole copy of `version`
-    held: bool = False                    # between optimizer.step() and commit()
+    held: bool = False                    # in the vote before optimizer.step(), or between that and commit()
+    is_voting: bool = False               # in that vote
     pending: str | None = None            # reason of an interrupt that has not been raised yet
     on_commit: Callable[[], None] | None = None             # set by the runtime: first commit after a resume
+    on_boundary: Callable[[], bool] | None = None           # ... called out, at the end of a step: whether another one is wanted
+    on_broken_vote: Callable[[RuntimeError], bool] | None = None     # ... whether the vote has passed for somebody
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
     councils: tuple[int, int] = (-1, 0)   # generation, and decisions in it so far: the same on all ranks, as all take part in each
     periodic: Periodic | None = None      # writes checkpoints in this entry
@@ -90,6 +93,17 @@ class Life:
         """Whether a TrainState is between its optimizer's step and its commit: then there is no whole state to save."""
         return any(holding.began for holding in self.states.values())
 
+    def inherit(self, previous: BlackBox) -> None:
+        """Take over what the predecessor left, into our own box too: our successor may need it before we commit. Closes `previous`."""
+        assert self.box is not None
+        self.inherited_extras = previous.read_extras()
+        self.inherited_layout = previous.read_layout()
+        previous.close()
+        for version, payload in sorted(self.inherited_extras.items())[-2:]:
+            self.box.write_extras(version, payload)
+        if self.inherited_layout is not None:
+            self.box.write_layout(self.inherited_layout)
+
     def snapshot_versions(self) -> tuple[int, ...]:
         """Those of this rank's state that are whole in node memory."""
         return () if self.arenas is None else self.arenas.versions()
@@ -107,9 +121,16 @@ class Life:
         self.held = True
 
     def release_hold(self) -> None:
-        """A commit is complete. Raises the interrupt that was held back, if any."""
+        """A commit is complete. Raises the interrupt that was held back, if any, unless another step is wanted first."""
         if self.on_commit is not None:
             self.on_commit()       # still held: it takes a lock, which an Interrupted raised in the middle could leave taken
+        if self.pending is not None and self.on_boundary is not None and self.on_boundary():
+            self.held = False
+            return
+        self.drop_hold()
+
+    def drop_hold(self) -> None:
+        """Nothing is half-way. Raises the interrupt that was held back, if any."""
         self.held = False
         if self.pending is not None:
             reason, self.pending = self.pending, None

@@ -30,6 +30,7 @@ from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker import life as life_module
 from taskd.worker import victims
+from taskd.worker.boundary import Boundary
 from taskd.worker.groups import Groups, Opened
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life, Plan
@@ -50,8 +51,6 @@ log = logging.getLogger(__name__)
 _QUIET_S = 0.03
 # The same for a rank that is behind a committed version: the rest of its backward pass and its optimizer step.
 _FINISH_S = 0.5
-# The same where nothing is broken and everybody is to finish the step.
-_DRAIN_S = 5.0
 _AGAIN_S = 0.05          # between two tries of an abort
 
 WORKER_ENV = "TASKD_WORKER"      # JSON of the bootstrap, for workers that were started by exec
@@ -90,8 +89,9 @@ class Runtime:
         self.life.arenas = Arenas([bootstrap[name] for name in sorted(bootstrap) if name.startswith("arena") and name.endswith("_fd")])
         box.begin(os.getpid(), self.life.incarnation)
         box.mark_generation(self.life.generation)
-        if bootstrap["gated"]:           # else the whole group starts anew, from the script's own checkpoints
-            self._inherit(bootstrap.get("previous_fd"))
+        previous_fd = bootstrap.get("previous_fd")
+        if bootstrap["gated"] and previous_fd is not None:       # else the whole group starts anew, from checkpoints
+            self.life.inherit(BlackBox.attach(previous_fd))
         self._directory = _working_directory()      # before the script changes it: a profile may go there
         self._profiler: Profiler | None = None
         self._dumping: Dumping | None = None
@@ -117,21 +117,10 @@ class Runtime:
         self._sequence = 0
         self._pid = os.getpid()
         self._interrupter = MainThreadInterrupter(self.life)
+        self.boundary = Boundary(self)
+        self.life.on_boundary, self.life.on_broken_vote = self.boundary.wants_more, self.boundary.has_passed
         self.life.on_land = lambda: self.send(events.WorkerHolds(**self.identity("holds"), shard=self.life.shard))
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
-
-    def _inherit(self, previous_fd: int | None) -> None:
-        """Take over what the predecessor left, into our own box too: our successor may need it before we commit."""
-        if previous_fd is None or self.life.box is None:
-            return
-        previous = BlackBox.attach(previous_fd)
-        self.life.inherited_extras = previous.read_extras()
-        self.life.inherited_layout = previous.read_layout()
-        previous.close()
-        for version, payload in sorted(self.life.inherited_extras.items())[-2:]:
-            self.life.box.write_extras(version, payload)
-        if self.life.inherited_layout is not None:
-            self.life.box.write_layout(self.life.inherited_layout)
 
     def start(self) -> None:
         """Begin to listen; from here on the process can be interrupted."""
@@ -223,6 +212,8 @@ class Runtime:
         match command:
             case commands.Interrupt():
                 self._interrupt(command)
+            case commands.Advance():
+                self.boundary.take(command)
             case commands.Resume():
                 with self.condition:
                     if command.generation >= self.target_generation:
@@ -270,18 +261,20 @@ class Runtime:
             self.must_gate = True
             is_inside = self.where is Where.INSIDE
             is_retired = self.where is Where.WAITING and opened.is_empty
-            version = self.life.version
-            is_behind = is_inside and (command.finish_step or (
-                None not in (version, command.reach) and version < command.reach))  # type: ignore[operator]
             if is_inside:
                 self.life.pending = command.reason       # commit() raises it
-                if not is_behind:
-                    self._interrupter.interrupt(command.reason)
+            version = self.life.version                  # after the line before: what is committed from here on sees it
+            may_finish = self.boundary.may_finish = is_inside and command.finish_step and version is not None
+            is_behind = is_inside and not self.life.is_voting and None not in (version, command.reach) and version < command.reach  # type: ignore[operator]
+            if is_inside and not (may_finish or is_behind):
+                self._interrupter.interrupt(command.reason)
             self.condition.notify_all()
+        if may_finish:
+            self.boundary.ask()
         if self._abort is not None:      # of an earlier generation, not carried out or not repeated yet
             self.groups.abort(self._abort.opened)
-        due = time.monotonic() + (_DRAIN_S if command.finish_step else _FINISH_S if is_behind else _QUIET_S)
-        self._abort = None if is_retired else PendingAbort(opened, command.generation, command.reason, due)
+        due = time.monotonic() + (_FINISH_S if is_behind else _QUIET_S)
+        self._abort = None if is_retired or may_finish else PendingAbort(opened, command.generation, command.reason, due)
 
     def _carry_out(self, abort: PendingAbort) -> None:
         """Make collectives raise, then the main thread leave, if it has not yet."""
@@ -403,13 +396,13 @@ class Runtime:
             return False
         return True
 
-    def await_verdict(self, error: BaseException, *, clean: bool) -> None:
+    def await_verdict(self, error: BaseException, *, clean: bool, may_advance: bool = False) -> None:
         """An exception stopped this rank: report it. Returns when a recovery begins; raises it again if the job is given up."""
         with self.condition:
             if self.must_gate:                 # already interrupted: it is a consequence, or it will come back
                 log.info("rank %d: %s, while being interrupted", self.life.rank, victims.describe(error))
                 return
-        self.report_raised(error, clean=clean, raised_at=time.monotonic())
+        self.report_raised(error, clean=clean, may_advance=may_advance)
         with self.condition:
             while not self.must_gate:
                 if self.gave_up is not None or self.agent_gone:
@@ -417,8 +410,8 @@ class Runtime:
                     raise error
                 self.condition.wait()
 
-    def report_raised(self, error: BaseException, *, clean: bool, raised_at: float) -> None:
-        """An exception left the function: say what it was, and wait to be told what follows."""
+    def report_raised(self, error: BaseException, *, clean: bool, may_advance: bool) -> None:
+        """An exception left the function, or the vote: say what it was."""
         kind = FaultKind.COMMUNICATION if victims.is_communication_error(error) else FaultKind.RAISED
         detail = victims.describe(error)
         fault = Fault(
@@ -426,7 +419,7 @@ class Runtime:
         with self.condition:
             generation = self.target_generation
         self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,
-                                      age_s=time.monotonic() - raised_at, snapshots=self.life.snapshot_versions()))
+                                      snapshots=self.life.snapshot_versions(), may_advance=may_advance))
 
 
 def _working_directory() -> str:

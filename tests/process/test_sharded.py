@@ -49,6 +49,19 @@ def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Cal
         assert {fact["source"] for fact in job.facts("restored") if fact["rank"] == 3} >= {f"received version 4 from rank {replica}"}
 
 
+@pytest.mark.parametrize(("layout", "snapshots"), [("hsdp", 0), ("tp", 0), ("stages", 0), ("hsdp", 1)])
+def test_whoever_is_left_behind_by_a_vote_steps_too(
+        tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, snapshots: int) -> None:
+    """Two ranks have passed the vote and committed; the vote broke for the third, and the fourth, which had the same shard, is dead."""
+    broken = 2 if layout == "stages" else 1
+    with harness.job(tmp_path, LAYOUT=layout, FAULTS=f"{broken}@4:vote:break;3@4:optimizer:late", SNAPSHOT_EVERY=str(snapshots)) as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed(layout), faults=2, replaced={3})
+        assert job.manager is not None
+        assert f"generation=1 version=5 ranks=({broken},)" in job.manager.text
+        records = job.recoveries()
+        assert [(record["strategy"], record["version"], record["steps_redone"]) for record in records] == [("recover-in-place", 5, 0)]
+
+
 @pytest.mark.parametrize("place", ["optimizer", "before-commit"])
 def test_a_death_behind_the_vote_never_mixes_versions(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], place: str) -> None:
     """The vote may be complete for some and not for others: then the step, or everything, is done again."""

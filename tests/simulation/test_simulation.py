@@ -42,6 +42,21 @@ def assert_whole(result) -> None:
     assert {outcome.outcome for outcome in result.outcomes.values()} == {"succeeded"}
 
 
+class TestSharded:
+    """Ranks 0 and 2 hold one part, 1 and 3 the other. One rank at a time dies."""
+
+    @pytest.mark.parametrize("rank", range(4))
+    def test_a_death_at_any_moment_costs_no_step(self, rank) -> None:
+        """Two steps, in pieces of 0.2 ms: all phases of the vote are among them."""
+        advanced = 0
+        for moment in range(300):
+            job, result = run((0.3 + moment * 0.0002, "kill", rank), nodes=2, ranks_per_node=2, is_sharded=True, seed=moment)
+            assert_whole(result)
+            assert [(record.strategy, record.steps_redone) for record in result.records] == [("recover-in-place", 0)]
+            advanced += any(isinstance(command, do.Advance) for command in job.commands)
+        assert advanced > 10, "the moment in which some have passed the vote was never met"
+
+
 class TestSingleTroubles:
     def test_a_quiet_job(self) -> None:
         job, result = run(nodes=2, ranks_per_node=2)
@@ -211,14 +226,14 @@ QUALITIES = st.builds(
 
 
 @settings(max_examples=settings.default.max_examples * 3 // 2)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5), QUALITIES, st.booleans())
-def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait_for_exit) -> None:
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5), QUALITIES, st.booleans(), st.booleans())
+def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait_for_exit, is_sharded) -> None:
     ranks = nodes * per_node
     faults = FaultScript.random(
         random.Random(seed), count=count, until=1.2, ranks=ranks, nodes=nodes, kinds=RECOVERABLE
     )
     job = SimulatedJob(nodes=nodes, ranks_per_node=per_node, steps=STEPS, script=faults, seed=seed, quality=quality,
-                       wait_for_exit=wait_for_exit)
+                       wait_for_exit=wait_for_exit, is_sharded=is_sharded)
     result = job.run()
     check_replay(job)
     outcomes = {getattr(outcome, "outcome", None) for outcome in result.outcomes.values()}

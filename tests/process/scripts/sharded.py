@@ -2,12 +2,15 @@
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
          tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
-FACTS, FAULTS, STEPS as in train.py, but "how" is "kill", or "together": when all of FAULTS have come to their places; SNAPSHOT_EVERY
+FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "late": when half of the
+ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
+SNAPSHOT_EVERY; STEP_S, how long a step takes
 """
 
 import hashlib
 import json
 import os
+import pathlib
 import signal
 import time
 
@@ -45,9 +48,32 @@ def here(place, step):
             continue
         while how == "together" and not all(os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS))):
             time.sleep(0.001)
+        while how == "late" and count_committed(step + 1) < WORLD // 2:
+            time.sleep(0.001)
         fact("fault", spec=spec, step=step)
-        assert how in ("kill", "together")
+        if how == "break":
+            original_all_reduce(torch.ones(1))       # nobody else takes part, and one of them dies
+        assert how in ("kill", "together", "late"), how
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_committed(step):
+    lines = [line for path in pathlib.Path(FACTS).glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
+    return sum('"committed"' in line and line.endswith(f'"step": {step}}}') for line in lines)
+
+
+original_all_reduce = dist.all_reduce
+votes_at = []                            # the step whose vote comes next
+
+
+def all_reduce(tensor, *args, **kwargs):
+    work = original_all_reduce(tensor, *args, **kwargs)
+    if votes_at:
+        here("vote", votes_at.pop())
+    return work
+
+
+dist.all_reduce = all_reduce
 
 
 class Net(torch.nn.Module):
@@ -110,14 +136,15 @@ def train():
     model, optimizer, part, data = build()
     model.layers[0].register_full_backward_hook(lambda *_: here("backward-end", model.step))
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", model.step))
+    optimizer.register_step_pre_hook(lambda *_: votes_at.append(model.step))
     state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")))
-    optimizer.register_step_pre_hook(lambda *_: here("after-vote", model.step))
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
     fact("restored", step=state.step, source=str(restored))
     while state.step < STEPS:
         model.step = state.step
         here("step", state.step)
+        time.sleep(float(os.environ.get("STEP_S", "0")))
         generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()
         model(torch.randn(8, 16, generator=generator)).square().mean().backward()

@@ -3,7 +3,7 @@
 import pytest
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_rolls_forward
+from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_advances
 
 
 def moves(cut: Cut) -> dict[int, int | None]:
@@ -265,33 +265,33 @@ def test_a_lost_shard_of_a_job_that_has_committed_nothing_is_no_silent_fresh_sta
 
 
 def vote(*versions: int | None) -> list[Copy]:
-    return hsdp(*versions, may_forward=True)
+    return hsdp(*versions, may_advance=True)
 
 
 def test_nobody_rolls_forward_where_nobody_has_passed_the_vote() -> None:
-    assert who_rolls_forward(vote(5, 5, None, 5), committed=5) == ()
+    assert who_advances(vote(5, 5, None, 5), committed=5) == ()
 
 
 def test_all_in_the_vote_roll_forward_when_one_has_passed_it() -> None:
-    assert who_rolls_forward([*vote(5, 5, 5), Copy(3, 6, shard="1")]) == (0, 1, 2)
+    assert who_advances([*vote(5, 5, 5), Copy(3, 6, shard="1")]) == (0, 1, 2)
 
 
 def test_one_that_passed_and_is_torn_now_has_passed() -> None:
-    assert who_rolls_forward([*vote(5), Copy(1, 6, clean=False, shard="1")]) == (0,)
+    assert who_advances([*vote(5), Copy(1, 6, clean=False, shard="1")]) == (0,)
 
 
 def test_one_that_passed_and_is_dead_now_has_passed() -> None:
-    assert who_rolls_forward([*vote(5, 5, 5), Copy(3, None, shard="1")], committed=6) == (0, 1, 2)
+    assert who_advances([*vote(5, 5, 5), Copy(3, None, shard="1")], committed=6) == (0, 1, 2)
 
 
 def test_only_those_interrupted_in_the_vote_roll_forward() -> None:
-    copies = [Copy(0, 6), Copy(1, 5), Copy(2, 5, may_forward=True), Copy(3, 5, clean=False, may_forward=True), Copy(4, 6, may_forward=True)]
-    assert who_rolls_forward(copies) == (2,)
+    copies = [Copy(0, 6), Copy(1, 5), Copy(2, 5, may_advance=True), Copy(3, 5, clean=False, may_advance=True), Copy(4, 6, may_advance=True)]
+    assert who_advances(copies) == (2,)
 
 
 def test_rolled_forward_nothing_is_redone() -> None:
     before = [*vote(5, 5, 5), Copy(3, None, replaced=True, shard="1")]
-    after = [Copy(copy.rank, 6 if copy.rank in who_rolls_forward(before, 6) else copy.version, shard=copy.shard) for copy in before]
+    after = [Copy(copy.rank, 6 if copy.rank in who_advances(before, 6) else copy.version, shard=copy.shard) for copy in before]
     cut = plan_cut(after, committed=6)
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (6, 0)

@@ -1,4 +1,4 @@
-"""plan_cut, who_rolls_forward and plan_writers against what trying everything finds, on small worlds."""
+"""plan_cut, who_advances and plan_writers against what trying everything finds, on small worlds."""
 
 import itertools
 from collections import Counter
@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import assume, given
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_orphans, plan_writers, who_rolls_forward
+from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_orphans, plan_writers, who_advances
 
 VERSIONS = range(5)
 SHARDS = ("", "1", "2")
@@ -20,7 +20,7 @@ def worlds(draw: st.DrawFn, *, shards: tuple[str, ...] = SHARDS, versions: range
     return [
         Copy(
             rank, draw(st.none() | st.sampled_from(versions)), clean=draw(st.booleans()), replaced=draw(st.booleans()), box_versions=draw(some),
-            shard=draw(st.sampled_from(shards)), snapshots=draw(some), may_forward=draw(st.booleans()), node=draw(st.integers(0, 1)),
+            shard=draw(st.sampled_from(shards)), snapshots=draw(some), may_advance=draw(st.booleans()), node=draw(st.integers(0, 1)),
             alive=draw(st.integers(0, 3)) > 0,
         )
         for rank in range(draw(st.integers(1, 6)))
@@ -128,17 +128,17 @@ def test_the_order_of_reports_changes_nothing(world, committed, random) -> None:
     shuffled = list(world)
     random.shuffle(shuffled)
     assert plan_cut(world, committed) == plan_cut(shuffled, committed)
-    assert who_rolls_forward(world, committed) == who_rolls_forward(shuffled, committed)
+    assert who_advances(world, committed) == who_advances(shuffled, committed)
     for version in VERSIONS:
         assert plan_writers(world, version) == plan_writers(shuffled, version)
 
 
 @given(worlds(), COMMITTED)
-def test_who_rolls_forward_has_somebody_ahead_and_nobody_else_does(world, committed) -> None:
-    forward = who_rolls_forward(world, committed)
+def test_who_advances_has_somebody_ahead_and_nobody_else_does(world, committed) -> None:
+    forward = who_advances(world, committed)
     for copy in world:
         passed = copy.version is not None and copy.version + 1 in [committed, *(other.version for other in world)]
-        assert (copy.rank in forward) == (passed and copy.clean and copy.alive and copy.may_forward)
+        assert (copy.rank in forward) == (passed and copy.clean and copy.alive and copy.may_advance)
 
 
 @given(worlds(), COMMITTED)

@@ -135,14 +135,14 @@ class TestWhenItIsChosen:
 
     def test_a_drain_lets_everybody_finish_the_step(self, manager) -> None:
         job = manager(nodes=2, per_node=1, strategies="recover-in-place,dump").joined()
-        assert only(job.send(ev.AgentDraining, 1, "SIGTERM"), do.Interrupt).finish_step
-        assert job.send(ev.AgentDraining, 0, "SIGTERM") == [], "the other node's pod is evicted as well"
+        assert only(job.send(ev.AgentDraining, 1, "SIGTERM", 30.0), do.Interrupt).finish_step
+        assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == [], "the other node's pod is evicted as well"
         dump = only(pause_all(job), do.Dump)
         assert (dump.reason, dump.writers) == ("node 1 is to end (SIGTERM)", (0, 1))
-        assert job.send(ev.AgentDraining, 0, "SIGTERM") == []
+        assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == []
 
     def test_a_drain_without_the_strategy_ends_the_job(self, manager) -> None:
-        assert kinds(manager(strategies="recover-in-place").joined().send(ev.AgentDraining, 0, "SIGTERM")) == ["GiveUp"]
+        assert kinds(manager(strategies="recover-in-place").joined().send(ev.AgentDraining, 0, "SIGTERM", 30.0)) == ["GiveUp"]
 
 
 class TestTheReason:

@@ -1,5 +1,7 @@
 """NodeMachine: what one node does about its workers."""
 
+from dataclasses import replace
+
 import pytest
 
 from taskd.core import commands as do
@@ -178,6 +180,18 @@ class TestARecovery:
         agent.worker(ev.WorkerPaused, 0, 1, 5, False)
         (again,) = told(agent.command(do.Interrupt, 1, "x"))
         assert (again.rank, again.version, again.clean) == (0, 5, False)
+
+    def test_who_could_do_a_step_more_is_in_its_function(self, node) -> None:
+        agent = node()
+        agent.command(do.Interrupt, 1, "x", 5, True)
+        (offer,) = told(agent.worker(ev.WorkerMayAdvance, 0, 1, 5))
+        assert (offer.rank, offer.version) == (0, 5)
+        assert agent.machine.registration(agent.now).workers[0].state == "running"
+        assert told(agent.command(do.Interrupt, 1, "x", 5, True)) == [replace(offer, now=agent.now)], "it is told again"
+        assert passed_on(agent.command(do.Advance, 1, 6, (0, 1))) == [(0, "Advance")], "rank 1 has not asked"
+        agent.worker(ev.WorkerPaused, 0, 1, 6, True)
+        assert agent.command(do.Advance, 1, 6, (0, 1)) == [], "it is there already"
+        assert agent.machine.registration(agent.now).workers[0].state == "paused"
 
     def test_an_interrupt_that_was_lost_comes_with_the_resume(self, node, make_fault) -> None:
         agent = node(1)

@@ -36,6 +36,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.entered: set[tuple[int, int]] = set()
         self.highest = (0, 0)
         self.last_resume: do.Resume | None = None
+        self.is_finishing = False
+        self.last_advance: do.Advance | None = None
         self.first_generation = generation
 
     # ------------------------------------------------------------------ in
@@ -47,7 +49,16 @@ class AnyHistory(RuleBasedStateMachine):
         self.machine.check()
         for command in commands:
             self.look_at(command)
+            self.look_at_steps(command)
         return commands
+
+    def look_at_steps(self, command: do.Command) -> None:
+        if isinstance(command, do.Interrupt):
+            self.is_finishing = command.finish_step
+        elif isinstance(command, do.Advance) and command != self.last_advance:       # else: said again to an agent that came back
+            self.last_advance = command
+            assert self.is_finishing or set(command.ranks) <= self.outside, "somebody is sent on who does not wait"
+            self.outside -= set(command.ranks)
 
     def look_at(self, command: do.Command) -> None:
         assert command.generation <= self.machine.generation
@@ -159,6 +170,14 @@ class AnyHistory(RuleBasedStateMachine):
         self.send(ev.WorkerRaised, rank, life, self.machine.generation - behind, fault, clean)
 
     @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), version=st.integers(0, 3))
+    def may_advance(self, rank, behind, version) -> None:
+        # In a vote that broke it waits; at the end of a step it does not wait yet.
+        is_voting = not (self.is_finishing and self.machine.phase is Phase.PAUSING)
+        if self.counts(rank) and is_voting and (behind == 0 or self.machine.phase is Phase.JOINING):
+            self.outside.add(rank)
+        self.send(ev.WorkerMayAdvance, rank, self.lives[rank], self.machine.generation - behind, version)
+
+    @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), version=st.integers(0, 3))
     def recovered(self, rank, behind, version) -> None:
         self.send(ev.WorkerRecovered, rank, self.lives[rank], self.machine.generation - behind, version, 0.1, 0.1, 0.1)
 
@@ -173,7 +192,7 @@ class AnyHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.count > 10)
     @rule(node=st.integers(0, 1))
     def draining(self, node) -> None:
-        self.send(ev.AgentDraining, node % self.nodes, "SIGTERM")
+        self.send(ev.AgentDraining, node % self.nodes, "SIGTERM", 30.0)
 
     @rule(rank=RANKS)
     def finished(self, rank) -> None:
