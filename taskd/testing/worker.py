@@ -110,28 +110,34 @@ class SimulatedWorker:
     def _obey(self, command: do.Command) -> None:
         if isinstance(command, do.Interrupt):
             if command.generation > self.target:
-                self.target, self.must_gate, self.plan = command.generation, True, None
-                if self.phase in ("step", "restore", "enter", "returned", "raised", "paused"):
-                    self._unwind()
-                elif self.phase in ("vote", "asking"):
-                    self._ask()
+                self._come_out(command)
         elif isinstance(command, do.Advance):
             if self.phase == "asking" and command.generation == self.target:
                 self._optimizer()
         elif isinstance(command, do.Resume):
             if command.generation >= self.target and self.must_gate:
-                self.target, self.must_gate, self.plan = command.generation, False, command
-                self.generation, self.resumed_at = command.generation, self.world.clock.now()
-                self._must_report_recovery = True
-                if self.phase == "asking":
-                    self.parked, self.state = self.state, None
-                self._enter()
+                self._go_in(command)
         elif isinstance(command, do.Release):
             self.is_released = True
             if self.phase == "returned":
                 self._exit(0)
         elif isinstance(command, do.GiveUp):
             self._exit(1)
+
+    def _go_in(self, command: do.Resume) -> None:
+        self.target, self.must_gate, self.plan = command.generation, False, command
+        self.generation, self.resumed_at = command.generation, self.world.clock.now()
+        self._must_report_recovery = True
+        if self.phase == "asking":
+            self.parked, self.state = self.state, None
+        self._enter()
+
+    def _come_out(self, command: do.Interrupt) -> None:
+        self.target, self.must_gate, self.plan = command.generation, True, None
+        if self.phase in ("step", "restore", "enter", "returned", "raised", "paused"):
+            self._unwind()
+        elif self.phase in ("vote", "asking"):
+            self._ask()
 
     def _unwind(self) -> None:
         """Leave whatever it is in, park, say so."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from taskd.worker.extras import Extras
     from taskd.worker.holding import Holding
     from taskd.worker.life import Life
@@ -57,20 +59,36 @@ def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) ->
     Raises:
         StateError: an optimizer that cannot be taken apart, or a part of the state that none of `writers` has.
     """
-    state: dict[str, Any] = {}
-    whole = list(range(life.world_size))
-    for holding in states.values():
-        of_id, of_shard = _holders(life, holding, writers) if holding.has_parts else (whole, whole)
-        tensors, plain = flat.flatten(holding)
+    flattened = {name: flat.flatten(holding) for name, holding in states.items()}
+    return {
+        **tensors(life, states, {name: found for name, (found, _) in flattened.items()}, writers),
+        **values(life, states, {name: plain for name, (_, plain) in flattened.items()}, writers),
+    }
+
+
+def tensors(life: Life, states: Mapping[str, Holding], found: Mapping[str, Mapping[str, torch.Tensor]], writers: Sequence[int]) -> dict[str, Any]:
+    """The tensors of `shared`. `found`: of each state, as `flat.flatten` gives them."""
+    named: dict[str, Any] = {}
+    for state, holding in states.items():
+        of_id, of_shard = map(tuple, _holders(life, holding, writers))
         divided = tuple(f"{flat.label(holding)}.{role}.state." for role in holding.zeros())
-        for name, tensor in tensors.items():
-            state[name] = tensor if is_distributed(tensor) else Held(tensor, tuple(of_shard if name.startswith(divided) else of_id))
-        state[name_of_state(holding)] = Held(plain, tuple(of_id))
+        for name, tensor in found[state].items():
+            named[name] = tensor if is_distributed(tensor) else Held(tensor, of_shard if name.startswith(divided) else of_id)
+    return named
+
+
+def values(life: Life, states: Mapping[str, Holding], plain: Mapping[str, dict[str, Any]], writers: Sequence[int]) -> dict[str, Held]:
+    """The plain values of `shared`. `plain`: of each state, as `flat.flatten` gives them."""
+    named: dict[str, Held] = {}
+    whole = list(range(life.world_size))
+    for state, holding in states.items():
+        of_id, _ = _holders(life, holding, writers)
+        named[name_of_state(holding)] = Held(plain[state], tuple(of_id))
         whole = [rank for rank in whole if rank in of_id]
     layouts = buckets.recorded(life)
     if layouts:
-        state[name_of_layouts(states.values())] = Held(layouts, tuple(whole))
-    return state
+        named[name_of_layouts(states.values())] = Held(layouts, tuple(whole))
+    return named
 
 
 def own(life: Life, version: int) -> dict[str, Any]:
@@ -81,6 +99,8 @@ def own(life: Life, version: int) -> dict[str, Any]:
 
 def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list[int], list[int]]:
     """The ranks that have the same plain tensors as this one, and those that have the same optimizer memory as well."""
+    if not holding.has_parts:
+        return [*range(life.world_size)], [*range(life.world_size)]
     ids, shards = holding.peers.ids, holding.peers.shards
     if not ids and life.world_size > 1:
         message = (f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has which part. Call init_process_group() before "

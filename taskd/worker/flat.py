@@ -40,37 +40,52 @@ def flatten(holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises:
         StateError: an optimizer that cannot be taken apart.
     """
-    roles, prefix = holding.roles, label(holding)
-    tensors = {f"{prefix}.{name}": tensor.detach() for name, tensor in _distinct(holding)}
-    names = _names(holding)
-    optimizers = {}
-    for role, optimizer in roles.optimizers.items():
-        state: dict[str, dict[str, Any]] = {}
+    found = tensors(holding)
+    return found, plain(holding, owner_names(holding), found)
+
+
+def tensors(holding: Holding) -> dict[str, torch.Tensor]:
+    """Those of modules and optimizers. Raises as `flatten`."""
+    prefix, owners = label(holding), owner_names(holding)
+    found = {f"{prefix}.{name}": tensor.detach() for name, tensor in _distinct(holding)}
+    for role, optimizer in holding.roles.optimizers.items():
         is_divided = role in holding.zeros()
         for parameter, entries in memory_of(optimizer).items():
-            owner = names.get(id(parameter))
+            owner = owners.get(id(parameter))
             if owner is None:
                 message = f"TrainState({holding.name!r}): {role} keeps state for {parameter!r}, which is none of its parameters: it cannot be saved"
                 raise StateError(message)
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{prefix}.{role}.state.{owner}.{key}"] = value.detach()
+                    found[f"{prefix}.{role}.state.{owner}.{key}"] = value.detach()
                 elif is_divided:
                     message = (f"TrainState({holding.name!r}): {role} keeps {key!r} of {owner} as {type(value).__name__}: of a "
                                "ZeroRedundancyOptimizer only tensors can be saved")
                     raise StateError(message)
-                if not is_divided:                   # else it is this rank's alone; the names of the tensors say it all
-                    state.setdefault(owner, {})[key] = None if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def plain(holding: Holding, owners: dict[int, str], further: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything else. `owners`: as `owner_names`. What other objects (an EMA) have of tensors is put into `further`."""
+    roles, prefix = holding.roles, label(holding)
+    optimizers = {}
+    for role, optimizer in roles.optimizers.items():
+        is_divided = role in holding.zeros()
+        memory = {} if is_divided else memory_of(optimizer)      # divided, it is this rank's alone; the names of the tensors say it all
+        state = {
+            owners[id(parameter)]: {key: None if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
+            for parameter, entries in memory.items() if entries
+        }
         groups = [
-            {key: [names[id(parameter)] for parameter in value] if key == "params" else value for key, value in group.items()}
+            {key: [owners[id(parameter)] for parameter in value] if key == "params" else value for key, value in group.items()}
             for group in optimizer.param_groups
         ]
         optimizers[role] = {"groups": groups, "state": state, "is_divided": is_divided}
     states = {}
     for kind in (roles.schedulers, roles.scalers, roles.steppers, roles.replicas):
         for role, value in kind.items():
-            states[role] = _take_tensors(value.state_dict(), f"{prefix}.{role}", tensors)
-    return tensors, {"step": holding.step, "values": dict(roles.values), "optimizers": optimizers, "states": states}
+            states[role] = _take_tensors(value.state_dict(), f"{prefix}.{role}", further)
+    return {"step": holding.step, "values": dict(roles.values), "optimizers": optimizers, "states": states}
 
 
 def targets(holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
@@ -108,7 +123,7 @@ def targets(holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tup
 
 
 def _optimizer_targets(holding: Holding, saved_optimizers: dict[str, Any], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    names, wanted = _names(holding), {}
+    names, wanted = owner_names(holding), {}
     parameters = {names[id(tensor)]: tensor for tensor in holding.roles.named_tensors().values()}
     for role in sorted({*saved_optimizers, *holding.roles.optimizers}):
         saved, own = saved_optimizers.get(role), holding.roles.optimizers.get(role)
@@ -141,7 +156,7 @@ def _memory(holding: Holding, role: str, saved: dict[str, Any], names: Collectio
 
 def _kept(holding: Holding, role: str) -> list[str]:
     """The parameters whose memory is this rank's, in the optimizer's order."""
-    names, optimizer = _names(holding), holding.roles.optimizers[role]
+    names, optimizer = owner_names(holding), holding.roles.optimizers[role]
     keeper = optimizer.optim if role in holding.zeros() else optimizer  # type: ignore[attr-defined]
     return [names[id(parameter)] for parameter in parameters_of(keeper)]
 
@@ -170,6 +185,11 @@ def load(holding: Holding, plain: dict[str, Any], tensors: dict[str, torch.Tenso
     roles.values = dict(plain["values"])
 
 
+def owner_names(holding: Holding) -> dict[int, str]:
+    """First name of each parameter and buffer, by identity."""
+    return {id(tensor): name for name, tensor in _distinct(holding)}
+
+
 def names_of_buffers(holding: Holding) -> list[str]:
     """The tensors that a forward pass may change."""
     buffers = {id(buffer) for module in holding.roles.modules.values() for buffer in module.buffers()}
@@ -188,9 +208,6 @@ def _distinct(holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _names(holding: Holding) -> dict[int, str]:
-    """First name of each tensor, by identity."""
-    return {id(tensor): name for name, tensor in _distinct(holding)}
 
 
 def _room(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Job:
     tensors: dict[str, torch.Tensor]
     rest: bytes
     events: dict[torch.device, Any]
-    counters: dict[str, int]          # of changes in place, when it began
+    counters: list[int]               # of changes in place, of each tensor, when it began
 
 
 class Snapshotter:
@@ -104,12 +104,12 @@ class Snapshotter:
     def commit(self, version: int, generation: int, tensors: Mapping[str, torch.Tensor], rest: bytes = b"", changing: Collection[str] = ()) -> bool:
         """Begin a snapshot of `version`, whether it is one of those or not. Returns False if the copy before it is not done.
 
-        `tensors` are plain ones (the local part of a sharded tensor); they may differ from those of the last snapshot in every respect.
+        `tensors` are plain ones (the local part of a sharded tensor), detached; they may differ from those of the last snapshot in every respect.
         `changing` names those which may change before the next call of `wait`: they are copied here. `rest` is stored as it is.
         """
         if not self._idle.is_set() or self._is_closing:
             return False
-        taken = {name: tensor.detach() for name, tensor in tensors.items()}       # the storage of now, even if .data is replaced
+        taken = dict(tensors)
         for name in changing:
             taken[name] = taken[name].clone()
         devices = {tensor.device for tensor in taken.values()}
@@ -118,7 +118,7 @@ class Snapshotter:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)
             self._thread.start()
-        counters = {name: _counter(tensor) for name, tensor in taken.items()}
+        counters = _counters(taken)
         self._jobs.put(Job(version, generation, taken, rest, events, counters))
         return True
 
@@ -171,8 +171,8 @@ class Snapshotter:
         writer = arena.begin(job.version, job.generation)
         for name, tensor in job.tensors.items():
             self._put(writer, name, tensor)
-        for name, tensor in job.tensors.items():
-            if _counter(tensor) != job.counters[name]:
+        for name, now, before in zip(job.tensors, _counters(job.tensors), job.counters, strict=True):
+            if now != before:
                 raise ArenaError(f"{name} was changed while it was copied: between commit() and the next optimizer step the state must stay as it is")
         self.newest = writer.complete(job.rest)
         if self._old is not None and arena is self.arena:     # the second one in a larger arena: now that holds what others may need
@@ -257,9 +257,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _counter(tensor: torch.Tensor) -> int:
-    """How often it was changed in place. Writes through `.data` are not counted, nor any of an inference tensor."""
-    return 0 if tensor.is_inference() else tensor._version
+def _counters(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """How often each was changed in place. Writes through `.data` are not counted, nor any of an inference tensor."""
+    try:
+        return [tensor._version for tensor in tensors.values()]
+    except RuntimeError:                 # there is an inference tensor
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> int:

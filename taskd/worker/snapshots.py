@@ -22,6 +22,7 @@ from taskd.worker import contents, extras, flat
 from taskd.worker.logbook import logbook_of
 from taskd.worker.shards import is_distributed, local, memory_of
 from taskd.worker.snapshot import Snapshotter, fill
+from taskd.worker.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -44,6 +45,19 @@ class Place(NamedTuple):
     holders: tuple[int, ...]
 
 
+class Inventory(NamedTuple):
+    """The tensors of an entry, from one snapshot to the next.
+
+    `places`: pickled, by name. `changing`: those that a forward pass may change. `where`: its checkpoints are, and its TrainStates.
+    """
+
+    tables: dict[str, Table]
+    tensors: dict[str, torch.Tensor]
+    places: bytes
+    changing: list[str]
+    where: tuple[Path, tuple[str, ...]]
+
+
 class Snapshots:
     """Makes them, in the entry of the function in which a TrainState asked for it."""
 
@@ -54,6 +68,7 @@ class Snapshots:
         self._copier.adopt(arenas.all())
         self._is_due, self._problem = False, ""
         self._places: dict[tuple[Any, ...], Place] = {}
+        self._inventory: Inventory | None = None
 
     def prepare(self, states: dict[str, Holding]) -> None:
         """Make the arena now, so that a node without enough memory says so before the training begins; in a recovery that costs snapshots only.
@@ -102,22 +117,33 @@ class Snapshots:
             self._warn(error)
 
     def _begin(self, version: int) -> None:
+        life, everybody = self._life, tuple(range(self._life.world_size))
+        tables = {name: self._table(name, holding) for name, holding in life.states.items()}
+        further: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tables}      # made anew each time
+        plain = {name: flat.plain(holding, tables[name].owners, further[name]) for name, holding in life.states.items()}
+        if self._inventory is None or self._inventory.tables != tables or any(further.values()):
+            self._inventory = self._take_inventory(tables, further)
+        kept = self._inventory
+        values = contents.values(life, life.states, plain, everybody)
+        rest = pickle.dumps((kept.places, values, logbook_of(life).blob(version), kept.where), extras.PROTOCOL)
+        self._copier.commit(version, life.generation, kept.tensors, rest, kept.changing)
+
+    def _table(self, name: str, holding: Holding) -> Table:
+        known = None if self._inventory is None else self._inventory.tables.get(name)
+        return known if known is not None and known.is_current() else Table(holding)
+
+    def _take_inventory(self, tables: dict[str, Table], further: Mapping[str, dict[str, torch.Tensor]]) -> Inventory:
         life = self._life
+        found = {name: {**table.tensors, **further[name]} for name, table in tables.items()}
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, Place] = {}
-        values: dict[str, Held] = {}
-        everybody = tuple(range(life.world_size))
-        for name, item in contents.shared(life, life.states, everybody).items():
+        for name, item in contents.tensors(life, life.states, found, tuple(range(life.world_size))).items():
             held = item if isinstance(item, Held) else Held(item, ())
-            if isinstance(held.value, torch.Tensor):
-                tensors[name] = local(held.value)
-                places[name] = self._place(name, held.value, held.holders)
-            else:
-                values[name] = held
+            tensors[name] = local(held.value)
+            places[name] = self._place(name, held.value, held.holders)
         changing = [name for holding in life.states.values() for name in flat.names_of_buffers(holding)]
         where = contents.directory_of(life.states).absolute(), tuple(sorted(life.states))
-        rest = pickle.dumps((places, values, logbook_of(life).blob(version), where), extras.PROTOCOL)
-        self._copier.commit(version, life.generation, tensors, rest, changing)
+        return Inventory(tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, where)
 
     def _place(self, name: str, tensor: torch.Tensor, holders: tuple[int, ...]) -> Place:
         if not is_distributed(tensor):
@@ -146,7 +172,7 @@ class Found:
         self._arena = arena
         self._snapshot: Snapshot = arena.open(version)
         found = pickle.loads(self._snapshot.rest)  # noqa: S301 - our own, in memory without a name
-        self._places: dict[str, Place] = found[0]
+        self._places: dict[str, Place] = pickle.loads(found[0])  # noqa: S301 - the same
         self._values: dict[str, Held] = found[1]
         self._blob: tuple[bytes, bytes] | None = found[2]
         self.directory: Path = found[3][0]

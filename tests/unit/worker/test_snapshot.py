@@ -116,7 +116,7 @@ def test_a_replaced_storage_is_copied_as_it_was_at_the_commit(made):
         return made[-1]
 
     snapshotter = Snapshotter(make, every=1)
-    assert snapshotter.commit(1, 0, {"p": parameter})
+    assert snapshotter.commit(1, 0, {"p": parameter.detach()})
     parameter.data = torch.zeros(1000)
     gate.set()
     snapshotter.wait()
