@@ -1,8 +1,8 @@
 """What part of the state this rank holds, and the memory in which it holds it.
 
 Owns the reading of torch's sharded tensors: DTensor (FSDP2 `fully_shard`, HSDP, TP) and the partition of a `ZeroRedundancyOptimizer`.
-Pure functions over tensors: no collective, no process group. Classes of torch are looked up among the modules that the user's script has
-imported, so that replicated training imports nothing for them.
+FSDP1 is the business of `taskd.worker.units`. Pure functions over tensors: no collective, no process group. Classes of torch are looked up
+among the modules that the user's script has imported, so that replicated training imports nothing for them.
 
 A DTensor is a local tensor and a place on a DeviceMesh. The mesh names process groups, and these do not survive a recovery: what
 is kept is the local tensor and a `Sharding`, and the DTensor is made again on the mesh of the new generation.

@@ -163,8 +163,9 @@ def _problem(unit: Any) -> str:
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in flat._params or ()):
         return "has an optimizer in its backward pass, where a fault would tear parameters: step it after the backward pass"
     wanted = unit.mixed_precision.buffer_dtype
+    inner = {id(buffer) for other in _wrappers_of(unit.module) for buffer in other.buffers()}      # theirs may be another
     for name, buffer in unit.module.named_buffers():
-        if wanted is not None and buffer.is_floating_point() and buffer.dtype != wanted:
+        if wanted is not None and id(buffer) not in inner and buffer.is_floating_point() and buffer.dtype != wanted:
             return f"would make the buffer {name} {wanted} in its first pass: build it so, or leave MixedPrecision(buffer_dtype=) out"
     return ""
 
