@@ -105,8 +105,9 @@ def _not_in(checkpoint: Checkpoint, holding: Holding, names: Collection[str]) ->
     if others:
         text += f" with shard_id {others[0]!r}" + (f" and {len(others) - 1} more" if others[1:] else "")
     if units.has_any(holding.roles.modules.values()) or any(units.is_place(other) for other in others):
-        text += (f". What FullyShardedDataParallel has sharded is read by as many ranks as have saved it ({checkpoint.manifest.world_size}), wrapped in the "
-                 "same way; nothing was changed or deleted. fully_shard's checkpoints are read by any number of ranks")
+        text += (". A shard of FullyShardedDataParallel can be read by the same shard alone: sharded over as many ranks, wrapped in the same way. Start the "
+                 f"job as it was saved, by {checkpoint.manifest.world_size} ranks; nothing was changed or deleted. What fully_shard has sharded can be read "
+                 "by any number of ranks")
     return text
 
 

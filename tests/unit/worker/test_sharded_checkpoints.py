@@ -21,7 +21,7 @@ def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "size", "other"), [
     ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"), ("zero", 2, "zero_pairs"),
-    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"),
+    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"), ("flat_hybrid", 4, "flat"),
 ])  # fmt: skip
 def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
     saved = world.run(sharded_saving.train_and_save, kind, str(tmp_path), size=size)
@@ -61,7 +61,7 @@ def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_anothe
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for said in world.run(sharded_saving.resume_as, other, None, str(tmp_path), size=2):
         assert f"is not in {folder}, which holds train" + (f" with shard_id '{held}-" if held else ".") in said
-        assert f"is read by as many ranks as have saved it ({size}), wrapped in the same way; nothing was changed or deleted" in said
+        assert f"Start the job as it was saved, by {size} ranks; nothing was changed or deleted" in said
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
