@@ -8,6 +8,7 @@ belongs to, so that a checkpoint of four ranks is read by two. Knows no files.
     <state>.<role>.<path>                            of other objects with large tensors (an EMA)
 
 <state> is the TrainState's name, with its shard_id behind an "@" if it has one: what another part of the model has is another tensor.
+So has each shard of FSDP1, whose `shard_id` says which one it is.
 Of a ZeroRedundancyOptimizer each rank has the memory of some parameters, so all ranks together have each name once.
 """
 

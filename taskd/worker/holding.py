@@ -52,8 +52,9 @@ class Holding:
         self.name = name
         self.roles = roles
         self.checkpoint_dir: str | os.PathLike[str] | None = None
-        self.shard_id = shards.checked(shard_id)
-        self.shard = shards.shard_of(roles, self.shard_id)     # what part of the state this is; "": all of it
+        given = shards.checked(shard_id)
+        self.shard_id = shards.part_of(roles, given)           # of the plain tensors
+        self.shard = shards.shard_of(roles, given)             # what part of the state this is; "": all of it
         self.peers = Peers()                                   # known once restore() is complete
         self.checkpoint_every, self.checkpoint_keep, self.snapshot_every = 0, 3, 0
         self.on_dump: list[Callable[[Path], object]] = []
@@ -69,7 +70,7 @@ class Holding:
 
     @property
     def has_parts(self) -> bool:
-        """Whether plain tensors differ between ranks: under a shard_id, or in the memory of a ZeroRedundancyOptimizer."""
+        """Whether plain tensors differ between ranks: under a shard_id, in FSDP1, or in the memory of a ZeroRedundancyOptimizer."""
         return bool(self.shard_id or self.zeros())
 
     def zeros(self) -> list[str]:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from taskd.checkpoint import files, folder
 from taskd.checkpoint.load import contents, load
 from taskd.errors import CheckpointError, StateError
-from taskd.worker import buckets, flat
+from taskd.worker import buckets, flat, units
 from taskd.worker.contents import directory_of, name_of_layouts, name_of_rank, name_of_state
 from taskd.worker.council import Council
 from taskd.worker.extras import Part
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from taskd.checkpoint.folder import Checkpoint
     from taskd.worker.holding import Holding
     from taskd.worker.life import Life
@@ -66,9 +68,7 @@ def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]
     held = contents(checkpoint.path)
     name = name_of_state(holding)
     if name not in held.values:
-        part = f" with shard_id {holding.shard_id!r}" if holding.shard_id else ""
-        message = f"TrainState({holding.name!r}){part} is not in {checkpoint.path}, which holds {', '.join(checkpoint.manifest.states)}"
-        raise StateError(message)
+        raise StateError(_not_in(checkpoint, holding, held.values))
     own_name, layouts = name_of_rank(life.rank), name_of_layouts(life.states.values())
     is_same_world = checkpoint.manifest.world_size == life.world_size
     values = load(checkpoint.path, {}, [name, *(other for other in (own_name, layouts) if is_same_world and other in held.values)])
@@ -94,6 +94,21 @@ def _check(path: Path, life: Life) -> tuple[Checkpoint | None, str]:
     except (CheckpointError, OSError) as error:
         return None, f"rank {life.rank}: {error}"
     return checkpoint, ""
+
+
+def _not_in(checkpoint: Checkpoint, holding: Holding, names: Collection[str]) -> str:
+    """Why the state is not found in a checkpoint with these names. FSDP1's parts are for the same number of ranks, and the same units."""
+    part = f" with shard_id {holding.shard_id!r}" if holding.shard_id else ""
+    text = f"TrainState({holding.name!r}){part} is not in {checkpoint.path}, which holds {', '.join(checkpoint.manifest.states)}"
+    bare = name_of_state(holding).removesuffix(f"@{holding.shard_id}")
+    others = sorted(name.removeprefix(f"{bare}@") for name in names if name.startswith(f"{bare}@"))
+    if others:
+        text += f" with shard_id {others[0]!r}" + (f" and {len(others) - 1} more" if others[1:] else "")
+    if units.has_any(holding.roles.modules.values()) or any(units.is_place(other) for other in others):
+        text += (". A shard of FullyShardedDataParallel can be read by the same shard alone: sharded over as many ranks, wrapped in the same way. Start the "
+                 f"job as it was saved, by {checkpoint.manifest.world_size} ranks; nothing was changed or deleted. What fully_shard has sharded can be read "
+                 "by any number of ranks")
+    return text
 
 
 def _skipped(passed_over: list[tuple[Path, str]]) -> str:

@@ -1,7 +1,7 @@
 """Parking the state of an interrupted entry, and moving it into what the next entry built.
 
-Owns the moves. Optimizer memory and plain parameters change hands by reference; DTensors are copied into the local memory of the new
-ones, which is there already and to which FSDP2 holds references of its own. So the peak is the old state plus a fresh model either way.
+Owns the moves. Optimizer memory and plain parameters change hands by reference; DTensors and flat parameters are copied into the local memory of the
+new ones, which is there already and to which FSDP holds references of its own. So the peak is the old state plus a fresh model either way.
 Knows no collectives: what comes from other ranks is `taskd.worker.exchange`.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import StateError
-from taskd.worker import buckets, shards
+from taskd.worker import buckets, shards, units
 from taskd.worker.roles import parameters_of
 from taskd.worker.rollback import load_scaler, write_group
 
@@ -84,6 +84,10 @@ def move(old: Holding, new: Holding, *, is_kept: bool) -> None:
     """
     if old.roles.object_roles() != new.roles.object_roles():
         raise StateError(_different_roles(old, new))
+    if old.shard_id != new.shard_id:
+        message = (f"TrainState({new.name!r}) holds the part {new.shard_id!r} now and held {old.shard_id!r} before the fault: build the same model on "
+                   "the same rank in every entry")
+        raise StateError(message)
     meshes = _move_tensors(old, new, is_kept=is_kept)
     for role, optimizer in new.roles.optimizers.items():
         _move_optimizer(f"TrainState({new.name!r}): {role}", old.roles.optimizers[role], optimizer, meshes)
@@ -110,7 +114,7 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> dict[Any, Any
         message = f"TrainState({new.name!r}): {what}: build the same model in every entry"
         raise StateError(message)
     meshes: dict[Any, Any] = {}
-    bucketed = _bucketed(new.roles)
+    fixed = _fixed(new.roles)
     with torch.no_grad():
         for name, source in parked.items():
             target = fresh.get(name)
@@ -129,16 +133,16 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> dict[Any, Any
                 meshes[source.device_mesh] = target.device_mesh  # type: ignore[attr-defined]
                 if is_kept:
                     shards.local(target).copy_(shards.local(source))
-            elif target.dtype == source.dtype and target.device == source.device and id(target) not in bucketed:
+            elif target.dtype == source.dtype and target.device == source.device and id(target) not in fixed:
                 target.data = source.data
             else:
                 target.copy_(source)
     return meshes
 
 
-def _bucketed(roles: Roles) -> set[int]:
-    """Parameters (by id) that are views of an optimizer's buckets, which it sends to the other ranks: their memory must stay."""
-    return {
+def _fixed(roles: Roles) -> set[int]:
+    """Parameters (by id) whose memory must stay: views of an optimizer's buckets, which it sends to the other ranks, and those of FSDP1's units."""
+    return units.parameters_of(roles.modules.values()) | {
         id(parameter) for optimizer in roles.optimizers.values() if getattr(optimizer, "parameters_as_bucket_view", False)
         for parameter in parameters_of(optimizer)
     }

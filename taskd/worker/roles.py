@@ -10,7 +10,6 @@ Owns which object counts as what, and the names of its tensors. Knows neither bl
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker import shards
+from taskd.worker import shards, units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +51,7 @@ class Roles:
         roles = cls()
         for role, value in objects.items():
             roles._add(state_name, role, value)
+        roles._check_units(state_name)
         return roles
 
     def _add(self, state_name: str, role: str, value: Any) -> None:
@@ -67,6 +67,19 @@ class Roles:
             raise StateError(_unsupported(state_name, role, value))
         else:
             self._kind_of(value)[role] = value
+
+    def _check_units(self, state_name: str) -> None:
+        """FSDP1: what a unit keeps is found through its wrapper alone, and under a name of the shard, which DTensors must not have."""
+        own = units.parameters_of(self.modules.values())
+        for name, tensor in self.named_tensors().items():
+            if units.is_of_unit(tensor) and id(tensor) not in own:
+                message = (f"TrainState({state_name!r}): {name} belongs to a FullyShardedDataParallel module that is not registered: give that module, "
+                           "the wrapper and not what is within, to the same TrainState")
+                raise StateError(message)
+            if own and shards.is_distributed(tensor):
+                message = (f"TrainState({state_name!r}): {name} is a DTensor, and other parameters are in FullyShardedDataParallel: use fully_shard "
+                           "for all of them, or a TrainState for each kind")
+                raise StateError(message)
 
     def _kind_of(self, value: Any) -> dict[str, Any]:
         if isinstance(value, torch.optim.lr_scheduler.LRScheduler) or hasattr(value, "get_last_lr"):
@@ -104,7 +117,7 @@ class Roles:
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by "role.name", then parameters that only an optimizer knows. Shared ones under each name.
 
-        FSDP2 gets its shards back first, for these are the state: call it outside a forward or backward pass that is to go on.
+        FSDP gets its shards back first, for these are the state: call it outside a forward or backward pass that is to go on.
         """
         named: dict[str, torch.Tensor] = {}
         for role, module in self.modules.items():
@@ -164,11 +177,9 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
-        # Its parameters are views of flat ones that it swaps for whole ones in every pass: what a pass cut short leaves there is unknown.
-        message = (f"TrainState({state_name!r}): {role} is wrapped in FullyShardedDataParallel: an interrupted step of it cannot be undone. Use "
-                   "torch.distributed.fsdp.fully_shard, which shards each parameter by itself")
+    problem = units.problem_of(module)
+    if problem:
+        message = f"TrainState({state_name!r}): {role} cannot be carried: {problem}"
         raise StateError(message)
     shards.reshard(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

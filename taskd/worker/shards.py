@@ -1,8 +1,8 @@
 """What part of the state this rank holds, and the memory in which it holds it.
 
 Owns the reading of torch's sharded tensors: DTensor (FSDP2 `fully_shard`, HSDP, TP) and the partition of a `ZeroRedundancyOptimizer`.
-Pure functions over tensors: no collective, no process group. Classes of torch are looked up among the modules that the user's script has
-imported, so that replicated training imports nothing for them.
+FSDP1 is the business of `taskd.worker.units`. Pure functions over tensors: no collective, no process group. Classes of torch are looked up
+among the modules that the user's script has imported, so that replicated training imports nothing for them.
 
 A DTensor is a local tensor and a place on a DeviceMesh. The mesh names process groups, and these do not survive a recovery: what
 is kept is the local tensor and a `Sharding`, and the DTensor is made again on the mesh of the new generation.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import StateError
+from taskd.worker import units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,6 +178,7 @@ def shard_of(roles: Roles, shard_id: str = "") -> str:
     Raises:
         StateError: a tensor with a Partial placement.
     """
+    shard_id = part_of(roles, shard_id)
     places: dict[str, None] = {}                 # an ordered set
     parts: list[str] = []
     for name, tensor in roles.named_tensors().items():
@@ -193,11 +195,21 @@ def shard_of(roles: Roles, shard_id: str = "") -> str:
             for key, item in value.items() if isinstance(value, dict) else ():
                 if is_distributed(item) and not known.issuperset(_places(item.device_mesh, tuple(item.placements))):
                     _note(f"{role}.state.{key}", item, places, parts)
+    return _joined(shard_id, list(places), parts)
+
+
+def part_of(roles: Roles, shard_id: str = "") -> str:
+    """Which plain tensors this rank has: the `shard_id` of its TrainState, and what FSDP1 adds to it. As `shard_of`, which begins with it."""
+    return _joined(shard_id, *units.places_of(roles.modules))
+
+
+def _joined(shard_id: str, places: list[str], parts: list[str]) -> str:
+    """One text of at most 64 characters. `parts`: what makes it unique."""
     if not places:
         return shard_id
     if shard_id:
-        places = {shard_id: None, **places}
-        parts.append(f"shard_id {shard_id}")
+        places = [shard_id, *places]
+        parts = [*parts, f"shard_id {shard_id}"]
     digest = hashlib.blake2b("\n".join(parts).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     return f"{'.'.join(places)[:_MAX_TEXT - _DIGEST_CHARACTERS - 1]}-{digest}"
 
@@ -245,19 +257,20 @@ def memory_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Give FSDP2 its shards back, wherever a forward or backward pass was cut short, and free the whole parameters.
+    """Give FSDP its shards back, wherever a forward or backward pass was cut short, and free the whole parameters.
 
-    While these are in use they stand in the module in place of the shards. `FSDPModule.reshard()` would leave them there
+    While these are in use they stand in the module in place of the shards. FSDP2's `FSDPModule.reshard()` would leave them there
     in the middle of a forward pass, and trusts in a state that an interrupt may have left half changed.
     """
     for group in _groups_of(module):
         group._to_sharded()
         for parameter in group.fsdp_params:
             parameter.to_sharded()
+    units.reshard(module)
 
 
 def drop_whole_gradients(module: torch.nn.Module) -> None:
-    """Free gradients of whole FSDP2 parameters: a backward pass that was cut short has not reduced them to the shards."""
+    """Free gradients of whole FSDP parameters: a backward pass that was cut short has not reduced them to the shards."""
     for group in _groups_of(module):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
@@ -265,6 +278,7 @@ def drop_whole_gradients(module: torch.nn.Module) -> None:
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
+    units.drop_gradients(module)
 
 
 def _groups_of(module: torch.nn.Module) -> Iterator[Any]:

@@ -50,7 +50,7 @@ class TrainState:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
         `shard_id` is for frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number on the ranks that hold
-        the same part. Without it the part is found from DTensors and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
+        the same part. Without it the part is found from DTensors, FSDP1 and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
         and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`: write one after so many commits, while
         training goes on (0: none), and keep the newest `checkpoint_keep`. `snapshot_every`: copy this rank's state into the memory of the node
         after so many commits (0: never), so that a shard that no living process has is not lost; twice the state's size is taken.

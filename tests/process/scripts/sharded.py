@@ -1,7 +1,8 @@
 """A small training whose state is sharded in one of many ways. Hurts itself as train.py does.
 
-LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
-         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
+LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), stages (plain
+         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or
+         another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "late": when half of the
 ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
 SNAPSHOT_EVERY; STEP_S, how long a step takes
@@ -17,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -103,6 +104,8 @@ def build():
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif layout.startswith("flat"):
+        return *wrap(model, *layout.split("-")[1:]), None, RANK
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
         plan = {f"layers.{index}": ColwiseParallel() if index % 2 == 0 else RowwiseParallel() for index in range(4)}
@@ -123,7 +126,21 @@ def build():
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), part, RANK
 
 
+def wrap(model, strategy, orig=""):
+    """FSDP1: a unit for every layer but the last, and one for that and what is around them. And the optimizer."""
+    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": bool(orig), "device_id": torch.device("cpu")}
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+    for index in range(3):
+        model.layers[index] = FullyShardedDataParallel(model.layers[index], **options)
+    model = FullyShardedDataParallel(model, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def digest(model):
+    """Of all ranks' shards together; with FSDP1 of this rank's."""
+    if isinstance(model, FullyShardedDataParallel):
+        return hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()[:16]
     tensors = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in model.state_dict().values()]
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()[:16]
@@ -134,20 +151,23 @@ def train():
     dist.init_process_group("gloo")
     fact("entered")
     model, optimizer, part, data = build()
-    model.layers[0].register_full_backward_hook(lambda *_: here("backward-end", model.step))
-    optimizer.register_step_pre_hook(lambda *_: here("before-vote", model.step))
-    optimizer.register_step_pre_hook(lambda *_: votes_at.append(model.step))
+    net = model.module if isinstance(model, FullyShardedDataParallel) else model
+    net.layers[0].register_full_backward_hook(lambda *_: here("backward-end", net.step))
+    optimizer.register_step_pre_hook(lambda *_: here("before-vote", net.step))
+    optimizer.register_step_pre_hook(lambda *_: votes_at.append(net.step))
     state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")))
     restored = state.restore()
-    optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
+    optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
     fact("restored", step=state.step, source=str(restored))
     while state.step < STEPS:
-        model.step = state.step
+        net.step = state.step
         here("step", state.step)
         time.sleep(float(os.environ.get("STEP_S", "0")))
         generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()
         model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        if net is not model:
+            model.clip_grad_norm_(1.0)
         optimizer.step()
         here("before-commit", state.step)
         state.commit()

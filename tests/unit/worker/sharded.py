@@ -8,14 +8,17 @@ from job import Average, Job, Stop
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -80,6 +83,8 @@ def build(kind, mesh_name="dp"):
         _shard(model, mesh=init_device_mesh("cpu", (world,)), **options)
     elif kind == "hsdp":
         _shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", mesh_name)))
+    elif kind in FSDP1:
+        model = _wrap(model, kind)
     elif kind in ("tp", "tp_fsdp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for block in model[1:3]:
@@ -96,6 +101,33 @@ def build(kind, mesh_name="dp"):
                                               parameters_as_bucket_view=kind == "buckets"), data
     foreach = False if kind.startswith("tp") else None       # its parameters lie on several meshes, or are plain
     return model, torch.optim.Adam(model.parameters(), lr=0.01, foreach=foreach), data
+
+
+# Strategy, use_orig_params, more.
+FSDP1 = {
+    "flat": ("FULL_SHARD", False, {}),
+    "flat_orig": ("FULL_SHARD", True, {}),
+    "flat_kept": ("SHARD_GRAD_OP", False, {}),
+    "flat_kept_orig": ("SHARD_GRAD_OP", True, {}),
+    "flat_mixed": ("FULL_SHARD", True, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
+    "flat_whole": ("NO_SHARD", True, {}),
+    "flat_hybrid": ("HYBRID_SHARD", False, {}),
+    "flat_hybrid_orig": ("HYBRID_SHARD", True, {}),
+    "flat_pairs": ("FULL_SHARD", False, {}),
+}
+
+
+def _wrap(model, kind):
+    """FSDP1: two blocks, and around them."""
+    strategy, use_orig_params, more = FSDP1[kind]
+    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params, "device_id": torch.device("cpu"), **more}
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    if kind == "flat_pairs":
+        options["process_group"] = dist.new_subgroups(2)[0]
+    for index in (1, 2):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    return FullyShardedDataParallel(model, **options)
 
 
 def shard_id_of(kind):
@@ -259,11 +291,29 @@ def say(function, *args):
     return ""
 
 
-def refuse_wrappers(_member):
-    """FSDP1, around a part of the model, and an optimizer that steps during the backward pass."""
-    model = nn.Sequential(nn.Linear(2, 2), FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+def refuse_units(_member, mistake):
+    """What is said to FSDP1 around a part of the model."""
+    options = {
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)}, "backward": {"use_orig_params": True},
+        "buffers": {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)},
+    }.get(mistake, {})
+    part = Counting(2, 2)
+    if mistake == "backward":
+        _apply_optimizer_in_backward(torch.optim.SGD, part.parameters(), {"lr": 0.1})
+    unit = FullyShardedDataParallel(part, device_id=torch.device("cpu"), **options)
+    objects = {"model": nn.Sequential(nn.Linear(2, 2), unit)}
+    if mistake == "within":
+        objects = {"model": unit.module}
+    elif mistake == "alone":
+        objects = {"optimizer": torch.optim.SGD(unit.parameters(), lr=0.1)}
+    elif mistake == "tensors":
+        objects["other"] = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return say(lambda: Roles.sort("train", objects))
+
+
+def refuse_optimizer(_member):
     optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
-    return say(lambda: Roles.sort("train", {"model": model})), say(lambda: Roles.sort("train", {"optimizer": optimizer}))
+    return say(lambda: Roles.sort("train", {"optimizer": optimizer}))
 
 
 def refuse_partial(_member):
@@ -316,6 +366,8 @@ def _land(model, optimizer, **more):
 def build_other(change):
     if change == "plain":
         return build("ddp")[:2]
+    if change == "flat":
+        return build("flat")[:2]
     if change == "mesh":
         return build("hsdp")[:2]
     if change == "shape":

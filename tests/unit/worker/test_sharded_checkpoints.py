@@ -5,7 +5,7 @@ import sharded_saving
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "zero", "zero_pairs", "buckets", "stages"]
+KINDS = ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "zero", "zero_pairs", "buckets", "stages", "flat", "flat_kept_orig", "flat_hybrid_orig", "flat_whole", "flat_pairs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -21,7 +21,7 @@ def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
 
 @pytest.mark.parametrize(("kind", "size", "other"), [
     ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"), ("zero", 2, "zero_pairs"),
-    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"),
+    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"), ("flat_hybrid", 4, "flat"),
 ])  # fmt: skip
 def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
     saved = world.run(sharded_saving.train_and_save, kind, str(tmp_path), size=size)
@@ -53,9 +53,21 @@ def test_a_checkpoint_of_other_shard_ids_is_refused(world, tmp_path):
     assert all("TrainState('train') with shard_id '3' is not in " in text for text in said)
 
 
+@pytest.mark.parametrize(("kind", "size", "other", "held"), [("flat", 4, "flat", "fsdp0/4"), ("flat", 4, "ddp", "fsdp0/4"), ("ddp", 4, "flat", ""),
+                                                                 ("flat", 2, "flat_orig", "fsdp0/2")])
+def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_another_wrapping(world, tmp_path, kind, size, other, held):
+    world.run(sharded_saving.train_and_save, kind, str(tmp_path), size=size)
+    folder = tmp_path / "step-000000000004"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for said in world.run(sharded_saving.resume_as, other, None, str(tmp_path), size=2):
+        assert f"is not in {folder}, which holds train" + (f" with shard_id '{held}-" if held else ".") in said
+        assert f"Start the job as it was saved, by {size} ranks; nothing was changed or deleted" in said
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(("kind", "orphaned"), [
     ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}), ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
-    ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}),
+    ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}), ("flat", {1: 0, 2: 3}), ("flat_orig", {3: 0}), ("flat_hybrid", {0: 1, 2: 1}),
 ])  # fmt: skip
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned, steps):

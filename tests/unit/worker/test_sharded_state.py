@@ -26,6 +26,7 @@ STOPS = [(0, "forward"), (1, "backward"), (2, "forward"), (4, "before step")]
 
 @pytest.mark.parametrize(("kind", "size"), [
     ("fsdp", 4), ("warm", 2), ("offload", 2), ("mixed", 2), ("kept", 2), ("hsdp", 4), ("tp", 4), ("tp_fsdp", 4), ("zero", 2), ("buckets", 2),
+    ("flat", 4), ("flat_orig", 4), ("flat_kept", 2), ("flat_kept_orig", 4), ("flat_mixed", 2), ("flat_whole", 2), ("flat_hybrid", 4), ("flat_hybrid_orig", 4),
 ])
 def test_a_stopped_run_ends_with_the_same_bits(world, kind, size):
     results = world.run(sharded.run, kind, STOPS, size=size)
@@ -36,7 +37,7 @@ def test_a_stopped_run_ends_with_the_same_bits(world, kind, size):
 
 
 @pytest.mark.parametrize(("kind", "victims"), [("hsdp", [0]), ("hsdp", [1, 2]), ("tp", [3]), ("zero_pairs", [1]), ("zero_pairs", [0, 3]),
-                                                 ("stages", [1]), ("stages", [2, 3])])
+                                                 ("stages", [1]), ("stages", [2, 3]), ("flat_hybrid", [0]), ("flat_hybrid_orig", [1, 2])])
 def test_a_lost_shard_is_received_from_its_replica(world, kind, victims):
     results = world.run(sharded.run, kind, STOPS, victims)
     assert same(results, plain(world, kind, 4))
@@ -46,7 +47,7 @@ def test_a_lost_shard_is_received_from_its_replica(world, kind, victims):
             for version, _ in STOPS]
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "tp", "zero_pairs", "stages"])
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "zero_pairs", "stages", "flat_hybrid", "flat_hybrid_orig"])
 def test_a_shard_that_was_torn_is_overwritten(world, kind):
     """Rank 1 keeps its process and its memory, with nines in it."""
     results = world.run(sharded.run, kind, [(2, "before step")], [], [1])
@@ -59,6 +60,7 @@ def test_a_shard_that_was_torn_is_overwritten(world, kind):
     ("plain", "model.0.weight is a plain tensor with (8, 8) on this rank now, and was of shape (8, 8), placed S(0) on mesh shard4 at shard"),
     ("mesh", "model.0.weight is of shape (8, 8), placed R, S(0) on mesh replicate2.dp2 at dp"),
     ("shape", "model.3.weight has shape (5, 8) now and had (7, 8)"),
+    ("flat", "holds the part 'fsdp"),
 ])
 def test_another_sharding_is_an_error_that_names_the_tensor(world, change, text):
     for said in world.run(sharded.misfit, change):
@@ -71,9 +73,13 @@ def test_a_shard_of_another_rank_is_refused_on_both_sides(world):
     for said in world.run(sharded.misfit_of_ranks, "zero", size=2):
         assert "rank 0 holds the shard 'zero0/2-" in said
         assert "and rank 1 'zero1/2-" in said
+    for said in world.run(sharded.misfit_of_ranks, "flat", size=2):
+        assert "rank 0 holds the shard 'fsdp0/2-" in said
+        assert "and rank 1 'fsdp1/2-" in said
 
 
-@pytest.mark.parametrize(("kind", "text"), [("fsdp", "model.0.weight is a DTensor built before the fault"), ("zero", "optimizer was built before")])
+@pytest.mark.parametrize(("kind", "text"), [("fsdp", "model.0.weight is a DTensor built before the fault"), ("zero", "optimizer was built before"),
+                                            ("flat", "model cannot be carried: the FullyShardedDataParallel module was built in a process group that is gone")])
 def test_objects_with_dead_process_groups_are_refused(world, kind, text):
     for said in world.run(sharded.keep_outside, kind, size=2):
         assert text in said

@@ -20,7 +20,14 @@ GROUPS = {
     "tp_fsdp": [{0}, {1}, {2}, {3}],
     "zero": [{0}, {1}, {2}, {3}],
     "zero_pairs": [{0, 2}, {1, 3}],
+    "flat": [{0}, {1}, {2}, {3}],
+    "flat_kept_orig": [{0}, {1}, {2}, {3}],
+    "flat_hybrid": [{0, 2}, {1, 3}],
+    "flat_hybrid_orig": [{0, 2}, {1, 3}],
+    "flat_whole": [{0, 1, 2, 3}],
+    "flat_pairs": [{0}, {1}, {2}, {3}],
 }
+SAME = ("ddp", "flat_whole")
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -34,14 +41,17 @@ def test_ranks_with_equal_identities_hold_equal_content(world, kind):
         for right, (other, _, other_content) in enumerate(results):
             assert (identity == other) == (right in group)
             # Averaged gradients make replicas of parameters equal; what is sharded differs.
-            assert (content == other_content) == (right in group) or kind == "ddp"
-    assert all((identity == "") == (kind == "ddp") for identity, _, _ in results)
+            assert (content == other_content) == (right in group) or kind in SAME
+    assert all((identity == "") == (kind in SAME) for identity, _, _ in results)
 
 
 def test_identities_can_be_read(world):
     assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "tp_fsdp")] == [
         "dp0/2.tp0/2", "dp0/2.tp1/2", "dp1/2.tp0/2", "dp1/2.tp1/2"]
     assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "zero", size=2)] == ["zero0/2", "zero1/2"]
+    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "flat_hybrid")] == ["fsdp0/2", "fsdp1/2"] * 2
+    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "flat_pairs", "stage 1")] == [
+        "stage 1.fsdp0/2on0", "stage 1.fsdp1/2on1", "stage 1.fsdp0/2on2", "stage 1.fsdp1/2on3"]
     long = world.run(sharded.identify, "hsdp", None, "a_name_of_a_mesh_dimension_that_is_longer_than_the_limit_of_a_shards_identity")
     assert [len(identity) for identity, _, _ in long] == [64] * 4
     assert [long[0][0] == other for other, _, _ in long] == [True, False, True, False]
@@ -93,8 +103,19 @@ def test_partial_sums_are_refused_by_name(world):
         assert "DTensor is carried inside a module" in value
 
 
-def test_wrappers_that_cannot_be_undone_are_refused(world):
-    for model, optimizer in world.run(sharded.refuse_wrappers, size=2):
-        assert "model is wrapped in FullyShardedDataParallel" in model
-        assert "fully_shard" in model
+@pytest.mark.parametrize(("mistake", "text"), [
+    ("offload", "model cannot be carried: the FullyShardedDataParallel 1 has CPUOffload(offload_params=True): use fully_shard with"),
+    ("buffers", "would make the buffer passes torch.bfloat16 in its first pass: build it so"),
+    ("backward", "has an optimizer in its backward pass, where a fault would tear parameters: step it after"),
+    ("within", "model._flat_param belongs to a FullyShardedDataParallel module that is not registered: give that module"),
+    ("alone", "optimizer.parameter 0 belongs to a FullyShardedDataParallel module that is not registered"),
+    ("tensors", "other.weight is a DTensor, and other parameters are in FullyShardedDataParallel: use fully_shard"),
+])
+def test_what_fsdp1_does_that_cannot_be_carried_is_refused_by_name(world, mistake, text):
+    for said in world.run(sharded.refuse_units, mistake, size=2):
+        assert text in said
+
+
+def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(world):
+    for optimizer in world.run(sharded.refuse_optimizer, size=2):
         assert "overlap_with_ddp=True writes parameters in the middle of the backward pass" in optimizer

@@ -1,0 +1,202 @@
+"""What the ranks of a `World` do to FSDP1: stop its passes anywhere, look at what is left, and go on."""
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from job import Job, Stop
+from sharded import build, contents, step
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from taskd.native.arenas import Arenas
+from taskd.worker import units
+from taskd.worker.roles import Roles
+from taskd.worker.state import TrainState
+
+
+@contextmanager
+def calls(seen):
+    """Has `seen(name)` called at each call of a function of FSDP1; it may raise."""
+
+    def profile(frame, event, _):
+        if event == "call" and "/distributed/fsdp/" in frame.f_code.co_filename:
+            seen(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+class StopAt:
+    """Raises Stop at call `number` of the functions `names`. An interrupt comes anywhere."""
+
+    def __init__(self, names, number):
+        self.names, self.left = names, number
+
+    def __call__(self, name):
+        self.left -= name in self.names
+        if self.left < 0:
+            raise Stop
+
+
+def cut_everywhere(member, kind, stride):
+    """Two steps. The second is cut short at each `stride`-th call until it comes to its end.
+
+    All ranks are stopped at the same place, for a group does not tell here that a rank is gone: counted are functions that all call as often.
+    Returns the state in the end, the number of stops, and how often this rank had the state of version 1 in an entry.
+    """
+    job, kept, counts, cuts, same = Job(member.rank, member.size), [], [], 0, 0
+
+    def entry(number):
+        nonlocal cuts, same
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        if not state.step:
+            names = []
+            with calls(names.append):
+                step(model, optimizer, data, 0)
+            counts[:] = [None] * member.size
+            dist.all_gather_object(counts, Counter(names))
+            state.commit()
+            kept.append(contents(state._holding.roles))
+        same += contents(state._holding.roles) == kept[0]
+        try:
+            with calls(StopAt({name for name, count in counts[0].items() if all(other[name] == count for other in counts)}, number)):
+                step(model, optimizer, data, 1)
+        except Stop:
+            cuts += 1
+            raise
+        state.commit()
+        return contents(state._holding.roles)
+
+    result, number = None, 0
+    job.resume(None)
+    try:
+        while result is None:
+            result, report = job.enter(entry, number)
+            if result is None:
+                assert (report.version, report.clean) == (1, True), report
+                member.connect()
+                job.resume(report.version)
+                number += stride
+        return result, cuts, same
+    finally:
+        job.close()
+
+
+def two_steps(_member, kind):
+    """The same without stops."""
+    model, optimizer, data = build(kind)
+    for number in range(2):
+        step(model, optimizer, data, number)
+    return contents(Roles.sort("train", {"model": model, "optimizer": optimizer}))
+
+
+def interrupt(member, kind, place):
+    """Stop a step after the first at `place`. What parking leaves behind, and where the memory is after the move."""
+    job = Job(member.rank, member.size)
+    job.resume(None)
+    parked = {}
+
+    def entry(place):
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        if place is None:
+            return _facts(model, optimizer)
+        step(model, optimizer, data, 0)
+        state.commit()
+        parked.update(_facts(model, optimizer), model=model, names=[name for name, _ in model.named_parameters()])
+        if place == "summoned":
+            parked["manager"] = FullyShardedDataParallel.summon_full_params(model)       # the interrupt comes before it has put anything back
+            parked["manager"].__enter__()
+            raise Stop
+        return step(model, optimizer, data, 1, place)
+
+    try:
+        _, report = job.enter(entry, place)
+        model = parked.pop("model")
+        flat = [unit._handle.flat_param for unit in units._units_of(model)]
+        whole = [getattr(parameter, name).untyped_storage().nbytes() for parameter in flat for name in units._WHOLE if hasattr(parameter, name)]
+        left = {
+            "bytes": sum(whole), "memories": len(whole), "gradients": sum(p.grad is not None for p in (*flat, *model.parameters())),
+            "names": [name for name, _ in model.named_parameters()] == parked.pop("names"),
+        }
+        member.connect()
+        job.resume(report.version)
+        moved, _ = job.enter(entry, None)
+        return report, left, {key: parked[key] for key in moved}, moved
+    finally:
+        job.close()
+
+
+def _facts(model, optimizer):
+    return {
+        "moments": [entries["exp_avg"].data_ptr() for entries in optimizer.state.values()],
+        "bytes": [parameter.numpy(force=True).tobytes() for parameter in model.parameters()],
+    }
+
+
+def write_outside(member, kind):
+    """Why the state is torn if something that is not the optimizer writes to a parameter between two steps."""
+    job = Job(member.rank, member.size)
+    job.resume(None)
+
+    def entry():
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        step(model, optimizer, data, 0)
+        state.commit()
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1)
+        raise Stop
+
+    try:
+        return job.enter(entry)[1]
+    finally:
+        job.close()
+
+
+def evaluate_between(member, kind):
+    """Train with snapshots, with a pass of evaluation and a look at the whole parameters before each commit. Versions kept, and the state."""
+    job = Job(member.rank, member.size)
+    job.life.arenas = Arenas.create()
+    job.resume(None)
+
+    def entry():
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer, snapshot_every=1)
+        state.restore()
+        for number in range(4):
+            step(model, optimizer, data, number)
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(1, 8))                          # leaves whole parameters in the root
+            with FullyShardedDataParallel.summon_full_params(model):
+                pass
+            model.train()
+            state.commit()
+        return contents(state._holding.roles)
+
+    try:
+        result, _ = job.enter(entry)
+        return list(job.life.arenas.versions()), result
+    finally:
+        job.life.arenas.close()
+        job.close()
+
+
+def train(_member, kind):
+    """The same without all that."""
+    model, optimizer, data = build(kind)
+    for number in range(4):
+        step(model, optimizer, data, number)
+        with torch.no_grad():
+            model(torch.ones(1, 8))                              # it counts its passes
+    return contents(Roles.sort("train", {"model": model, "optimizer": optimizer}))
