@@ -79,6 +79,8 @@ class Dying:
             if not may_save:
                 return self._end_without()
             job.story.note(job.now, f"dying gasp: {reason or 'nothing milder is allowed'}")
+        else:
+            self._gasp.reason = self._gasp.reason or reason      # a lost node explains the broken communication before it
         return self.call_out(finish_step=finish_step)
 
     def call_out(self, *, finish_step: bool = False) -> Commands:
@@ -100,7 +102,7 @@ class Dying:
         if self._must_wait_for_word():
             return []
         # The dead count, too: nothing is whole without what they alone had.
-        copies = [member.copy() for member in job.membership.ordered() if member.state in (WorkerState.PAUSED, WorkerState.LOST)]
+        copies = [job.membership.copy_of(member) for member in job.membership.ordered() if member.state in (WorkerState.PAUSED, WorkerState.LOST)]
         cut = plan_cut(copies, job.membership.committed)
         if isinstance(cut, NoCut):
             return self._fail(cut.reason)

@@ -117,7 +117,7 @@ class Runtime:
         self._sequence = 0
         self._pid = os.getpid()
         self._interrupter = MainThreadInterrupter(self.life)
-        self.life.on_land = lambda: self.send(events.WorkerHolds(**self.identity("holds"), shard=self.life.shard))
+        self.life.tell = lambda kind, **fields: self.send(kind(**self.identity("landed"), **fields))
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
     def _inherit(self, previous_fd: int | None) -> None:

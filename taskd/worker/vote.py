@@ -12,10 +12,13 @@ import torch.distributed as dist
 from taskd.worker.exchange import wire_device
 
 
-def vote(name: str) -> None:
-    """Wait until all ranks of the default group are here. `name`: of the TrainState. Raises RuntimeError if one of them is gone."""
+def vote(name: str, *, agrees: bool = True) -> bool:
+    """Wait until all ranks of the default group are here; whether all of them agree. `name`: of the TrainState.
+
+    What it is that they agree to is the caller's; it travels with the vote, so it costs nothing. Raises RuntimeError if one of them is gone.
+    """
     if not dist.is_initialized():
-        return
-    ready = torch.ones(1, device=wire_device(name))
-    dist.all_reduce(ready)
-    ready.item()                      # on a device the all-reduce has only been begun
+        return agrees
+    count = torch.full((1,), float(agrees), device=wire_device(name))
+    dist.all_reduce(count)
+    return count.item() == dist.get_world_size()         # on a device the all-reduce has only been begun: this waits for it

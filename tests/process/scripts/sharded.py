@@ -2,7 +2,8 @@
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), or stages (plain
          tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves)
-FACTS, FAULTS, STEPS as in train.py, but "how" is "kill", or "together": when all of FAULTS have come to their places; SNAPSHOT_EVERY
+FACTS, FAULTS, STEPS as in train.py, but "how" is "kill", or "together": when all of FAULTS have come to their places; SNAPSHOT_EVERY,
+SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every rank draws from its own global generator in each step
 """
 
 import hashlib
@@ -25,6 +26,8 @@ RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
 FACTS = os.environ["FACTS"]
 STEPS = int(os.environ.get("STEPS", "12"))
+NOISE = os.environ.get("NOISE") == "1"
+STEP_S = float(os.environ.get("STEP_S", "0"))
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 
 
@@ -110,8 +113,10 @@ def train():
     model, optimizer, part, data = build()
     model.layers[0].register_full_backward_hook(lambda *_: here("backward-end", model.step))
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", model.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")))
+    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")),
+                             snapshot_buddy=os.environ.get("SNAPSHOT_BUDDY") == "1")
     optimizer.register_step_pre_hook(lambda *_: here("after-vote", model.step))
+    torch.manual_seed(99 + RANK)
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
     fact("restored", step=state.step, source=str(restored))
@@ -120,7 +125,9 @@ def train():
         here("step", state.step)
         generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()
-        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        noise = torch.rand(8, 16) if NOISE else 0.0
+        model(torch.randn(8, 16, generator=generator) + noise).square().mean().backward()
+        time.sleep(STEP_S)
         optimizer.step()
         here("before-commit", state.step)
         state.commit()
