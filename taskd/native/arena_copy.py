@@ -126,6 +126,11 @@ class Incoming:
         return Held(outline.version, outline.generation, outline.data_bytes, writer._sequence, writer._slot)
 
 
+def is_mirrored(arenas: Sequence[Arena]) -> bool:
+    """Whether a mirror is to be waited for."""
+    return any(arena.mirror_mark for arena in arenas)
+
+
 def may_go_on(arenas: Sequence[Arena]) -> bool:
     """Whether the newest snapshot of a rank has its mirror, or is to have none: the one before it is not needed any more.
 

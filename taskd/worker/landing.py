@@ -110,7 +110,8 @@ def _begin(life: Life, holding: Holding) -> None:
         life.tell(events.WorkerHolds, shard=shard)
     if holding.snapshot_every and life.snapshots is None and life.arenas is not None:
         life.snapshots = Snapshots(life, life.arenas, holding.snapshot_every)
-    if holding.snapshot_buddy:
+    if life.snapshots is not None and holding.snapshot_buddy:
+        life.snapshots.has_buddy = True
         life.tell(events.WorkerMirrors)
     if life.snapshots is not None:
         life.snapshots.prepare(life.states)

@@ -18,7 +18,7 @@ from taskd.checkpoint.pieces import Held, Piece, holders_of
 from taskd.errors import ArenaError, StateError, TaskdError
 from taskd.native import node_memory
 from taskd.native.arena import capacity_for
-from taskd.native.arena_copy import may_go_on
+from taskd.native.arena_copy import is_mirrored, may_go_on
 from taskd.worker import contents, extras, flat, unpickling
 from taskd.worker.logbook import logbook_of
 from taskd.worker.shards import is_distributed, local, memory_of
@@ -53,6 +53,7 @@ class Snapshots:
         self._life = life
         self._copier = Snapshotter(arenas.make, every, life.rank, drop_arena=arenas.discard)
         self._copier.adopt(arenas.all())
+        self.has_buddy = False          # snapshots are to be mirrored
         self.is_allowed = True          # by the last vote: no rank needs the older one of its snapshots any more
         self._arenas = arenas
         self._is_due, self._problem = False, ""
@@ -109,7 +110,10 @@ class Snapshots:
 
         Ranks make a snapshot when all of them can, or none does: else one whose mirror is slow could be left with versions that no other has.
         """
-        return self._copier.is_idle and may_go_on(self._arenas.all())
+        if not self.has_buddy:
+            return True
+        arenas = self._arenas.all()
+        return not is_mirrored(arenas) or (self._copier.is_idle and may_go_on(arenas))
 
     def _begin(self, version: int) -> None:
         life = self._life
