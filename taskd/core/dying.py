@@ -79,7 +79,7 @@ class Dying:
             if not may_save:
                 return self._end_without()
             job.story.note(job.now, f"dying gasp: {reason or 'nothing milder is allowed'}")
-        else:
+        elif self._gasp.fault is not None and self._gasp.fault.kind is FaultKind.COMMUNICATION:
             self._gasp.reason = self._gasp.reason or reason      # a lost node explains the broken communication before it
         return self.call_out(finish_step=finish_step)
 

@@ -114,6 +114,15 @@ class TestNodeLoss:
         assert set(dict(dump.orphaned).values()) == {0, 1}, "they are on node 0"
         assert dump.reason.startswith("the agent of node 2 left")
 
+    def test_it_explains_the_communication_that_broke_before(self, trio) -> None:
+        trio.raise_(0, "RuntimeError: closed by peer", kind=FaultKind.COMMUNICATION, snapshots=(6,))
+        assert kinds(trio.tick()) == ["Interrupt"]
+        trio.send(ev.MirrorsHeld, 0, ((4, (6,)), (5, (6,))))
+        for rank in (1, 2, 3):
+            trio.pause(rank, 10, snapshots=(6,))
+        dump = only(trio.send(ev.AgentLeft, 2, "failed", ""), do.Dump)
+        assert (dump.version, dump.reason) == (6, "the agent of node 2 left (failed)")
+
     def test_the_newest_version_of_which_every_mirror_is_whole(self, trio) -> None:
         assert only(lose_node_2(trio, held=((4, (6, 9)), (5, (6,)))), do.Dump).version == 6
 
