@@ -39,8 +39,9 @@ log = logging.getLogger(__name__)
 class Mirroring:
     """See the module. All but `_run` and what it calls is for the agent's loop."""
 
-    def __init__(self, config: AgentConfig, clock: Clock, node_rank: int, incarnation: str) -> None:
-        self._config, self._clock, self._node_rank, self._incarnation = config, clock, node_rank, incarnation
+    def __init__(self, config: AgentConfig, clock: Clock, node_rank: int, incarnation: str, *, is_alone: bool = False) -> None:
+        """`is_alone`: the job has no other node."""
+        self._config, self._clock, self._node_rank, self._incarnation, self._is_alone = config, clock, node_rank, incarnation, is_alone
         self._store = MirrorStore(config.job_id, node_rank, incarnation, self._tell)
         self._source = MirrorSource(config.job_id, node_rank, incarnation)
         self._router: zeromq.Router | None = None            # until there is a thread, and then its own
@@ -66,22 +67,27 @@ class Mirroring:
         if self._is_wanted:
             return []
         self._is_wanted = True
+        if not self._is_alone and not self._open():
+            return []
+        log.info("node %d (host %s) asks for a buddy to mirror its snapshots%s", self._node_rank, self._config.host,
+                 f", and takes those of others at {self._address}" if self._address else "")
+        return self.introduction(now)
+
+    def _open(self) -> bool:
         try:
             self._router = zeromq.Router(join_address(self._config.own_address, 0), secret=self._config.secret)
         except TransportError as error:
             log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
-            return []
+            return False
         self._address = self._router.address
         self._order_fd, self._news_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._thread = threading.Thread(target=self._run, args=(self._router,), name="taskd-mirrors", daemon=True)
         self._thread.start()
-        log.info("node %d (host %s) asks for a buddy to mirror its snapshots, and takes those of others at %s", self._node_rank, self._config.host,
-                 self._address)
-        return self.introduction(now)
+        return True
 
     def introduction(self, now: float) -> list[events.Event]:
         """What a manager that has just accepted this node is to hear."""
-        if self._thread is None:
+        if not self._is_wanted or not (self._is_alone or self._address):
             return []
         return [events.AgentMirrors(now, "mirrors", self._node_rank, self._config.host, self._address), self._held(now)]
 

@@ -86,7 +86,7 @@ class Service:
         self._endings = Endings()
         self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}      # lives that write down their stacks
         self._profiling = Exchange()
-        self._mirroring = Mirroring(config, clock, host.node_rank, self._incarnation)
+        self._mirroring = Mirroring(config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1)
         self._sequence = 0
         self._outcome: Outcome | None = None
         self._started_at = clock.now()

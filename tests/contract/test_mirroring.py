@@ -221,6 +221,28 @@ def test_a_closed_agent_leaves_its_ranks_waiting_for_nobody(nodes: tuple[Node, N
     assert own.workers[0].arenas.all()[-1].mirror_mark == UNMIRRORED
 
 
+def test_a_node_that_is_alone_opens_no_port(caplog: pytest.LogCaptureFixture) -> None:
+    config = AgentConfig("job", "127.0.0.1:1", 30.0, None, LogConfig(pathlib.Path()), host="only")
+    alone = Mirroring(config, MonotonicClock(), 0, "agent-0", is_alone=True)
+    asked, held = alone.want(0.0)
+    assert isinstance(asked, events.AgentMirrors)
+    assert isinstance(held, events.MirrorsHeld)
+    assert (asked.host, asked.address, held.held, alone.fds) == ("only", "", (), [])
+    assert alone.obey(commands.Interrupt("test", 1, "a fault"), {}, 0.0) == alone.read(0.0) == []
+    assert [type(event) for event in alone.introduction(0.0)] == [events.AgentMirrors, events.MirrorsHeld]
+    alone.close()
+    assert not caplog.records
+
+
+def test_an_address_that_is_not_of_this_host_costs_mirrors_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    config = AgentConfig("job", "127.0.0.1:1", 30.0, None, LogConfig(pathlib.Path()), own_address="192.0.2.1", host="only")
+    lost = Mirroring(config, MonotonicClock(), 0, "agent-0")
+    assert lost.want(0.0) == lost.introduction(0.0) == []
+    lost.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("node 0: snapshots are not mirrored: 192.0.2.1:0 cannot be bound: this host has no such address")
+
+
 # ---------------------------------------------------------------------- a stranger, or a source that does not keep to the rules
 
 
