@@ -47,6 +47,7 @@ DEFAULT_GRACE_S = 25.0           # Kubernetes gives a pod 30 s
 GROUP_BASE_DIR_ENV = "GROUP_BASE_DIR"
 JOB_ID_ENV = "MINDX_TASK_ID"
 POD_IP_ENV = "POD_IP"
+HOST_ENV = "TASKD_HOST"
 LOCAL_PROXY_ENV = "LOCAL_PROXY_ENABLE"
 RANK_ENV = "RANK"
 LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"
@@ -56,6 +57,7 @@ DEFAULT_JOB_ID = "default_job"
 DEFAULT_HOST = "127.0.0.1"
 # What a cluster mounts into its pods; profiling goes there if it is there.
 CLUSTER_INFO = pathlib.Path("/user/cluster-info")
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 DEFAULT_PROFILING_SWITCH = CLUSTER_INFO / "datatrace-config" / "profilingSwitch"
 MANAGER_PORT = 9601
 RELAY_PORT = 9602
@@ -163,6 +165,8 @@ class AgentConfig:
     preload: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
+    own_address: str = DEFAULT_HOST
+    host: str = ""
 
     @classmethod
     def load(
@@ -173,9 +177,11 @@ class AgentConfig:
         master_addr: str | None = None,
         rendezvous_host: str | None = None,
         wait_for_exit: bool = False,
+        own_address: str | None = None,
     ) -> AgentConfig:
         """From the environment. `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
 
+        `own_address`: of this node for others, if POD_IP does not say it.
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
         preload = [name.strip() for name in environment.get(PRELOAD_ENV, "").split(",") if name.strip()]
@@ -194,6 +200,8 @@ class AgentConfig:
             preload=tuple(preload),
             strategies=strategies(environment),
             grace_s=settings.seconds(environment, GRACE_ENV, DEFAULT_GRACE_S),
+            own_address=environment.get(POD_IP_ENV) or own_address or DEFAULT_HOST,
+            host=environment.get(HOST_ENV) or _name_of_host(),
         )
 
 
@@ -349,6 +357,14 @@ def _job_id(config: Settings, environment: Environment) -> str:
 
 def _fault_timeout(environment: Environment) -> float:
     return settings.seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
+
+
+def _name_of_host() -> str:
+    """The same in all containers of a machine, and in no other machine: the kernel's number for its own start."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def _secret(environment: Environment) -> bytes | None:

@@ -16,9 +16,10 @@ import dataclasses
 import logging
 import signal
 import uuid
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from taskd.agent.endings import Endings
+from taskd.agent.mirroring import Mirroring
 from taskd.agent.remains import with_remains
 from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
@@ -32,90 +33,21 @@ from taskd.transport import zeromq
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from taskd.agent.drain import Drain
+    from taskd.agent.host import Host, Worker
     from taskd.clock import Clock
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
     from taskd.log import Identity
-    from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
-    from taskd.transport.channel import Channel
 
 log = logging.getLogger(__name__)
 
 _EXAMINE_LOOK_S = 0.005      # between two looks at a box to which stacks are being written
 _CLOSE_LOOK_S = 0.25         # between two glances at the workers, and between two heartbeats while one stands still
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
-
-
-class Worker(Protocol):
-    """One incarnation of one rank, as the host keeps it."""
-
-    @property
-    def incarnation(self) -> int:
-        """Which life of the rank this is."""
-
-    @property
-    def pid(self) -> int | None:
-        """None until it has been started."""
-
-    @property
-    def channel(self) -> Channel:
-        """The agent's end of the link."""
-
-    @property
-    def box(self) -> BlackBox:
-        """The page that outlives the process."""
-
-    @property
-    def arenas(self) -> Arenas:
-        """Its snapshots, which outlive it, too."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessEvent:
-    """What happened to the process of one life. `what`: "started", "failed" or "exited"."""
-
-    rank: int
-    incarnation: int
-    what: str
-    box: BlackBox
-    pid: int = 0
-    status: int = 0
-    error: str = ""
-    snapshots: tuple[int, ...] = ()      # versions of its state that are left in node memory
-
-
-class Host(Protocol):
-    """What the loop needs of torchrun: who we are, and processes."""
-
-    node_rank: int
-    node_count: int
-    world_size: int
-    max_restarts: int
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Global ranks of this node."""
-
-    @property
-    def workers(self) -> Mapping[int, Worker]:
-        """By rank; the present incarnation of each."""
-
-    @property
-    def fds(self) -> Sequence[int]:
-        """Readable when `read` has something to say."""
-
-    def read(self) -> Sequence[ProcessEvent]:
-        """What happened to processes since the last call; never blocks."""
-
-    def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:
-        """Start a process for this incarnation; `Started` or `StartFailed` follows."""
-
-    def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
-        """Signal the process group of this incarnation, if it is the present one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +86,7 @@ class Service:
         self._endings = Endings()
         self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}      # lives that write down their stacks
         self._profiling = Exchange()
+        self._mirroring = Mirroring(config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1)
         self._sequence = 0
         self._outcome: Outcome | None = None
         self._started_at = clock.now()
@@ -181,6 +114,7 @@ class Service:
             with contextlib.suppress(OSError):
                 if farewell[0] != "fallback":
                     self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
+            self._mirroring.close()
             self._dealer.close()
             self._alarm.close()
             self._endings.close()
@@ -195,13 +129,14 @@ class Service:
         if self._drain.deadline is not None:
             deadlines.append(self._drain.deadline)
         channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
-        fds = [*channels, *self._host.fds, *([] if self._drain.is_asked else [self._drain.fd]), *([self._alarm.fd] if self._alarm.available else [])]
+        fds = [*channels, *self._host.fds, *self._mirroring.fds, *([] if self._drain.is_asked else [self._drain.fd]), *([self._alarm.fd] if self._alarm.available else [])]
         self._dealer.poll(max(0.0, min(deadlines) - now), fds)
         self._read_workers()
         self._read_examined()
         self._read_alarm()
         self._read_processes()
         self._read_manager()
+        self._say_of_mirrors(self._mirroring.read(now))
         self._read_drain()
         now = self._clock.now()
         deadline = self._machine.next_deadline()
@@ -244,6 +179,8 @@ class Service:
                     self._set_profiling(rank, worker, wanted, event.cause)
             elif isinstance(event, events.WorkerProfiling):
                 self._hear_profiling(event)
+            elif isinstance(event, events.WorkerMirrors):
+                self._say_of_mirrors(self._mirroring.want(event.now))
             elif isinstance(event, events.WorkerUncaught):
                 self._endings.said((rank, event.incarnation), event.fault)
             else:
@@ -328,6 +265,7 @@ class Service:
             self._feed(events.ManagerJoined(now, "accepted", message.generation, message.restarts_used))
             for answer in self._profiling.answers():
                 self._say(events.WorkerProfiling(now, "accepted", *answer))
+            self._say_of_mirrors(self._mirroring.introduction(now))
         elif isinstance(message, messages.Refused):
             self._refused = True
             log.error("node %d: the manager at %s refused us: %s. This torchrun goes on without a manager.",
@@ -344,10 +282,14 @@ class Service:
             if isinstance(command, commands.SetProfiling):
                 self._order_profiling(command)
                 return
+            self._say_of_mirrors(self._mirroring.obey(command, self._host.workers, now))
+            if isinstance(command, commands.Pair):
+                return
             self._feed(events.CommandReceived(now, envelope.cause, command))
 
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life, or another try to register; and notice if the manager has fallen silent."""
+        self._mirroring.follow(self._host.workers)
         marks = self._vitals.look(now, self._next_beat_s(), self._host.workers)
         self._next_beat = now + self._next_beat_s()
         if self._refused:
@@ -398,6 +340,11 @@ class Service:
         return codec.Envelope(job_id=self._config.job_id, role="agent", node_rank=self._host.node_rank, rank=None,
                               incarnation=self._incarnation, generation=self._machine.generation,
                               sequence=self._sequence, cause=cause)
+
+    def _say_of_mirrors(self, said: Sequence[events.Event]) -> None:
+        """Beside the machine, too: a manager that joins later hears it then."""
+        for event in said if self._joined else ():
+            self._say(event)
 
     # ------------------------------------------------------------------ profiling, beside the machine: it decides nothing
 
@@ -484,7 +431,7 @@ class Service:
         if worker is None or worker.incarnation != command.incarnation:
             return
         self._sequence += 1
-        order = with_remains(command.command, command.rank, self._host.workers) if isinstance(command.command, commands.Dump) else command.command
+        order = with_remains(command.command, command.rank, self._host.workers, self._mirroring.find) if isinstance(command.command, commands.Dump) else command.command
         data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
         if not worker.channel.send(data):
             log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,

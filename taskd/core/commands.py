@@ -131,6 +131,20 @@ class Publish(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Pair(Command):
+    """To the agent of `node_rank`: mirror the snapshots of its ranks on the node `buddy`, which takes them at `address`. No part of any recovery.
+
+    `incarnation`: of the buddy's agent. `sources`: (node, incarnation of its agent) of those whose snapshots it is to keep itself.
+    """
+
+    node_rank: int
+    buddy: int
+    address: str
+    incarnation: str
+    sources: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SetProfiling(Command):
     """To every agent and worker: `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any recovery."""
 
@@ -191,6 +205,13 @@ class ReportStraggler(Command):
     phase: str
     own_s: float
     others_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportNoBuddy(Command):
+    """Say that snapshots cannot be mirrored: all nodes are on this host."""
+
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

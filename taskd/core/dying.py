@@ -87,6 +87,8 @@ class Dying:
             job.story.note(job.now, f"dying gasp: {reason or 'nothing milder is allowed'}")
         elif grace_s and self._gasp.finish_by is not None:
             return []                            # another node is to end as well
+        elif self._gasp.fault is not None and self._gasp.fault.kind is FaultKind.COMMUNICATION:
+            self._gasp.reason = self._gasp.reason or reason      # a lost node explains the broken communication before it
         return self.call_out(grace_s)
 
     def call_out(self, grace_s: float = 0.0) -> Commands:
@@ -111,7 +113,7 @@ class Dying:
         if self._must_wait_for_word():
             return []
         # The dead count, too: nothing is whole without what they alone had.
-        copies = [member.copy() for member in job.membership.ordered() if member.state in (WorkerState.PAUSED, WorkerState.LOST)]
+        copies = [job.membership.copy_of(member) for member in job.membership.ordered() if member.state in (WorkerState.PAUSED, WorkerState.LOST)]
         cut = plan_cut(copies, job.membership.committed)
         if isinstance(cut, NoCut):
             return self._fail(cut.reason)

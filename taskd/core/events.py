@@ -229,6 +229,31 @@ class AgentDraining(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class AgentMirrors(Event):
+    """A rank of this node wants mirrors of its snapshots.
+
+    `host`: equal for nodes that fail together, which are never each other's buddy. `address`: where this agent takes snapshots of others.
+    """
+
+    node_rank: int
+    host: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorsHeld(Event):
+    """What this node has of the snapshots of another one: (rank, versions that are whole). From now to the next `Resume` it keeps these."""
+
+    node_rank: int
+    held: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMirrors(WorkerEvent):
+    """Worker to agent only: its snapshots are to be mirrored in the memory of another node."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerEvent):
     """The answer to `SetProfiling`, and any later change: which domains are profiled. No part of any recovery."""
 

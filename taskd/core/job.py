@@ -17,6 +17,7 @@ from taskd.core.ladder import WITHOUT_DUMP, Budget, Choice, RepeatRules, Strateg
 from taskd.core.leases import Deadlines
 from taskd.core.marks import Mark
 from taskd.core.membership import Member, Membership, WorkerState
+from taskd.core.pairing import Pairing
 from taskd.core.phase import Phase
 from taskd.core.progress import Culprit, Progress
 from taskd.core.record import Attempt, KnownFault
@@ -52,6 +53,7 @@ class Job:
         self.late: list[KnownFault] = []                 # failures after Release
         self.attempt: Attempt | None = None
         self.dying = Dying(self)
+        self.pairing = Pairing(self)
         self.restart_cause: KnownFault | None = None     # of the last restart of the group, as far as known
         self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release, Dump or GiveUp
         self.reason = ""
@@ -249,6 +251,7 @@ class Job:
             member.replaced, member.clean, member.box_versions, member.snapshots = False, True, (), ()
         self.phase, self.resumed_generation = Phase.RESUMED, self.generation
         self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
+        self.membership.mirrors.clear()           # they go on, too, and are told of anew at the next Interrupt
         self.membership.committed = cut.version   # what was newer is not committed any more: it is done again
         command = do.Resume(self.attempt.cause, self.generation, cut.version, cut.moves, self.budget.used)
         self.last = command

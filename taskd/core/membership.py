@@ -5,7 +5,7 @@ about a fault.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from taskd.core.cut import Copy
@@ -121,6 +121,7 @@ class Membership:
     committed: int | None = None         # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
+    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # rank -> node -> versions of its snapshots there
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
@@ -183,6 +184,24 @@ class Membership:
         """Somebody committed this version."""
         if version is not None:
             self.committed = max(version, self.committed or 0)
+
+    def note_mirrors(self, node_rank: int, held: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """All that a node has of the snapshots of others."""
+        for nodes in self.mirrors.values():
+            nodes.pop(node_rank, None)
+        for rank, versions in held:
+            if versions:
+                self.mirrors.setdefault(rank, {})[node_rank] = versions
+
+    def copy_of(self, member: Member) -> Copy:
+        """What a member holds. With its node its snapshots are lost; what counts then are their mirrors, and the node that has them."""
+        copy = member.copy()
+        if copy.alive or self.nodes[member.node_rank].is_present:
+            return copy
+        found = {node_rank: versions for node_rank, versions in self.mirrors.get(member.rank, {}).items()
+                 if node_rank in self.nodes and self.nodes[node_rank].is_present}
+        node_rank = max(sorted(found), key=lambda node_rank: max(found[node_rank]), default=member.node_rank)
+        return replace(copy, node=node_rank, snapshots=found.get(node_rank, ()))
 
     @property
     def is_complete(self) -> bool:

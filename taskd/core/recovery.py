@@ -58,7 +58,8 @@ WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.Worke
                  ev.WorkerHolds)
 _NOT_WHEN_DYING = (*_NOT_WHEN_RELEASED, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining)
 _UNDISTURBED = (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
-EVENTS: tuple[type[ev.Event], ...] = (*WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.Tick)
+EVENTS: tuple[type[ev.Event], ...] = (
+    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.Tick)
 
 
 class RecoveryMachine:
@@ -168,6 +169,14 @@ class RecoveryMachine:
     def _heard(self, event: ev.AgentHeard) -> Commands:
         """The agent is alive."""
         return self._attendance.heard(event)
+
+    def _mirrors(self, event: ev.AgentMirrors) -> Commands:
+        """A node wants mirrors of its snapshots."""
+        return self._job.pairing.asked(event)
+
+    def _held(self, event: ev.MirrorsHeld) -> Commands:
+        """What a node has of another one's snapshots."""
+        return self._job.pairing.held(event)
 
     def _draining(self, event: ev.AgentDraining) -> Commands:
         """A node is to end, in good time."""
@@ -367,6 +376,8 @@ class RecoveryMachine:
         ev.AgentRegistered: _registered,
         ev.AgentLeft: _left,
         ev.AgentHeard: _heard,
+        ev.AgentMirrors: _mirrors,
+        ev.MirrorsHeld: _held,
         ev.Tick: _tick,
     }
     _WORKING: ClassVar[dict[type[ev.Event], Method]] = {

@@ -267,7 +267,7 @@ class Service:
 
     def _execute(self, command: commands.Command) -> None:
         match command:
-            case commands.ReplaceWorker() | commands.KillWorker() | commands.Publish():
+            case commands.ReplaceWorker() | commands.KillWorker() | commands.Publish() | commands.Pair():
                 self._order(command, [command.node_rank])
             case commands.GiveUp():
                 self._log_end(command)
@@ -281,6 +281,9 @@ class Service:
             case commands.ReportStraggler():
                 log.warning("rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms", command.rank,
                             1000 * command.own_s, command.phase, 1000 * command.others_s)
+            case commands.ReportNoBuddy():
+                log.warning("no snapshot can be mirrored: all nodes are on one host (%s), which would take its mirrors along. Training goes on",
+                            command.host)
             case commands.EndJob():
                 self._result = command.succeeded
                 log.log(logging.INFO if command.succeeded else logging.ERROR, "the job has %s: %s",
@@ -315,7 +318,7 @@ def _check_position(event: events.Event, node_rank: int, session: Session) -> No
         raise RemoteProtocolError("malformed", f"{type(event).__name__} is not for a manager")
     if isinstance(event, events.WorkerEvent) and event.rank not in session.ranks:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own")
-    if isinstance(event, (events.AgentLeft, events.AgentDraining)) and event.node_rank != node_rank:
+    if isinstance(event, (events.AgentLeft, events.AgentDraining, events.AgentMirrors, events.MirrorsHeld)) and event.node_rank != node_rank:
         raise RemoteProtocolError("foreign", f"node {node_rank} spoke for node {event.node_rank}")
 
 

@@ -3,7 +3,7 @@
 One memfd, made by the worker, held by the agent as well, readable by whoever has the descriptor, also after the writer's death, without a
 lock. Two buffers take turns, so that a death in the middle of a copy costs the snapshot that was being made and not the one before it.
 
-        0  header, one page: struct below; slot 0 at 512, slot 1 at 1024
+        0  header, one page: struct below; slot 0 at 512, slot 1 at 1024; the word of the mirror at 2048 (arena_copy)
      4096  buffer 0, `capacity` bytes: tensors, each at a multiple of 64, and behind them the index (arena_index)
      4096 + capacity  buffer 1
 
@@ -43,6 +43,7 @@ PIECE_BYTES = 16 << 20          # a copy looks up between two of them: 2 ms
 _HEADER = struct.Struct("=5Q")
 _SLOT = struct.Struct("=7Q")    # behind the state; the first six are under the seventh
 _SLOT_OFFSETS = (512, 1024)
+_MIRROR_OFFSET = 2048
 _WORD = 8
 _EMPTY, _WRITING, _COMPLETE = range(3)
 _MAX_WORD = (1 << 63) - 1       # versions, generations and sequences beyond it are nonsense
@@ -269,13 +270,13 @@ class Arena:
         self._invalidate(slot, _WRITING)
         return Writer(self, slot, version, generation, max((*found.values(), *self._damaged), default=0) + 1)
 
-    def forget_after(self, version: int) -> None:
-        """Drop the snapshots beyond `version`: the job has rolled back, and what comes now is not what they were.
+    def forget_after(self, version: int, generation: int | None = None) -> None:
+        """Drop the snapshots beyond `version`: the job has rolled back, and what comes now is not what they were. `generation`: older ones only.
 
         Else the next snapshot would overwrite the older one, which everybody has rolled back to.
         """
         for held in self.versions():
-            if held.version > version:
+            if held.version > version and (generation is None or held.generation < generation):
                 self._invalidate(held.slot, _EMPTY)
 
     def _invalidate(self, slot: int, state: int) -> None:
@@ -340,6 +341,21 @@ class Arena:
             reasons.append(reason)
         why = "; ".join(reasons or self.problems()) or f"it holds {[held.version for held in self.versions()]}"
         raise ArenaError(f"there is no snapshot of version {version} in this arena: {why}")
+
+    def newest_seal(self) -> int:
+        """The checksum of the newest snapshot's slot, which is that of no other snapshot. 0: there is none. Reads two slots and no more."""
+        found = [held for slot in (0, 1) if isinstance(held := self._read_slot(slot), Held)]
+        newest = max(found, key=lambda held: held.sequence, default=None)
+        return 0 if newest is None else self._words[(_SLOT_OFFSETS[newest.slot] + _SLOT.size) // _WORD]
+
+    @property
+    def mirror_mark(self) -> int:
+        """What the agent has written about the mirror of this arena: see `taskd.native.arena_copy`."""
+        return self._words[_MIRROR_OFFSET // _WORD] if self.capacity and self._fd >= 0 else 0
+
+    @mirror_mark.setter
+    def mirror_mark(self, mark: int) -> None:
+        self._words[_MIRROR_OFFSET // _WORD] = mark
 
     def problems(self) -> list[str]:
         """What is in the arena and cannot be used, one line each: for the log."""

@@ -89,10 +89,10 @@ class Arenas:
         arena.discard()
         os.close(descriptor)
 
-    def forget_after(self, version: int) -> None:
-        """Drop the snapshots beyond `version`; -1: all of them."""
+    def forget_after(self, version: int, generation: int | None = None) -> None:
+        """Drop the snapshots beyond `version`; -1: all of them. `generation`: older ones only."""
         for arena in self.all():
-            arena.forget_after(version)
+            arena.forget_after(version, generation)
 
     def close(self) -> None:
         """Give everything back; twice is once."""

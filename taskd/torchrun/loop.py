@@ -41,12 +41,14 @@ def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
     endpoint = agent.launch.rendezvous_endpoint if agent.launch else ""
     host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
     master = agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR") or host
+    own_address = _towards(master) if master else ""
     if master and not os.environ.get("POD_IP") and _is_own(master):
         master = "127.0.0.1"             # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
         master_addr=master or None,
         # A dead process may still hold the device; on the CPU there is nothing to wait for.
         wait_for_exit=any(os.path.exists(path) for path in _DEVICE_FILES),
+        own_address=own_address,
     )
 
 
@@ -59,6 +61,17 @@ def _is_own(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _towards(host: str) -> str:
+    """The address of this host that `host` sees; "": there is no way to it. Nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) -> RunResult:

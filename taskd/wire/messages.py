@@ -281,6 +281,31 @@ class WorkerMayAdvance(WorkerMessage):
     snapshots: tuple[int, ...] = ()
 
 
+@_message(45)
+@dataclass(frozen=True, slots=True)
+class WorkerMirrors(WorkerMessage):
+    """Its snapshots are to be mirrored."""
+
+
+@_message(46)
+@dataclass(frozen=True, slots=True)
+class AgentMirrors(Message):
+    """A node wants mirrors, and takes those of others at this address."""
+
+    node_rank: int
+    host: str
+    address: str
+
+
+@_message(47)
+@dataclass(frozen=True, slots=True)
+class MirrorsHeld(Message):
+    """Which snapshots of other nodes' ranks are whole here."""
+
+    node_rank: int
+    held: tuple[tuple[int, tuple[int, ...]], ...]
+
+
 @_message(40)
 @dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerMessage):
@@ -402,6 +427,18 @@ class Advance(CommandMessage):
 
     version: int
     ranks: tuple[int, ...]
+
+
+@_message(65)
+@dataclass(frozen=True, slots=True)
+class Pair(CommandMessage):
+    """Who keeps whose mirrors."""
+
+    node_rank: int
+    buddy: int
+    address: str
+    incarnation: str
+    sources: tuple[tuple[int, str], ...]
 
 
 @_message(60)

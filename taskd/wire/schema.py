@@ -26,7 +26,7 @@ MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol c
 # Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message, and marks come each second.
 _AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
 _BEGAN_WITH: dict[type, int] = {Move: 2}   # fields that an older peer sends of those that have gained some; the others take their default
-_SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit"})
+_SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit", "buddy"})
 _SIGNED = frozenset({"exit_code"})   # minus the signal number
 
 Pack = Callable[[Any], Any]

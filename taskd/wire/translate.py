@@ -33,6 +33,9 @@ _EVENTS: tuple[type[events.Event], ...] = (
     events.WorkerReady,
     events.WorkerUncaught,
     events.WorkerProfiling,
+    events.WorkerMirrors,
+    events.AgentMirrors,
+    events.MirrorsHeld,
 )
 _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.Interrupt,
@@ -46,6 +49,7 @@ _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.Publish,
     commands.Advance,
     commands.SetProfiling,
+    commands.Pair,
 )
 MESSAGE_BY_CORE: dict[type, type[Message]] = {cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)}
 _EVENT_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _EVENTS}

@@ -7,6 +7,7 @@ to rank. Who writes what of it is `taskd.checkpoint.pieces`.
 from __future__ import annotations
 
 import logging
+import pickle
 from typing import TYPE_CHECKING, Any
 
 from taskd import config
@@ -20,7 +21,7 @@ from taskd.worker.shards import is_distributed
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -114,9 +115,9 @@ def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list
     return same_id, [rank for rank, other in enumerate(shards) if other == holding.shard] or [life.rank]
 
 
-def readable(found: Extras) -> dict[str, Any]:
-    """The same as plain values, without what cannot be saved."""
-    parts = {name: decode_part(part) for name, part in found.parts.items()}
+def readable(found: Extras, loads: Callable[[bytes], Any] = pickle.loads) -> dict[str, Any]:
+    """The same as plain values, without what cannot be saved. `loads`: as `decode_part`."""
+    parts = {name: decode_part(part, loads) for name, part in found.parts.items()}
     positions = {name: _savable(name, part.positions) for name, part in parts.items()}
     values = {} if found.is_pending else {name: _savable(name, part.values) for name, part in parts.items()}    # else they may have changed since
     return {"random": found.random, "positions": positions, "values": values, "buffers": {name: part.buffers for name, part in parts.items()}}

@@ -11,9 +11,12 @@ import io
 import pickle
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
 
@@ -69,9 +72,9 @@ def encode_part(values: dict[str, Any], positions: dict[str, Any], buffers: dict
     return pickle.dumps((values, positions, buffers), PROTOCOL)
 
 
-def decode_part(data: bytes) -> Part:
-    """Opposite of `encode_part`."""
-    return Part(*pickle.loads(data))  # noqa: S301 - our own black box
+def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Part:
+    """Opposite of `encode_part`. `loads`: for what does not come from our own black box."""
+    return Part(*loads(data))
 
 
 def encode(parts: dict[str, bytes], *, is_pending: bool) -> bytes:
@@ -79,7 +82,7 @@ def encode(parts: dict[str, bytes], *, is_pending: bool) -> bytes:
     return pickle.dumps((parts, is_pending), PROTOCOL)
 
 
-def decode(data: bytes) -> Extras:
-    """Both, from the bytes that were written one behind the other."""
+def decode(data: bytes, load: Callable[[io.BytesIO], Any] = pickle.load) -> Extras:
+    """Both, from the bytes that were written one behind the other. `load`: for what does not come from our own black box."""
     stream = io.BytesIO(data)
-    return Extras(pickle.load(stream), *pickle.load(stream))  # noqa: S301 - our own black box
+    return Extras(load(stream), *load(stream))

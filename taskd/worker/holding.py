@@ -57,6 +57,7 @@ class Holding:
         self.shard = shards.shard_of(roles, given)             # what part of the state this is; "": all of it
         self.peers = Peers()                                   # known once restore() is complete
         self.checkpoint_every, self.checkpoint_keep, self.snapshot_every = 0, 3, 0
+        self.snapshot_buddy = False
         self.on_dump: list[Callable[[Path], object]] = []
         self.step = 0
         self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
@@ -149,7 +150,9 @@ class Holding:
         if life.snapshots is not None:
             life.snapshots.wait()
         if self.shard and not life.held and life.world_size > 1:
-            vote(life, self.name)
+            agreed = vote(life, self.name, agrees=life.snapshots is None or life.snapshots.may_replace())
+            if life.snapshots is not None:
+                life.snapshots.is_allowed = agreed
         life.hold()
         self.capture_pending(life)
         self.began = True

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from taskd.clock import MonotonicClock
+from taskd.core import events
 from taskd.core.commands import Move
 from taskd.native.black_box import Phase
 from taskd.worker import exchange, loading, parking, snapshots
@@ -106,10 +107,12 @@ def _begin(life: Life, holding: Holding) -> None:
     shard = ";".join(f"{name}={other.shard}" for name, other in sorted(life.states.items()) if other.is_landed and other.shard)
     if shard != life.shard:
         life.shard = shard
-        if life.on_land is not None:
-            life.on_land()
+        life.tell(events.WorkerHolds, shard=shard)
     if holding.snapshot_every and life.snapshots is None and life.arenas is not None:
         life.snapshots = Snapshots(life, life.arenas, holding.snapshot_every)
+    if life.snapshots is not None and holding.snapshot_buddy:
+        life.snapshots.has_buddy = True
+        life.tell(events.WorkerMirrors)
     if life.snapshots is not None:
         life.snapshots.prepare(life.states)
     if holding.checkpoint_every and life.periodic is None:

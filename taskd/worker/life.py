@@ -71,7 +71,7 @@ class Life:
     snapshots: Snapshots | None = None    # makes them in this entry
     found: Found | None = None            # that from which this entry goes on
     shard: str = ""                       # which part of the state this rank has; "": all of it
-    on_land: Callable[[], None] | None = None               # set by the runtime: `shard` is another one
+    tell: Callable[..., None] = lambda _kind, **_fields: None    # set by the runtime: an event of this kind to the agent
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
     profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread

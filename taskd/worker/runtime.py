@@ -119,7 +119,7 @@ class Runtime:
         self._interrupter = MainThreadInterrupter(self.life)
         self.boundary = Boundary(self)
         self.life.on_boundary, self.life.on_broken_vote = self.boundary.wants_more, self.boundary.has_passed
-        self.life.on_land = lambda: self.send(events.WorkerHolds(**self.identity("holds"), shard=self.life.shard))
+        self.life.tell = lambda kind, **fields: self.send(kind(**self.identity("landed"), **fields))
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
     def start(self) -> None:

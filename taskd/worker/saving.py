@@ -57,14 +57,14 @@ def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
 
 
 def _adopted(rank: int, path: str | None, version: int) -> snapshots.Found:
-    """The snapshot of a dead rank of this node, whose part of the state nobody else has."""
+    """The snapshot of a dead rank, in the memory of this node: its own, or the mirror of one of another node."""
     if path is None:
         message = f"the snapshot of rank {rank}, which is dead, is gone"
         raise StateError(message)
     try:
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        return snapshots.Found(arena, version)
-    except (OSError, ArenaError) as error:
+        return snapshots.Found(arena, version, is_own=False)
+    except (OSError, ArenaError, StateError) as error:
         message = f"the snapshot of rank {rank}, which is dead, cannot be read: {error}"
         raise StateError(message) from error
 

@@ -97,6 +97,11 @@ class Snapshotter:
         if self.arena is None:
             self.arena = self._make_arena(shard_bytes)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is running."""
+        return self._idle.is_set()
+
     def is_due(self, version: int) -> bool:
         """Whether `commit` would begin a copy: the version is one of those, and the copy before it is done."""
         return version % self._every == 0 and self._idle.is_set() and not self._is_closing

@@ -18,7 +18,8 @@ from taskd.checkpoint.pieces import Held, Piece, holders_of
 from taskd.errors import ArenaError, StateError, TaskdError
 from taskd.native import node_memory
 from taskd.native.arena import capacity_for
-from taskd.worker import contents, extras, flat
+from taskd.native.arena_copy import is_mirrored, may_go_on
+from taskd.worker import contents, extras, flat, unpickling
 from taskd.worker.logbook import logbook_of
 from taskd.worker.shards import is_distributed, local, memory_of
 from taskd.worker.snapshot import Snapshotter, fill
@@ -66,6 +67,9 @@ class Snapshots:
         self._life = life
         self._copier = Snapshotter(arenas.make, every, life.rank, drop_arena=arenas.discard)
         self._copier.adopt(arenas.all())
+        self.has_buddy = False          # snapshots are to be mirrored
+        self.is_allowed = True          # by the last vote: no rank needs the older one of its snapshots any more
+        self._arenas = arenas
         self._is_due, self._problem = False, ""
         self._places: dict[tuple[Any, ...], Place] = {}
         self._inventory: Inventory | None = None
@@ -107,7 +111,7 @@ class Snapshots:
         """A version is complete: if it is one to keep, begin to copy. It goes on while the next step computes, up to its optimizer."""
         life = self._life
         assert life.version is not None
-        self._is_due = self._is_due or self._copier.is_due(life.version)
+        self._is_due = self._is_due or (self.is_allowed and self._copier.is_due(life.version))
         if not self._is_due or life.is_half_way:
             return
         self._is_due = False
@@ -115,6 +119,16 @@ class Snapshots:
             self._begin(life.version)
         except Exception as error:  # noqa: BLE001 - the same: training goes on, with the snapshot before this one
             self._warn(error)
+
+    def may_replace(self) -> bool:
+        """Whether this rank can do without the older of its snapshots: the newest is whole, and its mirror too if there is to be one.
+
+        Ranks make a snapshot when all of them can, or none does: else one whose mirror is slow could be left with versions that no other has.
+        """
+        if not self.has_buddy:
+            return True
+        arenas = self._arenas.all()
+        return not is_mirrored(arenas) or (self._copier.is_idle and may_go_on(arenas))
 
     def _begin(self, version: int) -> None:
         life, everybody = self._life, tuple(range(self._life.world_size))
@@ -165,14 +179,20 @@ class Snapshots:
 
 
 class Found:
-    """One snapshot that this rank goes on from; each TrainState takes its part."""
+    """One snapshot that this rank goes on from, each TrainState taking its part; or one that somebody else has left, to be written."""
 
-    def __init__(self, arena: Arena, version: int) -> None:
-        """Raises ArenaError: it is not there, or damaged."""
-        self._arena = arena
+    def __init__(self, arena: Arena, version: int, *, is_own: bool = True) -> None:
+        """`is_own` False: it may have come from another node, so nothing in it is run.
+
+        Raises:
+            ArenaError: it is not there, or damaged.
+            StateError: there is something in it that is not loaded from a snapshot.
+        """
+        self._arena, self._is_own = arena, is_own
         self._snapshot: Snapshot = arena.open(version)
-        found = pickle.loads(self._snapshot.rest)  # noqa: S301 - our own, in memory without a name
-        self._places: dict[str, Place] = pickle.loads(found[0])  # noqa: S301 - the same
+        unpickle = pickle.loads if is_own else unpickling.loads
+        found = unpickle(self._snapshot.rest)
+        self._places: dict[str, Place] = unpickle(found[0])
         self._values: dict[str, Held] = found[1]
         self._blob: tuple[bytes, bytes] | None = found[2]
         self.directory: Path = found[3][0]
@@ -215,7 +235,16 @@ class Found:
 
     def own(self, rank: int) -> dict[str, Any]:
         """As `taskd.worker.contents.own`."""
-        return {} if self._blob is None else {contents.name_of_rank(rank): contents.readable(extras.decode(b"".join(self._blob)))}
+        if self._blob is None:
+            return {}
+        data = b"".join(self._blob)
+        if self._is_own:
+            return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
+        try:
+            return {contents.name_of_rank(rank): contents.readable(extras.decode(data, unpickling.load), unpickling.loads)}
+        except StateError as error:
+            log.warning("generators and samplers of rank %d, which is dead, are not saved: its snapshot %s", rank, error)
+            return {}
 
     def _piece(self, name: str) -> Piece:
         place, entry = self._places[name], self._snapshot.entries[name]

@@ -45,7 +45,7 @@ class TrainState:
 
     def __init__(
         self, name: str = "train", *, shard_id: str | int | None = None, checkpoint_dir: str | os.PathLike[str] | None = None, checkpoint_every: int = 0,
-        checkpoint_keep: int = 3, snapshot_every: int = 0, **objects: Any,
+        checkpoint_keep: int = 3, snapshot_every: int = 0, snapshot_buddy: bool = False, **objects: Any,
     ) -> None:
         """Register the objects under `name`; several TrainStates in one function need different names.
 
@@ -53,9 +53,11 @@ class TrainState:
         the same part. Without it the part is found from DTensors, FSDP1 and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
         and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`: write one after so many commits, while
         training goes on (0: none), and keep the newest `checkpoint_keep`. `snapshot_every`: copy this rank's state into the memory of the node
-        after so many commits (0: never), so that a shard that no living process has is not lost; twice the state's size is taken.
+        after so many commits (0: never), so that a shard that no living process has is not lost; twice the state's size is taken. `snapshot_buddy`: mirror
+        these snapshots in the memory of another node on another host, where they outlive this one; twice the state's size is taken there, too.
 
         Raises:
+            ValueError: `snapshot_buddy` without `snapshot_every`.
             StateError: outside a recoverable function of a taskd job, a name given twice, an object that cannot be carried.
         """
         if not isinstance(name, str) or not name:
@@ -65,6 +67,9 @@ class TrainState:
         if reserved:
             message = f"TrainState({name!r}): {reserved[0]!r} is a name of TrainState's own: choose another keyword"
             raise StateError(message)
+        if snapshot_buddy and not snapshot_every:
+            message = f"TrainState({name!r}): snapshot_buddy=True mirrors snapshots, and none are made: give snapshot_every=k, too"
+            raise ValueError(message)
         life = life_module.current()
         if life is not None and not life.in_recoverable:
             message = (f"TrainState({name!r}) was created outside a recoverable function: put the training into a function decorated with "
@@ -76,7 +81,7 @@ class TrainState:
         step = objects.pop("step", 0)
         holding = Holding(name, Roles.sort(name, objects), shard_id)
         holding.checkpoint_dir, holding.checkpoint_every, holding.checkpoint_keep = checkpoint_dir, checkpoint_every, checkpoint_keep
-        holding.snapshot_every = snapshot_every
+        holding.snapshot_every, holding.snapshot_buddy = snapshot_every, snapshot_buddy
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)
         self.step = step

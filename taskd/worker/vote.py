@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from taskd.worker.life import Life
 
 
-def vote(life: Life, name: str) -> None:
-    """Wait until all ranks of the default group are here. Interrupts are held off from here to the commit. `name`: of the TrainState.
+def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
+    """Wait until all ranks of the default group are here; whether all of them agree. Interrupts are held off from here to the commit.
+
+    What it is that they agree to is the caller's; it travels with the vote, so it costs nothing. A rank at which the vote broke, and that
+    steps because it has passed for others, says that they do not. `name`: of the TrainState.
 
     Raises:
         taskd.Interrupted: the vote has passed for nobody, and a recovery waits for this process.
@@ -27,29 +30,31 @@ def vote(life: Life, name: str) -> None:
     """
     life.hold()
     if not dist.is_initialized():
-        return
+        return agrees
     try:
-        error = _broken(life, name)
-        if error is None or (life.on_broken_vote is not None and life.on_broken_vote(error)):
-            return
+        answer = _ask_all(life, name, agrees=agrees)
+        if isinstance(answer, bool):
+            return answer
+        if life.on_broken_vote is not None and life.on_broken_vote(answer):
+            return False
     except BaseException:
         life.held = False
         raise
     life.drop_hold()
-    raise error
+    raise answer
 
 
-def _broken(life: Life, name: str) -> RuntimeError | None:
-    """What ended the vote early, if anything."""
+def _ask_all(life: Life, name: str, *, agrees: bool) -> bool | RuntimeError:
+    """What they say, or what ended the vote early."""
     life.is_voting = True
     try:
-        ready = torch.ones(1, device=wire_device(name))
-        dist.all_reduce(ready)
-        count = int(ready.item())         # on a device the all-reduce has only been begun, and an abort may end it without an error
+        counts = torch.tensor([1.0, float(agrees)], device=wire_device(name))
+        dist.all_reduce(counts)
+        here, agreed = counts.tolist()    # on a device the all-reduce has only been begun, and an abort may end it without an error
     except RuntimeError as error:
         return error
     finally:
         life.is_voting = False
-    if count != dist.get_world_size():
+    if here != dist.get_world_size():
         return RuntimeError(f"TrainState({name!r}): the vote before the optimizer step was aborted")
-    return None
+    return bool(agreed == here)

@@ -142,15 +142,17 @@ class Job:
         self.manager: Output | None = None
         self.agents: list[Output] = []
 
-    def start_manager(self, *arguments: str) -> Output:
+    def start_manager(self, *arguments: str, prefix: tuple[str, ...] = (), **env: str) -> Output:
+        """`prefix`: of the command, where it is to run elsewhere."""
         name = f"manager-{time.monotonic_ns()}.out"
-        self.manager = Output([sys.executable, str(ROOT / "manager.py"), *arguments], self.env, self.directory / name,
-                              self.directory)
+        command = [*prefix, sys.executable, str(ROOT / "manager.py"), *arguments]
+        self.manager = Output(command, self.env | env, self.directory / name, self.directory)
         return self.manager
 
-    def start_agent(self, script: str, *script_args: str, nproc: int = 4, options: tuple[str, ...] = (), **env: str) -> Output:
+    def start_agent(self, script: str, *script_args: str, nproc: int = 4, options: tuple[str, ...] = (), prefix: tuple[str, ...] = (),
+                    **env: str) -> Output:
         path = SCRIPTS / script
-        command = [sys.executable, "-m", "taskd.run", f"--nproc-per-node={nproc}", *options, str(path), *script_args]
+        command = [*prefix, sys.executable, "-m", "taskd.run", f"--nproc-per-node={nproc}", *options, str(path), *script_args]
         agent = Output(command, self.env | env, self.directory / f"agent{len(self.agents)}.out", self.directory)
         self.agents.append(agent)
         return agent

@@ -12,6 +12,7 @@ from taskd.config import AgentConfig, CallbackAgentConfig, LogConfig, ManagerCon
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
+BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def refusal(load, *names: str) -> None:
@@ -98,7 +99,16 @@ def test_the_secret_is_read_from_its_file(tmp_path: pathlib.Path) -> None:
 def test_an_agent_without_settings_has_the_documented_defaults() -> None:
     assert AgentConfig.load({}) == AgentConfig(
         "default_job", "127.0.0.1:9601", 30.0, None, LogConfig(pathlib.Path("./taskd_log/")), wait_for_exit=False, native=True,
-        forkserver="auto", preload=())
+        forkserver="auto", preload=(), own_address="127.0.0.1", host=BOOT)
+
+
+@pytest.mark.parametrize(("environment", "own", "expected"), [
+    ({}, None, ("127.0.0.1", BOOT)), ({}, "10.0.0.1", ("10.0.0.1", BOOT)), ({"POD_IP": "10.0.0.7"}, "10.0.0.1", ("10.0.0.7", BOOT)),
+    ({"TASKD_HOST": "rack 4"}, None, ("127.0.0.1", "rack 4")),
+])
+def test_where_other_nodes_find_an_agent_and_on_which_host_it_is(environment: dict, own: str | None, expected: tuple[str, str]) -> None:
+    config = AgentConfig.load(environment, own_address=own)
+    assert (config.own_address, config.host) == expected
 
 
 @pytest.mark.parametrize(("environment", "address"), [

@@ -5,7 +5,7 @@ LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer 
          another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "late": when half of the
 ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
-SNAPSHOT_EVERY; STEP_S, how long a step takes
+SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every rank draws from its own global generator in each step
 """
 
 import hashlib
@@ -29,6 +29,8 @@ RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
 FACTS = os.environ["FACTS"]
 STEPS = int(os.environ.get("STEPS", "12"))
+NOISE = os.environ.get("NOISE") == "1"
+STEP_S = float(os.environ.get("STEP_S", "0"))
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 
 
@@ -155,19 +157,22 @@ def train():
     net.layers[0].register_full_backward_hook(lambda *_: here("backward-end", net.step))
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", net.step))
     optimizer.register_step_pre_hook(lambda *_: votes_at.append(net.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")))
+    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")),
+                             snapshot_buddy=os.environ.get("SNAPSHOT_BUDDY") == "1")
+    torch.manual_seed(99 + RANK)
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
     fact("restored", step=state.step, source=str(restored))
     while state.step < STEPS:
         net.step = state.step
         here("step", state.step)
-        time.sleep(float(os.environ.get("STEP_S", "0")))
         generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()
-        model(torch.randn(8, 16, generator=generator)).square().mean().backward()
+        noise = torch.rand(8, 16) if NOISE else 0.0
+        model(torch.randn(8, 16, generator=generator) + noise).square().mean().backward()
         if net is not model:
             model.clip_grad_norm_(1.0)
+        time.sleep(STEP_S)
         optimizer.step()
         here("before-commit", state.step)
         state.commit()

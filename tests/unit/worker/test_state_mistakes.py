@@ -36,6 +36,10 @@ class TestMistakes:
         with pytest.raises(StateError, match=r"@taskd\.recoverable"):
             TrainState(epoch=1)
 
+    def test_mirrors_of_snapshots_that_are_not_made(self):
+        with pytest.raises(ValueError, match=r"TrainState\('train'\): snapshot_buddy=True mirrors snapshots, and none are made: give snapshot_every=k, too"):
+            TrainState(snapshot_buddy=True)
+
     def test_the_same_name_twice(self, job):
         def entry():
             TrainState(epoch=1)

@@ -1,0 +1,81 @@
+"""What the agent's loop needs of torchrun: who we are, and processes. `taskd.torchrun.host` has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from taskd.native.arenas import Arenas
+    from taskd.native.black_box import BlackBox
+    from taskd.transport.channel import Channel
+
+
+class Worker(Protocol):
+    """One incarnation of one rank, as the host keeps it."""
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the rank this is."""
+
+    @property
+    def pid(self) -> int | None:
+        """None until it has been started."""
+
+    @property
+    def channel(self) -> Channel:
+        """The agent's end of the link."""
+
+    @property
+    def box(self) -> BlackBox:
+        """The page that outlives the process."""
+
+    @property
+    def arenas(self) -> Arenas:
+        """Its snapshots, which outlive it, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEvent:
+    """What happened to the process of one life. `what`: "started", "failed" or "exited"."""
+
+    rank: int
+    incarnation: int
+    what: str
+    box: BlackBox
+    pid: int = 0
+    status: int = 0
+    error: str = ""
+    snapshots: tuple[int, ...] = ()      # versions of its state that are left in node memory
+
+
+class Host(Protocol):
+    """What the loop needs of torchrun: who we are, and processes."""
+
+    node_rank: int
+    node_count: int
+    world_size: int
+    max_restarts: int
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks of this node."""
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        """By rank; the present incarnation of each."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """Readable when `read` has something to say."""
+
+    def read(self) -> Sequence[ProcessEvent]:
+        """What happened to processes since the last call; never blocks."""
+
+    def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:
+        """Start a process for this incarnation; `Started` or `StartFailed` follows."""
+
+    def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
+        """Signal the process group of this incarnation, if it is the present one."""
