@@ -2,7 +2,8 @@
 
 Owns what is written by whom, and how far that is.
 
-    word           if it is not even known how a process died: the exit status comes within milliseconds, the reason is to be true
+    word           if it is not even known how a process died: the exit status comes within milliseconds, the reason is to be true. Or while
+                   one that hangs is being killed: what it leaves in node memory is told at its end
     called out     every live rank is to leave its step; nobody is replaced any more
     writing        the writers have been told; each says when its part is on disk
     publishing     all parts are there, and the first writer gives the checkpoint its name
@@ -136,7 +137,7 @@ class Dying:
         return [job.last]
 
     def heard_word(self) -> Commands:
-        """It is known how a process died, or that nobody will say."""
+        """It is known how a process died, or what it has left, or that nobody will say."""
         assert self._gasp is not None
         if not self._gasp.is_waiting_for_word:
             return []
@@ -145,13 +146,15 @@ class Dying:
         return self.write() if self._gasp.may_save else self._end_without()
 
     def _must_wait_for_word(self) -> bool:
-        """Whether the reason is not known yet. Asked once: true only the first time."""
+        """Whether the reason is not known yet, or what a process leaves that is being killed. Asked once: true only the first time."""
         job, gasp, fault = self._job, self._gasp, self._fault()
         assert gasp is not None
-        if gasp.reason or gasp.has_waited or fault is None or fault.kind is not FaultKind.LOST:
+        is_doomed = gasp.may_save and any(member.is_doomed for member in job.membership.members.values())
+        if gasp.has_waited or not (is_doomed or (not gasp.reason and fault is not None and fault.kind is FaultKind.LOST)):
             return False
         gasp.is_waiting_for_word = gasp.has_waited = True
-        job.phase, job.alarm = Phase.DYING, job.now + job.timeouts.communication_grace_s
+        grace_s = job.timeouts.lost_grace_s if is_doomed else job.timeouts.communication_grace_s
+        job.phase, job.alarm = Phase.DYING, job.now + grace_s
         job.awaited.clear()
         return True
 

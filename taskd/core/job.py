@@ -357,8 +357,9 @@ class Job:
 
     def _condemn(self, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
         """The command that ends a process which stands still."""
-        node_rank = self.membership.members[fault.rank].node_rank
-        return do.KillWorker(cause, self.generation, node_rank, fault.rank, fault.incarnation, fault.detail, examine)
+        member = self.membership.members[fault.rank]
+        member.is_doomed = True
+        return do.KillWorker(cause, self.generation, member.node_rank, fault.rank, fault.incarnation, fault.detail, examine)
 
     def _lose(self, fault: Fault, since_s: float = 0.0) -> None:
         """From now on it counts as gone."""

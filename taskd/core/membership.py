@@ -40,6 +40,7 @@ class Member:
     box_versions: tuple[int, ...] = ()   # of the life before
     shard: str = ""                      # what part of the state it has, or had in the life before
     snapshots: tuple[int, ...] = ()      # versions of that part in the memory of its node
+    is_doomed: bool = False              # it is being killed by our order; what it leaves was not told yet
     may_advance: bool = False            # it waits within its function, and could commit one step more
 
     @property
@@ -76,7 +77,7 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared = self.entered = self.may_advance = False
+        self.declared = self.entered = self.may_advance = self.is_doomed = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions, self.shard, self.snapshots = (), "", ()

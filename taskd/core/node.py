@@ -135,9 +135,9 @@ class NodeMachine:
             known = life or self.lives.former.get((event.rank, event.incarnation))
             number = SIGTERM if self.phase is NodePhase.STOPPING else SIGKILL
             return [self._signal(known, number)] if known is not None and known.has_process else []
+        life.started = event
         if life.state is WorkerState.STARTING and not life.is_gated:
             life.state = WorkerState.RUNNING
-        life.started = event
         return self._tell(event)
 
     def _start_failed(self, event: ev.WorkerStartFailed) -> Commands:
@@ -177,13 +177,13 @@ class NodeMachine:
                 life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
             return self._finish_if_stopped()
         if former is not None or life.state is WorkerState.LOST:
-            is_news = life.lost is None and life.died_at is not None and not is_success and life.is_live
+            # Killed by order and not replaced: what it leaves. Or dying as the group was restarted: perhaps the reason for that.
+            is_news = life.lost is None and (former is None or (life.died_at is not None and not is_success and life.is_live))
             commands = self._lose(life, fault, *left) if is_news else self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
         if is_success and (self._is_released or not life.is_needed):
             life.state, life.waits_since = WorkerState.FINISHED, None
-            finished = ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)
-            return self._tell(finished) + self._finish_if_all_finished()
+            return self._tell(ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)) + self._finish_if_all_finished()
         return self._lose(life, fault, *left)
 
     def _confirm(self, life: Life, fault: Fault) -> Commands:

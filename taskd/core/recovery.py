@@ -212,8 +212,8 @@ class RecoveryMachine:
         if member.state is WorkerState.LOST:
             if event.box_versions:
                 member.box_versions = event.box_versions
-            member.snapshots = event.snapshots
-            return self._confirm(event)
+            member.snapshots, was_doomed, member.is_doomed = event.snapshots, member.is_doomed, False
+            return self._job.dying.heard_word() if was_doomed and self.phase is Phase.DYING else self._confirm(event)
         known = self._job.known(event.fault, event.age_s)
         member.lose(event.box_versions, event.snapshots)
         self._job.awaited.discard(event.rank)

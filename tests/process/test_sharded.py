@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_dump import end_with_dump, resumed
+from tests.process.test_dump import checkpoints, end_with_dump, resumed
 from tests.process.test_recovery import check_recovered
 
 if TYPE_CHECKING:
@@ -73,6 +73,18 @@ def test_a_death_behind_the_vote_never_mixes_versions(tmp_path: pathlib.Path, un
         assert job.manager is not None
         assert job.manager.wait(20).returncode == 0
         assert len(job.recoveries()) == 1
+
+
+def test_a_dump_takes_the_shard_of_a_rank_that_hangs(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]) -> None:
+    with harness.job(tmp_path, LAYOUT="fsdp", SNAPSHOT_EVERY="1", FAULTS="1@5:forward:stop", TASKD_RECOVER_STRATEGY="dump") as job:
+        finished = job.run("sharded.py")
+        assert len(job.facts("fault")) == 1
+        assert finished.returncode == 2, finished.output[-3000:]
+        (checkpoint,) = checkpoints(job)
+        assert "rank 1 hangs: stopped by a signal" in checkpoint.manifest.fault
+        assert checkpoint.manifest.version in (4, 5), "that of the last step may have been under way in it"
+        resumed(job, checkpoint.manifest.version, script="sharded.py")
+        assert job.digests() == undisturbed("fsdp")
 
 
 @pytest.mark.parametrize(("layout", "other"), [("hsdp", "fsdp"), ("tp", ""), ("stages", "")])

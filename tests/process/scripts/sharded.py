@@ -3,8 +3,8 @@
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), stages (plain
          tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or
          another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
-FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "late": when half of the
-ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
+FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "stop": by SIGSTOP; "late": when half
+of the ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
 SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every rank draws from its own global generator in each step
 """
 
@@ -56,8 +56,8 @@ def here(place, step):
         fact("fault", spec=spec, step=step)
         if how == "break":
             original_all_reduce(torch.ones(1))       # nobody else takes part, and one of them dies
-        assert how in ("kill", "together", "late"), how
-        os.kill(os.getpid(), signal.SIGKILL)
+        assert how in ("kill", "together", "late", "stop"), how
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def count_committed(step):

@@ -64,6 +64,26 @@ class TestWhoWrites:
         dump = only(job.pause(3, 6, snapshots=(4, 6)), do.Dump)
         assert (dump.version, dump.writers, dump.orphaned) == (4, (0, 2, 3), ((1, 2),))
 
+    def test_what_a_rank_leaves_that_had_to_be_killed_is_waited_for(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        for rank in range(4):
+            job.worker(ev.WorkerHolds, rank, f"s{rank}")
+        job.raise_(0, snapshots=(3, 4))
+        job.pause(1, 5, snapshots=(3, 4))
+        job.pause(2, 5, snapshots=(3, 4))
+        job.hear_all_until(job.now + 15)
+        assert kinds(job.tick()) == ["KillWorker"]
+        dump = only(job.lose(3, FaultKind.KILLED, "SIGKILL", snapshots=(4,)), do.Dump)
+        assert (dump.version, dump.orphaned) == (4, ((3, 0),))
+
+    def test_it_is_not_waited_for_for_ever(self, manager) -> None:
+        job = manager(strategies="dump").joined()
+        job.raise_(0)
+        job.pause(1), job.pause(2)
+        job.hear_all_until(job.now + 15)
+        assert kinds(job.tick()) == ["KillWorker"]
+        assert only(job.tick(), do.Dump).writers == (0, 1, 2)
+
     def test_a_part_that_is_nowhere_ends_the_job_without_a_dump(self, manager) -> None:
         job = manager(strategies="dump").joined()
         for rank in range(4):
