@@ -80,6 +80,8 @@ def test_a_dump_takes_the_shard_of_a_rank_that_hangs(tmp_path: pathlib.Path, und
         finished = job.run("sharded.py")
         assert len(job.facts("fault")) == 1
         assert finished.returncode == 2, finished.output[-3000:]
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 1
         (checkpoint,) = checkpoints(job)
         assert "rank 1 hangs: stopped by a signal" in checkpoint.manifest.fault
         assert checkpoint.manifest.version in (4, 5), "that of the last step may have been under way in it"
