@@ -242,10 +242,11 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
     if result.succeeded or outcomes == {"succeeded"}:
         assert all(state == ALL_STEPS for state in result.states.values())
     else:
-        # What the rules end on purpose: a failure after Release, or one that came back.
+        # What the rules end on purpose: a failure after Release, or one that came back; or a node that had a fault, found no manager in time, and went
+        # on as plain torchrun does, without the others.
         assert any(
             words in result.reason or words in str(result.outcomes)
-            for words in ("returned everywhere", "came back", "times:", "in a row", "already left", "not known to this manager")
+            for words in ("returned everywhere", "came back", "times:", "in a row", "already left", "not known to this manager", "no manager answers")
         ), result.reason
     assert all(record.steps_redone <= 1 or record.strategy == "restart" for record in result.records)
 
