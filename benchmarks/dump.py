@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path())
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="taskd-dump-", dir=options.directory) as name:
+    with tempfile.TemporaryDirectory(prefix="taskd-dump-", dir=options.directory.resolve()) as name:
         directory = pathlib.Path(name)
         context = multiprocessing.get_context("spawn")
         ends = [context.Pipe() for _ in range(options.ranks)]
