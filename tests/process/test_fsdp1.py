@@ -9,6 +9,7 @@ import pytest
 from tests.process import harness
 from tests.process.test_dump import end_with_dump, resumed
 from tests.process.test_recovery import check_recovered
+from tests.process.test_sharded import loses_no_step
 
 if TYPE_CHECKING:
     import pathlib
@@ -77,13 +78,7 @@ def test_a_shard_comes_from_its_replica(tmp_path: pathlib.Path, undisturbed: Cal
 @pytest.mark.parametrize("place", ["optimizer", "before-commit"])
 def test_a_death_behind_the_vote_never_mixes_versions(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], place: str) -> None:
     with harness.job(tmp_path, LAYOUT="flat-HYBRID_SHARD", FAULTS=f"3@4:{place}:kill") as job:
-        finished = job.run("sharded.py")
-        assert finished.returncode == 0, finished.output[-3000:]
-        assert len(job.facts("fault")) == 1
-        assert job.digests() == undisturbed("flat-HYBRID_SHARD")
-        assert job.manager is not None
-        assert job.manager.wait(20).returncode == 0
-        assert [(record["strategy"], record["steps_redone"]) for record in job.recoveries()] == [("recover-in-place", 0)]
+        loses_no_step(job, undisturbed("flat-HYBRID_SHARD"))
 
 
 def test_an_optimizer_step_is_voted_on(tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]) -> None:
