@@ -68,6 +68,8 @@ class Snapshotter:
         self._grown: Arena | None = None        # a larger one without a complete snapshot
         self._old: Arena | None = None          # a smaller one, until the larger one holds two
         self._stagings: dict[torch.device, Staging] = {}
+        self._tensors: Mapping[str, torch.Tensor] = {}      # those of the last snapshot, and where they are
+        self._devices: set[torch.device] = set()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -109,7 +111,8 @@ class Snapshotter:
     def commit(self, version: int, generation: int, tensors: Mapping[str, torch.Tensor], rest: bytes = b"", changing: Collection[str] = ()) -> bool:
         """Begin a snapshot of `version`, whether it is one of those or not. Returns False if the copy before it is not done.
 
-        `tensors` are plain ones (the local part of a sharded tensor), detached; they may differ from those of the last snapshot in every respect.
+        `tensors` are plain ones (the local part of a sharded tensor), detached; they may differ from those of the last snapshot in every respect,
+        but then they come in another mapping.
         `changing` names those which may change before the next call of `wait`: they are copied here. `rest` is stored as it is.
         """
         if not self._idle.is_set() or self._is_closing:
@@ -117,8 +120,10 @@ class Snapshotter:
         taken = dict(tensors)
         for name in changing:
             taken[name] = taken[name].clone()
-        devices = {tensor.device for tensor in taken.values()}
-        events = {device: mark(device) for device in devices if device.type not in {"cpu", "meta"}}
+        if tensors is not self._tensors:
+            self._tensors = tensors
+            self._devices = {tensor.device for tensor in taken.values()}
+        events = {device: mark(device) for device in self._devices if device.type not in {"cpu", "meta"}}
         self._idle.clear()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)

@@ -6,7 +6,7 @@ Finding and naming a tensor costs some microseconds, on the training thread, at 
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from taskd.worker.holding import Holding
+
+_shape = attrgetter("shape")
 
 
 class Table:
@@ -60,6 +62,6 @@ class Table:
         memories = map(shards.memory_of, self._optimizers)
         return chain(*self._dicts, *map(dict.values, self._dicts), memories, groups, *(group["params"] for group in groups))
 
-    def _spans_now(self) -> list[tuple[int, torch.Size]]:
-        return [(tensor.data_ptr(), tensor.shape) for tensor in self._own]
+    def _spans_now(self) -> tuple[list[int], list[torch.Size]]:
+        return list(map(torch.Tensor.data_ptr, self._own)), list(map(_shape, self._own))
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_dump import end_with_dump, resumed
+from tests.process.test_dump import end_with_dump
 from tests.process.test_recovery import check_recovered
-from tests.process.test_sharded import loses_no_step
+from tests.process.test_sharded import is_saved_without_the_dead, loses_no_step
 
 if TYPE_CHECKING:
     import pathlib
@@ -96,15 +96,8 @@ def test_an_optimizer_step_is_voted_on(tmp_path: pathlib.Path, undisturbed: Call
 ])
 def test_a_dump_is_whole_and_the_next_start_goes_on_from_it(
         tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, snapshots: str, faults: str, version: int) -> None:
-    dead = {int(fault[0]) for fault in faults.split(";")}
     with harness.job(tmp_path, LAYOUT=layout, SNAPSHOT_EVERY=snapshots, FAULTS=faults, TASKD_RECOVER_STRATEGY="dump") as job:
-        finished = job.run("sharded.py")
-        assert {fact["rank"] for fact in job.facts("fault")} == dead
-        ends = [f"rank {rank} ended with SIGKILL at step 5" for rank in sorted(dead)]
-        checkpoint = end_with_dump(job, finished, {*ends, "; ".join(ends), "; ".join(reversed(ends))}, version)
-        assert set(checkpoint.manifest.writers) == set(range(4)) - dead
-        resumed(job, version, script="sharded.py")
-        assert job.digests() == undisturbed(layout)
+        is_saved_without_the_dead(job, faults, version, undisturbed(layout))
 
 
 def test_another_number_of_ranks_is_told_why_it_cannot_go_on(tmp_path: pathlib.Path) -> None:

@@ -1,9 +1,13 @@
-"""A few processes with real gloo groups that run functions of the tests: one start for all tests of a session.
+"""A few processes with real gloo groups that run functions of the tests: one start for many tests.
 
 The processes are spawned, so a function must be importable by its name: the functions are in `sharded`, beside this file.
 """
 
+import faulthandler
 import multiprocessing
+import os
+import signal
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _DEADLINE_S = 120
+_GROUP_DEADLINE_S = 60      # less: a rank that waits in vain for another says so itself
 
 
 class Member:
@@ -27,35 +32,30 @@ class Member:
             dist.destroy_process_group()
         self.generation += 1
         store = dist.FileStore(f"{self.folder}-{self.generation}", self.size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_DEADLINE_S))
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_GROUP_DEADLINE_S))
 
 
 class World:
-    """Owns the processes."""
+    """Owns the processes. Those of a run that failed are not used again: they may still be in it."""
 
     def __init__(self, folder, size=4):
-        self._folder, self._runs = Path(folder), 0
-        context = multiprocessing.get_context("spawn")
+        self._folder, self._size, self._runs = Path(folder), size, 0
         self._pipes, self._processes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
 
     def run(self, function, *args, size=4):
         """Call `function(member, *args)` on the first `size` ranks, in a group of their own. Returns what each returned."""
+        if not self._processes:
+            self._start()
         self._runs += 1
         for pipe in self._pipes[:size]:
             pipe.send((function, args, str(self._folder / f"run{self._runs}"), size))
-        results = []
-        for rank, pipe in enumerate(self._pipes[:size]):
-            assert pipe.poll(_DEADLINE_S), f"rank {rank} says nothing"
-            results.append(pipe.recv())
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem]
-        assert not problems, "\n".join(problems)
+        try:
+            results = self._results(size)
+            problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem]
+            assert not problems, "\n".join(problems)
+        except BaseException:
+            self._kill()
+            raise
         return [result for result, _ in results]
 
     def close(self):
@@ -64,22 +64,63 @@ class World:
             pipe.send(None)
         for process in self._processes:
             process.join(_DEADLINE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._kill()
+
+    def _start(self):
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, str(self._stacks(rank))), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _results(self, size):
+        deadline = time.monotonic() + _DEADLINE_S
+        results = []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            if not pipe.poll(max(0, deadline - time.monotonic())):
+                raise AssertionError(f"rank {rank} says nothing\n{self._where_they_are()}")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                raise AssertionError(f"rank {rank} died") from None
+        return results
+
+    def _where_they_are(self):
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)       # they write without an answer, and only for whoever reads the failure
+        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(self._size))
+
+    def _stacks(self, rank):
+        return self._folder / f"stacks{rank}"
+
+    def _kill(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
 
 
-def _serve(pipe, rank):
-    torch.set_num_threads(1)
-    while (task := pipe.recv()) is not None:
-        function, args, folder, size = task
-        member = Member(folder, rank, size)
-        result, problem = None, ""
-        try:
-            member.connect()
-            result = function(member, *args)
-        except BaseException:  # noqa: BLE001 - told to the test, which fails by it
-            problem = traceback.format_exc()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        pipe.send((result, problem))
+def _serve(pipe, rank, stacks):
+    with open(stacks, "w", encoding="utf-8") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        torch.set_num_threads(1)
+        while (task := pipe.recv()) is not None:
+            pipe.send(_call(rank, *task))
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _call(rank, function, args, folder, size):
+    member = Member(folder, rank, size)
+    result, problem = None, ""
+    try:
+        member.connect()
+        result = function(member, *args)
+    except BaseException:  # noqa: BLE001 - told to the test, which fails by it
+        problem = traceback.format_exc()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result, problem
