@@ -1,6 +1,7 @@
 """A few processes with real gloo groups that run functions of the tests: one start for many tests.
 
-The processes are spawned, so a function must be importable by its name: the functions are in `sharded`, beside this file.
+A function must be importable by its name: the functions are in `sharded`, beside this file. The processes are forked from one that has
+imported what takes long.
 """
 
 import faulthandler
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 _DEADLINE_S = 120
 _GROUP_DEADLINE_S = 60      # less: a rank that waits in vain for another says so itself
+_SLOW_IMPORTS = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.optim",
+                 "torch.distributed.tensor.parallel"]
 
 
 class Member:
@@ -67,7 +70,8 @@ class World:
         self._kill()
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_SLOW_IMPORTS)
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, str(self._stacks(rank))), daemon=True)
