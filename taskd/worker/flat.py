@@ -42,7 +42,7 @@ def flatten(holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         StateError: an optimizer that cannot be taken apart.
     """
     found = tensors(holding)
-    return found, plain(holding, owner_names(holding), found)
+    return found, plain(holding, memories(holding), found)
 
 
 def tensors(holding: Holding) -> dict[str, torch.Tensor]:
@@ -66,22 +66,29 @@ def tensors(holding: Holding) -> dict[str, torch.Tensor]:
     return found
 
 
-def plain(holding: Holding, owners: dict[int, str], further: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Everything else. `owners`: as `owner_names`. What other objects (an EMA) have of tensors is put into `further`."""
-    roles, prefix = holding.roles, label(holding)
-    optimizers = {}
-    for role, optimizer in roles.optimizers.items():
+def memories(holding: Holding) -> dict[str, dict[str, Any]]:
+    """Of each optimizer, by role: the names of its parameters by group, and its memory with None in place of the tensors."""
+    owners, found = owner_names(holding), {}
+    for role, optimizer in holding.roles.optimizers.items():
         is_divided = role in holding.zeros()
         memory = {} if is_divided else memory_of(optimizer)      # divided, it is this rank's alone; the names of the tensors say it all
         state = {
             owners[id(parameter)]: {key: None if isinstance(value, torch.Tensor) else value for key, value in entries.items()}
             for parameter, entries in memory.items() if entries
         }
-        groups = [
-            {key: [owners[id(parameter)] for parameter in value] if key == "params" else value for key, value in group.items()}
-            for group in optimizer.param_groups
-        ]
-        optimizers[role] = {"groups": groups, "state": state, "is_divided": is_divided}
+        groups = [[owners[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        found[role] = {"groups": groups, "state": state, "is_divided": is_divided}
+    return found
+
+
+def plain(holding: Holding, memories: dict[str, dict[str, Any]], further: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Everything but tensors. `memories`: as `memories`. What other objects (an EMA) have of tensors is put into `further`."""
+    roles, prefix = holding.roles, label(holding)
+    optimizers = {
+        role: memory | {"groups": [
+            group | {"params": names} for group, names in zip(roles.optimizers[role].param_groups, memory["groups"], strict=True)]}
+        for role, memory in memories.items()
+    }
     states = {}
     for kind in (roles.schedulers, roles.scalers, roles.steppers, roles.replicas):
         for role, value in kind.items():

@@ -134,7 +134,7 @@ class Snapshots:
         life, everybody = self._life, tuple(range(self._life.world_size))
         tables = {name: self._table(name, holding) for name, holding in life.states.items()}
         further: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tables}      # made anew each time
-        plain = {name: flat.plain(holding, tables[name].owners, further[name]) for name, holding in life.states.items()}
+        plain = {name: flat.plain(holding, tables[name].memories, further[name]) for name, holding in life.states.items()}
         if self._inventory is None or self._inventory.tables != tables or any(further.values()):
             self._inventory = self._take_inventory(tables, further)
         kept = self._inventory

@@ -24,7 +24,7 @@ _shape = attrgetter("shape")
 class Table:
     """Holds on to every object that it has looked at, so none of them can be replaced by another one at the same address.
 
-    `tensors`: as `flat.tensors`. `owners`: as `flat.owner_names`.
+    `tensors`: as `flat.tensors`. `memories`: as `flat.memories`.
     """
 
     def __init__(self, holding: Holding) -> None:
@@ -32,7 +32,7 @@ class Table:
         roles = holding.roles
         self._roots = list(roles.modules.values())
         self.tensors = flat.tensors(holding)
-        self.owners = flat.owner_names(holding)
+        self.memories = flat.memories(holding)
         self._dicts: list[dict[Any, Any]] = []
         for module in (part for root in self._roots for part in root.modules()):
             self._dicts += [module._parameters, module._buffers, module._modules]
