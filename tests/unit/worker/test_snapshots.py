@@ -11,6 +11,7 @@ from taskd.core import commands
 from taskd.core.commands import Move
 from taskd.errors import StateError
 from taskd.native import node_memory
+from taskd.native.arena_copy import AWAITED, UNMIRRORED
 from taskd.native.arenas import Arenas
 from taskd.worker.saving import Dumping
 from taskd.worker.state import TrainState
@@ -224,3 +225,28 @@ def test_a_state_that_is_made_later_drops_no_snapshot(job):
     job.resume(10, {0: Move(0, snapshot=10)})
     job.enter(Late(stop=8))
     assert job.life.arenas.versions() == (14, 16)
+
+
+@pytest.mark.parametrize(("mark", "kept"), [
+    (lambda _: UNMIRRORED, (2, 3)),                      # no buddy was found: as if none had been asked for
+    (lambda _: AWAITED, (1, 2)),                         # the agent has begun
+    (lambda arena: arena.newest_seal(), (2, 3)),         # the mirror of the newest one is there
+])  # fmt: skip
+def test_the_older_snapshot_stays_until_the_newer_one_has_its_mirror(job, mark, kept):
+    def train():
+        model = nn.Linear(4, 4)
+        state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), snapshot_every=1, snapshot_buddy=True)
+        state.restore()
+        snapshots = job.life.snapshots
+        while state.step < 3:
+            if state.step == 2:
+                arena, = job.life.arenas.all()
+                arena.mirror_mark = mark(arena)
+            snapshots.is_allowed = snapshots.may_replace()      # as in a vote of one
+            model(torch.ones(4)).sum().backward()
+            state._holding.roles.optimizers["optimizer"].step()
+            state.commit()
+            snapshots.wait()
+
+    job.enter(train)
+    assert job.life.arenas.versions() == kept
