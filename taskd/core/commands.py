@@ -107,7 +107,8 @@ class Dump(Command):
 
     `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this job. `legacies`: (rank, path of its
     black box) of those that are gone, put in by the agent of their node for a writer that saves what they alone had. `orphaned`: (rank, writer
-    who sees to it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of its memory), put in likewise.
+    who sees to it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of its memory), put in likewise, of
+    all that are gone.
     """
 
     version: int

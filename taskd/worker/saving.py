@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _legacy(rank: int, path: str, version: int) -> dict[str, Any]:
-    """What a dead rank of this node left in its black box, as its replacement would find it."""
+def _legacy(rank: int, box_path: str, arena_path: str | None, version: int) -> dict[str, Any]:
+    """What was a dead rank's alone: from its black box, as its replacement would find it, or, of an older version, with its snapshot."""
+    problem = f"its black box holds nothing of version {version}, nor does the memory of its node"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(box_path, os.O_RDWR | os.O_CLOEXEC)
         try:
             box = BlackBox.attach(fd)
         except BaseException:
@@ -42,13 +43,17 @@ def _legacy(rank: int, path: str, version: int) -> dict[str, Any]:
             raise
         data = box.read_extras().get(version)
         box.close()
+        if data is not None:
+            return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
     except (OSError, NativeLibraryError) as error:
-        log.warning("the black box of rank %d cannot be read (%s): its generators and samplers are not saved", rank, error)
-        return {}
-    if data is None:
-        log.warning("the black box of rank %d holds nothing of version %d: its generators and samplers are not saved", rank, version)
-        return {}
-    return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
+        problem = f"its black box cannot be read: {error}"
+    if arena_path is not None:
+        try:
+            return _adopted(rank, arena_path, version).own(rank)
+        except StateError as error:
+            problem = str(error)
+    log.warning("generators and samplers of rank %d, which is dead, are not saved: %s", rank, problem)
+    return {}
 
 
 def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
@@ -108,7 +113,7 @@ class Dumping:
         paths = dict(order.arenas)
         adopted = {rank: _adopted(rank, paths.get(rank), order.version) for rank, writer in order.orphaned if writer == life.rank}
         for rank, path in order.legacies:
-            own.update(_legacy(rank, path, order.version))
+            own.update(_legacy(rank, path, paths.get(rank), order.version))
         for rank, orphan in adopted.items():
             for name, item in orphan.orphans(order.writers, orphaned, rank).items():
                 before = state.get(name, Pieces())

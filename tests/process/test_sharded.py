@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -138,13 +139,25 @@ def test_a_dump_takes_the_shards_of_the_dead_from_node_memory(tmp_path: pathlib.
         is_saved_without_the_dead(job, faults, 3, undisturbed("fsdp"))
 
 
+def test_generators_of_the_dead_are_in_a_dump_of_an_older_version(tmp_path: pathlib.Path) -> None:
+    """The shard of ranks 1 and 3 is left in node memory only, so rank 2 saves that version, and what was rank 0's and rank 3's alone with it."""
+    training = {"LAYOUT": "hsdp", "NOISE": "1"}
+    with harness.job(tmp_path / "undisturbed", **training) as job:
+        assert job.run("sharded.py").returncode == 0
+        reference = job.digests()
+    faults = ";".join(f"{rank}@5:forward:together" for rank in (0, 1, 3))
+    with harness.job(tmp_path / "job", **training, SNAPSHOT_EVERY="3", FAULTS=faults, TASKD_RECOVER_STRATEGY="dump") as job:
+        is_saved_without_the_dead(job, faults, 3, reference)
+
+
 def is_saved_without_the_dead(job: harness.Job, faults: str, version: int, reference: Reference) -> None:
     """The ranks of `faults` die at step 5; the others write all of `version`, and the next start ends as if nothing had been."""
     dead = {int(fault[0]) for fault in faults.split(";")}
     finished = job.run("sharded.py")
     assert {fact["rank"] for fact in job.facts("fault")} == dead
     ends = [f"rank {rank} ended with SIGKILL at step 5" for rank in sorted(dead)]
-    checkpoint = end_with_dump(job, finished, {*ends, "; ".join(ends), "; ".join(reversed(ends))}, version)
+    reasons = {"; ".join(some) for number in range(len(ends)) for some in itertools.permutations(ends, number + 1)}
+    checkpoint = end_with_dump(job, finished, reasons, version)
     assert set(checkpoint.manifest.writers) == set(range(4)) - dead
     resumed(job, version, script="sharded.py")
     assert job.digests() == reference

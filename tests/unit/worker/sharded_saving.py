@@ -29,19 +29,24 @@ def resume(member, kind, folder, steps=4):
     return _in_job(member, _train, kind, folder, steps, 0)
 
 
-def dump_from_memory(member, kind, folder, orphaned, steps):
-    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part."""
+def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
+    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part.
+
+    `replicated`: dead ones whose part somebody else has.
+    """
 
     def dump(life):
         _train(life, kind, folder, steps, 0, snapshot_every=2)
         park_all(life)
-        arena = life.arenas.find(2)
         paths = [None] * member.size
-        dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{arena.fd}")
-        writers = tuple(rank for rank in range(member.size) if rank not in orphaned)
-        arenas = tuple((rank, paths[rank]) for rank, writer in orphaned.items() if writer == member.rank)       # as the agent puts them in
+        dist.all_gather_object(paths, [f"/proc/{os.getpid()}/fd/{owner.fd}" for owner in (life.arenas.find(2), life.box)])
+        writers = tuple(rank for rank in range(member.size) if rank not in orphaned and rank not in replicated)
+        gone = replicated if member.rank == writers[0] else ()
         dumping, said = Dumping(life, "job"), []
-        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", orphaned=tuple(orphaned.items()), arenas=arenas)
+        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", orphaned=tuple(orphaned.items()),
+                              # As the agent puts them in.
+                              arenas=tuple((rank, paths[rank][0]) for rank in (*orphaned, *gone) if orphaned.get(rank, member.rank) == member.rank),
+                              legacies=tuple((rank, paths[rank][1]) for rank in gone))
         said.append(dumping.obey(order))
         dist.barrier()
         said.append(dumping.obey(commands.Publish("", 1, 0, writers[0], 0)))

@@ -72,9 +72,21 @@ def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_anothe
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(world, tmp_path, kind, orphaned, steps):
     """Those that have no living replica; of those that have one nothing is written twice. The living have version 2 live, or as a snapshot, too."""
-    for rank, said in enumerate(world.run(sharded_saving.dump_from_memory, kind, str(tmp_path), orphaned, steps)):
-        publisher = min(set(range(4)) - set(orphaned))
-        assert said[0] == (("", "") if rank in orphaned else ("written", ""))
+    _is_saved_from_memory(world, tmp_path, kind, orphaned, steps)
+
+
+@pytest.mark.parametrize(("kind", "orphaned", "replicated"), [("hsdp", {1: 2}, (0, 3)), ("ddp", {}, (0, 1, 2)), ("stages", {1: 0}, (2, 3))])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_what_is_a_dead_ranks_alone_is_saved_too(world, tmp_path, kind, orphaned, replicated, steps):
+    """Its generators and its values are in its black box, or, of an older version, with its snapshot."""
+    _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated)
+
+
+def _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated=()):
+    dead = {*orphaned, *replicated}
+    for rank, said in enumerate(world.run(sharded_saving.dump_from_memory, kind, str(tmp_path), orphaned, steps, replicated)):
+        publisher = min(set(range(4)) - dead)
+        assert said[0] == (("", "") if rank in dead else ("written", ""))
         assert said[1] == (("published", str(tmp_path / "dump-000000000002")) if rank == publisher else ("", ""))
     undisturbed = world.run(sharded_saving.train_and_save, kind, str(tmp_path / "none"), 0)
     resumed = world.run(sharded_saving.resume, kind, str(tmp_path))
