@@ -40,7 +40,7 @@ class Table:
         for memory in map(shards.memory_of, self._optimizers):
             self._dicts += [memory, *(entries for entries in memory.values() if isinstance(entries, dict))]
         self._objects = list(self._objects_now())
-        held = [value for value in self._objects if isinstance(value, torch.Tensor)]
+        held = list({id(value): value for value in self._objects if isinstance(value, torch.Tensor)}.values())
         self._sharded = [(tensor, shards.local(tensor)) for tensor in held if shards.is_distributed(tensor)]
         self._own = [shards.local(tensor) for tensor in held]
         self._spans = self._spans_now()
