@@ -40,9 +40,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ref
     return digests
 
 
-# At which place of a step it dies is the business of tests/unit/worker/test_units.py: each call is one there.
 @pytest.mark.parametrize(("layout", "every", "place"), [
-    ("flat-FULL_SHARD", 1, "optimizer"), ("flat-SHARD_GRAD_OP-orig", 3, "forward"), ("flat-FULL_SHARD-orig", 3, "before-commit"),
+    *(("flat-FULL_SHARD", 1, place) for place in ("step", "backward-end", "before-vote", "optimizer")),
+    *(("flat-SHARD_GRAD_OP-orig", 3, place) for place in ("forward", "before-commit")),
+    ("flat-FULL_SHARD-orig", 1, "backward-begin"), ("flat-FULL_SHARD-orig", 3, "before-commit"), ("flat-SHARD_GRAD_OP", 1, "backward-end"),
 ])  # fmt: skip
 def test_a_shard_comes_from_node_memory(
         tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, every: int, place: str) -> None:

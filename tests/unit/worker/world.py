@@ -6,7 +6,6 @@ imported what takes long.
 
 import faulthandler
 import multiprocessing
-import os
 import signal
 import time
 import traceback
@@ -94,8 +93,8 @@ class World:
 
     def _where_they_are(self):
         for process in self._processes:
-            os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(1)       # they write without an answer, and only for whoever reads the failure
+            process.terminate()
+            process.join(_DEADLINE_S)
         return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(self._size))
 
     def _stacks(self, rank):
@@ -110,11 +109,11 @@ class World:
 
 def _serve(pipe, rank, stacks):
     with open(stacks, "w", encoding="utf-8") as file:
-        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        faulthandler.register(signal.SIGTERM, file, all_threads=True, chain=True)
         torch.set_num_threads(1)
         while (task := pipe.recv()) is not None:
             pipe.send(_call(rank, *task))
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGTERM)
 
 
 def _call(rank, function, args, folder, size):
