@@ -32,7 +32,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@touch $@
 
 $(VENV)/tested: $(VENV)/installed
-	$(PY) -m pip install --quiet pytest hypothesis pytest-timeout pytest-randomly scikit-learn ruff mypy
+	$(PY) -m pip install --quiet pytest hypothesis pytest-timeout pytest-randomly pytest-xdist scikit-learn ruff mypy
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
