@@ -1,18 +1,23 @@
-# One command each: `make demo`, `make test`. Everything goes into .venv (tests build the library beside its sources, too); nothing
-# else on the machine is changed.
+# One command each: `make demo`, `make test`. Everything goes into .venv (tests build the library
+# beside its sources, too); nothing else on the machine is changed.
 #
 #   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a machine with an accelerator set
 #           your own, for example  make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
 #   PYTHON  the interpreter that the virtual environment is made from
-#   TESTS   what pytest is given
+#   TESTS   what pytest is given, for example  make test TESTS="tests/process -k kill_of_any_rank"
+#   JOBS    how many processes run tests side by side
+#   SEED    which of the extended tests `make test-slice` runs
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TESTS ?= tests
+JOBS ?= 4
+SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
+SLICE_S ?= 240
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: all install demo test unit native-check lint bench clean
+.PHONY: all install demo test test-all test-slice unit native-check lint bench clean
 
 all: install
 
@@ -41,11 +46,21 @@ install: $(VENV)/installed
 demo: install
 	$(PY) examples/demo.py
 
+# Side by side, and what shares processes in one of them; see tests/lanes.py.
+PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
+
 test: $(VENV)/tested
-	$(PY) -m pytest $(TESTS)
+	$(PYTEST) -m "not extended and not gpu" $(TESTS)
+
+test-all: $(VENV)/tested
+	$(PYTEST) -m "not gpu" $(TESTS)
+
+# Extended tests that SEED chooses, for SLICE_S seconds.
+test-slice: $(VENV)/tested
+	$(PYTEST) -p no:randomly --slice "$(SEED)" --slice-seconds $(SLICE_S) $(TESTS)
 
 unit: $(VENV)/tested
-	$(PY) -m pytest tests/unit tests/simulation
+	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation -m "not extended"
 
 # The C code under sanitizers and valgrind, as far as they are installed.
 native-check:

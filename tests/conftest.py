@@ -1,6 +1,39 @@
-"""What holds for all tests: gloo stays on loopback."""
+"""What holds for all tests: gloo stays on loopback; what several test processes share; which tests run when."""
 
 import os
+import pathlib
+
+import pytest
+
+from tests import lanes
 
 # Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> pathlib.Path:
+    """A folder of this run of the tests, the same for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `.ci/run` asks for."""
+    parser.addoption("--slice", metavar="SEED", help="of the extended tests, run some that this text chooses")
+    parser.addoption("--slice-seconds", metavar="S", type=float, default=240.0, help="start no further test of the slice after S seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The parts of this file that are plugins of their own."""
+    if config.getoption("--slice") is not None:
+        config.pluginmanager.register(lanes.Slice(config.getoption("--slice"), config.getoption("--slice-seconds")), "slice")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make test-all`, and keep together what shares processes."""
+    unused = lanes.mark(items)
+    if unused and config.args == ["tests"]:
+        raise pytest.UsageError(f"no test is called {', '.join(sorted(unused))}: see EXTENDED in tests/lanes.py")

@@ -57,7 +57,7 @@ def saved(directory: pathlib.Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """Output and files of the plain script with two ranks under plain torchrun."""
+    """Output and files of the plain script with two ranks without taskd."""
     directory = tmp_path_factory.mktemp("plain")
     (directory / "saved").mkdir()
     output = run_plainly(directory, PLAIN, *OPTIONS, "--save-path", str(directory / "saved"))

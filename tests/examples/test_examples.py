@@ -35,7 +35,12 @@ def weights(text: str, where: str = "") -> list[str]:
 
 
 def run_plainly(directory: pathlib.Path, script: pathlib.Path, *arguments: str) -> str:
-    """Plain torchrun, two ranks, nobody is killed."""
+    """Two processes without taskd; nobody is killed."""
+    return harness.run_plainly(directory, str(KILL_ONCE), str(directory / "no-marker"), "-1", "-", "0", str(script), *arguments, nproc=2)
+
+
+def run_under_torchrun(directory: pathlib.Path, script: pathlib.Path, *arguments: str) -> str:
+    """The same under plain torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(KILL_ONCE),
                str(directory / "no-marker"), "-1", "-", "0", str(script), *arguments]
     plain = harness.Output(command, harness.environment(), directory / "plain.out", directory)
@@ -85,7 +90,7 @@ def test_the_minimal_script_loses_a_rank_and_ends_with_the_same_weights(tmp_path
         hurt = run_and_kill(job, script, rank=1, at=("optimizer", 50))
         assert job.recoveries()[0]["strategy"] == "recover-in-place"
     assert len(weights(hurt)) == 2
-    assert weights(hurt) == weights(run_plainly(tmp_path, script))
+    assert weights(hurt) == weights(run_under_torchrun(tmp_path, script))
 
 
 def test_the_minimal_script_without_its_six_lines_is_a_plain_one(tmp_path: pathlib.Path) -> None:

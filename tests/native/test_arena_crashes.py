@@ -18,7 +18,6 @@ from tests.native.programs import DEADLINE_S, ROOT, environment
 
 pytestmark = pytest.mark.slow
 
-KILLS = 100
 
 # argv: arena, pipe. Makes snapshots for ever; a letter in the pipe for each thing that it begins or has done.
 WRITER = """
@@ -57,11 +56,12 @@ def read_lines(pipe: int, count: int) -> list[bytes]:
     return lines
 
 
-def test_after_a_hundred_kills_the_newest_complete_snapshot_is_there_each_time():
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.extended)])
+def test_after_many_kills_the_newest_complete_snapshot_is_there_each_time(kills):
     chance = random.Random(20240612)
     interrupted, completed = 0, 0
     with contextlib.closing(Arena.create(SHARD_BYTES)) as arena:
-        for _ in range(KILLS):
+        for _ in range(kills):
             reader, writer = os.pipe()
             child = subprocess.Popen([sys.executable, "-c", WRITER, str(arena.fd), str(writer)], pass_fds=[arena.fd, writer],
                                      env=environment(), cwd=ROOT)
@@ -87,5 +87,5 @@ def test_after_a_hundred_kills_the_newest_complete_snapshot_is_there_each_time()
             for version in held:
                 snapshot = arena.open(version)
                 assert {name: bytes(snapshot.view(name)) for name in snapshot.entries} == patterned(version)
-    assert completed > KILLS
-    assert interrupted > KILLS // 4, "the kills did not hit copies"
+    assert completed > kills
+    assert interrupted > kills // 4, "the kills did not hit copies"

@@ -21,12 +21,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.load() is None, reaso
 def test_a_collective_that_nobody_joins_ends_at_once(tmp_path: pathlib.Path) -> None:
     began = time.monotonic()
     ranks = [
-        subprocess.Popen([sys.executable, str(harness.SCRIPTS / "lost_wait.py"), str(rank), str(tmp_path)], env=harness.environment(),
-                         stdout=subprocess.PIPE, text=True)
+        harness.Output([sys.executable, str(harness.SCRIPTS / "lost_wait.py"), str(rank), str(tmp_path)], harness.environment(),
+                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
         for rank in range(2)
     ]
-    output, _ = (process.communicate(timeout=100)[0] for process in ranks)
-    assert [process.returncode for process in ranks] == [0, 0]
+    try:
+        ended = [rank.wait(100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.end()
+    assert [rank.returncode for rank in ended] == [0, 0]
+    output = ended[0].output
     assert output.startswith("available"), output
     assert "Timed out waiting" in output, output
     assert time.monotonic() - began < 100          # the group's own timeout is half an hour

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -13,20 +15,33 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.process import warm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody else is given while this process lives.
+
+    It stays bound: the kernel then gives it to no other socket that asks for any port. Servers that set SO_REUSEADDR (ZeroMQ, torch's
+    store) may bind it all the same, because nobody listens on it.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    _reserved.append(probe)
+    return probe.getsockname()[1]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -37,6 +52,9 @@ def environment(**extra: str) -> dict[str, str]:
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
     return env | extra
+
+
+WARM = warm.WarmParent(environment())
 
 
 def descendants(pid: int) -> set[int]:
@@ -72,6 +90,34 @@ def marked(value: str) -> set[int]:
     return found
 
 
+def run_plainly(directory: pathlib.Path, script: str, *arguments: str, nproc: int, timeout_s: float = 120, **env: str) -> str:
+    """Train without taskd: `nproc` processes with the variables that torchrun sets. Returns what they printed; all ended with 0."""
+    group = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        Output([sys.executable, script, *arguments], environment(**group, RANK=str(rank), LOCAL_RANK=str(rank), **env),
+               directory / f"plain{rank}.out", directory, warm=True)
+        for rank in range(nproc)
+    ]
+    try:
+        ended = [rank.wait(timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.end()
+    text = "\n".join(finished.output for finished in ended)
+    assert all(finished.returncode == 0 for finished in ended), text[-6000:]
+    return text
+
+
+def once(folder: pathlib.Path, name: str, make: Callable[[], T]) -> T:
+    """What `make` returns (as JSON), made by the first of several test processes that share `folder`; the others wait for it."""
+    path = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            path.write_text(json.dumps(make()))
+        return json.loads(path.read_text())
+
+
 @dataclasses.dataclass
 class Finished:
     """What one process of the job printed, and how it ended."""
@@ -86,10 +132,17 @@ class Finished:
 
 
 class Output:
-    """A process whose output goes to a file, so that nobody has to drain a pipe."""
+    """A process whose output goes to a file, so that nobody has to drain a pipe.
 
-    def __init__(self, command: list[str], env: dict[str, str], path: pathlib.Path, cwd: pathlib.Path) -> None:
+    With `warm`, a command of this interpreter (`-m module …`, `script …`) is a fork of the warm parent where that looks the same.
+    """
+
+    def __init__(self, command: list[str], env: dict[str, str], path: pathlib.Path, cwd: pathlib.Path, *, warm: bool = False) -> None:
         self.path = path
+        if warm and command[0] == sys.executable and WARM.can_start(env):
+            self.process = WARM.start(command[1:], env, path, cwd)
+            self.pidfd = self.process.pidfd
+            return
         with path.open("wb") as out:
             self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd,
                                             start_new_session=True)
@@ -150,10 +203,16 @@ class Job:
         return self.manager
 
     def start_agent(self, script: str, *script_args: str, nproc: int = 4, options: tuple[str, ...] = (), prefix: tuple[str, ...] = (),
-                    **env: str) -> Output:
+                    warm: bool = True, **env: str) -> Output:
+        """`warm`: not an interpreter of its own, but a fork of one that has imported torch."""
         path = SCRIPTS / script
+        if not any(option.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for option in options):
+            # torch's dynamic rendezvous would spend 1.5 s of processor time on looking at its own stack.
+            options = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={self.master_port}", *options)
         command = [*prefix, sys.executable, "-m", "taskd.run", f"--nproc-per-node={nproc}", *options, str(path), *script_args]
-        agent = Output(command, self.env | env, self.directory / f"agent{len(self.agents)}.out", self.directory)
+        if self.manager is not None and self.manager.process.poll() is None:
+            self.manager.wait_text("listens on", 60)      # a warm agent and its first fault would be there before a cold manager
+        agent = Output(command, self.env | env, self.directory / f"agent{len(self.agents)}.out", self.directory, warm=warm)
         self.agents.append(agent)
         return agent
 

@@ -6,25 +6,28 @@ plays its own replacement: it forgets everything but its black box.
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.process import harness
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(world, scenario, **options):
     """Run `scenario` on `world` processes. Returns what each rank said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [sys.executable, __file__, str(world), scenario, directory, json.dumps(options)],
-            env=environment, capture_output=True, text=True, timeout=120, check=False,
-        )
-        assert done.returncode == 0, done.stderr[-6000:]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        command = [sys.executable, __file__, str(world), scenario, name, json.dumps(options)]
+        run = harness.Output(command, harness.environment(), directory / "output", directory, warm=True)
+        try:
+            done = run.wait(120)
+        finally:
+            run.end()
+        assert done.returncode == 0, done.output[-6000:]
         return [json.loads(Path(directory, f"rank{rank}").read_text()) for rank in range(world)]
 
 

@@ -23,23 +23,6 @@ SHARDED = ["flat-FULL_SHARD", "flat-FULL_SHARD-orig", "flat-SHARD_GRAD_OP", "fla
 HYBRID = ["flat-HYBRID_SHARD", "flat-HYBRID_SHARD-orig"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Digest of each rank in a run without faults, by layout."""
-    known: dict[str, Reference] = {}
-
-    def digests(layout: str) -> Reference:
-        if layout not in known:
-            with harness.job(tmp_path_factory.mktemp(layout), LAYOUT=layout) as job:
-                finished = job.run("sharded.py")
-                known[layout] = job.digests()
-                check_recovered(job, finished, known[layout], faults=0, replaced=set())
-                assert len(set(known[layout].values())) == (2 if layout in HYBRID else 4)
-        return known[layout]
-
-    return digests
-
-
 @pytest.mark.parametrize(("layout", "every", "place"), [
     *(("flat-FULL_SHARD", 1, place) for place in ("step", "backward-end", "before-vote", "optimizer")),
     *(("flat-SHARD_GRAD_OP-orig", 3, place) for place in ("forward", "before-commit")),
@@ -55,6 +38,11 @@ def test_a_shard_comes_from_node_memory(
         assert all(record["steps_redone"] <= every for record in records)
         sources = {fact["source"] for fact in job.facts("restored")}
         assert all(f"loaded version {record['version']} from the memory of its node" in sources for record in records)
+
+
+@pytest.mark.parametrize("layout", [*SHARDED, *HYBRID])
+def test_there_are_as_many_digests_as_shards(undisturbed: Callable[[str], Reference], layout: str) -> None:
+    assert len(set(undisturbed(layout).values())) == (2 if layout in HYBRID else 4)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -29,11 +29,15 @@ MIRRORED = {**TRAINING, "SNAPSHOT_EVERY": str(EVERY), "SNAPSHOT_BUDDY": "1", "ST
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path) -> dict[int, str]:
     """Digests of a run without faults, on one node."""
-    with harness.job(tmp_path_factory.mktemp("undisturbed"), **TRAINING) as job:
-        assert job.run("sharded.py").returncode == 0
-        return job.digests()
+
+    def train() -> dict[int, str]:
+        with harness.job(tmp_path_factory.mktemp("undisturbed"), **TRAINING) as job:
+            assert job.run("sharded.py").returncode == 0
+            return job.digests()
+
+    return {int(rank): digest for rank, digest in harness.once(shared_folder, f"sharded {sorted(TRAINING.items())}", train).items()}
 
 
 def start(job: harness.Job, hosts: Sequence[str], nproc: int = 2) -> list[harness.Output]:

@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -34,23 +33,19 @@ RENDEZVOUS = [
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory):
-    """Digest of each rank under plain torchrun, by the settings of the workload; computed once each."""
-    known: dict[tuple, dict[int, str]] = {}
+def reference(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path):
+    """Digest of each rank without taskd, by the settings of the workload; computed once each."""
 
     def digest_of(nproc: int = 4, **env: str) -> dict[int, str]:
-        key = (nproc, *sorted(env.items()))
-        if key not in known:
+        def train() -> dict[str, str]:
             directory = tmp_path_factory.mktemp("reference")
-            subprocess.run(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}",
-                 str(harness.SCRIPTS / "train.py")],
-                env=harness.environment(FACTS=str(directory), **env), check=True, timeout=120, capture_output=True)
-            known[key] = {
-                int(path.stem): json.loads(line)["digest"] for path in directory.glob("*.jsonl")
-                for line in path.read_text().splitlines() if '"returned"' in line}
-            assert sorted(known[key]) == list(range(nproc))
-        return known[key]
+            harness.run_plainly(directory, str(harness.SCRIPTS / "train.py"), nproc=nproc, FACTS=str(directory), **env)
+            return {path.stem: json.loads(line)["digest"] for path in directory.glob("*.jsonl")
+                    for line in path.read_text().splitlines() if '"returned"' in line}
+
+        digests = harness.once(shared_folder, f"train {nproc} {sorted(env.items())}", train)
+        assert sorted(digests) == [str(rank) for rank in range(nproc)]
+        return {int(rank): digest for rank, digest in digests.items()}
 
     return digest_of
 
@@ -98,12 +93,22 @@ def test_kill_at_each_place_of_the_first_second_and_last_step(tmp_path: pathlib.
         check_recovered(job, job.run(), reference(), faults=1, replaced={2})
 
 
-@pytest.mark.parametrize("how", ["segv", "abort", "exit3", "exit0", "sysexit0"])
+DETAILS = {"segv": "SIGSEGV", "abort": "SIGABRT", "exit3": "exit 3", "exit0": "exit 0", "sysexit0": "exit 0"}
+
+
+def test_every_other_way_to_die_in_one_run(tmp_path: pathlib.Path, reference) -> None:
+    faults = [f"{index % 4}@{2 * index + 1}:forward:{how}" for index, how in enumerate(DETAILS)]
+    with harness.job(tmp_path, FAULTS=";".join(faults)) as job:
+        check_recovered(job, job.run(), reference(), faults=len(DETAILS), replaced=set(range(4)))
+        for record, detail in zip(job.recoveries(), DETAILS.values(), strict=True):
+            assert detail in record["faults"][0]["detail"]
+
+
+@pytest.mark.parametrize("how", DETAILS)
 def test_every_other_way_to_die(tmp_path: pathlib.Path, reference, how: str) -> None:
     with harness.job(tmp_path, FAULTS=f"1@4:forward:{how}") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={1})
-        detail = {"segv": "SIGSEGV", "abort": "SIGABRT", "exit3": "exit 3", "exit0": "exit 0", "sysexit0": "exit 0"}[how]
-        assert detail in job.recoveries()[0]["faults"][0]["detail"]
+        assert DETAILS[how] in job.recoveries()[0]["faults"][0]["detail"]
 
 
 def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, reference) -> None:

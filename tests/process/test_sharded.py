@@ -20,23 +20,6 @@ pytestmark = pytest.mark.slow
 Reference = dict[int, str]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Digests of a run without faults, by layout."""
-    known: dict[str, Reference] = {}
-
-    def digests(layout: str) -> Reference:
-        if layout not in known:
-            with harness.job(tmp_path_factory.mktemp(layout), LAYOUT=layout) as job:
-                finished = job.run("sharded.py")
-                known[layout] = job.digests()
-                check_recovered(job, finished, known[layout], faults=0, replaced=set())
-                assert len(known[layout]) == 4
-        return known[layout]
-
-    return digests
-
-
 @pytest.mark.parametrize(("layout", "place"), [
     *(("hsdp", place) for place in ("step", "forward", "backward-begin", "backward-end", "before-vote")),
     ("tp", "backward-begin"), ("zero", "before-vote"), ("stages", "backward-end"),

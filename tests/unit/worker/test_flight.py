@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -87,9 +86,13 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     ranks = [
-        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path / "store")], env=harness.environment(),
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        harness.Output([sys.executable, str(script), str(rank), str(tmp_path / "store")], harness.environment(),
+                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    try:
+        outputs = [rank.wait(120).output for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.end()
     assert [output.strip().splitlines()[-1] for output in outputs] == ["well", "well"], "\n".join(outputs)

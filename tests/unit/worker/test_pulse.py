@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -66,18 +65,19 @@ RANK = """if True:
 
 
 def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
-    processes = [
-        subprocess.Popen([sys.executable, "-c", RANK.replace("WAIT", wait), str(rank), str(tmp_path / "store")],
-                         stdout=subprocess.PIPE, env=harness.environment())
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.replace("WAIT", wait))
+    ranks = [
+        harness.Output([sys.executable, str(script), str(rank), str(tmp_path / "store")], harness.environment(),
+                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
         for rank in range(3)
     ]
     try:
-        texts = [process.communicate(timeout=50)[0].decode() for process in processes]
+        texts = [rank.wait(50).output for rank in ranks]
         return [json.loads(text[text.rindex(f"[{rank}, {{"):]) for rank, text in enumerate(texts)]     # pdb writes its prompt in front
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for rank in ranks:
+            rank.end()
 
 
 def test_what_is_sent_between_two_ranks_is_no_collective(tmp_path: pathlib.Path) -> None:

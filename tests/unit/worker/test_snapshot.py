@@ -363,11 +363,12 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_training_that_is_killed_leaves_whole_snapshots_only():
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.extended)])
+def test_a_training_that_is_killed_leaves_whole_snapshots_only(kills):
     chance = random.Random(20240613)
     with contextlib.closing(Arena.create(9 << 20)) as arena:
         newest = 0
-        for _ in range(8):
+        for _ in range(kills):
             reader, writer = os.pipe()
             child = subprocess.Popen([sys.executable, "-c", TRAINING, str(arena.fd), str(writer)], pass_fds=[arena.fd, writer],
                                      env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
