@@ -148,6 +148,7 @@ def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
     finally:
         job.close()
     samples = watch.samples | {"survivor": survivor_sizes(facts, layout.spared)}
+    (directory / name / "sizes.json").write_text(json.dumps(samples))
     growth = {who: growth_of(sizes) for who, sizes in samples.items()}
     problems = unplanned(facts, watch.records, plan_kills(kills, RANKS, layout.spared, seed))
     problems += [f"{who}: {problem}" for who, grown in growth.items() for problem in grown.pop("problems")]

@@ -1,8 +1,10 @@
 """Where an interrupt is raised in the main thread, and where not."""
 
 import functools
+import gc
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from taskd.errors import Interrupted
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life
+from taskd.worker.recoverable import _drop_frames
 
 
 @pytest.fixture
@@ -57,3 +60,32 @@ def test_an_optimizer_that_writes_is_not_left(interrupter):
     interrupter.interrupt("a fault")
     with pytest.raises(Interrupted, match="a fault"):
         interrupter._life.release_hold()
+
+
+class Circle:
+    """Refers to itself, as FSDP2's groups of parameters do with their modules; and to a process group."""
+
+    def __init__(self):
+        self.own = self
+
+
+def test_what_an_entry_leaves_in_circles_goes_with_its_frames(interrupter):
+    """Python would look for it after hundreds of recoveries: until then each kept its process groups, with their threads and sockets."""
+    left = []
+
+    def entry():
+        circle = Circle()
+        left.append(weakref.ref(circle))
+        interrupter.interrupt("a fault")
+
+    gc.disable()
+    try:
+        try:
+            entry()
+        except Interrupted as interrupt:
+            error = interrupt
+        assert left[0]() is not None
+        _drop_frames(error)
+        assert left[0]() is None
+    finally:
+        gc.enable()
