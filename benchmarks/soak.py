@@ -1,50 +1,278 @@
-"""Twenty kills in one run, again and again: recovery times, steps redone, and whether anything hangs.
+"""Thousands of recoveries in a few long jobs: nothing hangs, crashes, differs or grows.
 
-    python benchmarks/soak.py [--runs 25]
+    python benchmarks/soak.py [--recoveries 3000] [--layouts ddp=4 hsdp=2 fsdp-snapshots=2 fsdp1-hybrid=1] [--seed N] [--busy N] [--json FILE]
 
-Every rank in turn is killed with SIGKILL at changing places of a step, three steps apart. Stops at the first run that hangs (60 s without an
-end), fails, or ends with different digests. The times are those of the manager's own records.
+4 ranks, gloo, torchrun, manager; one job for each layout, with its share of the recoveries. In each job one rank is spared, another one in each layout;
+all others end themselves with SIGKILL at places drawn from the seed, every third step, a third of them at any moment of a step. It fails if
+- a job comes no further for 60 s, or does not end well;
+- a process ends that was not to die, or a recovery is anything but `recover-in-place`;
+- a rank's final digest (its part of weights and optimizer memory, its generator) is not that of a run without deaths;
+- from the 100th recovery to the last, memory, descriptors or threads of the manager, the agent, the forkserver or the spared rank grow.
+A job that fails is kept, and its directory printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
 import pathlib
+import random
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.recovery import percentile
+from benchmarks.recovery import RANKS, conditions, percentile
+from benchmarks.sharded_recovery import read_facts
+from benchmarks.soak_plan import plan_kills, size_of
 from tests.process.harness import Job
 
-PLACES = ("forward", "backward", "optimizer", "step", "before-commit")
-KILLS = 20
+WORKLOAD = str(ROOT / "benchmarks" / "soak_workload.py")
+SILENCE_S = 60.0         # between two recoveries: a hundred times what one takes
+LOOK_S = 0.2
+SETTLED = 100            # recoveries after which nothing grows any more
+# What is allowed to grow in 1,000 recoveries, in kB. glibc's heap is in pieces after a while; a leak of one process group has 100 kB and more.
+RSS_SLOPE_KB = 4096
+_WINDOW = 25             # samples whose median is compared
+
+
+class Layout(NamedTuple):
+    """One of the ways in which the state is spread."""
+
+    workload: str
+    spared: int
+    snapshot_every: int = 0
+
+
+LAYOUTS = {
+    "ddp": Layout("ddp", 0), "hsdp": Layout("hsdp", 3), "fsdp-snapshots": Layout("fsdp", 1, snapshot_every=2), "fsdp1-hybrid": Layout("flat-HYBRID_SHARD-orig", 2),
+}  # fmt: skip
+Sample = tuple[int, dict[str, int]]      # after so many recoveries: what `size_of` says
+
+
+# ---------------------------------------------------------------- one job
+
+
+class Watch:
+    """Follows a job: its records as they come, and how large its lasting processes are then."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._path, self._read = job, job.log_dir / "recoveries.jsonl", 0
+        self.records: list[dict] = []
+        self.samples: dict[str, list[Sample]] = {"manager": [], "agent": [], "forkserver": []}
+        self._pids: dict[str, int] = {}
+
+    def follow(self) -> None:
+        """Until torchrun has ended. Raises TimeoutError: nothing new for too long."""
+        last = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                self._job.agents[0].wait(LOOK_S)
+                self._take()
+                return
+            if self._take():
+                last = time.monotonic()
+            elif time.monotonic() - last > SILENCE_S:
+                raise TimeoutError(f"no recovery and no end for {SILENCE_S} s after {len(self.records)} recoveries: {self._job.directory}")
+
+    def _take(self) -> bool:
+        if not self._path.exists():
+            return False
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        self._read += sum(map(len, whole))
+        self.records += map(json.loads, whole)
+        if whole:
+            self._sample()
+        return bool(whole)
+
+    def _sample(self) -> None:
+        if not self._pids:
+            worker = next(int(path.stem.partition("-")[2]) for path in self._job.facts_dir.glob(f"{self._spared()}-*.jsonl"))
+            stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
+            assert self._job.manager is not None
+            self._pids = {"manager": self._job.manager.process.pid, "agent": self._job.agents[0].process.pid,
+                          "forkserver": int(stat.rpartition(")")[2].split()[1])}
+        for name, pid in self._pids.items():
+            with contextlib.suppress(OSError):           # the job has just ended
+                self.samples[name].append((len(self.records), size_of(pid)))
+
+    def _spared(self) -> int:
+        return int(self._job.env["SPARED"])
+
+
+def start(directory: pathlib.Path, layout: Layout, kills: int, planned: int, seed: str, step_s: float) -> Job:
+    """The job; nobody waits for it yet."""
+    job = Job(directory, LAYOUT=layout.workload, SNAPSHOT_EVERY=str(layout.snapshot_every), SPARED=str(layout.spared), SEED=seed,
+              KILLS=str(kills), KILLS_PLANNED=str(planned), STEP_S=str(step_s))
+    job.start_manager()
+    job.start_agent(WORKLOAD, nproc=RANKS, options=(f"--max-restarts={kills or 1}",))
+    return job
+
+
+def undisturbed(directory: pathlib.Path, layout: Layout, planned: int) -> tuple[dict[int, str], float]:
+    """Digests by rank, and seconds per step."""
+    job = start(directory, layout, 0, planned, "", 0.0)
+    try:
+        finished = job.agents[0].wait(SILENCE_S + planned)
+        assert finished.returncode == 0, finished.output[-4000:]
+        facts = read_facts(job)
+    finally:
+        job.close()
+    step_s = max(fact["step_s"] for fact in facts if fact["what"] == "trained")
+    return {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"}, step_s
+
+
+def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
+    """One layout: its figures, and the list of what went wrong."""
+    layout = LAYOUTS[name]
+    expected, step_s = undisturbed(directory / f"{name}-undisturbed", layout, kills)
+    began = time.monotonic()
+    job = start(directory / name, layout, kills, kills, seed, step_s)
+    watch = Watch(job)
+    try:
+        watch.follow()
+        took = time.monotonic() - began
+        codes = job.agents[0].wait(0).returncode, job.manager.wait(20).returncode if job.manager else None
+        facts, left = read_facts(job), job.leftovers()
+    finally:
+        job.close()
+    samples = watch.samples | {"survivor": survivor_sizes(facts, layout.spared)}
+    (directory / name / "sizes.json").write_text(json.dumps(samples))
+    growth = {who: growth_of(sizes) for who, sizes in samples.items()}
+    problems = unplanned(facts, watch.records, plan_kills(kills, RANKS, layout.spared, seed))
+    problems += [f"{who}: {problem}" for who, grown in growth.items() for problem in grown.pop("problems")]
+    if codes != (0, 0):
+        problems.append(f"torchrun and manager ended with {codes}")
+    if {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"} != expected:
+        problems.append("final digests differ from those of a run without deaths")
+    if left:
+        problems.append(f"processes left behind: {sorted(left)}")
+    times = [record["total_s"] for record in watch.records]
+    return {
+        "layout": name, "recoveries": len(watch.records), "deaths": kills, "spared": layout.spared, "seed": seed, "step_ms": round(1e3 * step_s, 1),
+        "seconds": round(took, 1), "recoveries_per_minute": round(60 * len(times) / took, 1), "p50_s": round(statistics.median(times), 3),
+        "p99_s": round(percentile(times, 0.99), 3), "max_s": round(max(times), 3), "steps_redone": sum(record["steps_redone"] for record in watch.records),
+        "growth": growth, "problems": problems,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- judgement
+
+
+def unplanned(facts: list[dict], records: list[dict], kills: list) -> list[str]:
+    """Deaths that nobody planned, plans that were not carried out, and recoveries of another kind."""
+    done = {fact["number"] for fact in facts if fact["what"] == "fault"}
+    problems = [f"{len(done)} of {len(kills)} deaths happened"] if len(done) != len(kills) else []
+    lives = Counter(fact["rank"] for fact in facts if fact["what"] == "entered")
+    for rank in range(RANKS):
+        wanted = 1 + sum(kill.rank == rank for kill in kills)
+        if lives[rank] != wanted:
+            problems.append(f"rank {rank} had {lives[rank]} lives instead of {wanted}")
+    for record in records:
+        strange = [fault for fault in record["faults"] if (fault["kind"], fault["detail"]) != ("killed", "SIGKILL")]
+        if strange or record["strategy"] != "recover-in-place":
+            problems.append(f"generation {record['generation']}, {record['strategy']}: " + "; ".join(
+                f"rank {fault['rank']} {fault['kind']} ({fault['detail']})" for fault in record["faults"]))
+    return problems
+
+
+def survivor_sizes(facts: list[dict], spared: int) -> list[Sample]:
+    """Of the spared rank, after each of its entries."""
+    entries = [fact for fact in facts if fact["what"] == "restored" and fact["rank"] == spared]
+    return [(number, {key: entry[key] for key in ("rss_kb", "fds", "threads")}) for number, entry in enumerate(entries)]
+
+
+def growth_of(samples: list[Sample]) -> dict:
+    """First, settled and last size of a process, its slope, and what of that is too much."""
+    total = samples[-1][0]
+    settled = [sample for sample in samples if sample[0] >= min(SETTLED, total // 3)]
+    found: dict = {"first": samples[0][1], "settled_after": settled[0][0], "problems": []}
+    for key in ("rss_kb", "fds", "threads"):
+        values = [size[key] for _, size in settled]
+        before, after = statistics.median(values[:_WINDOW]), statistics.median(values[-_WINDOW:])
+        slope = statistics.linear_regression([number for number, _ in settled], values).slope * 1000
+        found[key] = {"settled": before, "last": after, "max": max(values), "per_1000": round(slope, 1)}
+        if key == "rss_kb" and after - before > RSS_SLOPE_KB * max(1.0, (total - settled[0][0]) / 1000):
+            found["problems"].append(f"grew from {before} to {after} kB from recovery {settled[0][0]} to {total}")
+        if key != "rss_kb" and after > before:
+            found["problems"].append(f"{key} grew from {before} to {after} from recovery {settled[0][0]} to {total}")
+    return found
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def shares(words: list[str], total: int) -> dict[str, int]:
+    """Recoveries by layout, from words like "ddp=4" or "ddp"."""
+    weights = {}
+    for word in words:
+        name, _, weight = word.partition("=")
+        if name not in LAYOUTS or not (weight or "1").isdigit():
+            raise SystemExit(f"--layouts: {word} is none of {', '.join(LAYOUTS)}, with =WEIGHT or without")
+        weights[name] = int(weight or 1)
+    return {name: max(1, -(-total * weight // sum(weights.values()))) for name, weight in weights.items()}
+
+
+@contextlib.contextmanager
+def load(processes: int):
+    """So many processes that take all the time that they get."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
-    """Run them."""
+    """Run all of it, print it, write it, and end with 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=25)
+    parser.add_argument("--recoveries", type=int, default=3000)
+    parser.add_argument("--layouts", nargs="+", default=["ddp=4", "hsdp=2", "fsdp-snapshots=2", "fsdp1-hybrid=1"], metavar="NAME[=WEIGHT]")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--busy", type=int, default=0, help="processes that compete for the cores")
+    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "docs" / "measured" / "soak.json")
     options = parser.parse_args()
-    faults = ";".join(f"{i * 7 % 4}@{2 + 3 * i}:{PLACES[(i + i // 5) % 5]}:kill" for i in range(KILLS))
-    times, redone = [], 0
-    for run in range(options.runs):
-        with tempfile.TemporaryDirectory(prefix="taskd-soak-") as name:
-            job = Job(pathlib.Path(name), FAULTS=faults, STEPS="64")
+    planned = shares(options.layouts, options.recoveries)
+    print(f"seed {options.seed}", flush=True)
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="taskd-soak-"))
+    before, began, rows = conditions(), time.monotonic(), []
+    with load(options.busy):
+        for name, kills in planned.items():
             try:
-                finished = job.run(timeout_s=60)
-                records = job.recoveries()
-                assert finished.returncode == 0, finished.output[-4000:]
-                assert len(job.facts("fault")) == KILLS
-                assert len(set(job.digests().values())) == 1
-            finally:
-                job.close()
-        times += [record["total_s"] for record in records]
-        redone += sum(record["steps_redone"] for record in records)
-        print(f"run {run}: {len(records)} recoveries, slowest {max(record['total_s'] for record in records):.3f} s", flush=True)
-    print(f"{len(times)} recoveries: p50 {percentile(times, 0.5):.3f} s, p99 {percentile(times, 0.99):.3f} s, max {max(times):.3f} s, "
-          f"steps redone {redone}")
+                row = run(directory, name, kills, f"{options.seed}-{name}")
+            except BaseException:
+                print(f"kept: {directory}, seed {options.seed}", file=sys.stderr)
+                raise
+            rows.append(row)
+            print(json.dumps(row, indent=1), flush=True)
+    problems = [f"{row['layout']}: {problem}" for row in rows for problem in row["problems"]]
+    result = {
+        "recoveries": sum(row["recoveries"] for row in rows), "seconds": round(time.monotonic() - began, 1), "seed": options.seed, "busy": options.busy,
+        "rss_slope_bound_kb": RSS_SLOPE_KB, "problems": problems, "rows": rows,
+        "conditions": before | {"torch": torch_version(), "load_1min_after": round(os.getloadavg()[0], 2)},
+    }  # fmt: skip
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if problems:
+        raise SystemExit("\n".join([*problems, f"kept: {directory}, seed {options.seed}"]))
+    shutil.rmtree(directory)
+
+
+def torch_version() -> str:
+    """Of the interpreter that runs the jobs."""
+    return subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

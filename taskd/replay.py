@@ -7,7 +7,7 @@ beginning cannot be replayed, and says so.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,39 @@ from taskd.core.commands import Command
 from taskd.core.events import Event
 from taskd.core.node import NodeMachine
 from taskd.core.recovery import RecoveryMachine
-from taskd.core.story import Note, Story, describe, from_plain, to_plain
+from taskd.core.story import Entry, Note, Story, describe, from_plain, to_plain
 from taskd.core.timeouts import Timeouts
 
 FORMAT = 1
 
 
-def dump_lines(machine: RecoveryMachine | NodeMachine) -> Iterator[str]:
-    """The lines of a story file."""
-    header = {
-        "format": FORMAT,
-        "machine": type(machine).__name__,
-        "arguments": _plain_arguments(machine.arguments),
-        "dropped": machine.story.dropped,
-    }
-    yield json.dumps(header)
-    for entry in machine.story.to_dicts():
-        yield json.dumps(entry)
+class StoryWriter:
+    """Writes the story of one machine down again and again. An entry is put into words once: there are thousands, and most were there last time."""
+
+    def __init__(self, machine: RecoveryMachine | NodeMachine) -> None:
+        """`machine`: the one whose story it is."""
+        self._machine = machine
+        self._known: dict[int, tuple[Entry, str]] = {}     # by id(entry), which is the entry's own as long as it is kept here
+
+    def lines(self) -> list[str]:
+        """The lines of a story file, as it is now."""
+        machine, known, found = self._machine, {}, []
+        header = {
+            "format": FORMAT,
+            "machine": type(machine).__name__,
+            "arguments": _plain_arguments(machine.arguments),
+            "dropped": machine.story.dropped,
+        }
+        for entry in machine.story:
+            known[id(entry)] = worded = self._known.get(id(entry)) or (entry, json.dumps(to_plain(entry)))
+            found.append(worded[1])
+        self._known = known
+        return [json.dumps(header), *found]
+
+
+def dump_lines(machine: RecoveryMachine | NodeMachine) -> list[str]:
+    """The lines of a story file, once."""
+    return StoryWriter(machine).lines()
 
 
 def load_lines(lines: Iterable[str]) -> tuple[RecoveryMachine | NodeMachine, list[Any]]:

@@ -63,6 +63,7 @@ class Service:
         )
         self._machine = RecoveryMachine(
             config.job_id, timeouts, config.node_count, config.ranks_per_node, config.strategies)
+        self._story = replay.StoryWriter(self._machine)
         self._incarnation = uuid.uuid4().hex
         self._sequence = 0
         self._sessions = Sessions()
@@ -309,7 +310,7 @@ class Service:
                 log.error("  %s", line)
 
     def _write_story(self) -> None:
-        self._records.story(self._machine.generation, replay.dump_lines(self._machine))
+        self._records.story(self._machine.generation, self._story.lines())
 
 
 def _check_position(event: events.Event, node_rank: int, session: Session) -> None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # First real-time signal to try. The lowest ones are used by debuggers and C libraries more often than these.
 _FIRST_SIGNAL = signal.SIGRTMIN + 9
+_COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 def open_sockets() -> dict[int, str]:
@@ -86,8 +87,20 @@ def abort_groups(backends: Iterable[Any], sockets: dict[int, str]) -> None:
     shut_down_sockets(sockets)
 
 
+def _is_in_collective(frame: FrameType | None) -> bool:
+    """Whether the main thread is in one of torch's functions that begin an operation and wait for it, by their variable `work`.
+
+    Between the two, a thread of the group uses the caller's tensors, which code on the way out (the end of `summon_full_params()`) may free.
+    """
+    return frame is not None and frame.f_globals.get("__name__") == _COLLECTIVES and "work" in frame.f_code.co_varnames
+
+
 class MainThreadInterrupter:
-    """Raises `Interrupted` in the main thread, unless the optimizer is writing: then `commit()` raises it."""
+    """Raises `Interrupted` in the main thread, but not in the middle of two things.
+
+    While the optimizer is writing: then `commit()` raises it. And within a collective: if that does not fail by itself when the groups are aborted,
+    the signal that the runtime sends after each abort raises it behind it.
+    """
 
     def __init__(self, life: Life) -> None:
         """Install the handler; call from the main thread."""
@@ -104,9 +117,9 @@ class MainThreadInterrupter:
         if self._main is not None:
             signal.pthread_kill(self._main, self._signal)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def _handle(self, _number: int, frame: FrameType | None) -> None:
         life = self._life
-        if life.pending is None or life.held or not life.in_recoverable:
+        if life.pending is None or life.held or not life.in_recoverable or _is_in_collective(frame):
             return
         reason, life.pending = life.pending, None
         raise Interrupted(reason)

@@ -7,6 +7,7 @@ The loop of the main thread. What it reports and waits for goes through the runt
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import threading
 import traceback
@@ -171,9 +172,14 @@ def _await_release(runtime: Runtime, version: int | None) -> bool:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of the old entry hold: loaders with their processes, DDP, the old model."""
+    """Let go of what the frames of the old entry hold: loaders with their processes, DDP, the old model.
+
+    Also of what is in circles, as FSDP2's groups of parameters are, with their process groups: Python looks for those in old age only, after hundreds
+    of recoveries, and then it would free groups wherever the main thread is. It takes less than the replacement's start.
+    """
     while error is not None:
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+    gc.collect()

@@ -49,13 +49,21 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def _free_whole(handle: Any) -> None:
+    """A collective that was cut short between its beginning and its wait is still going on, in a thread of its group, and reads or writes this memory.
+
+    So none is taken from under it: the unit gets other, empty memory, and this goes with the last that holds it.
+    """
     for name in _WHOLE:
         whole = getattr(handle.flat_param, name, None)
         if whole is None or not whole.untyped_storage().size():
             continue
-        if whole.device.type != "cpu":     # kernels that still run may read it
+        if whole.device.type == "cpu":
+            empty = torch.empty_like(whole)        # untouched, so never in real memory
+            empty.untyped_storage().resize_(0)
+            whole.data = empty
+        else:                                      # memory there is free again when the stream comes to it; kernels that still run may read it
             whole.record_stream(handle._device_handle.current_stream())
-        whole.untyped_storage().resize_(0)
+            whole.untyped_storage().resize_(0)
 
 
 def _show_flat(wrapper: Any) -> None:

@@ -12,7 +12,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.story import Note, Story, describe, from_plain, to_plain
-from taskd.replay import dump_lines, load_lines, main, replay
+from taskd.replay import StoryWriter, dump_lines, load_lines, main, replay
 
 
 def heard(now: float, node: int) -> ev.AgentHeard:
@@ -143,7 +143,7 @@ class TestReplay:
     )
     def test_what_is_no_story_is_refused(self, manager, tmp_path, capsys, text, words) -> None:
         path = tmp_path / "story.jsonl"
-        header = next(dump_lines(manager().machine))
+        header = dump_lines(manager().machine)[0]
         path.write_text(text.replace("HEADER", header), encoding="utf-8")
         assert main([str(path)]) == 2
         assert words in capsys.readouterr().err
@@ -158,3 +158,18 @@ class TestReplay:
         assert fresh.arguments == manager().machine.arguments
         assert replay(fresh, entries) == []
         assert replay_module.FORMAT == 1
+
+    def test_an_entry_is_put_into_words_once(self, manager, monkeypatch) -> None:
+        """A manager writes its story down at each recovery, and hears nobody meanwhile."""
+        job = manager().joined()
+        writer, worded = StoryWriter(job.machine), []
+        assert writer.lines() == dump_lines(job.machine)
+        before = list(job.machine.story)
+        job.send(ev.AgentHeard, 0)
+        job.lose(2)
+        job.pause_all()
+        expected = dump_lines(job.machine)
+        monkeypatch.setattr(replay_module, "to_plain", lambda thing: worded.append(thing) or to_plain(thing))
+        assert writer.lines() == expected
+        assert not [entry for entry in before if any(entry is thing for thing in worded)]
+        assert any(isinstance(thing, ev.WorkerLost) for thing in worded)

@@ -142,6 +142,40 @@ def _facts(model, optimizer):
     }
 
 
+def leave_a_gather(member, kind):
+    """A rank is called out when it has begun an all-gather and does not wait for it yet; the other one takes part when it has parked its state.
+
+    Returns what parking said, and whether the gathered memory has what it should.
+    """
+    job, original, store, begun = Job(member.rank, member.size), dist.all_gather, dist.distributed_c10d._get_default_store(), []
+    job.resume(None)
+
+    def begin(tensors, tensor, group=None):
+        if member.rank == 1:
+            store.wait(["parked"])
+        begun.append((original(tensors, tensor, group=group, async_op=True), tensors, tensor.clone()))
+        raise Stop
+
+    def entry():
+        model, optimizer, data = build(kind)
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        step(model, optimizer, data, 0)
+        state.commit()
+        dist.all_gather = begin
+        step(model, optimizer, data, 1)
+
+    try:
+        _, report = job.enter(entry)
+        store.set("parked", "")
+        (work, gathered, own), = begun
+        work.wait()
+        return report, torch.equal(gathered[member.rank], own)
+    finally:
+        dist.all_gather = original
+        job.close()
+
+
 def write_outside(member, kind):
     """Why the state is torn if something that is not the optimizer writes to a parameter between two steps."""
     job = Job(member.rank, member.size)

@@ -29,6 +29,13 @@ def test_parking_frees_whole_parameters_and_optimizer_memory_changes_hands(world
         assert moved == parked
 
 
+@pytest.mark.parametrize("kind", ["flat", "flat_mixed"])
+def test_a_gather_that_was_begun_may_end_behind_the_parking(world, kind):
+    """It did so in freed memory, and the survivor crashed."""
+    for report, is_whole in world.run(cut_short.leave_a_gather, kind, size=2):
+        assert (report.version, report.clean, is_whole) == (1, True, True)
+
+
 @pytest.mark.parametrize("kind", KINDS[:4])
 def test_a_parameter_written_by_a_stranger_is_noticed(world, kind):
     for report in world.run(cut_short.write_outside, kind, size=2):
