@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from taskd.log import make_directory
@@ -93,7 +94,8 @@ class Records:
             return
         self._stories.append(path)
         if len(self._stories) > _KEPT_STORIES:
-            self._stories.pop(0).unlink(missing_ok=True)
+            with suppress(OSError):              # somebody else's now; the next one that cannot be written says so
+                self._stories.pop(0).unlink(missing_ok=True)
 
     def _write(self, name: str, lines: Iterable[str], mode: str) -> pathlib.Path | None:
         """Returns the path, or None if it could not be written."""
@@ -101,7 +103,7 @@ class Records:
         problem = make_directory(self._directory)
         if problem is None:
             try:
-                with path.open(mode, encoding="utf-8") as file:
+                with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
                     file.writelines(line + "\n" for line in lines)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
