@@ -17,6 +17,7 @@ from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import Mark
 from taskd.errors import InvalidTransition
+from taskd.manager.records import Records
 from taskd.manager.service import Service
 from taskd.testing.clock import FakeClock
 from taskd.transport.memory import MemoryDealer, MemoryNetwork, MemoryRouter
@@ -354,6 +355,13 @@ def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
     assert json.loads(line)["faults"][0]["detail"] == odd
     assert (tmp_path / "log" / "story-3.jsonl").exists()
     assert not service._records._is_failed
+
+
+def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> None:
+    values = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
+    record = RecoveryRecord(**{**values, "strategy": "retry", "faults": (), "sources": ()})
+    Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(record)
+    assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
 
 
 def recover(service: Service, agent: Peer, clock: FakeClock) -> None:
