@@ -1,4 +1,7 @@
-"""The only caller of time.monotonic: everything else is handed a `Clock` or a `now`."""
+"""The only caller of time.monotonic and time.time: everything else is handed a `Clock`, a `now`, or a function that tells the time.
+
+tests/unit/test_layers.py lists who else may look at a clock, and why.
+"""
 
 import time
 from typing import Protocol
@@ -18,3 +21,8 @@ class MonotonicClock:
     def now(self) -> float:
         """See `Clock`."""
         return time.monotonic()
+
+
+def wall_time() -> float:
+    """Seconds since 1970: for people and files. Jumps when the clock of the host is set, so that nothing is ever decided by it."""
+    return time.time()

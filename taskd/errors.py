@@ -31,6 +31,8 @@ class RemoteProtocolError(ProtocolError):
         super().__init__(f"{reason}: {text}")
         self.reason = reason
         self.type_code = type_code
+        self.envelope: object = None         # of the message, if that much of it could be read
+        self.message_code: int | None = None
 
 
 class InvalidTransition(TaskdError):  # noqa: N818 - the term of the field

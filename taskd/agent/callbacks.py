@@ -18,6 +18,7 @@ from taskd.agent.upstream import Upstream
 from taskd.core import commands, events
 from taskd.core.exits import exit_fault
 from taskd.core.timeouts import Timeouts
+from taskd.core.worker_state import WorkerState
 from taskd.errors import ConfigError
 from taskd.wire import codec, translate
 
@@ -224,7 +225,7 @@ class CallbackAgent:
     def _registration(self) -> events.AgentRegistered:
         group = self._launcher._worker_group  # noqa: SLF001 - as above
         reports = tuple(
-            events.WorkerReport(rank, incarnation, "lost" if rank in self._reported else "running")
+            events.WorkerReport(rank, incarnation, WorkerState.LOST if rank in self._reported else WorkerState.RUNNING)
             for rank, incarnation in sorted(self._incarnations.items())
         )
         return events.AgentRegistered(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from taskd.agent.endings import Endings
 from taskd.agent.mirroring import Mirroring
 from taskd.agent.remains import with_remains
+from taskd.agent.reports import Reports
 from taskd.agent.vitals import Vitals
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
@@ -88,6 +89,7 @@ class Service:
         self._profiling = Exchange()
         self._mirroring = Mirroring(config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1)
         self._sequence = 0
+        self._reports = Reports(host.node_rank, self._send)
         self._outcome: Outcome | None = None
         self._started_at = clock.now()
         self._next_beat = self._next_glance = self._started_at
@@ -192,6 +194,7 @@ class Service:
         for token, died_at in self._alarm.read():
             rank, incarnation, box = self._watched.pop(token)
             self._read_worker(rank)
+            self._vitals.doubt(rank, incarnation, box)
             self._feed(events.AlarmRang(
                 self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
                 box.phase.name.lower(), tuple(sorted(box.read_extras())), self._snapshots_of(rank)))
@@ -225,6 +228,7 @@ class Service:
             elif event.what == "failed":
                 self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error, event.snapshots))
             else:
+                self._vitals.doubt(rank, incarnation, box)
                 self._feed(events.WorkerExited(
                     now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
                     tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now),
@@ -275,6 +279,8 @@ class Service:
             if not message.known or message.manager_incarnation != self._manager_incarnation:
                 self._joined = False
                 self._register(now)
+        elif isinstance(message, messages.Rejected):
+            self._reports.rejected(message)
         elif isinstance(message, messages.Unsupported):
             log.warning("the manager does not know message type %s: it is older than this agent", message.type)
         else:
@@ -330,11 +336,12 @@ class Service:
         self._say(self._machine.registration(now))
 
     def _say(self, event: events.Event) -> None:
-        self._send(translate.event_to_message(event), event.cause)
+        self._reports.say(event)
 
-    def _send(self, message: messages.Message, cause: str) -> None:
+    def _send(self, message: messages.Message, cause: str) -> int:
         self._sequence += 1
         self._dealer.send(None, codec.encode(self._envelope(cause), message))
+        return self._sequence
 
     def _envelope(self, cause: str) -> codec.Envelope:
         return codec.Envelope(job_id=self._config.job_id, role="agent", node_rank=self._host.node_rank, rank=None,

@@ -94,6 +94,8 @@ class Upstream:
         elif isinstance(message, messages.HeartbeatAck):
             if not message.known or message.manager_incarnation != self._manager_incarnation:
                 self._register()
+        elif isinstance(message, messages.Rejected):
+            log.warning("the manager at %s has not taken in a message of this process (%s)", self._address, message.reason)
         elif isinstance(message, messages.Unsupported):
             log.warning("the manager at %s is older than this process: it does not know message type %d", self._address,
                         message.type)

@@ -10,11 +10,13 @@ is let go.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from taskd.agent import activity as kernel
 from taskd.core import marks
 from taskd.core.marks import GroupMark, Mark
+from taskd.log import SayOnce
 from taskd.native.black_box import Phase
 from taskd.native.collectives import Collectives
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from taskd.native.black_box import BlackBox
+
+log = logging.getLogger(__name__)
 
 STANDING_S = 0.75          # for longer than this without a mark: look closer ...
 HURRY_S = 5.0              # ... and, up to this, more often: the shortest limits end within it
@@ -64,6 +68,7 @@ class Vitals:
         # Of (rank, incarnation): what to compare with, and what is known.
         self._activity: dict[tuple[int, int], tuple[kernel.Activity, str]] = {}
         self._held_at: dict[tuple[int, int], float] = {}      # when it was last seen stopped or under a debugger
+        self._damaged = SayOnce()
 
     def look(self, now: float, next_look_s: float, workers: Mapping[int, Watched]) -> tuple[Mark, ...]:
         """The marks of all workers at the monotonic time `now`. The next look is to come in `next_look_s`."""
@@ -81,6 +86,13 @@ class Vitals:
         self.is_urgent = self.sees_standing(now, workers)
         return found
 
+    def doubt(self, rank: int, incarnation: int, box: BlackBox) -> None:
+        """Say once for each life if what its black box says cannot be true."""
+        damage = box.damage
+        if damage is not None and self._damaged.is_new(rank, incarnation):
+            log.warning("the black box of rank %d (incarnation %d) is damaged: %s cannot be. What makes no sense in it counts as not "
+                        "known; a program that overwrites memory of others is likely: look for one in this worker", rank, incarnation, damage)
+
     def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
         """Whether a worker has come to a stand lately: a few words of memory, for between two looks."""
         return any(
@@ -93,6 +105,7 @@ class Vitals:
 
     def _mark(self, now: float, rank: int, worker: Watched, *, with_times: bool) -> Mark:
         box, life = worker.box, (rank, worker.incarnation)
+        self.doubt(*life, box)
         is_standing = self._is_standing(now, box)
         activity, active_at = self._look_closer(now, life, worker) if is_standing else (marks.UNKNOWN, 0.0)
         if not is_standing:
@@ -103,7 +116,7 @@ class Vitals:
         else:
             from_s = self._held_at.get(life, 0.0)
         return Mark(
-            rank, worker.incarnation, box.generation, box.version, box.phase.name.lower(),
+            rank, worker.incarnation, box.generation or 0, box.version, box.phase.name.lower(),
             self._since(now, box.progress_at, max(from_s, active_at)), self._since(now, box.alive_at, from_s),
             self._since(now, box.python_at, from_s), activity,
             box.is_waiting, box.slowest_step_s, box.slowest_long_s(Phase.CHECKPOINT), box.slowest_long_s(Phase.EVALUATION),

@@ -37,6 +37,12 @@ class Attendance:
             return self._catch_up(event, missed)
         return self._complete() if self._job.membership.is_complete else self.wait_for_others()
 
+    def expect(self, event: ev.ManagerBeganAnew) -> Commands:
+        """Agents that an earlier machine knew: whoever does not come back is lost."""
+        for node_rank in event.node_ranks:
+            self._leases.renew(node_rank, event.now)
+        return []
+
     def wait_for_others(self) -> Commands:
         """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
         self._take_over_lost()
@@ -108,7 +114,7 @@ class Attendance:
         commands: Commands = []
         members = self._job.membership.members
         is_stuck = any(
-            report.state == WorkerState.PAUSED.value and members[report.rank].state is WorkerState.RUNNING
+            report.state == WorkerState.PAUSED and members[report.rank].state is WorkerState.RUNNING
             for report in event.workers
         )
         if job.last is not None and (

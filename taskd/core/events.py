@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from taskd.core.faults import Fault
 from taskd.core.marks import Mark
+from taskd.core.worker_state import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,12 @@ class Event:
 class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
-    `state` is one of "starting", "running", "paused", "returned", "lost", "finished".
     `clean` False: it is paused with a torn copy, see `WorkerPaused`.
     """
 
     rank: int
     incarnation: int
-    state: str
+    state: WorkerState
     declared: bool = False
     version: int | None = None
     clean: bool = True
@@ -55,6 +55,16 @@ class AgentRegistered(Event):
     generation: int
     restarts_used: int
     workers: tuple[WorkerReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerBeganAnew(Event):
+    """The machine before this one failed: what it knew comes back with the registrations. Agents of `node_ranks` were there.
+
+    A node that does not come back within a lease is lost, as if it had been silent since.
+    """
+
+    node_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

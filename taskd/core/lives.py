@@ -119,7 +119,7 @@ class Lives:
         """The present lives, for a registration."""
         return tuple(
             ev.WorkerReport(
-                life.rank, life.incarnation, life.state.value, life.is_declared, life.version, life.clean, life.is_entered,
+                life.rank, life.incarnation, life.state, life.is_declared, life.version, life.clean, life.is_entered,
                 () if life.stand is None or isinstance(life.stand, ev.WorkerReturned) else life.stand.snapshots,
                 "" if life.holds is None else life.holds.shard,
             )

@@ -6,21 +6,10 @@ about a fault.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
-
-
-class WorkerState(Enum):
-    """What the manager believes of one life of a worker. Values are those of `WorkerReport.state`."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    PAUSED = "paused"
-    RETURNED = "returned"
-    LOST = "lost"
-    FINISHED = "finished"
+from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414 - for those who know members
 
 
 @dataclass(slots=True)
@@ -91,6 +80,8 @@ class Member:
 
 
 LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back
+MAX_CLAIM = 2**31                        # of what an agent remembers and the job goes on to count from: nobody recovers so often
+_STATES = frozenset(state.value for state in WorkerState)
 _NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
 
 
@@ -126,7 +117,22 @@ class Membership:
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
-        return self._bad_position(event) or self._bad_ranks(event)
+        return self._bad_numbers(event) or self._bad_position(event) or self._bad_size(event) or self._bad_ranks(event)
+
+    def _bad_numbers(self, event: AgentRegistered) -> str | None:
+        """What no agent of ours says, whatever the job: nothing of it may get into a table."""
+        if not 0 <= event.node_rank < event.node_count:
+            return f"node {event.node_rank} is outside of a job of {event.node_count} nodes"
+        if event.node_count > event.world_size:
+            return f"{event.node_count} nodes cannot share a world of {event.world_size}"
+        counts = [event.generation, event.restarts_used, *(report.incarnation for report in event.workers)]
+        if not all(0 <= count <= MAX_CLAIM for count in counts) or event.max_restarts < 0:
+            return f"generation, restarts and incarnations are numbers from 0 to {MAX_CLAIM}"
+        if any(report.version is not None and report.version < 0 for report in event.workers):
+            return "a version is a number from 0"
+        if any(report.state not in _STATES for report in event.workers):
+            return f"a worker is one of {', '.join(sorted(_STATES))}"
+        return None
 
     def _bad_position(self, event: AgentRegistered) -> str | None:
         node = self.nodes.get(event.node_rank)
@@ -134,12 +140,17 @@ class Membership:
             return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
         if node is not None and node.outcome not in (None, LOST_NODE):
             return f"node {event.node_rank} has left this job ({node.outcome})"
+        return None
+
+    def _bad_size(self, event: AgentRegistered) -> str | None:
         if self.node_count is not None and event.node_count != self.node_count:
             return f"the manager was started for {self.node_count} nodes, this agent says {event.node_count}"
         if self.ranks_per_node is not None and len(event.workers) != self.ranks_per_node:
             return f"the manager was started for {self.ranks_per_node} ranks per node, this agent has {len(event.workers)}"
         if self.world_size is not None and event.world_size != self.world_size:
             return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
+        if self.joined_node_count is not None and event.node_count != self.joined_node_count:
+            return f"the job has {self.joined_node_count} nodes, this agent says {event.node_count}"
         return None
 
     def _bad_ranks(self, event: AgentRegistered) -> str | None:
@@ -151,6 +162,9 @@ class Membership:
                 return f"rank {report.rank} belongs to node {member.node_rank}"
         if len({report.rank for report in event.workers}) != len(event.workers):
             return "the same rank is given twice"
+        node = self.nodes.get(event.node_rank)
+        if node is not None and node.ranks and set(node.ranks) != {report.rank for report in event.workers}:
+            return f"node {event.node_rank} had other ranks before"
         return None
 
     def register(self, event: AgentRegistered) -> None:
@@ -235,9 +249,9 @@ class Membership:
         ended = [member for member in self.ordered() if member.state is WorkerState.FINISHED]
         return [member for member in ended if member.declared and not member.entered]
 
-    def on_node(self, node_rank: int) -> Iterable[Member]:
-        """Members of one node, by rank."""
-        return [self.members[rank] for rank in self.nodes[node_rank].ranks]
+    def on_node(self, node_rank: int) -> list[Member]:
+        """Members of one node, by rank; none of one that has not registered."""
+        return [self.members[rank] for rank in self.nodes[node_rank].ranks] if node_rank in self.nodes else []
 
     def absent_nodes(self) -> list[Node]:
         """Nodes that left, by rank."""

@@ -59,7 +59,8 @@ WORKER_EVENTS = (*_NOT_WHEN_RELEASED, *_OF_FORMER_LIVES, ev.WorkerLost, ev.Worke
 _NOT_WHEN_DYING = (*_NOT_WHEN_RELEASED, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining)
 _UNDISTURBED = (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
 EVENTS: tuple[type[ev.Event], ...] = (
-    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.Tick)
+    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld,
+    ev.ManagerBeganAnew, ev.Tick)
 
 
 class RecoveryMachine:
@@ -169,6 +170,10 @@ class RecoveryMachine:
     def _heard(self, event: ev.AgentHeard) -> Commands:
         """The agent is alive."""
         return self._attendance.heard(event)
+
+    def _began_anew(self, event: ev.ManagerBeganAnew) -> Commands:
+        """These agents are about to register again."""
+        return self._attendance.expect(event)
 
     def _mirrors(self, event: ev.AgentMirrors) -> Commands:
         """A node wants mirrors of its snapshots."""
@@ -358,7 +363,7 @@ class RecoveryMachine:
             members = self.membership.on_node(node_rank)
             # After Release a missing goodbye is more likely than a node that was lost in these very seconds.
             has_ended = self.phase is Phase.RELEASED and not any(member.state is WorkerState.LOST for member in members)
-            has_ended = has_ended or all(member.state is WorkerState.FINISHED for member in members)
+            has_ended = has_ended or (bool(members) and all(member.state is WorkerState.FINISHED for member in members))
             outcome = "succeeded" if has_ended else LOST_NODE
             commands += self._attendance.lose_node(node_rank, outcome, f"has been silent for {silence_s:.0f} s")
         job = self._job
@@ -376,6 +381,7 @@ class RecoveryMachine:
         ev.AgentRegistered: _registered,
         ev.AgentLeft: _left,
         ev.AgentHeard: _heard,
+        ev.ManagerBeganAnew: _began_anew,
         ev.AgentMirrors: _mirrors,
         ev.MirrorsHeld: _held,
         ev.Tick: _tick,

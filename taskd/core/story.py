@@ -17,6 +17,7 @@ from taskd.core import commands as _commands
 from taskd.core import events as _events
 from taskd.core import faults as _faults
 from taskd.core import marks as _marks
+from taskd.core.worker_state import WorkerState
 
 CAPACITY = 10_000  # entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
 
@@ -26,6 +27,7 @@ _CLASSES: dict[str, type] = {
     for name, thing in vars(module).items()
     if isinstance(thing, type) and is_dataclass(thing)
 }
+_ENUMS: dict[str, type[Enum]] = {kind.__name__: kind for kind in (_faults.FaultKind, WorkerState)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,8 @@ def from_plain(plain: Any) -> Any:
     if not isinstance(plain, Mapping):
         return plain
     name = plain["type"]
-    if name == "FaultKind":
-        return _faults.FaultKind(plain["value"])
+    if name in _ENUMS:
+        return _ENUMS[name](plain["value"])
     kind = Note if name == "Note" else _CLASSES.get(name)
     if kind is None:
         raise ValueError(f"a story holds events, commands and notes, not {name!r}")

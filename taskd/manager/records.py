@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from taskd.clock import wall_time
 from taskd.log import make_directory
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from taskd.core.commands import RecoveryRecord
     from taskd.core.faults import Fault
@@ -71,9 +72,11 @@ def _s(ranks: list[int]) -> str:
 class Records:
     """Writes them."""
 
-    def __init__(self, directory: pathlib.Path, job_id: str) -> None:
+    def __init__(self, directory: pathlib.Path, job_id: str, wall_time: Callable[[], float] = wall_time) -> None:
+        """`wall_time`: seconds since 1970, for the record."""
         self._directory = directory
         self._job_id = job_id
+        self._wall_time = wall_time
         self._stories: list[pathlib.Path] = []
         self._is_failed = False
 
@@ -83,7 +86,7 @@ class Records:
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
-        plain = {"job_id": self._job_id, "time": time.time(), **dataclasses.asdict(record)}
+        plain = {"job_id": self._job_id, "time": self._wall_time(), **dataclasses.asdict(record)}
         self._write("recoveries.jsonl", [json.dumps(plain)], "a")
 
     def story(self, generation: int, lines: Iterable[str]) -> None:
@@ -93,7 +96,8 @@ class Records:
             return
         self._stories.append(path)
         if len(self._stories) > _KEPT_STORIES:
-            self._stories.pop(0).unlink(missing_ok=True)
+            with suppress(OSError):              # somebody else's now; the next one that cannot be written says so
+                self._stories.pop(0).unlink(missing_ok=True)
 
     def _write(self, name: str, lines: Iterable[str], mode: str) -> pathlib.Path | None:
         """Returns the path, or None if it could not be written."""
@@ -101,7 +105,7 @@ class Records:
         problem = make_directory(self._directory)
         if problem is None:
             try:
-                with path.open(mode, encoding="utf-8") as file:
+                with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
                     file.writelines(line + "\n" for line in lines)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"

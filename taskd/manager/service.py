@@ -26,15 +26,16 @@ from taskd.core.ladder import Strategy, allowed
 from taskd.core.recovery import EVENTS, RecoveryMachine
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
-from taskd.errors import RemoteProtocolError
+from taskd.errors import InvalidTransition, RemoteProtocolError
 from taskd.manager.profiling import ProfilingSwitch
 from taskd.manager.records import Records, describe_fault
-from taskd.manager.sessions import Refusals, Session, Sessions
+from taskd.manager.sessions import Refusals, Session, Sessions, show_peer
 from taskd.transport import zeromq
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import pathlib
+    from collections.abc import Callable, Iterator
 
     from taskd.clock import Clock
     from taskd.config import ManagerConfig
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SHOWN_ENTRIES = 20          # of the story, with a bug
 _SHOWN_CHARACTERS = 300      # of a command in a log line: Resume of 4,096 ranks would fill a screen
 
 
@@ -58,12 +60,9 @@ class Service:
         self._link = link
         self._clock = clock or MonotonicClock()
         self._identity = identity
-        timeouts = Timeouts.derive(
-            config.fault_timeout_s, hang_floor_s=config.hang.floor_s, hang_ceiling_s=config.hang.ceiling_s
-        )
-        self._machine = RecoveryMachine(
-            config.job_id, timeouts, config.node_count, config.ranks_per_node, config.strategies)
+        self._machine = _new_machine(config)
         self._story = replay.StoryWriter(self._machine)
+        self._is_in_doubt = False                 # the machine failed in the middle of something
         self._incarnation = uuid.uuid4().hex
         self._sequence = 0
         self._sessions = Sessions()
@@ -110,17 +109,7 @@ class Service:
         timeout_s = max(0.0, min(deadline for deadline in deadlines if deadline is not None) - self._clock.now())
         ready = self._link.poll(timeout_s, [] if signals is None else [signals.fileno()])
         for peer, data in self._link.receive():
-            try:
-                self._read(peer, data)
-            except RemoteProtocolError as error:
-                self._refusals.add(peer, error.reason, str(error))
-                if error.type_code is not None:
-                    self._send(peer, messages.Unsupported(error.type_code), "unsupported")
-            except Exception:
-                # The top of the shell: one event that the machine or we cannot digest must not take the manager along.
-                log.exception("a bug in taskd, please report it with %s: a message was dropped",
-                              self._config.log.directory / f"story-{self._machine.generation}.jsonl")
-                self._write_story()
+            self._take(peer, data)
         for reason in self._link.take_refused():
             self._refusals.add(b"(connecting)", "connection", f"a connection was not let in: {reason}")
         if self._link.take_disconnects():
@@ -128,7 +117,8 @@ class Service:
         now = self._clock.now()
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
-            self._feed(events.Tick(now, "tick"))
+            with self._surviving("what a deadline asks for"):
+                self._feed(events.Tick(now, "tick"))
         code = self._profiling.turn(now)
         if code is not None:
             self._order(commands.SetProfiling("profiling", self._machine.generation, code), sorted(self._sessions.agents))
@@ -137,15 +127,107 @@ class Service:
         return signal.Signals(signals.recv(1)[0]).name if signals is not None and ready else None
 
     def _feed(self, event: events.Event) -> None:
+        self._execute_all(self._handle(event))
+
+    def _handle(self, event: events.Event) -> list[commands.Command]:
         log.debug("event %s", event)
-        self._execute_all(self._machine.handle(event))
+        try:
+            return self._machine.handle(event)
+        except InvalidTransition:            # said before anything was changed
+            raise
+        except Exception:
+            self._is_in_doubt = True
+            raise
+
+    @contextlib.contextmanager
+    def _surviving(self, what: str, harm: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """The top of the shell: one thing that the machine or we cannot digest must not take the manager along.
+
+        `harm` is called if that is what has happened.
+        """
+        try:
+            yield
+        except RemoteProtocolError:
+            raise
+        except Exception:
+            log.exception("a bug in taskd, please report it with %s: %s was dropped. The story ends:", self._story_path, what)
+            for entry in list(self._machine.story)[-_SHOWN_ENTRIES:]:
+                log.error("  %.*s", _SHOWN_CHARACTERS, describe(entry))
+            try:
+                self._write_story()
+            except Exception:
+                log.exception("and the story could not be written")
+            harm()
+            if self._is_in_doubt:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The machine may have done half of something: another one takes over what the agents say, as if we had been restarted."""
+        node_ranks = tuple(sorted(self._sessions.agents))
+        self._is_in_doubt = False
+        self._machine = _new_machine(self._config)
+        self._story = replay.StoryWriter(self._machine)
+        self._incarnation = uuid.uuid4().hex
+        self._sessions.agents.clear()
+        log.error("the manager begins anew: nodes %s are asked to register again; a recovery that was under way is begun again, "
+                  "and what was remembered of repeated faults is gone", list(node_ranks))
+        self._machine.handle(events.ManagerBeganAnew(
+            self._clock.now(), "anew", tuple(rank for rank in node_ranks if not self._sessions.is_harmful(rank))))
+
+    @property
+    def _story_path(self) -> pathlib.Path:
+        return self._config.log.directory / f"story-{self._machine.generation}.jsonl"
 
     # ------------------------------------------------------------------ what peers say
 
-    def _read(self, peer: bytes, data: bytes) -> None:
-        envelope, message = codec.decode(data)
+    def _take(self, peer: bytes, data: bytes) -> None:
+        """One message. Whatever it is, and whatever it does to us, its sender is answered if he may speak."""
+        envelope: codec.Envelope | None = None
+        code: int | None = None
+        try:
+            envelope, message = codec.decode(data)
+            code = message.code
+            with self._surviving(f"{type(message).__name__} of {show_peer(peer)}", lambda: self._blame(peer, envelope, code)):
+                self._read(peer, envelope, message)
+        except RemoteProtocolError as error:
+            self._refusals.add(peer, error.reason, str(error))
+            if error.type_code is not None:
+                self._send(peer, messages.Unsupported(error.type_code), "unsupported")
+                return
+            said = envelope or error.envelope
+            if isinstance(said, codec.Envelope):
+                self._answer(peer, said, error.message_code if code is None else code, str(error), is_read=envelope is not None)
+
+    def _answer(self, peer: bytes, envelope: codec.Envelope, code: int | None, reason: str, *, is_read: bool) -> None:
+        """Something of this agent was refused: it is alive all the same, and is told, or it would take us for dead."""
+        is_ours = envelope.role == "agent" and envelope.job_id == self._config.job_id
+        was_refused = is_read and code == messages.AgentRegistered.code
+        if code is None or envelope.node_rank is None or not is_ours or was_refused:
+            return
+        session = self._sessions.agents.get(envelope.node_rank)
+        if session is None or (session.peer, session.incarnation) != (peer, envelope.incarnation):
+            if code == messages.AgentRegistered.code and not is_read:
+                self._send(peer, messages.Refused(f"its registration breaks a rule: {reason}"), envelope.cause)
+            return
+        if not is_read:
+            if envelope.sequence <= session.sequence:
+                return
+            session.sequence = envelope.sequence
+            with self._surviving(f"a sign of life of node {envelope.node_rank}"):
+                self._feed(events.AgentHeard(self._clock.now(), envelope.cause, envelope.node_rank))
+        self._acknowledge(peer, known=not session.is_doubtful)
+        self._send(peer, messages.Rejected(code, envelope.sequence, reason), envelope.cause)
+
+    def _blame(self, peer: bytes, envelope: codec.Envelope | None, code: int | None) -> None:
+        """A message of this agent was more than we could digest."""
+        if envelope is None or code is None or envelope.node_rank is None or envelope.role != "agent":
+            return
+        self._sessions.harm[envelope.node_rank] += 1
+        self._send(peer, messages.Rejected(code, envelope.sequence, "a bug in taskd: the manager could not digest it"), envelope.cause)
+
+    def _read(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
         if envelope.job_id != self._config.job_id:
-            self._refuse(peer, "foreign", f"this manager serves job {self._config.job_id}, not {envelope.job_id}")
+            self._refuse(peer, "foreign", f"this manager serves job {self._config.job_id}, not {envelope.job_id[:_SHOWN_CHARACTERS]}")
         elif envelope.role == "agent" and envelope.node_rank is not None:
             self._read_agent(peer, envelope, message, envelope.node_rank)
         elif envelope.role == "worker" and envelope.rank is not None:
@@ -207,7 +289,7 @@ class Service:
             return
         event = translate.message_to_event(envelope, message, self._clock.now())
         assert isinstance(event, events.AgentRegistered)
-        refusal = self._machine.refusal(event)
+        refusal = self._sessions.refusal(message.node_rank) or self._machine.refusal(event)
         if refusal is not None:
             self._refuse(peer, "refused", refusal)
             return
@@ -215,8 +297,8 @@ class Service:
         if message.node_rank not in self._sessions.agents:
             log.info("node %d of %d registered, ranks %s of %d", message.node_rank, message.node_count, sorted(ranks),
                      message.world_size)
+        answers = self._handle(event)
         self._sessions.agents[message.node_rank] = Session(peer, envelope.incarnation, envelope.sequence, ranks)
-        answers = self._machine.handle(event)
         # First the welcome: what follows is for an agent that knows that it has been accepted.
         welcome = messages.Accepted(self._machine.generation, self._machine.restarts_used, self._incarnation)
         self._send(peer, welcome, envelope.cause)
@@ -262,7 +344,9 @@ class Service:
 
     def _execute_all(self, orders: list[commands.Command]) -> None:
         for command in orders:
-            self._execute(command)
+            # The machine has decided: what one order meets must not cost the others.
+            with self._surviving(f"the order {type(command).__name__}"):
+                self._execute(command)
         if self._identity is not None:
             self._identity.generation = self._machine.generation
 
@@ -327,6 +411,11 @@ def _log_stacks(event: events.WorkerExamined) -> None:
     log.error("the stacks of rank %d, which hangs (incarnation %d):", event.rank, event.incarnation)
     for line in event.traceback.splitlines():
         log.error("  %s", line)
+
+
+def _new_machine(config: ManagerConfig) -> RecoveryMachine:
+    timeouts = Timeouts.derive(config.fault_timeout_s, hang_floor_s=config.hang.floor_s, hang_ceiling_s=config.hang.ceiling_s)
+    return RecoveryMachine(config.job_id, timeouts, config.node_count, config.ranks_per_node, config.strategies)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from taskd.log import SayOnce
 log = logging.getLogger(__name__)
 
 _LINES = 100        # per process; beyond that only the counts at each power of ten are logged
+_HARM_LIMIT = 3     # a manager that begins anew for one node each second serves no other
 _SHOWN_BYTES = 48   # of a stranger's identity
 
 
@@ -34,6 +35,15 @@ class Sessions:
 
     agents: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
+    harm: Counter[int] = field(default_factory=Counter)      # by node rank: messages that the manager could not digest
+
+    def is_harmful(self, node_rank: int) -> bool:
+        """Whether so much of this node could not be digested that nothing more of it is taken."""
+        return self.harm[node_rank] >= _HARM_LIMIT
+
+    def refusal(self, node_rank: int) -> str | None:
+        """Why nobody may speak for this node, or None."""
+        return f"{self.harm[node_rank]} messages of node {node_rank} made the manager fail" if self.is_harmful(node_rank) else None
 
     def ranks(self) -> frozenset[int]:
         """All ranks of agents that are present."""

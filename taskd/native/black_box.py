@@ -4,7 +4,8 @@ A box belongs to one incarnation of one rank. The agent creates it and hands the
 the agent and the worker's successor read. It is a memfd: nothing has a name, and it is gone with the last holder.
 
 The byte layout is documented in csrc/include/taskd.h. This module works without libtaskd, and knows nothing of what the payloads
-mean. What a damaged box says is wrong, but reading it raises nothing.
+mean. What a damaged box says is wrong, but reading it raises nothing, and a number that cannot be one is read as not known:
+whatever is read here can be told to others.
 
 A process may die between any two instructions, so each value is one aligned word that is written at once, and each payload is
 marked as incomplete while it is written. What the dead process had written is what the reader sees: the memory is the same.
@@ -51,6 +52,8 @@ _COMPLETE, _SLOT_VERSION, _LENGTH, _CHECKSUM, _COMMON, _COMMON_CHECKSUM = range(
 _SLOT_HEADER = struct.Struct("=5q")     # the words behind `complete`
 
 _NONE = -1           # in the box only; Python sees None
+MAX_COUNT = (1 << 53) - 1    # of versions, generations, incarnations: what others believe (`taskd.wire.schema.MAX_CLAIM`; a test compares)
+_MAX_PID = 1 << 22           # of Linux
 _PENDING_SLOT = 2
 _IN_DEBUGGER = 2
 _STEPS_REMEMBERED = 256     # the longest step is that of the last one to two times so many
@@ -82,6 +85,19 @@ class Phase(IntEnum):
 _PHASES = {int(phase): phase for phase in Phase}
 LONG_PHASES = (Phase.CHECKPOINT, Phase.EVALUATION)     # each has its own longest duration in the box
 _FIRST_LONG, _LAST_LONG = int(Phase.CHECKPOINT), int(Phase.EVALUATION)     # no others in between
+
+
+# What a word may be: name, index, smallest, largest.
+_RANGES = (
+    ("pid", _PID, 0, _MAX_PID), ("incarnation", _INCARNATION, 0, MAX_COUNT), ("phase", _PHASE, 0, max(_PHASES)),
+    ("version", _VERSION, _NONE, MAX_COUNT), ("slot of extras", _COMMITTED, _NONE, 1), ("generation", _GENERATION, 0, MAX_COUNT),
+    *((name, word, 0, (1 << 63) - 1) for name, word in (
+        ("time of libtaskd's thread", _ALIVE_NS), ("marks", _PROGRESS), ("time of the last mark", _PROGRESS_NS),
+        ("time of Python", _PYTHON_NS), ("longest step", _SLOWEST_NS),
+        *((f"longest {phase.name.lower()}", _SLOWEST_LONG_NS + index) for index, phase in enumerate(LONG_PHASES)),
+        *((f"time in {phase.name.lower()}", _PHASE_NS + phase) for phase in Phase),
+        *((f"visits to {phase.name.lower()}", _PHASE_COUNT + phase) for phase in Phase))),
+)
 
 
 def _create_file() -> int:
@@ -176,12 +192,28 @@ class BlackBox:
     @property
     def pid(self) -> int | None:
         """Process that has begun its life here, if any."""
-        return self._words[_PID] or None
+        pid = self._words[_PID]
+        return pid if 0 < pid <= _MAX_PID else None
 
     @property
-    def incarnation(self) -> int:
-        """As told to `begin`."""
-        return self._words[_INCARNATION]
+    def incarnation(self) -> int | None:
+        """As told to `begin`; None: damaged."""
+        return self._count(_INCARNATION)
+
+    @property
+    def damage(self) -> str | None:
+        """What cannot be true in the header, for a log line; None: nothing that can be seen. It is read as not known."""
+        words = self._words
+        wrong = next(((name, words[word]) for name, word, low, high in _RANGES if not low <= words[word] <= high), None)
+        return None if wrong is None else f"{wrong[0]} {wrong[1]}"
+
+    def _count(self, word: int) -> int | None:
+        value = self._words[word]
+        return value if 0 <= value <= MAX_COUNT else None
+
+    def _moment(self, word: int) -> float | None:
+        nanoseconds = self._words[word]
+        return nanoseconds / 1e9 if nanoseconds > 0 else None
 
     @property
     def phase(self) -> Phase:
@@ -190,20 +222,18 @@ class BlackBox:
 
     @property
     def version(self) -> int | None:
-        """Number of committed steps, None while the worker holds no state."""
-        version = self._words[_VERSION]
-        return None if version == _NONE else version
+        """Number of committed steps, None while the worker holds no state, and if it is damaged."""
+        return self._count(_VERSION)
 
     @property
     def alive_at(self) -> float | None:
         """Monotonic seconds at which libtaskd last saw the process run, to a tenth of a second; None: no guard."""
-        alive_ns = self._words[_ALIVE_NS]
-        return alive_ns / 1e9 if alive_ns else None
+        return self._moment(_ALIVE_NS)
 
     @property
-    def generation(self) -> int:
-        """The one that the worker is in, as far as it has heard."""
-        return self._words[_GENERATION]
+    def generation(self) -> int | None:
+        """The one that the worker is in, as far as it has heard; None: damaged."""
+        return self._count(_GENERATION)
 
     @property
     def progress(self) -> int:
@@ -213,12 +243,12 @@ class BlackBox:
     @property
     def progress_at(self) -> float | None:
         """Monotonic seconds of the last mark."""
-        return self._words[_PROGRESS_NS] / 1e9 or None
+        return self._moment(_PROGRESS_NS)
 
     @property
     def python_at(self) -> float | None:
         """Monotonic seconds when the runtime's Python thread last ran: a thread that keeps the GIL holds it up."""
-        return self._words[_PYTHON_NS] / 1e9 or None
+        return self._moment(_PYTHON_NS)
 
     @property
     def is_waiting(self) -> bool:
@@ -244,7 +274,7 @@ class BlackBox:
         words = self._words
         return {
             phase.name.lower(): (words[_PHASE_COUNT + phase], words[_PHASE_NS + phase] / 1e9)
-            for phase in Phase if words[_PHASE_COUNT + phase] > 0
+            for phase in Phase if words[_PHASE_COUNT + phase] > 0 and words[_PHASE_NS + phase] >= 0
         }
 
     def begin(self, pid: int, incarnation: int) -> None:
@@ -352,7 +382,8 @@ class BlackBox:
             common = self._read_common(_EXTRAS_WORDS[slot])
             if content is not None and common is not None:
                 version, payload = content
-                found[version] = common + payload
+                if 0 <= version <= MAX_COUNT:
+                    found[version] = common + payload
         return found
 
     def write_layout(self, payload: bytes) -> bool:

@@ -59,7 +59,10 @@ def encode(envelope: Envelope, message: Message) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Envelope, Message]:
-    """What a frame says. Raises `RemoteProtocolError` for anything that is not a message of this protocol version."""
+    """What a frame says. Raises `RemoteProtocolError` for anything that is not a message of this protocol version.
+
+    The error has the envelope if it was only the message that is wrong: then it is known who is to be answered.
+    """
     if len(data) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
     try:
@@ -74,10 +77,19 @@ def decode(data: bytes) -> tuple[Envelope, Message]:
         raise RemoteProtocolError("version", f"the peer speaks version {version}, we speak {PROTOCOL_VERSION}")
     envelope = _envelope(frame)
     code = schema.integer(frame.get("type"), "type")
+    try:
+        return envelope, _message(code, frame.get("body"))
+    except RemoteProtocolError as error:
+        error.envelope, error.message_code = envelope, code
+        raise
+
+
+def _message(code: int, body: object) -> Message:
     kind = MESSAGE_BY_CODE.get(code)
     if kind is None:
         raise RemoteProtocolError("unknown type", str(code), code)
-    return envelope, schema.record(kind).unpack(frame.get("body"), kind.__name__)
+    message: Message = schema.record(kind).unpack(body, kind.__name__)
+    return message
 
 
 def _envelope(frame: dict[object, object]) -> Envelope:
@@ -92,7 +104,7 @@ def _envelope(frame: dict[object, object]) -> Envelope:
         incarnation=_incarnation(frame.get("incarnation")),
         generation=schema.integer(frame.get("generation"), "generation"),
         sequence=schema.integer(frame.get("sequence"), "sequence"),
-        cause=schema.text(frame.get("cause"), "cause"),
+        cause=schema.cut_text(schema.text(frame.get("cause"), "cause"), schema.MAX_TEXT_BYTES),
     )
 
 
@@ -102,6 +114,6 @@ def _optional_rank(frame: dict[object, object], name: str) -> int | None:
 
 
 def _incarnation(value: object) -> str | int | None:
-    if value is None or isinstance(value, str):
+    if value is None or (isinstance(value, str) and len(value) <= schema.MAX_TEXT_BYTES):
         return value
     return schema.integer(value, "incarnation")

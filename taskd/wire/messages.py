@@ -17,9 +17,10 @@ from taskd.core.marks import Mark
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages."""
+    """Base of all messages. `is_order`: the manager says it, and its numbers are not claims (`schema.MAX_CLAIM`)."""
 
     code: ClassVar[int]
+    is_order: ClassVar[bool] = False
 
 
 MESSAGE_BY_CODE: dict[int, type[Message]] = {}
@@ -61,6 +62,8 @@ class AgentRegistered(Message):
 class Accepted(Message):
     """The answer to a registration."""
 
+    is_order: ClassVar[bool] = True
+
     generation: int
     restarts_used: int
     manager_incarnation: str
@@ -86,6 +89,8 @@ class Heartbeat(Message):
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck(Message):
     """The answer to a heartbeat. `known` False: this manager has no registration of yours."""
+
+    is_order: ClassVar[bool] = True
 
     manager_incarnation: str
     known: bool
@@ -118,6 +123,16 @@ class Unsupported(Message):
     """The answer to a message type that the receiver does not know."""
 
     type: int
+
+
+@_message(9)
+@dataclass(frozen=True, slots=True)
+class Rejected(Message):
+    """The answer to a message of an agent that is known, which breaks a rule: it was not taken in, and he was heard."""
+
+    type: int
+    sequence: int
+    reason: str
 
 
 # ---------------------------------------------------------------- what happened to a worker: 20 to 49
@@ -320,6 +335,8 @@ class WorkerProfiling(WorkerMessage):
 @dataclass(frozen=True, slots=True)
 class CommandMessage(Message):
     """Base of commands. The generation is the command's; the envelope's is the sender's."""
+
+    is_order: ClassVar[bool] = True
 
     generation: int
 

@@ -22,12 +22,15 @@ MAX_TRACEBACK_BYTES = 16 * 1024  # about 200 frames
 _TRACEBACK_HEAD_BYTES = 4096     # the rest is kept of the end, where the exception itself is
 MAX_RANK = 1 << 20               # far above any job; keeps a forged world size from making the manager count to 2**63
 MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol can hold
+MAX_CLAIM = (1 << 53) - 1        # of what a manager goes on to count from: its own numbers, which are larger, still fit MAX_INTEGER
+MAX_SECONDS = 1e10               # three hundred years; sums and differences of such times stay exact enough to be compared
 
 # Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message, and marks come each second.
 _AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
 _BEGAN_WITH: dict[type, int] = {Move: 2}   # fields that an older peer sends of those that have gained some; the others take their default
 _SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit", "buddy"})
 _SIGNED = frozenset({"exit_code"})   # minus the signal number
+_CLAIMS = frozenset({"generation", "incarnation", "version", "restarts_used", "box_versions", "snapshots", "held"})
 
 Pack = Callable[[Any], Any]
 Unpack = Callable[[Any, str], Any]
@@ -35,6 +38,8 @@ Unpack = Callable[[Any, str], Any]
 
 def cut_text(text: str, limit: int) -> str:
     """The beginning of `text` in at most `limit` bytes of UTF-8, with a mark if something is missing."""
+    if 4 * len(text) <= limit:
+        return text
     data = text.encode(errors="replace")
     if len(data) <= limit:
         return text
@@ -44,6 +49,8 @@ def cut_text(text: str, limit: int) -> str:
 
 def cut_traceback(text: str) -> str:
     """Both ends of `text` in at most MAX_TRACEBACK_BYTES of UTF-8: where it began, and what it came to."""
+    if 4 * len(text) <= MAX_TRACEBACK_BYTES:
+        return text
     data = text.encode(errors="replace")
     if len(data) <= MAX_TRACEBACK_BYTES:
         return text
@@ -58,10 +65,12 @@ class Record:
 
     def __init__(self, cls: type) -> None:
         hints = get_type_hints(cls)
+        is_order = getattr(cls, "is_order", False)
         self._cls = cls
         self._as_list = cls in _AS_LIST
         self._needed = _BEGAN_WITH.get(cls, len(fields(cls)))
-        self._fields = [(item.name, _packer(hints[item.name], item.name), _unpacker(hints[item.name], item.name))
+        self._fields = [(item.name, _packer(hints[item.name], item.name),
+                         _unpacker(hints[item.name], item.name, is_order=is_order))
                         for item in fields(cls)]
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
 
@@ -130,7 +139,18 @@ def _number(value: Any, where: str) -> float:
         raise wrong(where, "a number", value)
     if not math.isfinite(value):
         raise RemoteProtocolError("malformed", f"{where} must be finite")
+    if not 0 <= value <= MAX_SECONDS:
+        raise RemoteProtocolError("malformed", f"{where} must be between 0 and {MAX_SECONDS:g} seconds")
     return float(value)
+
+
+def _short_text(value: Any, where: str) -> str:
+    """A string as we would have sent it: what a peer did not cut is cut here."""
+    return cut_text(text(value, where), MAX_TEXT_BYTES)
+
+
+def _traceback(value: Any, where: str) -> str:
+    return cut_traceback(text(value, where))
 
 
 def _same(value: Any) -> Any:
@@ -158,7 +178,7 @@ def _packer(hint: Any, name: str) -> Pack:
     if is_dataclass(hint):
         return record(hint).pack  # type: ignore[arg-type]
     if issubclass(hint, Enum):
-        return lambda value: value.value
+        return lambda value: hint(value).value
     return _same
 
 
@@ -170,28 +190,28 @@ def _tuple_packer(parts: tuple[Any, ...], name: str) -> Pack:
     return lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)]
 
 
-def _unpacker(hint: Any, name: str) -> Unpack:
-    """How plain data becomes a value of this annotation."""
+def _unpacker(hint: Any, name: str, *, is_order: bool = False) -> Unpack:
+    """How plain data becomes a value of this annotation. `is_order`: of the manager, whose own counts may be larger than any claim."""
     inner, is_optional = _split_optional(hint)
     if is_optional:
-        unpack = _unpacker(inner, name)
+        unpack = _unpacker(inner, name, is_order=is_order)
         return lambda value, where: None if value is None else unpack(value, where)
     if get_origin(hint) is tuple:
-        return _tuple_unpacker(get_args(hint), name)
+        return _tuple_unpacker(get_args(hint), name, is_order=is_order)
     if is_dataclass(hint):
         return record(hint).unpack  # type: ignore[arg-type]
     if issubclass(hint, Enum) and hint is not str:
         return _enum_unpacker(hint)
     if hint is int:
         low = -MAX_INTEGER if name in _SIGNED else 0
-        high = MAX_RANK if name in _SMALL else MAX_INTEGER
+        high = MAX_RANK if name in _SMALL else MAX_CLAIM if name in _CLAIMS and not is_order else MAX_INTEGER
         return lambda value, where: integer(value, where, low, high)
-    return {bool: _boolean, float: _number, str: text}[hint]
+    return {bool: _boolean, float: _number, str: _traceback if name == "traceback" else _short_text}[hint]
 
 
-def _tuple_unpacker(parts: tuple[Any, ...], name: str) -> Unpack:
+def _tuple_unpacker(parts: tuple[Any, ...], name: str, *, is_order: bool) -> Unpack:
     if parts[-1] is Ellipsis:
-        unpack = _unpacker(parts[0], name)
+        unpack = _unpacker(parts[0], name, is_order=is_order)
 
         def unpack_all(value: Any, where: str) -> tuple[Any, ...]:
             if not isinstance(value, list):
@@ -199,7 +219,7 @@ def _tuple_unpacker(parts: tuple[Any, ...], name: str) -> Unpack:
             return tuple(unpack(item, where) for item in value)
 
         return unpack_all
-    unpacks = [_unpacker(part, name) for part in parts]
+    unpacks = [_unpacker(part, name, is_order=is_order) for part in parts]
 
     def unpack_each(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(unpacks):

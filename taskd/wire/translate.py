@@ -9,9 +9,9 @@ from typing import Any
 
 from taskd.core import commands, events
 from taskd.errors import LocalProtocolError, RemoteProtocolError
-from taskd.wire import messages
+from taskd.wire import messages, schema
 from taskd.wire.codec import Envelope
-from taskd.wire.messages import Message
+from taskd.wire.messages import Message, WorkerMessage
 
 _EVENTS: tuple[type[events.Event], ...] = (
     events.AgentRegistered,
@@ -74,7 +74,20 @@ def message_to_event(envelope: Envelope, message: Message, now: float) -> events
     cls = _EVENT_BY_MESSAGE.get(type(message))
     if cls is None:
         raise RemoteProtocolError("malformed", f"{type(message).__name__} is no event")
+    _check_life(message)
     return cls(now=now, cause=envelope.cause, **_values(message))
+
+
+def check(message: Message) -> None:
+    """Raise ProtocolError if a peer that knows the rules would refuse this message of ours (except for its size)."""
+    record = schema.record(type(message))
+    _check_life(record.unpack(record.pack(message), type(message).__name__))
+
+
+def _check_life(message: Message) -> None:
+    fault = getattr(message, "fault", None)
+    if isinstance(message, WorkerMessage) and fault is not None and (fault.rank, fault.incarnation) != (message.rank, message.incarnation):
+        raise RemoteProtocolError("malformed", f"{type(message).__name__} tells a fault of another life")
 
 
 def message_to_command(envelope: Envelope, message: Message) -> commands.Command:

@@ -2,8 +2,10 @@
 
     python tests/native/fuzz_black_box.py [SECONDS [SEED]]
 
-The process that reads must survive, no reader may raise, the file may not become shorter, and no death may be reported: the worker lives. By
-hand for as long as one likes; a test runs it for a few seconds.
+The process that reads must survive, no reader may raise, the file may not become shorter, and no death may be reported: the worker lives.
+What an agent makes of the box must reach the manager: the marks of a heartbeat, and the report of a death, which are built by the agent's own
+code, encoded, decoded, and taken in by the manager's machine, for which one job recovers after the other. By hand for as long as one likes; a
+test runs it for a few seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +21,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from taskd.agent.endings import Endings
+from taskd.agent.vitals import Vitals
+from taskd.core import events
+from taskd.core.node import NodeMachine
+from taskd.core.phase import Phase as JobPhase
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.timeouts import Timeouts
+from taskd.core.worker_state import WorkerState
 from taskd.native import box_layout as layout
 from taskd.native.black_box import LONG_PHASES, BlackBox
+from taskd.native.collectives import Collectives
 from taskd.native.death_alarm import DeathAlarm
+from taskd.wire import codec, messages, translate
 from tests.native.programs import GUARD, READ, ending, expect, is_readable, start, wait_until
 
 # Where damage begins, more often than elsewhere: the structures that readers follow.
@@ -65,6 +77,74 @@ def damage(dice: random.Random, fd: int) -> None:
     os.pwrite(fd, noise[: max(0, layout.BOX_BYTES - at)], at)
 
 
+class Watched:
+    """Rank 1 of an agent, whose box is being damaged."""
+
+    def __init__(self, box: BlackBox) -> None:
+        self.incarnation, self.pid, self.box = 0, os.getpid(), box
+
+
+class Manager:
+    """What an agent says to it goes over the wire, and has to be taken in."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.taken = 0
+        self.timeouts = Timeouts.derive(30.0)
+        self.machine = RecoveryMachine("job", self.timeouts)
+        workers = tuple(events.WorkerReport(rank, 0, WorkerState.RUNNING, True, 5, True, True) for rank in range(2))
+        self.hear(events.AgentRegistered(0.0, "c", 0, "a", 1, 2, 100, 0, 0, workers))
+        assert self.machine.phase is JobPhase.RUNNING
+
+    def pass_on(self, message: messages.Message) -> messages.Message:
+        """Over the wire, as the manager sees it: anything that it refuses raises."""
+        self.now += 0.01
+        self.taken += 1
+        envelope = codec.Envelope("job", "agent", 0, None, "a", 0, self.taken, "c")
+        envelope, message = codec.decode(codec.encode(envelope, message))
+        return message
+
+    def beat(self, marks: tuple) -> None:
+        message = self.pass_on(messages.Heartbeat(marks))
+        assert isinstance(message, messages.Heartbeat)
+        self.machine.handle(events.AgentHeard(self.now, "c", 0, message.marks))
+        self.machine.check()
+
+    def hear(self, event: events.Event) -> list:
+        message = self.pass_on(translate.event_to_message(event))
+        envelope = codec.Envelope("job", "agent", 0, None, "a", 0, 0, "c")
+        answers = self.machine.handle(translate.message_to_event(envelope, message, self.now))
+        self.machine.check()
+        return answers
+
+
+def report(box: BlackBox, vitals: Vitals, endings: Endings, dice: random.Random) -> int:
+    """A heartbeat and a death of rank 1 as the agent tells them, to a manager; rank 0 is healthy, and the job goes on. Returns messages."""
+    manager = Manager()
+    Collectives(box).calls()
+    for later in range(3):
+        manager.beat(vitals.look(time.monotonic() + later, 1.0, {1: Watched(box)}))
+    if manager.machine.phase is not JobPhase.RUNNING:         # it was taken for hanging, and is being replaced: a damaged box may say so
+        return manager.taken
+    node = NodeMachine(0, (0, 1), manager.timeouts, world_size=2)
+    node.handle(events.ManagerJoined(manager.now, "c", 0, 0))
+    for rank in range(2):
+        node.handle(events.WorkerStarted(manager.now, "c", rank, 0, 10))
+        node.handle(events.WorkerDeclared(manager.now, "c", rank, 0, True))
+    versions, phase = tuple(sorted(box.read_extras())), box.phase.name.lower()
+    told = []
+    if dice.random() < 0.5:
+        told += node.handle(events.AlarmRang(manager.now, "c", 1, 0, manager.now, box.version, phase, versions))
+    status = dice.choice((-9, -11, 1, 139))
+    words = endings.words((1, 0), status, box, time.monotonic())
+    told += node.handle(events.WorkerExited(manager.now, "c", 1, 0, status, box.version, phase, versions, words))
+    answers = [answer for command in told if isinstance(event := getattr(command, "event", None), events.Event) for answer in manager.hear(event)]
+    kinds = {type(answer).__name__ for answer in answers}
+    expected = {"Interrupt", "ReplaceWorker"}
+    assert expected <= kinds or phase == "exiting" or "RestartGroup" in kinds, (kinds, told)
+    return manager.taken
+
+
 def no_watch_is_left() -> bool:
     """Threads of the library that watch have ended."""
     names = []
@@ -80,7 +160,8 @@ def main(seconds: float = 60, seed: int = 1) -> int:
     dice = random.Random(seed)
     box, alarm = BlackBox.create(), DeathAlarm()
     worker = start(GUARD + READ, box.fd)
-    rounds = watches = 0
+    rounds = watches = told = 0
+    vitals, endings = Vitals(), Endings()
     with ending(worker):
         expect(worker, "guarded True" if alarm.available else "guarded False")
         box.write_extras(1, dice.randbytes(20_000), common=b"common")
@@ -98,6 +179,7 @@ def main(seconds: float = 60, seed: int = 1) -> int:
                 except Exception as error:
                     print(f"seed {seed}, round {rounds}: {name} raised {error!r}")
                     raise
+            told += report(box, vitals, endings, dice)
             if rounds % ROUNDS_PER_WATCH == 0:
                 # It may sleep, or have given up; unwatch wakes it to look at what there is now.
                 watches += alarm.watch(rounds, box)
@@ -119,7 +201,8 @@ def main(seconds: float = 60, seed: int = 1) -> int:
     alarm.watch(rounds, box)
     alarm.unwatch(rounds)
     wait_until(no_watch_is_left, "the end of all watches")
-    print(f"{rounds} rounds, {len(every)} readers, {watches} watches: no error, no false death")
+    print(f"{rounds} rounds, {len(every)} readers, {told} messages to a manager, {watches} watches: no error, no false death, none refused")
+    endings.close()
     alarm.close()
     box.close()
     return 0

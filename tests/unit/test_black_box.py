@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from taskd.errors import NativeLibraryError
 from taskd.native import black_box, box_layout, library
 from taskd.native.black_box import BlackBox, Phase
+from taskd.wire import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,7 +173,7 @@ def test_a_torn_layout_is_no_layout(box, monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 1 << 62), st.binary(max_size=64), st.booleans(), st.integers(0, 5)), max_size=12),
+    st.lists(st.tuples(st.integers(0, black_box.MAX_COUNT), st.binary(max_size=64), st.booleans(), st.integers(0, 5)), max_size=12),
     st.binary(max_size=4096),
 )
 def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_for_one(writes, noise):
@@ -325,3 +326,47 @@ def test_a_damaged_header_is_read_without_an_error(garbage, place):
     box.read_extras()
     box.read_layout()
     box.close()
+
+
+NUMBERS = (0, 1, 2, 5, 15, 16, -1, -2, -7, black_box.MAX_COUNT, black_box.MAX_COUNT + 1, (1 << 63) - 1, -(1 << 63))
+WORDS = {name: word for name, word, _, _ in black_box._RANGES}
+
+
+def test_the_limit_of_a_count_is_that_of_the_protocol():
+    assert schema.MAX_CLAIM == black_box.MAX_COUNT
+
+
+@pytest.mark.parametrize("number", [-2, -7, -(1 << 63), black_box.MAX_COUNT + 1, (1 << 63) - 1])
+def test_counts_that_cannot_be_are_not_known_and_the_box_says_so(box, number):
+    box.begin(1234, 3)
+    box.mark_generation(2)
+    box.mark_version(7)
+    assert (box.pid, box.incarnation, box.generation, box.version, box.damage) == (1234, 3, 2, 7, None)
+    for name in ("pid", "incarnation", "generation", "version"):
+        before = box._words[WORDS[name]]
+        box._words[WORDS[name]] = number
+        assert getattr(box, name) is None
+        assert box.damage == f"{name} {number}"
+        box._words[WORDS[name]] = before
+    assert box.damage is None
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_whatever_a_word_is_its_reader_gives_what_can_be_told(box, number):
+    box.begin(1234, 3)
+    for word in WORDS.values():
+        before, box._words[word] = box._words[word], number
+        assert box.pid is None or 0 < box.pid <= 1 << 22
+        assert all(value is None or 0 <= value <= black_box.MAX_COUNT for value in (box.incarnation, box.generation, box.version))
+        assert all(value is None or 0 < value <= 1e10 for value in (box.alive_at, box.progress_at, box.python_at))
+        assert all(0 <= value <= 1e10 for value in (box.slowest_step_s, *map(box.slowest_long_s, black_box.LONG_PHASES)))
+        assert all(count > 0 and 0 <= seconds <= 1e10 for count, seconds in box.phase_times().values())
+        box._words[word] = before
+
+
+@pytest.mark.parametrize("version", [-1, -7, black_box.MAX_COUNT + 1])
+def test_extras_of_a_version_that_cannot_be_are_none(box, version):
+    assert box.write_extras(5, b"good")
+    box._write_slot(black_box._EXTRAS_WORDS[1], version, b"bad")
+    box._words[black_box._COMMITTED] = 1
+    assert box.read_extras() == {5: b"good"}

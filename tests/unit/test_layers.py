@@ -1,4 +1,4 @@
-"""The dependency rule: who may import what, read from the source by `ast`; and the size limit of a module."""
+"""The dependency rule: who may import what, read from the source by `ast`; who may look at a clock; and the limits of size."""
 
 import ast
 import subprocess
@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "taskd"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 500
+MAX_FUNCTION_LINES = 60
 
 SHELLS = ("taskd.manager", "taskd.agent", "taskd.worker", "taskd.torchrun")
 VENEER = ("taskd.api", "taskd.python")
@@ -33,7 +34,7 @@ FORBIDDEN = {
     "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native", "taskd.testing"),
 }  # fmt: skip
 # The forkserver's child becomes a worker: it imports the runtime, lazily, in its last function.
-EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/forkserver.py", "taskd/agent/spawn.py"}}
+EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawn.py"}}
 
 IMPURE = {
     "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading", "multiprocessing", "queue",
@@ -46,7 +47,28 @@ TORCH_ALLOWED = (
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
 # Ends itself, when its agent is gone: not a process that it started.
-OWN_END = {"taskd/native/death_alarm.py", "taskd/worker/runtime.py"}
+OWN_END = {"taskd/native/death_alarm.py"}
+
+CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time",
+          "thread_time_ns", "clock_gettime", "clock_gettime_ns"}
+DATE_CLOCKS = {"now", "utcnow", "today"}
+# Who looks at a clock itself, and why it is not handed one. "/" at the end: a whole package.
+CLOCK_ALLOWED = {
+    "taskd/clock.py": "it is the clock",
+    "taskd/worker/": "a training process measures itself, in several threads, with nobody above it who has a clock; no fake time can drive torch",
+    "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with theirs: CLOCK_MONOTONIC in ns, for some µs per step",
+    "taskd/native/last_words.py": "waits for another process, in real time",
+    "taskd/transport/zeromq.py": "the wait of a real socket",
+    "taskd/checkpoint/publish.py": "the date of a checkpoint, for people",
+    "taskd/checkpoint/saver.py": "waits for another process, in real time",
+    "taskd/checkpoint/stream.py": "measures the disk, for a log line",
+}
+# Modules that import each other for their annotations only; at run time there is no circle at all.
+TYPING_CIRCLES = (
+    {"taskd.core.advance", "taskd.core.dying", "taskd.core.job", "taskd.core.pairing"},
+    {"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},
+)
+TYPING_CIRCLES_WITHIN = ("taskd.worker", {"taskd", "taskd.config"})    # the worker's modules know their Runtime; `taskd` has its names
 
 
 def name_of(path: Path) -> str:
@@ -157,14 +179,94 @@ def test_only_the_agent_makes_and_ends_processes() -> None:
     assert not wrong
 
 
+def clocks_read(tree: ast.Module) -> list[tuple[int, str]]:
+    """Line and name of every look at a clock, however it was imported."""
+    modules = {alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
+               for alias in node.names if alias.name in {"time", "datetime"}}
+    classes = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "datetime"
+               for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name in CLOCKS or alias.name == "*"]
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value)
+        is_date = owner in classes or (owner.rpartition(".")[0] in modules and modules[owner.rpartition(".")[0]] == "datetime")
+        if (modules.get(owner) == "time" and node.attr in CLOCKS) or (is_date and node.attr in DATE_CLOCKS):
+            found.append((node.lineno, f"{owner}.{node.attr}"))
+    return found
+
+
+@pytest.mark.parametrize(("code", "count"), [
+    ("import time\ntime.monotonic()", 1), ("import time as t\nt.time()", 1), ("from time import monotonic", 1), ("from time import *", 1),
+    ("import time\nread = time.perf_counter_ns", 1), ("from datetime import datetime\ndatetime.now()", 1),
+    ("import datetime\ndatetime.datetime.utcnow()", 1), ("import datetime as d\nd.date.today()", 1),
+    ("import time\ntime.sleep(1)", 0), ("clock.now()", 0), ("from datetime import datetime\ndatetime.fromisoformat(x)", 0),
+])
+def test_a_look_at_a_clock_is_seen_however_it_was_imported(code: str, count: int) -> None:
+    assert len(clocks_read(ast.parse(code))) == count
+
+
 def test_time_is_read_by_the_clock_alone() -> None:
-    """In the shells that have a clock. A worker's own threads and the C library's helpers measure themselves."""
-    wrong = [
-        short(path)
-        for path in MODULES
-        if name_of(path).startswith(("taskd.manager", "taskd.agent", "taskd.testing"))
-        and any(name in {"time.monotonic", "time.time"} for name in imports_of(path))
-    ]
+    """Whoever decides is handed the time. Each exception has its reason, and is one."""
+    looks = {short(path): clocks_read(tree_of(path)) for path in MODULES}
+    used = set()
+    wrong = []
+    for path, found in looks.items():
+        allowed = next((entry for entry in CLOCK_ALLOWED if path == entry or (entry.endswith("/") and path.startswith(entry))), None)
+        if found and allowed is not None:
+            used.add(allowed)
+        elif found:
+            wrong += [f"{path}:{line} reads {name}" for line, name in found]
+    assert not wrong
+    assert used == set(CLOCK_ALLOWED), "entries that nobody needs any more"
+
+
+def test_what_the_tables_name_exists() -> None:
+    names = {name_of(path) for path in MODULES}
+    parts = {*FORBIDDEN, *(part for forbidden in FORBIDDEN.values() for part in forbidden), *SHELLS, *VENEER,
+             *(part for pair in EXCEPTIONS for part in pair), *(part for circle in TYPING_CIRCLES for part in circle)}
+    assert not {part for part in parts if part not in names}
+    files = {*(file for files in EXCEPTIONS.values() for file in files), *TORCH_ALLOWED, *PROCESSES_ALLOWED, *OWN_END, *CLOCK_ALLOWED}
+    assert not {file for file in files if not (ROOT / file).exists()}
+    for (_, forbidden), excepted in EXCEPTIONS.items():
+        assert not {file for file in excepted if not any(is_within(name, forbidden) for name in imports_of(ROOT / file))}
+    assert not {file for file in OWN_END if not any(
+        isinstance(node, ast.Attribute) and node.attr in PROCESS_CALLS for node in ast.walk(tree_of(ROOT / file)))}
+
+
+def circles(*, at_run_time: bool) -> list[set[str]]:
+    """Groups of modules that import each other, directly or not."""
+    names = {name_of(path) for path in MODULES}
+    imported = {name_of(path): {name for name in imports_of(path, at_run_time=at_run_time) if name in names} - {name_of(path)} for path in MODULES}
+
+    def reached(start: str) -> frozenset[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = imported[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return frozenset(seen)
+
+    reach = {name: reached(name) for name in names}
+    return [set(group) for group in {frozenset(other for other in reach[name] if name in reach[other]) for name in names} if group]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(at_run_time=True) == []
+    package, others = TYPING_CIRCLES_WITHIN
+    found = circles(at_run_time=False)
+    assert found                        # else the exceptions can go
+    new = [circle for circle in found if not any(circle <= known for known in TYPING_CIRCLES)
+           and not all(is_within(name, package) or name in others for name in circle)]
+    assert not new
+
+
+def test_no_function_is_too_long() -> None:
+    wrong = [f"{short(path)}:{node.lineno} {node.name}" for path in MODULES for node in ast.walk(tree_of(path))
+             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]
     assert not wrong
 
 

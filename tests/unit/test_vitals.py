@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from taskd.agent.vitals import Vitals
 from taskd.core import marks
 from taskd.native.black_box import BlackBox, Phase
+from taskd.wire import messages, translate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,4 +236,27 @@ def test_a_worker_that_sets_up_or_has_returned_stands_in_nobody_s_way() -> None:
         for later in range(10):
             vitals.look(now + later, 1.0, {0: Worker(None, box)})
         assert not vitals.is_urgent
+    box.close()
+
+
+def test_a_damaged_box_is_told_of_once_and_its_marks_can_be_sent(caplog, monkeypatch) -> None:
+    """Generation -7 of a living worker: every heartbeat of its node was refused as malformed, and the node taken for dead."""
+    monkeypatch.setattr(logging.getLogger("taskd"), "propagate", True)
+    box = BlackBox.create()
+    box.begin(1, 0)
+    box.mark_phase(Phase.FORWARD)
+    vitals, now, worker = Vitals(), time.monotonic(), Worker(1, box)
+    box.mark_generation(-7)
+    box.mark_version(-7)
+    for later in range(3):
+        marks_seen = vitals.look(now + later, 1.0, {3: worker, 4: Worker(1, box)})
+        message = messages.Heartbeat(marks_seen)
+        translate.check(message)
+        assert [(mark.generation, mark.version) for mark in marks_seen] == [(0, None), (0, None)]
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 2
+    assert "the black box of rank 3 (incarnation 0) is damaged: version -7 cannot be" in said[0]
+    worker.incarnation = 1
+    vitals.look(now + 3, 1.0, {3: worker})
+    assert len([record for record in caplog.records if "rank 3 (incarnation 1)" in record.message]) == 1
     box.close()
