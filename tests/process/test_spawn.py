@@ -8,17 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -207,14 +203,6 @@ def _run_plainly(job: dict[str, Any]) -> int:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("programs").resolve()
     return {name: base / re.sub(r"\W", "_", name) for name in PROGRAMS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_hang_up_ignored() -> Iterator[None]:
-    """torchrun catches SIGHUP, so that its workers begin with the default; under nohup, ours of the plain kind would not."""
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, former)
 
 
 @pytest.fixture(scope="module")
