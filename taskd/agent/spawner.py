@@ -85,9 +85,10 @@ class Spawner:
         """What happened since the last call; never blocks for long."""
         found = self._take(self.forkserver.read())
         if self.forkserver.alive:
+            owes = self._is_owed()
+            is_stopped = owes and processes.is_stopped(self.forkserver.pid)
             reason = self._limits.why_replace(
-                self._clock.now(), owes=self._is_owed(), is_ready=self.forkserver.is_ready,
-                is_stopped=processes.is_stopped(self.forkserver.pid))
+                self._clock.now(), owes=owes, is_ready=self.forkserver.is_ready, is_stopped=is_stopped)
             if reason is not None:
                 found += self._take(self.forkserver.kill())
                 self._lost(f"{reason}: it is killed")

@@ -27,6 +27,7 @@ class Forkservers:
         self._looked_at: float | None = None
         self._silent_s = 0.0
         self._stopped_s = 0.0
+        self._was_ready = False
 
     def heard(self) -> None:
         """It has answered, or is a new one."""
@@ -36,7 +37,8 @@ class Forkservers:
         """Why it is not waited for any longer. None: it is, or `owes` nothing. To be asked about once a second, or more often."""
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
-        if not owes:
+        if not owes or is_ready is not self._was_ready:
+            self._was_ready = is_ready
             self.heard()
             return None
         self._silent_s += elapsed_s

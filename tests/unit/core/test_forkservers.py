@@ -41,6 +41,13 @@ def test_every_answer_begins_the_wait_anew() -> None:
             limits.heard()
 
 
+def test_the_time_of_its_imports_does_not_count_when_it_is_ready() -> None:
+    limits = Forkservers()
+    for second in range(200):
+        assert limits.why_replace(float(second), owes=True, is_ready=second >= 100, is_stopped=False) is None or second >= 100 + ANSWER_S
+    assert limits.why_replace(200.0, owes=True, is_ready=True, is_stopped=False) == "has not answered for 100 s"
+
+
 def test_deaths_count_for_a_while_only() -> None:
     limits = Forkservers()
     for number in range(DEATHS):
