@@ -42,7 +42,8 @@ PID_FILE="${PID_FILE:-/tmp/torchrun.pid}"
 echo "${training}" > "${PID_FILE}" || echo "train_start: without this file pre_stop.sh does not find torchrun" >&2
 
 # As the first process of a container, bash gets the SIGTERM of an eviction and must hand it on.
-trap 'kill -TERM "${training}" 2>/dev/null || true' TERM INT
+patience=60
+trap 'patience=5; kill -TERM "${training}" 2>/dev/null || true' TERM INT
 status=0
 wait "${training}" || status=$?
 while kill -0 "${training}" 2>/dev/null; do      # wait was ended by a signal: torchrun is still stopping its workers
@@ -51,9 +52,9 @@ while kill -0 "${training}" 2>/dev/null; do      # wait was ended by a signal: t
 done
 rm -f "${PID_FILE}"
 
-# The manager ends with the job. If torchrun never came so far as to join it, it would wait for ever.
+# The manager ends with the job. If torchrun never came so far as to join it, it would wait for ever; and a pod that is to end has no minute.
 if [[ -n "${manager}" ]]; then
-    timeout 60 tail --pid="${manager}" -f /dev/null || kill -TERM "${manager}" 2>/dev/null || true
+    timeout "${patience}" tail --pid="${manager}" -f /dev/null || kill -TERM "${manager}" 2>/dev/null || true
     wait "${manager}" || true
 fi
 exit "${status}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -26,6 +27,11 @@ class Activity:
     others_s: float        # of the processes that it started, also of those that have ended
     main_io: int           # bytes read and written by the main thread
     threads_io: int        # ... by the other threads
+    runnable_s: dict[int, float] = field(default_factory=dict)   # by thread: on a processor, or waiting for one
+
+    def longest_runnable_s(self, earlier: Activity) -> float:
+        """How long the thread that was most of the time on a processor, or wanted to be, has been so since then."""
+        return max((seconds - earlier.runnable_s.get(thread, 0.0) for thread, seconds in self.runnable_s.items()), default=0.0)
 
 
 class Processes:
@@ -89,11 +95,25 @@ def waits_outside(pid: int) -> bool:
 
 def activity_of(now: float, pid: int, processes: Processes) -> Activity:
     """What it has used up so far. Raises OSError, ValueError or LookupError if it has just ended."""
-    with open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
-        main_s = int(file.read().split()[0]) / 1e9
+    main_s, _ = _times_of(f"/proc/{pid}/task/{pid}")
     own_s, others_s = processes.used_s(pid)
     main_io, all_io = _io_bytes(f"/proc/{pid}/task/{pid}/io"), _io_bytes(f"/proc/{pid}/io")
-    return Activity(now, main_s, own_s - main_s, others_s, main_io, all_io - main_io)
+    return Activity(now, main_s, own_s - main_s, others_s, main_io, all_io - main_io, _runnable_s(pid))
+
+
+def _times_of(thread: str) -> tuple[float, float]:
+    """Seconds on a processor, and seconds in which it could have run and waited for one. See schedstat in the kernel's documentation."""
+    with open(f"{thread}/schedstat", encoding="ascii") as file:
+        on, waiting = file.read().split()[:2]
+    return int(on) / 1e9, int(waiting) / 1e9
+
+
+def _runnable_s(pid: int) -> dict[int, float]:
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/task"):
+        with suppress(OSError):                      # it has ended since
+            found[int(name)] = sum(_times_of(f"/proc/{pid}/task/{name}"))
+    return found
 
 
 def _io_bytes(path: str) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from taskd.native.black_box import BlackBox
 
 Life = tuple[int, int]       # rank, incarnation
+_NO_SCRIPT = 2               # how an interpreter ends that cannot open its script; and argparse
 
 
 class Endings:
@@ -27,6 +28,12 @@ class Endings:
         self._memory_kills = memory_kills or MemoryKills()
         self._said: dict[Life, Fault] = {}
         self._killed: set[Life] = set()
+        self._notes: dict[Life, str] = {}
+
+    def started(self, life: Life, note: str) -> None:
+        """It lives. `note`: why it is not a fork of the warm process, which may be why it ends, too: its script is missing."""
+        if note:
+            self._notes[life] = note
 
     def said(self, life: Life, fault: Fault) -> None:
         """The script ends by an exception, as it told itself."""
@@ -39,7 +46,7 @@ class Endings:
 
     def words(self, life: Life, status: int, box: BlackBox, now: float) -> Fault | None:
         """What is known besides the status of a life that is over; None: nothing. Forgets the life."""
-        said = self._said.pop(life, None)
+        said, note = self._said.pop(life, None), self._notes.pop(life, "")
         was_killed_by_us = life in self._killed
         self._killed.discard(life)
         written = last_words.read_of_end(box) if status != 0 else None
@@ -50,6 +57,8 @@ class Endings:
         if status == -SIGKILL and not was_killed_by_us:
             reason = self._memory_kills.reason(box.pid, now)
             return None if reason is None else exit_fault(*life, status, detail=f"SIGKILL, {reason}")
+        if status == _NO_SCRIPT and note and written is None:
+            return exit_fault(*life, status, detail=f"exit {status} of a fresh interpreter: {note}")
         return said
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from taskd.agent import processes, spawn
 from taskd.agent.spawn_protocol import (
     Exited,
+    Ready,
     Reply,
     SpawnRequest,
     Started,
@@ -53,13 +54,15 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.par
            "taskd.worker.runtime", "taskd.worker.recoverable", "taskd.worker.state", "taskd.worker.phases")
 _CLOSE_TIMEOUT_S = 10.0       # > _TERM_TIMEOUT_S: time for the forkserver to end workers, and to take torch down
 _TERM_TIMEOUT_S = 5.0         # between SIGTERM and SIGKILL, as the guard in the worker does it
-_SEND_TIMEOUT_S = 60        # the forkserver reads nothing while it preloads (2 s; a cold disk: 20 s)
+_SEND_TIMEOUT_S = 10        # one that is ready reads at once
 _TITLE_ROOM = 1024            # bytes of command line kept free, for the titles of workers
+# The same taskd as the agent's, whatever else is installed; then the search path of a program that knows nothing of it.
 _MAIN = """import sys
+sys.path[0:1] = [sys.argv[2]]
+from taskd.agent.forkserver import main
 sys.path[0:1] = []
 sys.path.append(sys.argv[2]) if sys.argv[2] not in sys.path else None
-from taskd.agent.forkserver import main
-main(int(sys.argv[1]), sys.argv[3])"""
+main(int(sys.argv[1]), sys.argv[3], int(sys.argv[4]))"""
 
 
 class Forkserver:
@@ -72,6 +75,8 @@ class Forkserver:
         self.mode = mode
         self.reason = reason
         self.alive = True
+        self.is_ready = False            # it has imported what it is to import, and answers at once
+        self._is_reaped = False
 
     @classmethod
     def start(cls, mode: str = "auto", preload: Sequence[str] = ()) -> Forkserver:
@@ -92,9 +97,7 @@ class Forkserver:
         if mode == "fork":
             process: subprocess.Popen[bytes] | int = _fork(ours, theirs, names)
         else:
-            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-            command = [sys.executable, "-u", "-c", _MAIN, str(theirs.fileno()), root, names, "-" * _TITLE_ROOM]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            process = _execute(theirs, names)
         theirs.close()
         log.info("forkserver started by %s: %s", mode, reason)
         return cls(Wire(ours), process, mode, reason)
@@ -124,29 +127,53 @@ class Forkserver:
             return []
         replies: list[Reply] = []
         while messages := self._wire.receive(wait=False):
-            replies.extend(reply_from(message, descriptors) for message, descriptors in messages)
+            for reply in (reply_from(message, descriptors) for message, descriptors in messages):
+                if isinstance(reply, Ready):
+                    self.is_ready = True
+                else:
+                    replies.append(reply)
         if messages is None:
             self.alive = False
         return replies
 
+    def kill(self) -> list[Reply]:
+        """End it alone, at once: its workers become our children. Returns what it had said before."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._await_end(_CLOSE_TIMEOUT_S)
+        said = self.read()
+        self.close()
+        return said
+
     def close(self) -> None:
-        """End it, and with it every worker that still lives. Returns when it is gone."""
+        """End it, and with it every worker that still lives. Returns when it is gone. Twice is once."""
         self._wire.close()
         self.alive = False
+        if self._is_reaped:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            # While it imports it has no workers, and does not see that we are gone. If it was stopped, it has to go on for that.
+            os.kill(self.pid, signal.SIGCONT if self.is_ready else signal.SIGKILL)
+        self._await_end(_CLOSE_TIMEOUT_S)
+
+    def _await_end(self, timeout_s: float) -> None:
+        if self._is_reaped:
+            return
+        self._is_reaped = True
         if isinstance(self._process, int):
-            _wait_or_kill(self._process)
+            _wait_or_kill(self._process, timeout_s)
             return
         try:
-            self._process.wait(_CLOSE_TIMEOUT_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
-def _wait_or_kill(pid: int) -> None:
+def _wait_or_kill(pid: int, timeout_s: float) -> None:
     try:
         descriptor = os.pidfd_open(pid)
-        if not select.select([descriptor], [], [], _CLOSE_TIMEOUT_S)[0]:
+        if not select.select([descriptor], [], [], timeout_s)[0]:
             os.kill(pid, signal.SIGKILL)
         os.close(descriptor)
         os.waitpid(pid, 0)
@@ -198,16 +225,33 @@ def _fork(ours: socket.socket, theirs: socket.socket, preload: str) -> int:
         os._exit(1)
 
 
-def main(descriptor: int, preload: str) -> NoReturn:
-    """Entry of a forkserver that is a fresh interpreter."""
+def _execute(theirs: socket.socket, preload: str) -> subprocess.Popen[bytes]:
+    """If our working directory was removed, it imports elsewhere: MKL (torch 2.13) ends a process that loads it there."""
+    directory = None if processes.has_directory() else os.open(".", os.O_PATH | os.O_DIRECTORY)
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    command = [sys.executable, "-u", "-c", _MAIN, str(theirs.fileno()), root, preload, str(-1 if directory is None else directory),
+               "-" * _TITLE_ROOM]
+    passed = [theirs.fileno(), *([] if directory is None else [directory])]
+    try:
+        return subprocess.Popen(command, pass_fds=passed, start_new_session=True, cwd=None if directory is None else "/")
+    finally:
+        _close_all(passed[1:])
+
+
+def main(descriptor: int, preload: str, directory: int) -> NoReturn:
+    """Entry of a forkserver that is a fresh interpreter. `directory`: where it is to work, -1 if it is there."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    _serve(connection, tuple(sys.path), preload)
+    _serve(connection, tuple(sys.path), preload, directory)
 
 
-def _serve(connection: socket.socket, search_path: tuple[str, ...], preload: str) -> NoReturn:
+def _serve(connection: socket.socket, search_path: tuple[str, ...], preload: str, directory: int = -1) -> NoReturn:
     server = _Server(Wire(connection), spawn.Baseline(search_path, spawn.initial_environment()))
     server.prepare([name for name in preload.split(",") if name])
+    if directory >= 0:
+        os.fchdir(directory)
+        os.close(directory)
+    server.ready()
     server.loop()
     server.end()
     os._exit(0)
@@ -246,6 +290,10 @@ class _Server:
         gc.collect()
         gc.freeze()
 
+    def ready(self) -> None:
+        """From now on every request is answered at once."""
+        self._reply({"reply": "ready"})
+
     def loop(self) -> None:
         """Serve until the agent is gone."""
         poll = select.poll()
@@ -262,26 +310,49 @@ class _Server:
                 if messages is None:
                     return
                 for message, descriptors in messages:
-                    self._spawn(request_from(message, descriptors))
+                    self._answer(message, descriptors)
 
-    def _spawn(self, request: SpawnRequest) -> None:
+    def _answer(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """One request, one answer."""
         try:
+            request = request_from(message, descriptors)
             note = self._cold_reason or spawn.why_not_warm(request, self._baseline)
-            pid = os.fork()
-        except OSError as error:
-            self._reply({"reply": "failed", "token": request.token, "error": str(error)})
-            _close_all(request.fds.values())
-            return
-        if pid == 0:
-            self._become(request, warm=note is None)
-        _close_all(request.fds.values())
-        self._tokens[pid] = request.token
-        pidfd = os.pidfd_open(pid)
-        self._reply({"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,))
-        os.close(pidfd)
+            self._spawn(request, note)
+        except (OSError, ForkserverError) as error:
+            self._reply({"reply": "failed", "token": message["token"], "error": str(error)})
+        finally:
+            _close_all(descriptors)
 
-    def _become(self, request: SpawnRequest, *, warm: bool) -> NoReturn:
+    def _spawn(self, request: SpawnRequest, note: str | None) -> None:
+        """The worker begins when its start has been told, and ends if that never happens.
+
+        Signals that it gets before it has their dispositions wait for those.
+        """
+        gate_read, gate_write = os.pipe()
         try:
+            former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request, gate_read, gate_write, warm=note is None)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            pidfd = os.pidfd_open(pid)
+            try:
+                self._reply({"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,))
+            finally:
+                os.close(pidfd)
+            self._tokens[pid] = request.token
+            os.write(gate_write, b".")
+        finally:
+            _close_all((gate_read, gate_write))
+
+    def _become(self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool) -> NoReturn:
+        try:
+            os.setsid()
+            os.close(gate_write)
+            if not os.read(gate_read, 1):
+                os._exit(1)                  # nobody knows that we are there
             # Their numbers are closed below and may be given out again: these objects must not close them later.
             self._wire.detach()
             self._wake_read.detach()

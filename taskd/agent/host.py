@@ -48,6 +48,7 @@ class ProcessEvent:
     pid: int = 0
     status: int = 0
     error: str = ""
+    note: str = ""                       # "started": why it is not a fork of the warm process; "": it is
     snapshots: tuple[int, ...] = ()      # versions of its state that are left in node memory
 
 

@@ -88,6 +88,31 @@ def set_title(arguments: list[str]) -> None:
     ctypes.memmove(arg_start, text.ljust(room, b"\0"), room)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether the process has been stopped by a signal."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):        # it is gone, or /proc cannot be read
+        return False
+
+
+def has_directory() -> bool:
+    """Whether the working directory of this process is still there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def ignored_signals() -> tuple[int, ...]:
+    """The signals that this process ignores, as a program that it executes would: what is caught here begins with the default there."""
+    with open("/proc/self/status", "rb") as file:
+        mask = next(int(line.split()[1], 16) for line in file if line.startswith(b"SigIgn:"))
+    return tuple(number for number in sorted(signal.valid_signals()) if mask >> (number - 1) & 1)
+
+
 def signal_group(pid: int, signum: int) -> bool:
     """Send a signal to the worker and to everything in its process group. False: nobody is there any more."""
     try:

@@ -224,6 +224,7 @@ class Service:
             self._read_worker(rank)
             now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
             if event.what == "started":
+                self._endings.started((rank, incarnation), event.note)
                 self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
             elif event.what == "failed":
                 self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error, event.snapshots))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from taskd.agent.spawn_protocol import SpawnRequest
 
 WORKER_ENV = "TASKD_WORKER"        # bootstrap as JSON, for a worker that starts as a fresh interpreter
-_SIGNALS_OF_FORKSERVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS_OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)      # what an interpreter ignores from its start
 # Variables that an interpreter or a library reads once, when it starts: a warm process has already read them.
 _READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_",
                   "TORCH", "PYTORCH_")
@@ -82,25 +82,31 @@ def why_not_warm(request: SpawnRequest, baseline: Baseline) -> str | None:
     program = parse(request.argv)
     if program is None:
         return "the command line is not a script or a module"
-    if not program.is_module:
-        path = os.path.join(request.cwd, program.target)
-        problem = _script_problem(path)
-        if problem is not None:
-            return problem
+    path = os.path.join(request.cwd or "", program.target)
+    problem = _program_problem(request, program, path)
+    if problem is not None:
+        return problem
     for name in sorted(set(baseline.environment) | set(request.env)):
         if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER) \
                 and baseline.environment.get(name) != request.env.get(name):
             return f"{name} differs from what the warm process was started with"
     if request.env.get("PYTHONINSPECT"):
         return "PYTHONINSPECT is set"
-    directory = request.cwd if program.is_module else os.path.dirname(os.path.realpath(path))
+    directory = (request.cwd or ".") if program.is_module else os.path.dirname(os.path.realpath(path))
     shadowed = _shadowed(directory)
     return f"{directory} has its own {shadowed}, which is already loaded from elsewhere" if shadowed else None
 
 
+def _program_problem(request: SpawnRequest, program: Program, path: str) -> str | None:
+    has_directory = processes.has_directory() if request.cwd is None else os.path.isdir(request.cwd)
+    if not has_directory and not os.path.isabs(program.target):
+        return "the working directory was removed"
+    return None if program.is_module else _script_problem(path)
+
+
 def _script_problem(path: str) -> str | None:
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        return "the script is not a readable file"
+        return f"the script {path} is not a readable file"
     with open(path, "rb") as file:
         if file.read(4) == importlib.util.MAGIC_NUMBER or path.endswith(".pyc"):
             return "the script is compiled"
@@ -132,15 +138,15 @@ def _shadowed(directory: str) -> str | None:
 
 def become(request: SpawnRequest, baseline: Baseline, blas: dict[str, int], *, warm: bool) -> NoReturn:
     """Turn this freshly forked process into the worker. Never returns. `blas`: what `quiet_blas` gave."""
-    os.setsid()
     _keep_only(tuple(request.fds.values()))
-    _restore_signals()
+    _restore_signals(request)
     for path, target in ((request.stdout, 1), (request.stderr, 2)):
         if path:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.dup2(descriptor, target)
             os.close(descriptor)
-    os.chdir(request.cwd)
+    if request.cwd is not None:
+        os.chdir(request.cwd)
     worker = None if request.worker is None else {
         **request.worker, "previous_fd": None, **{f"{name}_fd": number for name, number in request.fds.items()}}
     if not warm:
@@ -173,19 +179,21 @@ def _keep_only(wanted: tuple[int, ...]) -> None:
                 os.close(descriptor)
 
 
-def _restore_signals() -> None:
-    """As execve and the start of an interpreter leave them: handlers gone, what was ignored from outside still ignored."""
+def _restore_signals(request: SpawnRequest) -> None:
+    """As execve and the start of an interpreter leave them: handlers gone, what torchrun ignores and blocks ignored and blocked."""
     signal.set_wakeup_fd(-1)
     faulthandler = sys.modules.get("faulthandler")
     if faulthandler is not None and not os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.disable()          # torchrun turns it on for itself
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)) or number in _SIGNALS_OF_FORKSERVER:
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ignored = {*request.ignored, *_SIGNALS_OF_PYTHON}
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        former = signal.getsignal(number)
+        wanted = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+        if former is not None and former != wanted:
+            signal.signal(number, wanted)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
 
 def _fresh_streams() -> None:

@@ -29,23 +29,31 @@ class SpawnRequest:
 
     `argv` has no interpreter: ["-u", script, ...] or ["-u", "-m", module, ...]. `env` is the whole environment. `fds` maps
     the names "channel", "box", "previous", "life" to descriptors; the sender keeps its own copies. `worker` is the
-    bootstrap of the runtime without the descriptor numbers; None starts the script without a runtime.
+    bootstrap of the runtime without the descriptor numbers; None starts the script without a runtime. `ignored` and `blocked` are
+    the signals that torchrun ignores and blocks: what a fresh interpreter would inherit of it.
     """
 
     token: int
     argv: tuple[str, ...]
     env: dict[str, str]
-    cwd: str
+    cwd: str | None = None          # None: where torchrun was when it started the forkserver, even if that was removed since
     kind: str = "python"            # or "exec": a fresh interpreter, always
     stdout: str | None = None       # a file to append to
     stderr: str | None = None
     fds: dict[str, int] = field(default_factory=dict)
     worker: dict[str, Any] | None = None
+    ignored: tuple[int, ...] = ()
+    blocked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The forkserver has imported what it is to import: from now on it answers at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker lives. The receiver owns `pidfd`. `note` says why it was not forked warm, if it was not."""
+    """The worker lives. The receiver owns `pidfd`; -1: it had no descriptor left. `note` says why it was not forked warm, if it was not."""
 
     token: int
     pid: int
@@ -81,6 +89,7 @@ class Wire:
         self._socket = connection
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
+        self._is_cut = False            # this process had no room for the descriptors of the message that is arriving
 
     def fileno(self) -> int:
         """For poll()."""
@@ -95,10 +104,13 @@ class Wire:
         self._socket.sendall(data[sent:])
 
     def receive(self, *, wait: bool) -> list[tuple[dict[str, Any], list[int]]] | None:
-        """Read once and return the complete messages with their descriptors; None at the end of the stream."""
+        """Read once and return the complete messages with their descriptors; None at the end of the stream.
+
+        A message whose descriptors did not fit into this process (EMFILE) comes with none of them.
+        """
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(_CHUNK_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), flags)
+            data, ancillary, received, _ = self._socket.recvmsg(_CHUNK_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), flags)
         except BlockingIOError:
             return []
         except ConnectionResetError:
@@ -108,6 +120,9 @@ class Wire:
                 numbers = array.array("i")
                 numbers.frombytes(content[:len(content) - len(content) % numbers.itemsize])
                 self._descriptors.extend(numbers)
+        if received & socket.MSG_CTRUNC:             # one read brings the descriptors of one message at most
+            self._is_cut = True
+            self._drop_descriptors()
         if not data:
             return None
         self._buffer += data
@@ -122,6 +137,8 @@ class Wire:
             message = msgpack.unpackb(bytes(self._buffer[_LENGTH.size:end]))
             del self._buffer[:end]
             count = message.pop("fd_count")
+            if self._is_cut and count:
+                self._is_cut, count = False, 0
             if count > len(self._descriptors):
                 raise ForkserverError(f"a message announced {count} descriptors, {len(self._descriptors)} arrived")
             messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
@@ -132,8 +149,11 @@ class Wire:
         self._socket.detach()
 
     def close(self) -> None:
-        """Close the socket and what nobody claimed."""
+        """Close the socket and what nobody claimed. Twice is once."""
         self._socket.close()
+        self._drop_descriptors()
+
+    def _drop_descriptors(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
@@ -143,24 +163,29 @@ def request_message(request: SpawnRequest) -> tuple[dict[str, Any], tuple[int, .
     message = {
         "token": request.token, "argv": list(request.argv), "kind": request.kind, "env": request.env, "cwd": request.cwd,
         "stdout": request.stdout, "stderr": request.stderr, "fds": list(request.fds), "worker": request.worker,
+        "ignored": list(request.ignored), "blocked": list(request.blocked),
     }
     return message, tuple(request.fds.values())
 
 
 def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnRequest:
-    """The other way round; descriptors are the receiver's."""
+    """The other way round; descriptors are the receiver's. Raises ForkserverError if they did not arrive."""
+    if len(descriptors) != len(message["fds"]):
+        raise ForkserverError("too many open files in the forkserver: the descriptors of a worker did not fit")
     return SpawnRequest(
         token=message["token"], argv=tuple(message["argv"]), kind=message["kind"], env=message["env"], cwd=message["cwd"],
         stdout=message["stdout"], stderr=message["stderr"], fds=dict(zip(message["fds"], descriptors, strict=True)),
-        worker=message["worker"],
+        worker=message["worker"], ignored=tuple(message["ignored"]), blocked=tuple(message["blocked"]),
     )
 
 
-def reply_from(message: dict[str, Any], descriptors: list[int]) -> Reply:
+def reply_from(message: dict[str, Any], descriptors: list[int]) -> Reply | Ready:
     """A reply of the forkserver."""
     kind = message["reply"]
+    if kind == "ready":
+        return Ready()
     if kind == "started":
-        return Started(message["token"], message["pid"], descriptors[0], message["note"])
+        return Started(message["token"], message["pid"], descriptors[0] if descriptors else -1, message["note"])
     if kind == "failed":
         return StartFailed(message["token"], message["error"])
     return Exited(message["token"], message["pid"], message["status"])

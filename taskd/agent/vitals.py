@@ -34,6 +34,7 @@ _ACTIVE_SHARE = 0.05       # of the time on a processor: more is no sleep ...
 _ACTIVE_S = 0.05           # ... nor is this much, however long ago the last look was
 _THREADS_SHARE = 0.25      # the same of the other threads: those that only watch (ours, torch's) need some, too
 _THREADS_BYTES = 4096      # ... and read a little: so much per second
+_RUNNABLE_SHARE = 0.5      # of the time a thread has run or waited for a processor: on a machine with too few of them that is work, too
 _MEASURED_S = 0.45         # activity is what happened since a look at least so long ago
 _SLEPT_S = 1.0             # a look that comes so much too late: we did not run ourselves
 _GROUPS_SHOWN = 8
@@ -162,7 +163,8 @@ class Vitals:
             return known, 0.0
         if activity.main_s - earlier.main_s > min(_ACTIVE_S, _ACTIVE_SHARE * elapsed_s) or activity.main_io > earlier.main_io \
                 or activity.threads_io - earlier.threads_io > _THREADS_BYTES * elapsed_s \
-                or activity.others_s - earlier.others_s > kernel.TICK_S or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s:
+                or activity.others_s - earlier.others_s > kernel.TICK_S or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s \
+                or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s:
             self._activity[life] = (activity, marks.BUSY)        # and is it still?
             return marks.BUSY, 0.0
         if state == "D" or kernel.waits_outside(pid):

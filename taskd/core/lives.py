@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from taskd.core import events as ev
 from taskd.core.commands import SpawnWorker
-from taskd.core.faults import Fault
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.membership import WorkerState
+from taskd.core.spacing import Spacing
 
 Stand = ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned
 
@@ -100,6 +101,7 @@ class Lives:
             rank: Life(rank, incarnations.get(rank, 0), resumed=generation) for rank in sorted(ranks)
         }
         self.former: dict[tuple[int, int], Life] = {}
+        self.spacing = Spacing()
 
     def all(self) -> list[Life]:
         """Every life that may have a process."""
@@ -173,16 +175,31 @@ class Lives:
             resumed=spawn.generation - 1 if spawn.gated else spawn.generation,
         )
 
-    def next_spawn(self, rank: int, *, at_once: bool) -> list[SpawnWorker]:
-        """The spawn that may happen now: `at_once` if it is gated, else when all earlier processes of the rank are reaped."""
+    def next_spawn(self, rank: int, now: float, *, at_once: bool) -> list[SpawnWorker]:
+        """The spawn that may happen now: `at_once` if it is gated, else when all earlier processes of the rank are reaped.
+
+        Starts that came to nothing let it wait: see `due_spawns`.
+        """
         life = self.present[rank]
         if life.spawn is None:
             return []
         if not (at_once and life.is_gated) and any(former_rank == rank for former_rank, _ in self.former):
             life.spawn = replace(life.spawn, after_reaped=True)
             return []
+        if self.spacing.must_wait(rank, now, at_once=at_once):
+            return []
         spawn, life.spawn, life.has_process = life.spawn, None, True
         return [spawn]
+
+    def due_spawns(self, now: float) -> list[SpawnWorker]:
+        """Those that have waited for long enough after starts that came to nothing."""
+        return [spawn for rank, at_once in self.spacing.due(now) for spawn in self.next_spawn(rank, now, at_once=at_once)]
+
+    def end(self, life: Life, kind: FaultKind, now: float) -> None:
+        """It has no process any more."""
+        life.has_process, life.kill_at = False, None
+        started_at = None if life.started is None else life.started.now
+        self.spacing.ended(life.rank, kind, now, started_at, has_entered=life.is_entered)
 
     def check(self) -> None:
         """Assert that the table agrees with itself."""

@@ -110,7 +110,7 @@ class NodeMachine:
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due."""
-        deadlines = [self._alone_at(), *(life.kill_at for life in self.lives.all())]
+        deadlines = [self._alone_at(), self.lives.spacing.next_at(), *(life.kill_at for life in self.lives.all())]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
@@ -133,7 +133,8 @@ class NodeMachine:
         life = self.lives.of(event)
         if life is None or not life.is_live or self.phase is NodePhase.STOPPING:
             known = life or self.lives.former.get((event.rank, event.incarnation))
-            number = SIGTERM if self.phase is NodePhase.STOPPING else SIGKILL
+            in_time = known is not None and known.kill_at is not None     # else it has been called to end already, and comes late
+            number = SIGTERM if self.phase is NodePhase.STOPPING and in_time else SIGKILL
             return [self._signal(known, number)] if known is not None and known.has_process else []
         life.started = event
         if life.state is WorkerState.STARTING and not life.is_gated:
@@ -171,7 +172,7 @@ class NodeMachine:
         life = former or self.lives.of(event)
         if life is None or not life.has_process:
             return self._ignore("its end was known", event.rank)
-        life.has_process, life.kill_at = False, None
+        self.lives.end(life, fault.kind, self._now)
         if self.phase is NodePhase.STOPPING:
             if life.exit_known is None and life.state is WorkerState.LOST:
                 life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
@@ -180,7 +181,7 @@ class NodeMachine:
             # Killed by order and not replaced: what it leaves. Or dying as the group was restarted: perhaps the reason for that.
             is_news = life.lost is None and (former is None or (life.died_at is not None and not is_success and life.is_live))
             commands = self._lose(life, fault, *left) if is_news else self._confirm(life, fault)
-            return [*commands, *self.lives.next_spawn(event.rank, at_once=False)]
+            return [*commands, *self.lives.next_spawn(event.rank, self._now, at_once=False)]
         if is_success and (self._is_released or not life.is_needed):
             life.state, life.waits_since = WorkerState.FINISHED, None
             return self._tell(ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)) + self._finish_if_all_finished()
@@ -356,7 +357,7 @@ class NodeMachine:
 
     def _spawn_next(self, killed: Life) -> Commands:
         """`killed` was sent SIGKILL: its successor may start, if there is one."""
-        return [*self.lives.next_spawn(killed.rank, at_once=not self._wait_for_exit)]
+        return [*self.lives.next_spawn(killed.rank, self._now, at_once=not self._wait_for_exit)]
 
     def _kill(self, command: do.KillWorker) -> Commands:
         """It did not come when called, or hangs. The replacement is ordered separately."""
@@ -397,7 +398,7 @@ class NodeMachine:
                 commands.append(self._signal(life, SIGTERM))
             spawn = do.SpawnWorker(command.cause, command.generation, rank, incarnation, False, command.restarts_used)
             self.lives.succeed(life, spawn, self._now + self._timeouts.restart_grace_s)
-            commands += self.lives.next_spawn(rank, at_once=False)
+            commands += self.lives.next_spawn(rank, self._now, at_once=False)
         return commands
 
     def _release(self, command: do.Release) -> Commands:
@@ -431,14 +432,13 @@ class NodeMachine:
         if self._give_up is None or self.lives.any_process():
             return []
         self.phase = NodePhase.DONE
-        first = self._give_up.fault
-        others = [fault for fault in self.lives.faults() if first is None or fault.rank != first.rank]
-        faults = others if first is None else [first, *others]
-        return [do.FinishRun(self._cause, self.generation, "dumped" if self._give_up.dump else "failed", self._give_up.reason, tuple(faults))]
+        first = [] if self._give_up.fault is None else [self._give_up.fault]
+        faults = (*first, *(fault for fault in self.lives.faults() if fault.rank not in [other.rank for other in first]))
+        return [do.FinishRun(self._cause, self.generation, "dumped" if self._give_up.dump else "failed", self._give_up.reason, faults)]
 
     def _tick(self, event: ev.Tick) -> Commands:
-        """Use force on what is overdue; stop waiting for a manager."""
-        commands: Commands = []
+        """Start what has waited; use force on what is overdue; stop waiting for a manager."""
+        commands: Commands = [*self.lives.due_spawns(event.now)]
         for life in self.lives.all():
             if life.kill_at is not None and life.kill_at <= event.now:
                 commands.append(self._signal(life, SIGKILL))

@@ -1,4 +1,4 @@
-"""torch's process context over the forkserver: the workers of one node, restartable one by one.
+"""torch's process context over the spawner: the workers of one node, restartable one by one.
 
 Owns the node's worker processes, their channels and black boxes, in one table by local rank (`slots`). Both the agent's
 loop (`read`, `respawn`, `signal`) and torch's own monitoring (`_poll`, `_close`) work on that table. Decides nothing.
@@ -11,32 +11,32 @@ import logging
 import os
 import select
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from signal import SIGKILL, Signals
+from signal import SIG_BLOCK, SIGKILL, Signals, pthread_sigmask
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from taskd.agent import processes
-from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started, StartFailed
+from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from taskd.agent.spawn_protocol import Reply
+    from taskd.agent.spawner import Spawner
 
 log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 300.0     # a forkserver that imports torch from a cold network disk may take minutes
-_START_TRIES = 2             # the second one with a fresh forkserver
+_START_TRIES = 2
+_LOOK_S = 1.0                # between two looks at least: the spawner watches its forkserver by them
 _KEPT_LIVES = 4              # former lives per rank whose black box stays mapped: a death alarm may still watch it
-_TOKENS = itertools.count(1) # unique over all contexts of the process: they share the forkserver
+_TOKENS = itertools.count(1) # unique over all contexts of the process: they share the spawner
 
 
 @dataclass(slots=True)
@@ -55,10 +55,8 @@ class Slot:
     arenas: Arenas               # the same in all lives of the rank
     channel: socket.socket
     pid: int | None = None
-    pidfd: int | None = None
     status: int | None = None
     error: str | None = None
-    is_adopted: bool = False     # its forkserver died: it is our own child now
 
     @property
     def is_over(self) -> bool:
@@ -78,41 +76,29 @@ class TaskdContext(PContext):
     """See the module."""
 
     def __init__(
-        self, *, forkserver: Forkserver, bootstraps: dict[int, dict[str, Any]], life_fd: int, entrypoint: str,
-        restart_forkserver: Callable[[], Forkserver | None], **torch_arguments: Any,
+        self, *, spawner: Spawner, bootstraps: dict[int, dict[str, Any]], life_fd: int, entrypoint: str, **torch_arguments: Any,
     ) -> None:
         """`bootstraps`: for each local rank what the runtime needs; `life_fd`: read end of the agent's life pipe."""
         super().__init__(entrypoint=entrypoint, **torch_arguments)
-        self.forkserver = forkserver
+        self.spawner = spawner
         self.slots: dict[int, Slot] = {}
         self._by_token: dict[int, Slot] = {}
         self._arenas: dict[int, Arenas] = {}              # by local rank
-        self._is_alone = False                            # no forkserver, and none to be had
         self._queued: list[SlotEvent] = []                # read while somebody else waited
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bootstraps = bootstraps
         self._life_fd = life_fd
-        self._restart_forkserver = restart_forkserver
         self._clock = MonotonicClock()
 
     # ------------------------------------------------------------------ for the agent's loop
 
     def fds(self) -> list[int]:
-        """What to wait on for `read`."""
-        adopted = [slot.pidfd for slot in self._by_token.values()
-                   if slot.is_adopted and not slot.is_over and slot.pidfd is not None]
-        return [self._wake, *([self.forkserver.fd] if self.forkserver.alive else []), *adopted]
+        """What to wait on for `read`, which is to be called once a second in any case."""
+        return [self._wake, *self.spawner.fds]
 
     def read(self) -> list[SlotEvent]:
         """Bring the table up to date and tell what changed; never blocks. Events of former lives come too."""
-        found = [event for reply in self.forkserver.read() if (event := self._apply(reply)) is not None]
-        if not self.forkserver.alive and not self._is_alone:
-            self._adopt()
-        for slot in list(self._by_token.values()):
-            if slot.is_adopted and not slot.is_over and slot.pid is not None and slot.pidfd is not None:
-                status = processes.reap_group(slot.pid, slot.pidfd)
-                if status is not None:
-                    found.append(self._ended(slot, Exited(slot.token, slot.pid, status)))
+        found = [event for reply in self.spawner.read() if (event := self._apply(reply)) is not None]
         found[:0] = self._queued
         self._queued = []
         if self._wake >= 0:
@@ -131,39 +117,17 @@ class TaskdContext(PContext):
         if slot is None:
             if isinstance(reply, Started):      # asked for by a context that was closed before it started
                 processes.signal_group(reply.pid, SIGKILL)
-                os.close(reply.pidfd)
             return None
         if isinstance(reply, Started):
-            slot.pid, slot.pidfd = reply.pid, reply.pidfd
+            slot.pid = reply.pid
             if reply.note is not None:
                 log.warning("local rank %d is not forked from the warm process: %s", slot.local_rank, reply.note)
             return SlotEvent(slot, reply)
         if isinstance(reply, StartFailed):
             slot.error = reply.error
-            return SlotEvent(slot, reply)
-        return self._ended(slot, reply)
-
-    def _ended(self, slot: Slot, reply: Exited) -> SlotEvent:
-        slot.status = reply.status
-        if slot.pidfd is not None:
-            os.close(slot.pidfd)
-            slot.pidfd = None
+        elif isinstance(reply, Exited):
+            slot.status = reply.status
         return SlotEvent(slot, reply)
-
-    def _failed(self, slot: Slot, error: str) -> None:
-        slot.error = error
-        self._keep([SlotEvent(slot, StartFailed(slot.token, error))])
-
-    def _adopt(self) -> None:
-        """The forkserver died. Its workers are our children now; what it was asked for did not happen."""
-        log.warning("the forkserver (pid %d) is gone; its workers go on", self.forkserver.pid)
-        for slot in self._by_token.values():
-            slot.is_adopted = True
-            if slot.pid is None and not slot.is_over:
-                self._failed(slot, "the forkserver died")
-        self.forkserver.close()
-        self.forkserver = self._restart_forkserver() or self.forkserver
-        self._is_alone = not self.forkserver.alive
 
     def respawn(self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None) -> Slot:
         """Start the next life of a rank; returns at once, `read` reports. The former life gets no signal from here.
@@ -207,41 +171,48 @@ class TaskdContext(PContext):
                 tries[local_rank] += 1
                 self._spawn(local_rank, self._bootstraps[local_rank])
             if self._clock.now() >= deadline:
-                raise ForkserverError(f"the forkserver (pid {self.forkserver.pid}) started no worker in "
+                raise ForkserverError(f"the forkserver (pid {self.spawner.forkserver.pid}) started no worker in "
                                       f"{_START_TIMEOUT_S:.0f} s: look at what it imports")
 
     def _wait(self, deadline: float) -> None:
         fds = [fd for fd in self.fds() if fd != self._wake]
-        select.select(fds, [], [], max(0.0, deadline - self._clock.now()))
+        select.select(fds, [], [], min(_LOOK_S, max(0.0, deadline - self._clock.now())))
         self._keep(self.read())
 
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
+        """Raises OSError, and has changed nothing then: no descriptors, no memory."""
         former = self.slots.get(local_rank)
-        box = BlackBox.create()
         if not bootstrap["gated"] and local_rank in self._arenas:      # all start anew, and what was is not to be believed
             self._arenas.pop(local_rank).close()
         if local_rank not in self._arenas:
             self._arenas[local_rank] = Arenas.create()
         arenas = self._arenas[local_rank]
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, arenas, ours)
-        descriptors = {"channel": theirs.fileno(), "life": self._life_fd, "box": slot.box.fd}
-        if former is not None:
-            descriptors["previous"] = former.box.fd
-        descriptors.update((f"arena{number}", descriptor) for number, descriptor in enumerate(arenas.descriptors))
+        with ExitStack() as undo:
+            box = BlackBox.create()
+            undo.callback(box.close)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.callback(ours.close)
+            with theirs:
+                slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, arenas, ours)
+                self.spawner.spawn(self._request(slot, theirs.fileno(), None if former is None else former.box.fd))
+            undo.pop_all()
         self.slots[local_rank] = self._by_token[slot.token] = slot
-        try:
-            self.forkserver.spawn(SpawnRequest(
-                token=slot.token, argv=tuple(str(argument) for argument in self.args[local_rank]), cwd=os.getcwd(),
-                env={**os.environ, **self.envs[local_rank]}, stdout=self.stdouts[local_rank] or None,
-                stderr=self.stderrs[local_rank] or None, fds=descriptors, worker=bootstrap,
-            ))
-        except ForkserverError as error:
-            self._failed(slot, str(error))
-        theirs.close()
         if former is not None:
             self._retire(former)
         return slot
+
+    def _request(self, slot: Slot, channel: int, previous: int | None) -> SpawnRequest:
+        local_rank = slot.local_rank
+        descriptors = {"channel": channel, "life": self._life_fd, "box": slot.box.fd}
+        if previous is not None:
+            descriptors["previous"] = previous
+        descriptors.update((f"arena{number}", descriptor) for number, descriptor in enumerate(slot.arenas.descriptors))
+        return SpawnRequest(
+            token=slot.token, argv=tuple(str(argument) for argument in self.args[local_rank]),
+            env={**os.environ, **self.envs[local_rank]}, stdout=self.stdouts[local_rank] or None,
+            stderr=self.stderrs[local_rank] or None, fds=descriptors, worker=slot.bootstrap,
+            ignored=processes.ignored_signals(), blocked=tuple(sorted(pthread_sigmask(SIG_BLOCK, ()))),
+        )
 
     def _retire(self, slot: Slot) -> None:
         """Keep a former life while somebody may still look at it; free the oldest that is over."""
@@ -293,9 +264,6 @@ class TaskdContext(PContext):
         for slot in self._by_token.values():
             slot.channel.close()
             slot.box.close()
-            if slot.pidfd is not None:
-                os.close(slot.pidfd)
-                slot.pidfd = None
         for arenas in self._arenas.values():
             arenas.close()
         self._arenas = {}

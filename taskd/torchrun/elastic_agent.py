@@ -1,6 +1,6 @@
 """torchrun's agent with restartable workers: what `launch_agent` builds in place of torch's LocalElasticAgent.
 
-Owns what the node's workers have in common: the forkserver, the life pipe, incarnation numbers, the store that trainers use.
+Owns what the node's workers have in common: the spawner, the life pipe, incarnation numbers, the store that trainers use.
 torch's rendezvous, environment and log handling are called, not copied. The loop is `taskd.agent.service`; without it, or
 when that falls back, torch's own loop runs over the same workers.
 """
@@ -21,7 +21,6 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from taskd.agent.forkserver import Forkserver
 from taskd.clock import MonotonicClock
 from taskd.core.exits import exit_fault
 from taskd.core.ladder import RepeatRules
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.multiprocessing import PContext
 
+    from taskd.agent.spawner import Spawner
+
 log = logging.getLogger(__name__)
 
 FALLBACK_GENERATION = 1 << 20    # generations that agents count without a manager: above all that a manager gave out
-_FORKSERVER_RESTARTS = 3         # one that dies that often dies of something that another one will not cure
 _STORE_TIMEOUT = dt.timedelta(minutes=5)   # torchrun's own default for a store
 
 
@@ -45,8 +45,7 @@ _STORE_TIMEOUT = dt.timedelta(minutes=5)   # torchrun's own default for a store
 class Launch:
     """What the wrapper of `launch_agent` hands to the agent that torch builds."""
 
-    forkserver: Forkserver
-    preload: tuple[str, ...] = ()        # modules that a forkserver imports besides its own list
+    spawner: Spawner
     rendezvous_endpoint: str = ""
 
 
@@ -77,7 +76,6 @@ class TaskdElasticAgent(LocalElasticAgent):
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
-        self._forkserver_restarts = 0
         self._hosted_store: TCPStore | None = None
         # Readable end: in every worker. At its end of file the agent is gone. Writable end: here only.
         self.life_fd, self._life_write_fd = os.pipe()
@@ -202,15 +200,13 @@ class TaskdElasticAgent(LocalElasticAgent):
             return _start_processes(**arguments)
         del arguments["start_method"], arguments["numa_options"]
         assert self.launch is not None
-        previous = self.context
         bootstraps = {
             local_rank: self.bootstrap(local_rank, self.incarnations.get(worker.global_rank, -1) + 1)
             for local_rank, worker in enumerate(self._worker_group.workers)
         }
         try:
             context = TaskdContext(
-                forkserver=self.launch.forkserver if previous is None else previous.forkserver, bootstraps=bootstraps,
-                life_fd=self.life_fd, restart_forkserver=self._restart_forkserver, **arguments,
+                spawner=self.launch.spawner, bootstraps=bootstraps, life_fd=self.life_fd, **arguments,
             )
             try:
                 context.start()
@@ -220,14 +216,6 @@ class TaskdElasticAgent(LocalElasticAgent):
         except (ForkserverError, OSError) as error:     # limits of the system, mostly: a traceback would say less than this line
             raise SystemExit(f"taskd: the workers of node {self._worker_group.group_rank} could not be started: {error}") from error
         return context
-
-    def _restart_forkserver(self) -> Forkserver | None:
-        if self._forkserver_restarts == _FORKSERVER_RESTARTS:
-            log.error("the forkserver died %d times: there will be no replacement for workers that die from now on",
-                      self._forkserver_restarts + 1)
-            return None
-        self._forkserver_restarts += 1
-        return Forkserver.start("exec", self.launch.preload if self.launch else ())
 
     def _agree_on_generation(self, worker_group: WorkerGroup) -> None:
         """The store prefix of a start that no manager ordered: the same on all nodes, and never used before.

@@ -80,7 +80,7 @@ class TorchrunHost:
             slot, reply = event.slot, event.reply
             life = (workers[slot.local_rank].global_rank, slot.incarnation)
             if isinstance(reply, Started):
-                found.append(ProcessEvent(*life, "started", slot.box, pid=reply.pid))
+                found.append(ProcessEvent(*life, "started", slot.box, pid=reply.pid, note=reply.note or ""))
             elif isinstance(reply, Exited):
                 found.append(ProcessEvent(*life, "exited", slot.box, status=reply.status, snapshots=slot.arenas.versions()))
             else:

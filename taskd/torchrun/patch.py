@@ -97,6 +97,8 @@ def make_agent_class(_original: type) -> type:
 def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of launch_agent: the original, with a forkserver around it."""
     from taskd.agent.forkserver import Forkserver  # noqa: PLC0415 - as above
+    from taskd.agent.spawner import Spawner  # noqa: PLC0415
+    from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 
     @functools.wraps(original)
@@ -106,14 +108,16 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, entrypoint, args, health_check_server=health_check_server)
         settings = AgentConfig.load()       # first of all: a wrong value is told before anything runs
         use_numeric_names()                 # the rendezvous is a store's client
-        forkserver = Forkserver.start(settings.forkserver, settings.preload)
+        # Those that follow are fresh interpreters: by then torchrun has threads.
+        spawner = Spawner(Forkserver.start(settings.forkserver, settings.preload), MonotonicClock(),
+                          lambda: Forkserver.start("exec", settings.preload))
         raised = copy(config)
         raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
-        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(forkserver, settings.preload, config.rdzv_endpoint))
+        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(spawner, config.rdzv_endpoint))
         try:
             return original(raised, entrypoint, args, health_check_server=health_check_server)
         finally:
             elastic_agent.CURRENT_LAUNCH.reset(token)
-            forkserver.close()
+            spawner.close()
 
     return launch_agent

@@ -232,11 +232,11 @@ static void *open_library(void *path)
     return NULL;
 }
 
-/* In a thread: the dynamic linker is busy with it as long as its constructor runs. */
-int open_in_thread(char *path)
+/* In a thread: the dynamic linker is busy with it as long as its constructor runs. The caller's text may be gone when the thread begins. */
+int open_in_thread(const char *path)
 {
     pthread_t thread;
-    return pthread_create(&thread, NULL, open_library, path);
+    return pthread_create(&thread, NULL, open_library, strdup(path));
 }
 
 void set_and_call(int *flag, void (*fault)(void))

@@ -9,6 +9,7 @@ import select
 import sys
 import time
 
+from taskd.agent import processes
 from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started
 
 
@@ -19,7 +20,7 @@ def main(mode: str, jobs_path: str, results_path: str) -> None:
         jobs = json.load(file)
     for token, job in enumerate(jobs):
         server.spawn(SpawnRequest(token=token, argv=tuple(job["argv"]), env=job["env"], cwd=job["cwd"],
-                                  stdout=job["stdout"], stderr=job["stderr"]))
+                                  stdout=job["stdout"], stderr=job["stderr"], ignored=processes.ignored_signals()))
         note, status = None, None
         deadline = time.monotonic() + 60
         while status is None:

@@ -13,12 +13,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +119,8 @@ PROGRAMS = {
     "term": script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)"),
     "ctrl-c": script("import os, signal, atexit\natexit.register(print, 'bye')\nos.kill(os.getpid(), signal.SIGINT)\n"
                      "import time; time.sleep(9)\n"),
+    "interrupted": script("import os, signal\nfor number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):\n"
+                          "    if signal.getsignal(number) == signal.SIG_IGN:\n        os.kill(os.getpid(), number)\nprint('went on')\n"),
     "broken pipe": script("import os\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')\n"),
     "atexit order": script("import atexit\natexit.register(print, 1)\natexit.register(print, 2)\nprint(0)\n"),
     "atexit raises": script("import atexit\natexit.register(lambda: 1 / 0)\natexit.register(print, 2)\n"),
@@ -197,9 +196,9 @@ def _collect(folder: Path, status: int, note: str | None = None) -> Outcome:
     return outcome
 
 
-def _run_plainly(job: dict[str, Any]) -> int:
+def _run_plainly(job: dict[str, Any], prefix: tuple[str, ...] = ()) -> int:
     with open(job["stdout"], "ab") as stdout, open(job["stderr"], "ab") as stderr:
-        return subprocess.run([sys.executable, *job["argv"]], env=job["env"], cwd=job["cwd"], stdout=stdout, stderr=stderr,
+        return subprocess.run([*prefix, sys.executable, *job["argv"]], env=job["env"], cwd=job["cwd"], stdout=stdout, stderr=stderr,
                               start_new_session=True, timeout=60, check=False).returncode
 
 
@@ -207,14 +206,6 @@ def _run_plainly(job: dict[str, Any]) -> int:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("programs").resolve()
     return {name: base / re.sub(r"\W", "_", name) for name in PROGRAMS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_hang_up_ignored() -> Iterator[None]:
-    """torchrun catches SIGHUP, so that its workers begin with the default; under nohup, ours of the plain kind would not."""
-    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, former)
 
 
 @pytest.fixture(scope="module")
@@ -227,23 +218,47 @@ def plain(folders: dict[str, Path]) -> dict[str, Outcome]:
 def ours(request: pytest.FixtureRequest, folders: dict[str, Path], plain: dict[str, Outcome],
          tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     assert plain
-    jobs = [_prepare(program, folders[name]) for name, program in PROGRAMS.items()]
-    paths = [tmp_path_factory.mktemp(request.param) / name for name in ("jobs.json", "results.json")]
+    return _run_ours(request.param, folders, tmp_path_factory.mktemp(request.param))
+
+
+def _run_ours(mode: str, folders: dict[str, Path], scratch: Path, prefix: tuple[str, ...] = ()) -> dict[str, Outcome]:
+    """The programs of these names, in their folders, as workers of a forkserver."""
+    jobs = [_prepare(PROGRAMS[name], folder) for name, folder in folders.items()]
+    paths = [scratch / name for name in ("jobs.json", "results.json")]
     paths[0].write_text(json.dumps(jobs), encoding="utf-8")
     env = dict(jobs[0]["env"])
     del env["OMP_NUM_THREADS"]        # as torchrun is usually started: it sets the variable only for its workers
     del env["EXTRA"]
-    command = [sys.executable, "-u", str(Path(__file__).with_name("spawn_driver.py")), request.param, *map(str, paths)]
+    command = [*prefix, sys.executable, "-u", str(Path(__file__).with_name("spawn_driver.py")), mode, *map(str, paths)]
     done = subprocess.run(command, env=env, cwd=ROOT, timeout=300, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(paths[1].read_text(encoding="utf-8"))
     return {name: _collect(folders[name], result["status"], result["note"])
-            for name, result in zip(PROGRAMS, results, strict=True)}
+            for name, result in zip(folders, results, strict=True)}
 
 
 def _comparable(name: str, text: str) -> Any:
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
     return json.loads(text) if name.startswith("probe") and text.startswith("{") else text
+
+
+@pytest.mark.parametrize("mode", ["fork", "exec"])
+def test_signals_that_are_ignored_from_outside_are_ignored_by_workers(tmp_path: Path, mode: str) -> None:
+    """Under nohup, in the background of a script, under cron and in many a CI."""
+    prefix = ("sh", "-c", 'trap "" INT QUIT HUP; exec "$@"', "sh")
+    base = tmp_path.resolve()
+    folders = {name: base / re.sub(r"\W", "_", name) for name in ("probe", "interrupted", "command")}
+    expected = {name: _collect(folder, _run_plainly(_prepare(PROGRAMS[name], folder), prefix)) for name, folder in folders.items()}
+    found = _run_ours(mode, folders, base, prefix)
+    signals = json.loads(expected["probe"].stdout)["signals"]
+    assert [signals[str(int(number))] for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)] == [str(signal.SIG_IGN)] * 3
+    assert expected["interrupted"].stdout == "went on\n"
+    for name, outcome in expected.items():
+        assert (found[name].status, found[name].stderr, found[name].note is None) == (outcome.status, outcome.stderr, PROGRAMS[name].warm)
+        pair = [_comparable(name, run.stdout) for run in (found[name], outcome)]
+        for seen in pair if name == "probe" else ():
+            seen.pop("environ")              # the shell adds to it
+        assert pair[0] == pair[1]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -270,3 +270,17 @@ def test_the_kernel_is_asked_about_a_kill_that_is_not_ours(endings, box):
     assert endings.words((5, 0), -9, box, 0.0) is None
     endings.signalled((6, 0), signal.SIGTERM)
     assert endings.words((6, 0), -15, box, 0.0) is None
+
+
+def test_an_interpreter_that_finds_no_script_says_which(machine) -> None:
+    endings = Endings(machine.kills())
+    note = "the script /data/train.py is not a readable file"
+    with contextlib.closing(endings), contextlib.closing(BlackBox.create()) as box:
+        endings.started((1, 2), note)
+        words = endings.words((1, 2), 2, box, 100.0)
+        assert words is not None
+        assert (words.kind, words.detail, words.signature) == (FaultKind.EXITED, f"exit 2 of a fresh interpreter: {note}", "exit 2")
+        assert endings.words((1, 2), 2, box, 100.0) is None          # it was about that life
+        for status in (0, 1, -9):
+            endings.started((1, 3), note)
+            assert endings.words((1, 3), status, box, 100.0) is None

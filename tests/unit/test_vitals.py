@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from taskd.agent import activity as kernel
+from taskd.agent import vitals
 from taskd.agent.vitals import Vitals
 from taskd.core import marks
 from taskd.native.black_box import BlackBox, Phase
@@ -69,10 +71,10 @@ def start() -> Iterator:
 
 def looked_at(program: Program, wanted: str, deadline_s: float = 20.0) -> Mark:
     """The first mark with that activity; looks as an agent does."""
-    vitals, end = Vitals(), time.monotonic() + deadline_s
+    looks, end = Vitals(), time.monotonic() + deadline_s
     seen = []
     while time.monotonic() < end:
-        (mark,) = vitals.look(time.monotonic(), 0.25, {3: program.worker})
+        (mark,) = looks.look(time.monotonic(), 0.25, {3: program.worker})
         seen.append(mark.activity)
         if mark.activity == wanted:
             return mark
@@ -121,6 +123,48 @@ def test_a_process_whose_other_threads_work_is_busy(start) -> None:
         threading.Thread(target=work, daemon=True).start()
         print("ready", flush=True)
         threading.Event().wait()"""), marks.BUSY)
+
+
+@pytest.fixture
+def rival() -> Iterator[int]:
+    """A processor that another process keeps busy. Its number."""
+    processor = max(os.sched_getaffinity(0))
+    code = f"import os\nos.sched_setaffinity(0, [{processor}])\nprint('ready', flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield processor
+        process.kill()
+
+
+def test_a_process_whose_other_threads_want_to_work_and_get_no_processor_is_busy(start, rival: int) -> None:
+    """As on a machine with far more to do than processors: here by a policy that lets everybody else go first."""
+    program = start(f"""if True:
+        import os, threading
+        def work():
+            os.sched_setaffinity(0, [{rival}])
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            while True:
+                pass
+        threading.Thread(target=work, daemon=True).start()
+        print("ready", flush=True)
+        threading.Event().wait()""")
+    before, began = processor_time(program), time.monotonic()
+    looked_at(program, marks.BUSY)
+    assert processor_time(program) - before < 0.25 * (time.monotonic() - began), "it got a processor: nothing was tested"
+
+
+def processor_time(program: Program) -> float:
+    with open(f"/proc/{program.process.pid}/stat", "rb") as file:
+        return sum(map(int, file.read().rpartition(b")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_threads_that_watch_and_wait_for_a_processor_now_and_then_are_no_work() -> None:
+    """On a full machine each of their wakings takes a while."""
+    earlier = kernel.Activity(100.0, 1.0, 1.0, 0.0, 0, 0, {1: 1.0, 2: 2.0, 3: 3.0})
+    later = kernel.Activity(101.0, 1.0, 1.0, 0.0, 0, 0, {1: 1.0, 2: 2.3, 3: 3.4, 4: 0.1})
+    assert later.longest_runnable_s(earlier) == pytest.approx(0.4)
+    assert later.longest_runnable_s(earlier) < vitals._RUNNABLE_SHARE
 
 
 @pytest.mark.parametrize(
