@@ -5,6 +5,7 @@ Owns the taking in of registrations, complete and repeated ones, and the loss of
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.advance import was_sent_on
 from taskd.core.job import Commands, Job
 from taskd.core.leases import Leases
 from taskd.core.membership import Member, WorkerState
@@ -97,8 +98,13 @@ class Attendance:
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
             elif state is WorkerState.PAUSED and is_awaited and member.rank in self._job.awaited:
-                member.pause(report.version, report.clean, report.snapshots)
+                self._take_over_paused(member, report)
         return missed
+
+    def _take_over_paused(self, member: Member, report: ev.WorkerReport) -> None:
+        """It waits. If it was sent on since, this is older than that, or that was lost: it hears it again."""
+        if not (report.may_advance and was_sent_on(self._job, member.rank)):
+            member.pause(report.version, report.clean, report.snapshots, may_advance=report.may_advance)
 
     def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
         """An agent came back: say again what it may have missed, and answer what it brings."""

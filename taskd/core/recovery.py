@@ -39,7 +39,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from taskd.core import events as ev
-from taskd.core.advance import advance
+from taskd.core.advance import advance, was_sent_on
 from taskd.core.attendance import Attendance
 from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job
@@ -271,6 +271,8 @@ class RecoveryMachine:
         job = self._job
         if job.attempt is None or not (member.rank in job.awaited or member.may_advance):
             return []
+        if may_advance and was_sent_on(job, member.rank):
+            return self._ignore("it offers a step that it was told to do", member.rank)
         member.pause(version, clean, snapshots, may_advance=may_advance)
         job.attempt.paused(job.now, replaced=member.replaced)
         job.awaited.discard(member.rank)
