@@ -144,11 +144,13 @@ class Attendance:
         self._leases.drop(node_rank)
         if job.phase is Phase.ENDING:
             return job.end_if_all_left()
-        if outcome != "succeeded":
+        is_needed = any(self._is_to_come(member) for member in job.membership.on_node(node_rank))
+        if outcome != "succeeded" or is_needed:
             for member in self._job.membership.on_node(node_rank):
                 member.lose()
                 job.awaited.discard(member.rank)
-            return job.end_badly(f"the agent of node {node_rank} {how}")
+            crossed = f"{job.what_happened()}, and node {node_rank} has already left"
+            return job.end_badly(crossed if outcome == "succeeded" else f"the agent of node {node_rank} {how}")
         for member in self._job.membership.on_node(node_rank):
             member.state = WorkerState.FINISHED
         if any(node.is_present for node in self._job.membership.nodes.values()):
@@ -158,6 +160,11 @@ class Attendance:
         # An earlier manager knew the others, or they are late: wait for one more lease before taking it for the end.
         job.alarm = job.now + job.timeouts.agent_lease_s
         return []
+
+    def _is_to_come(self, member: Member) -> bool:
+        """Whether a new life of it was ordered that nobody has heard of yet."""
+        is_restarted = self._job.phase is Phase.RESTARTING and member.state is WorkerState.STARTING
+        return member.is_live and (member.replaced or is_restarted)
 
     def heard(self, event: ev.AgentHeard) -> Commands:
         """The agent is alive."""

@@ -137,11 +137,12 @@ class RecoveryMachine:
         self.story.commands(commands)
         return commands
 
-    def next_deadline(self) -> float | None:
-        """When `Tick` is due."""
+    def next_deadline(self, *, with_leases: bool = True) -> float | None:
+        """When `Tick` is due. A lease ends nothing as long as its node is there: without it, when the wait for something ends."""
         if self.phase is Phase.ENDED:
             return None
-        deadlines = (self._leases.next_deadline(), self._job.awaited.next(), self._job.alarm)
+        lease = self._leases.next_deadline() if with_leases else None
+        deadlines = (lease, self._job.awaited.next(), self._job.alarm)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:

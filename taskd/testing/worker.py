@@ -68,7 +68,7 @@ class SimulatedWorker:
         self.raise_next = self.tear_next = False
         self.resumed_at = self._read_at = 0.0
         self._must_report_recovery = False
-        self._is_entered = False
+        self.is_entered = False
         self._report, self._on_exit = report, on_exit
         self._step_token = 0                         # what was scheduled before an interrupt does not happen
         self._incoming: list[int] = []
@@ -170,8 +170,8 @@ class SimulatedWorker:
             self._enter()
 
     def _enter(self) -> None:
-        if self.world.is_declared and not self._is_entered:
-            self._is_entered = True
+        if self.world.is_declared and not self.is_entered:
+            self.is_entered = True
             self._say(ev.WorkerDeclared, entered=True)
         self.phase = "enter"
         self._step_token += 1
