@@ -19,7 +19,7 @@ from taskd.testing.liveness import Stuck, is_awaited, why_stuck
 from taskd.testing.network import MemoryNetwork, NetworkQuality
 from taskd.testing.script import FaultScript, Trouble
 from taskd.testing.shells import MANAGER, SimulatedAgent, SimulatedManager
-from taskd.testing.worker import World
+from taskd.testing.worker import SimulatedWorker, World
 
 
 @dataclass
@@ -127,17 +127,23 @@ class SimulatedJob:
         if trouble.kind == "manager":
             return self._kill_manager(trouble.lasts_s)
         if trouble.kind in {"agent", "cut"}:
-            agent = self.agents[trouble.target]
-            if trouble.kind == "agent":
-                if not agent.is_known:
-                    return False                     # a node that never comes is waited for
-                agent.kill()
-            else:
-                self.network.cut(MANAGER, trouble.target)
-            return True
+            return self._hurt_node(trouble)
         worker = self.world.workers.get(trouble.target)
         if worker is None or not worker.is_alive or worker.is_frozen:
             return False
+        return self._hurt_worker(trouble, worker)
+
+    def _hurt_node(self, trouble: Trouble) -> bool:
+        if trouble.kind == "cut":
+            self.network.cut(MANAGER, trouble.target)
+            return True
+        agent = self.agents[trouble.target]
+        if not agent.is_known:
+            return False                             # a node that never comes is waited for
+        agent.kill()
+        return True
+
+    def _hurt_worker(self, trouble: Trouble, worker: SimulatedWorker) -> bool:
         if trouble.kind == "fail start":
             next(agent for agent in self.agents if trouble.target in agent.machine.lives.present).fail_starts += 1
             worker.die(-9)

@@ -42,7 +42,7 @@ def test_a_node_that_keeps_to_itself_who_waits_is_noticed(monkeypatch: pytest.Mo
     honest = Lives.reports
     monkeypatch.setattr(Lives, "reports", lambda self: tuple(
         replace(report, state="running", may_advance=False) if report.may_advance else report for report in honest(self)))
-    with pytest.raises(Stuck, match="rank 2 is in asking; rank 3 is in asking; .* the manager is resumed"):
+    with pytest.raises(Stuck, match=r"rank 2 is in asking; rank 3 is in asking; .* the manager is resumed"):
         lost_resume().run()
 
 
