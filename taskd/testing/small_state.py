@@ -18,7 +18,11 @@ IN_COLLECTIVE = frozenset({"enter", "vote"})
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which world, and how much may go wrong in it. `late`: nodes whose agent has not registered yet when training begins."""
+    """Which world, and how much may go wrong in it.
+
+    `late`: nodes whose agent has not registered yet when training begins. `in_turns`: what somebody says to one other in one turn stays together
+    on its way, and is heard, lost or repeated as one. `breaks`: see `taskd.testing.small_world`.
+    """
 
     nodes: int = 2
     per_node: int = 2
@@ -28,6 +32,7 @@ class Scope:
     faults: int = 1
     breaks: int = 0
     late: tuple[int, ...] = ()
+    in_turns: bool = False
 
 
 class Worker(NamedTuple):
@@ -55,8 +60,8 @@ class State(NamedTuple):
     agents: tuple[int, ...]
     left: frozenset[int]                 # nodes whose agent has ended
     workers: tuple[Worker, ...]
-    up: tuple[tuple[int, ...], ...]      # by node: messages that are on their way to the manager, and
-    down: tuple[tuple[int, ...], ...]    # ... to the agent
+    up: tuple[tuple[tuple[int, ...], ...], ...]      # by node: messages that are on their way to the manager, and
+    down: tuple[tuple[tuple[int, ...], ...], ...]    # ... to the agent
     gaps: frozenset[int]                 # nodes that will notice that something was lost, and register
     reaps: frozenset[tuple[int, int, int]]       # rank, incarnation and status of what the kernel has not said yet
     arrived: frozenset[tuple[Any, int]]  # who has come to which collective
@@ -77,6 +82,7 @@ class Draft:
         self.agents, self.left, self.workers = list(state.agents), set(state.left), list(state.workers)
         self.up, self.down = [list(queue) for queue in state.up], [list(queue) for queue in state.down]
         self.gaps, self.reaps, self.arrived = set(state.gaps), set(state.reaps), set(state.arrived)
+        self.sent: set[tuple[str, int]] = set()      # channels that have got something in this turn
         self.faults, self.breaks = state.faults, state.breaks
 
     def freeze(self) -> State:

@@ -67,6 +67,15 @@ class Rules:
             self.messages.append(thing)
         return number
 
+    def _send(self, draft: Draft, name: str, node: int, thing: Any) -> None:
+        """Into a channel. `Scope.in_turns`: together with what was sent there in the same turn."""
+        queue = (draft.up if name == "up" else draft.down)[node]
+        if self.scope.in_turns and queue and (name, node) in draft.sent:
+            queue[-1] = (*queue[-1], self._post(thing))
+        else:
+            queue.append((self._post(thing),))
+            draft.sent.add((name, node))
+
     def _receive(self, number: int, now: float) -> Any:
         """The event that this message is for whoever gets it now."""
         event = self._heard.get((number, now))
@@ -112,7 +121,7 @@ class Rules:
             machine = NodeMachine(node, ranks, self.timeouts, node_count=scope.nodes, world_size=len(self.ranks), agent_incarnation=f"agent {node}")
             machine.story = NO_STORY
             agents.append(self._number(machine))
-        nothing: tuple[tuple[int, ...], ...] = ((),) * scope.nodes
+        nothing: tuple[tuple[Any, ...], ...] = ((),) * scope.nodes
         draft = Draft(State(
             0.0, self._new_manager(), tuple(agents), frozenset(), tuple(Worker(0, "boot", 0, 0) for _ in self.ranks), nothing, nothing,
             frozenset(), frozenset(), frozenset(), scope.faults, scope.breaks,
@@ -195,7 +204,7 @@ class Rules:
         if "raise" in kinds and worker.phase == "vote":
             yield f"FAULT rank {rank} raises", self._fault(self._raise, rank=rank, kind=FaultKind.RAISED)
 
-    def _faults_of_channel(self, name: str, node: int, queue: tuple[int, ...]) -> Iterator[Move]:
+    def _faults_of_channel(self, name: str, node: int, queue: tuple[Any, ...]) -> Iterator[Move]:
         if queue and f"lose {name}" in self.scope.kinds:
             yield f"FAULT a message {name} of node {node} is lost", self._fault(self._lose, name=name, node=node)
         if queue and f"repeat {name}" in self.scope.kinds:
@@ -375,7 +384,7 @@ class Rules:
 
     def _do_on_node(self, draft: Draft, node: int, command: do.Command) -> None:
         if isinstance(command, do.TellManager):
-            draft.up[node].append(self._post(_plain(command.event)))
+            self._send(draft, "up", node, _plain(command.event))
         elif isinstance(command, do.TellWorker):
             worker = draft.workers[command.rank]
             if (worker.incarnation, worker.phase != "gone") == (command.incarnation, True):
@@ -397,30 +406,35 @@ class Rules:
         draft.gaps.discard(node)
         draft.down[node] = []
         if isinstance(command, do.FinishRun):
-            draft.up[node].append(self._post(ev.AgentLeft(0.0, "", node, command.outcome, "")))
+            self._send(draft, "up", node, ev.AgentLeft(0.0, "", node, command.outcome, ""))
         for rank in range(node * self.scope.per_node, (node + 1) * self.scope.per_node):
             draft.workers[rank] = draft.workers[rank]._replace(phase="gone", orders=())
         draft.reaps = {reap for reap in draft.reaps if reap[0] // self.scope.per_node != node}
 
     def _register(self, draft: Draft, node: int) -> None:
         draft.gaps.discard(node)
-        draft.up[node].append(self._post(_plain(self.machines[draft.agents[node]].registration(draft.now))))
+        self._send(draft, "up", node, _plain(self.machines[draft.agents[node]].registration(draft.now)))
 
     def _deliver_down(self, draft: Draft, node: int) -> None:
-        self._tell_agent(draft, node, self._receive(draft.down[node].pop(0), draft.now))
+        for number in draft.down[node].pop(0):
+            self._tell_agent(draft, node, self._receive(number, draft.now))
 
     # ------------------------------------------------------------------ the manager
 
     def _deliver_up(self, draft: Draft, node: int) -> None:
-        event = self._receive(draft.up[node].pop(0), draft.now)
+        for number in draft.up[node].pop(0):
+            if not draft.ended:
+                self._hear(draft, node, self._receive(number, draft.now))
+
+    def _hear(self, draft: Draft, node: int, event: ev.Event) -> None:
         if isinstance(event, ev.AgentRegistered):
             refusal = self.machines[draft.manager].refusal(event)
             if refusal is not None:
-                draft.down[node].append(self._post(ev.ManagerRefused(0.0, "", refusal)))
+                self._send(draft, "down", node, ev.ManagerRefused(0.0, "", refusal))
                 return
             draft.manager, commands = self._handle(draft.manager, event)
             machine = self.machines[draft.manager]
-            draft.down[node].append(self._post(ev.ManagerJoined(0.0, "", machine.generation, machine.restarts_used)))
+            self._send(draft, "down", node, ev.ManagerJoined(0.0, "", machine.generation, machine.restarts_used))
             self._do_as_manager(draft, commands)
         elif node in self.machines[draft.manager].membership.nodes:
             self._tell_manager(draft, event)
@@ -445,7 +459,7 @@ class Rules:
 
     def _order(self, draft: Draft, node: int, command: do.Command) -> None:
         if node not in draft.left:
-            draft.down[node].append(self._post(command))
+            self._send(draft, "down", node, command)
 
     def _check_resume(self, draft: Draft, command: do.Resume) -> None:
         for rank, worker in enumerate(draft.workers):

@@ -20,10 +20,10 @@ def test_a_quiet_job_of_two_nodes_with_two_ranks(is_sharded: bool) -> None:
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_any_fault_at_any_moment_of_two_nodes_with_one_rank(is_sharded: bool) -> None:
-    report = explore(replace(SMALL, is_sharded=is_sharded))
+    report = explore(replace(SMALL, is_sharded=is_sharded, in_turns=is_sharded))
     print(report)
     assert report.is_complete
-    assert report.states > 10_000
+    assert report.states > 10_000, report
     assert report.ends["succeeded"] > 10
 
 
