@@ -114,7 +114,8 @@ class SimulatedJob:
 
     def _check_liveness(self) -> None:
         reason = why_stuck(self.manager, self.agents, self.world.workers)
-        if reason is not None:
+        has_timeouts_of_its_own = not self.world.is_declared         # torch's, which are all that a script without taskd has
+        if reason is not None and not (has_timeouts_of_its_own and self.world.time_out()):
             raise Stuck(f"at {self.clock.now():.3f} s: {reason}")
 
     def hurt(self, trouble: Trouble) -> None:

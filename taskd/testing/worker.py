@@ -45,6 +45,13 @@ class World:
             for call in waiting.values():
                 self.clock.call_in(self.rng.random() * 0.004, call)
 
+    def time_out(self) -> bool:
+        """Nobody will come any more, which those who wait in a collective see when its timeout is over. False: nobody waits in one."""
+        waiting = [worker for worker in self.workers.values() if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}]
+        for worker in waiting:
+            self.clock.call_in(self.collective_timeout_s, worker.broke)
+        return bool(waiting)
+
 
 class SimulatedWorker:
     """One life. `report` brings events to the agent; `on_exit(status)` is the kernel."""
