@@ -1,7 +1,9 @@
-"""What holds for all tests: gloo stays on loopback; what several test processes share; which tests run when."""
+"""What holds for all tests: gloo stays on loopback; what several test processes share; which tests run
+when; and random histories have a seed that everybody can read."""
 
 import os
 import pathlib
+import secrets
 
 import pytest
 
@@ -9,6 +11,9 @@ from tests import lanes
 
 # Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+# Fresh in each run. The processes of xdist inherit it.
+SEED = os.environ.setdefault("TASKD_TEST_SEED", str(secrets.randbits(32)))
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unused = lanes.mark(items)
     if unused and config.args == ["tests"]:
         raise pytest.UsageError(f"no test is called {', '.join(sorted(unused))}: see EXTENDED in tests/lanes.py")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    terminalreporter.write_line(f"random histories: TASKD_TEST_SEED={SEED} plays the same ones again")

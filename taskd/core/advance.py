@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from taskd.core.job import Commands, Job
 
 
+def was_sent_on(job: Job, rank: int) -> bool:
+    """Whether this rank was told to do a step more, and has not come yet. Until then an offer of it is one that was answered."""
+    return isinstance(job.last, do.Advance) and rank in job.last.ranks and rank in job.awaited
+
+
 def advance(job: Job) -> Commands:
     """Everybody who holds state waits: send those on who should do one step more. Nothing if nobody should."""
     members = job.membership.members

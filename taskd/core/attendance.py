@@ -5,6 +5,7 @@ Owns the taking in of registrations, complete and repeated ones, and the loss of
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.advance import was_sent_on
 from taskd.core.job import Commands, Job
 from taskd.core.leases import Leases
 from taskd.core.membership import Member, WorkerState
@@ -103,8 +104,13 @@ class Attendance:
             elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
                 member.state = WorkerState.RETURNED
             elif state is WorkerState.PAUSED and is_awaited and member.rank in self._job.awaited:
-                member.pause(report.version, report.clean, report.snapshots)
+                self._take_over_paused(member, report)
         return missed
+
+    def _take_over_paused(self, member: Member, report: ev.WorkerReport) -> None:
+        """It waits. If it was sent on since, this is older than that, or that was lost: it hears it again."""
+        if not (report.may_advance and was_sent_on(self._job, member.rank)):
+            member.pause(report.version, report.clean, report.snapshots, may_advance=report.may_advance)
 
     def _catch_up(self, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
         """An agent came back: say again what it may have missed, and answer what it brings."""
@@ -144,11 +150,13 @@ class Attendance:
         self._leases.drop(node_rank)
         if job.phase is Phase.ENDING:
             return job.end_if_all_left()
-        if outcome != "succeeded":
+        is_needed = any(self._is_to_come(member) for member in job.membership.on_node(node_rank))
+        if outcome != "succeeded" or is_needed:
             for member in self._job.membership.on_node(node_rank):
                 member.lose()
                 job.awaited.discard(member.rank)
-            return job.end_badly(f"the agent of node {node_rank} {how}")
+            crossed = f"{job.what_happened()}, and node {node_rank} has already left"
+            return job.end_badly(crossed if outcome == "succeeded" else f"the agent of node {node_rank} {how}")
         for member in self._job.membership.on_node(node_rank):
             member.state = WorkerState.FINISHED
         if any(node.is_present for node in self._job.membership.nodes.values()):
@@ -158,6 +166,11 @@ class Attendance:
         # An earlier manager knew the others, or they are late: wait for one more lease before taking it for the end.
         job.alarm = job.now + job.timeouts.agent_lease_s
         return []
+
+    def _is_to_come(self, member: Member) -> bool:
+        """Whether a new life of it was ordered that nobody has heard of yet."""
+        is_restarted = self._job.phase is Phase.RESTARTING and member.state is WorkerState.STARTING
+        return member.is_live and (member.replaced or is_restarted)
 
     def heard(self, event: ev.AgentHeard) -> Commands:
         """The agent is alive."""

@@ -27,6 +27,7 @@ class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
     `clean` False: it is paused with a torn copy, see `WorkerPaused`.
+    `may_advance`: it is paused within its function, see `WorkerMayAdvance`.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class WorkerReport:
     entered: bool = False
     snapshots: tuple[int, ...] = ()
     shard: str = ""
+    may_advance: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ class Life:
     def stand_still(self, event: Stand | ev.WorkerMayAdvance, now: float) -> None:
         """It left its function and waits. Or it is to go on or to leave, and asks which."""
         if isinstance(event, ev.WorkerMayAdvance):
-            self.offer = event
+            self.offer, self.waits_since = event, now
+            self.state, self.version, self.clean = WorkerState.PAUSED, event.version, True
             return
         self.stand, self.offer, self.waits_since = event, None, now
         if isinstance(event, ev.WorkerReturned):
@@ -81,6 +82,24 @@ class Life:
         """What it said when that generation's interrupt called it out, if it has."""
         said = self.offer or self.stand
         return said if isinstance(said, ev.WorkerPaused | ev.WorkerMayAdvance) and said.generation == generation else None
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether it waits within its function, and could commit one step more."""
+        return self.offer is not None or (isinstance(self.stand, ev.WorkerRaised) and self.stand.may_advance)
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """What it said of node memory when it began to wait."""
+        said = self.offer or self.stand
+        return () if said is None or isinstance(said, ev.WorkerReturned) else said.snapshots
+
+    def call_out(self, generation: int) -> None:
+        """A new Interrupt is passed on to it. What it offered before is void: it will offer it again, or come out."""
+        self.interrupted = generation
+        if self.offer is not None and self.stand is None:
+            self.state, self.waits_since = WorkerState.RUNNING, None
+        self.offer = None
 
     def go_on(self) -> None:
         """It was told to."""
@@ -122,8 +141,7 @@ class Lives:
         return tuple(
             ev.WorkerReport(
                 life.rank, life.incarnation, life.state, life.is_declared, life.version, life.clean, life.is_entered,
-                () if life.stand is None or isinstance(life.stand, ev.WorkerReturned) else life.stand.snapshots,
-                "" if life.holds is None else life.holds.shard,
+                life.snapshots, "" if life.holds is None else life.holds.shard, life.may_advance,
             )
             for life in self.present.values()
         )

@@ -283,4 +283,5 @@ def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
         entered=report.entered,
         snapshots=report.snapshots,
         shard=report.shard,
+        may_advance=report.may_advance,
     )

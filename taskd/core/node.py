@@ -330,7 +330,7 @@ class NodeMachine:
                 life.spawn = replace(life.spawn, generation=command.generation, gated=True)
                 life.is_gated, life.interrupted, life.resumed = True, command.generation, command.generation - 1
             elif life.interrupted < command.generation:
-                life.interrupted, life.offer = command.generation, None
+                life.call_out(command.generation)
                 commands.append(self._pass_on(life, command))
             elif (said := life.answer_to(command.generation)) is not None:
                 commands += self._tell(replace(said, now=self._now))

@@ -39,7 +39,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from taskd.core import events as ev
-from taskd.core.advance import advance
+from taskd.core.advance import advance, was_sent_on
 from taskd.core.attendance import Attendance
 from taskd.core.faults import FaultKind
 from taskd.core.job import Commands, Job
@@ -138,11 +138,12 @@ class RecoveryMachine:
         self.story.commands(commands)
         return commands
 
-    def next_deadline(self) -> float | None:
-        """When `Tick` is due."""
+    def next_deadline(self, *, with_leases: bool = True) -> float | None:
+        """When `Tick` is due. A lease ends nothing as long as its node is there: without it, when the wait for something ends."""
         if self.phase is Phase.ENDED:
             return None
-        deadlines = (self._leases.next_deadline(), self._job.awaited.next(), self._job.alarm)
+        lease = self._leases.next_deadline() if with_leases else None
+        deadlines = (lease, self._job.awaited.next(), self._job.alarm)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
@@ -276,6 +277,8 @@ class RecoveryMachine:
         job = self._job
         if job.attempt is None or not (member.rank in job.awaited or member.may_advance):
             return []
+        if may_advance and was_sent_on(job, member.rank):
+            return self._ignore("it offers a step that it was told to do", member.rank)
         member.pause(version, clean, snapshots, may_advance=may_advance)
         job.attempt.paused(job.now, replaced=member.replaced)
         job.awaited.discard(member.rank)

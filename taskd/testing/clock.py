@@ -5,12 +5,16 @@ from collections.abc import Callable
 
 
 class FakeClock:
-    """See `taskd.clock.Clock`. `call_at` and `run_next` make it the engine of a simulation."""
+    """See `taskd.clock.Clock`. `call_at` and `run_next` make it the engine of a simulation.
+
+    `expected`: how many calls are to come that are not background: heartbeats and the like, which come for ever and change nothing.
+    """
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
-        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._calls: list[tuple[float, int, Callable[[], None], bool]] = []
         self._count = 0
+        self.expected = 0
 
     def now(self) -> float:
         """Seconds since the start."""
@@ -23,19 +27,21 @@ class FakeClock:
             self.run_next()
         self._now = end
 
-    def call_at(self, moment: float, call: Callable[[], None]) -> None:
+    def call_at(self, moment: float, call: Callable[[], None], *, is_background: bool = False) -> None:
         """Do this then; equal moments in the order in which they were asked for."""
         self._count += 1
-        heapq.heappush(self._calls, (max(moment, self._now), self._count, call))
+        self.expected += not is_background
+        heapq.heappush(self._calls, (max(moment, self._now), self._count, call, is_background))
 
-    def call_in(self, seconds: float, call: Callable[[], None]) -> None:
+    def call_in(self, seconds: float, call: Callable[[], None], *, is_background: bool = False) -> None:
         """Do this after a while."""
-        self.call_at(self._now + seconds, call)
+        self.call_at(self._now + seconds, call, is_background=is_background)
 
     def run_next(self) -> bool:
         """Jump to the next thing and do it. False: there is nothing more."""
         if not self._calls:
             return False
-        self._now, _, call = heapq.heappop(self._calls)
+        self._now, _, call, is_background = heapq.heappop(self._calls)
+        self.expected -= not is_background
         call()
         return True

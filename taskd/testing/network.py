@@ -45,8 +45,8 @@ class MemoryNetwork:
         """Nobody is there any more; what arrives is dropped."""
         self._receiver_by_address.pop(address, None)
 
-    def send(self, sender: Hashable, address: Hashable, message: object) -> None:
-        """Hand over a message; it arrives later, or never if the connection is cut."""
+    def send(self, sender: Hashable, address: Hashable, message: object, *, is_background: bool = False) -> None:
+        """Hand over a message; it arrives later, or never if the connection is cut. `is_background`: see `FakeClock`."""
         quality, rng = self._quality, self._rng
         for _ in range(2 if rng.random() < quality.duplicate else 1):
             delay_s = quality.delay_s + rng.random() * quality.jitter_s
@@ -56,7 +56,8 @@ class MemoryNetwork:
             arrival = max(self._clock.now() + delay_s, self._last_arrival.get(pair, 0.0))
             self._last_arrival[pair] = arrival
             connection = self._connection.get(frozenset(pair), 0)
-            self._clock.call_at(arrival, functools.partial(self._arrive, pair, connection, message))
+            call = functools.partial(self._arrive, pair, connection, message)
+            self._clock.call_at(arrival, call, is_background=is_background)
 
     def cut(self, one: Hashable, other: Hashable) -> None:
         """Break the connection: all that is under way is lost. The next message opens a new one."""

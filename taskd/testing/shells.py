@@ -65,7 +65,7 @@ class Alarm:
         """Ring then, unless it is set for then already."""
         if deadline is not None and deadline != self._set_for:
             self._set_for = deadline
-            self._clock.call_at(deadline, self._ring)
+            self._clock.call_at(deadline, self._ring, is_background=True)
 
 
 class SimulatedManager:
@@ -87,6 +87,10 @@ class SimulatedManager:
         self._heard: dict[int, tuple[str, int]] = {}
         self._gaps: set[int] = set()
         network.listen(MANAGER, self._receive)
+
+    def link_to(self, node_rank: int) -> tuple[int, tuple[str, int] | None]:
+        """The number of the newest message to this node, and that of the newest from it, with the life of its agent; None: a gap is known."""
+        return self._sequence.get(node_rank, 0), None if node_rank in self._gaps else self._heard.get(node_rank)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -149,7 +153,8 @@ class SimulatedManager:
 
     def _send(self, node_rank: int, content: object) -> None:
         self._sequence[node_rank] = self._sequence.get(node_rank, 0) + 1
-        self._network.send(MANAGER, node_rank, Packet(self._sequence[node_rank], self.name, content))
+        packet = Packet(self._sequence[node_rank], self.name, content)
+        self._network.send(MANAGER, node_rank, packet, is_background=isinstance(content, Answer))
 
     def _tick(self) -> None:
         if self.is_alive and self.machine.phase is not Phase.ENDED:
@@ -178,7 +183,21 @@ class SimulatedAgent:
         network.listen(node_rank, self._receive)
         for life in machine.lives.present.values():
             self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
-        world.clock.call_in(self._rng.random() * 0.02, self._beat)
+        world.clock.call_in(self._rng.random() * 0.02, self._beat, is_background=True)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a manager has accepted it."""
+        return self._is_joined
+
+    def has_news(self, manager: SimulatedManager | None) -> bool:
+        """Whether its next heartbeats will bring more than a lease: a registration, a gap that was not noticed yet, the manager's silence."""
+        if not self.is_alive or self._is_refused:
+            return False
+        if manager is None or not manager.is_alive:
+            return self._is_joined
+        sent, heard = manager.link_to(self.node_rank)
+        return not self._is_joined or heard != (self._name, self._sequence) or self._manager != (manager.name, sent)
 
     # ------------------------------------------------------------------ processes
 
@@ -258,13 +277,14 @@ class SimulatedAgent:
 
     def _send(self, content: object) -> None:
         self._sequence += 1
-        self._network.send(self.node_rank, MANAGER, Packet(self._sequence, self._name, content))
+        packet = Packet(self._sequence, self._name, content)
+        self._network.send(self.node_rank, MANAGER, packet, is_background=isinstance(content, ev.AgentHeard))
 
     def _beat(self) -> None:
         if not self.is_alive or self._is_refused:
             return
         now = self._clock.now()
-        self._clock.call_in(self._timeouts.heartbeat_s, self._beat)
+        self._clock.call_in(self._timeouts.heartbeat_s, self._beat, is_background=True)
         if not self._is_joined:
             self._register()
         elif now - self._heard_at > self._timeouts.manager_silence_s:

@@ -1,7 +1,7 @@
 """A whole job in virtual time: the real machines over a network in memory, with modelled workers and scripted troubles.
 
 Judges what only an onlooker can see: a rank is resumed only when it really is outside its function, the final state holds
-every step once and in order, and the job ends.
+every step once and in order, and the job ends: whenever everybody waits, something is to come that ends it (`taskd.testing.liveness`).
 """
 
 import functools
@@ -15,10 +15,11 @@ from taskd.core.recovery import RecoveryMachine
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock
+from taskd.testing.liveness import Stuck, is_awaited, why_stuck
 from taskd.testing.network import MemoryNetwork, NetworkQuality
 from taskd.testing.script import FaultScript, Trouble
 from taskd.testing.shells import MANAGER, SimulatedAgent, SimulatedManager
-from taskd.testing.worker import World
+from taskd.testing.worker import SimulatedWorker, World
 
 
 @dataclass
@@ -81,15 +82,20 @@ class SimulatedJob:
             )
             for node in range(nodes)
         ]  # fmt: skip
-        for trouble in script or ():
-            self.clock.call_at(trouble.at, functools.partial(self.hurt, trouble))
+        self.script = script or FaultScript()
+        for trouble in self.script:
+            self.clock.call_at(trouble.at, functools.partial(self.hurt, trouble), is_background=True)
 
     def run(self, until: float = 20_000.0) -> Result:
-        """Until the manager has ended the job, or all agents have left and nobody is there to say so."""
+        """Until the manager has ended the job, or all agents have left and nobody is there to say so. Raises `Stuck`."""
         while self._ended is None and self.clock.now() < until:
             alone = self.manager is None and not any(agent.is_alive for agent in self.agents)
             if alone or not self.clock.run_next():
                 break
+            if self._ended is None and not self.clock.expected:
+                self._check_liveness()
+                if not any(agent.is_alive for agent in self.agents) and not is_awaited(self.manager, self.agents):
+                    break                            # a manager that came after the last agent had left has nothing to end
         states = {
             rank: worker.state if worker.state is not None else worker.parked
             for rank, worker in sorted(self.world.workers.items())
@@ -106,6 +112,12 @@ class SimulatedJob:
             self._missed,
         )
 
+    def _check_liveness(self) -> None:
+        reason = why_stuck(self.manager, self.agents, self.world.workers)
+        has_timeouts_of_its_own = not self.world.is_declared         # torch's, which are all that a script without taskd has
+        if reason is not None and not (has_timeouts_of_its_own and self.world.time_out()):
+            raise Stuck(f"at {self.clock.now():.3f} s: {reason}")
+
     def hurt(self, trouble: Trouble) -> None:
         """Let it happen now."""
         if not self._apply(trouble):
@@ -116,15 +128,23 @@ class SimulatedJob:
         if trouble.kind == "manager":
             return self._kill_manager(trouble.lasts_s)
         if trouble.kind in {"agent", "cut"}:
-            agent = self.agents[trouble.target]
-            if trouble.kind == "agent":
-                agent.kill()
-            else:
-                self.network.cut(MANAGER, trouble.target)
-            return True
+            return self._hurt_node(trouble)
         worker = self.world.workers.get(trouble.target)
         if worker is None or not worker.is_alive or worker.is_frozen:
             return False
+        return self._hurt_worker(trouble, worker)
+
+    def _hurt_node(self, trouble: Trouble) -> bool:
+        if trouble.kind == "cut":
+            self.network.cut(MANAGER, trouble.target)
+            return True
+        agent = self.agents[trouble.target]
+        if not agent.is_known:
+            return False                             # a node that never comes is waited for
+        agent.kill()
+        return True
+
+    def _hurt_worker(self, trouble: Trouble, worker: SimulatedWorker) -> bool:
         if trouble.kind == "fail start":
             next(agent for agent in self.agents if trouble.target in agent.machine.lives.present).fail_starts += 1
             worker.die(-9)
@@ -137,6 +157,8 @@ class SimulatedJob:
             if is_alone or worker.phase not in {"step", "vote"} or (worker.version or 0) >= self.world.steps - 1:
                 return False                         # nobody would ever notice: hangs are another module's business
             worker.freeze()
+        elif trouble.kind == "exit early" and self.world.is_declared and not (worker.is_entered or worker.must_gate):
+            return False                             # a script that has not come to its function may end well: others may not need it
         else:
             worker.die({"kill": -9, "crash": -11, "exit": 3, "exit early": 0}[trouble.kind])
         return True

@@ -45,6 +45,13 @@ class World:
             for call in waiting.values():
                 self.clock.call_in(self.rng.random() * 0.004, call)
 
+    def time_out(self) -> bool:
+        """Nobody will come any more, which those who wait in a collective see when its timeout is over. False: nobody waits in one."""
+        waiting = [worker for worker in self.workers.values() if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}]
+        for worker in waiting:
+            self.clock.call_in(self.collective_timeout_s, worker.broke)
+        return bool(waiting)
+
 
 class SimulatedWorker:
     """One life. `report` brings events to the agent; `on_exit(status)` is the kernel."""
@@ -68,7 +75,7 @@ class SimulatedWorker:
         self.raise_next = self.tear_next = False
         self.resumed_at = self._read_at = 0.0
         self._must_report_recovery = False
-        self._is_entered = False
+        self.is_entered = False
         self._report, self._on_exit = report, on_exit
         self._step_token = 0                         # what was scheduled before an interrupt does not happen
         self._incoming: list[int] = []
@@ -170,8 +177,8 @@ class SimulatedWorker:
             self._enter()
 
     def _enter(self) -> None:
-        if self.world.is_declared and not self._is_entered:
-            self._is_entered = True
+        if self.world.is_declared and not self.is_entered:
+            self.is_entered = True
             self._say(ev.WorkerDeclared, entered=True)
         self.phase = "enter"
         self._step_token += 1

@@ -181,12 +181,13 @@ class TestARecovery:
         (again,) = told(agent.command(do.Interrupt, 1, "x"))
         assert (again.rank, again.version, again.clean) == (0, 5, False)
 
-    def test_who_could_do_a_step_more_is_in_its_function(self, node) -> None:
+    def test_who_could_do_a_step_more_waits_in_its_function(self, node) -> None:
         agent = node()
         agent.command(do.Interrupt, 1, "x", 5, True)
         (offer,) = told(agent.worker(ev.WorkerMayAdvance, 0, 1, 5))
         assert (offer.rank, offer.version) == (0, 5)
-        assert agent.machine.registration(agent.now).workers[0].state == "running"
+        report = agent.machine.registration(agent.now).workers[0]
+        assert (report.state, report.may_advance) == ("paused", True)
         assert told(agent.command(do.Interrupt, 1, "x", 5, True)) == [replace(offer, now=agent.now)], "it is told again"
         assert passed_on(agent.command(do.Advance, 1, 6, (0, 1))) == [(0, "Advance")], "rank 1 has not asked"
         agent.worker(ev.WorkerPaused, 0, 1, 6, True)

@@ -172,6 +172,14 @@ def test_a_stopped_rank_is_found_even_if_nobody_waits_yet() -> None:
     assert judge(*moving, dataclasses.replace(stopped, activity=of.TRACED, frozen_s=1000.0)) is None
 
 
+def test_a_rank_that_was_stopped_when_its_agent_last_spoke_may_run_again() -> None:
+    stopped = standing(2, 2.2, frozen_s=2.1, activity=of.STOPPED)
+    moving = [waiting(rank, 0.01, is_waiting=False) for rank in (0, 1, 3)]
+    limit_s = 2 * TIMEOUTS.heartbeat_s
+    assert culprits(judge(*moving, stopped, after_s=limit_s)) == [2]
+    assert judge(*moving, stopped, after_s=limit_s + 0.1) is None
+
+
 def test_a_rank_that_was_stopped_while_it_waited_is_still_the_culprit() -> None:
     stopped = waiting(2, 2.2, frozen_s=2.1, python_s=2.2, activity=of.STOPPED)
     assert culprits(judge(waiting(0), waiting(1), waiting(3), stopped)) == [2]

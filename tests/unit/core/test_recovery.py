@@ -123,6 +123,17 @@ class TestSeveralDeaths:
         assert (record.generation, len(record.faults), record.restarts_used) == (2, 2, 2)
         assert record.total_s > job.now - began
 
+    def test_a_commit_in_the_generation_before_is_no_recovery_in_this_one(self, manager) -> None:
+        job = manager().joined()
+        job.lose(2)
+        job.pause_all()
+        job.lose(3)
+        assert only(job.pause_all(), do.Resume).generation == 2
+        assert job.recover(1, generation=1) == []
+        for rank in (0, 2, 3):
+            assert job.recover(rank) == [], "rank 1 has not committed in this generation"
+        assert kinds(job.recover(1)) == ["RecordRecovery"]
+
     def test_the_replacement_dies_at_once(self, manager) -> None:
         job = manager().joined()
         job.lose(2, box=(5,))

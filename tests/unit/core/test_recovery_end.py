@@ -123,3 +123,21 @@ class TestAgents:
         job.lose(77)
         resume = only(job.pause_all(), do.Resume)
         assert len(resume.moves) == 2048
+
+
+class TestANodeThatLeavesWhileItIsNeeded:
+    """Its only rank ended well, before it came to its function; that it is wanted back crosses its goodbye."""
+
+    def test_its_new_life_will_never_come(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        job.worker(ev.WorkerDeclared, 0, True)
+        job.worker(ev.WorkerDeclared, 1)
+        assert kinds(job.worker(ev.WorkerFinished, 1)) == ["Interrupt", "ReplaceWorker"]
+        give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
+        assert give_up.reason == "rank 1 ended with exit 0 before it came to its function, while others train, and node 1 has already left"
+
+    def test_nor_will_the_one_of_a_restarted_group(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        assert kinds(job.lose(0, FaultKind.EXITED, "exit 3")) == ["RestartGroup"]
+        give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
+        assert give_up.reason == "rank 0 ended with exit 3 at step 5, and node 1 has already left"

@@ -1,0 +1,77 @@
+"""What tells two states of a machine apart: everything in it that can still decide something, as nested tuples.
+
+Owns which attributes decide nothing: the story, the clock and cause of the event before, and what only goes into records.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from taskd.core.leases import Deadlines
+from taskd.core.record import Attempt
+from taskd.core.recovery import RecoveryMachine
+from taskd.core.story import Story
+from taskd.core.timeouts import Timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from taskd.core.events import Event
+
+Machine = TypeVar("Machine")
+_NO_DECISION = frozenset({"story", "arguments", "now", "cause", "_now", "_cause", "_job", "progress", "stragglers", "pairing", "learned_at"})
+_ONLY_RECORDED = frozenset({
+    "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at", "slowest", "moves", "redone", "followers", "version",
+})  # fmt: skip
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class NoStory(Story):
+    """Remembers nothing, and is shared by all copies of a machine."""
+
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
+    def commands(self, commands: Iterable[object]) -> None:
+        """Nothing."""
+
+    def note(self, now: float, text: str, rank: int | None = None) -> None:
+        """Nothing."""
+
+    def __reduce__(self) -> str:
+        return "NO_STORY"
+
+
+NO_STORY = NoStory(0)
+
+
+def fork(machine: Machine) -> Machine:
+    """A machine in the same state, which shares nothing with this one that changes."""
+    return pickle.loads(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))  # noqa: S301 - our own bytes, made just now
+
+
+def key(thing: Any) -> Any:  # noqa: PLR0911 - one for each kind of thing
+    """Equal for two states exactly if they decide alike from here on."""
+    if isinstance(thing, _PLAIN):
+        return thing
+    if isinstance(thing, Enum):
+        return thing.value
+    if isinstance(thing, (tuple, list)):
+        return tuple(key(item) for item in thing)
+    if isinstance(thing, (set, frozenset)):
+        return tuple(sorted(map(key, thing), key=repr))
+    if isinstance(thing, Mapping):
+        return tuple(sorted(((key(name), key(item)) for name, item in thing.items()), key=repr))
+    if isinstance(thing, Timeouts):
+        return None
+    if isinstance(thing, Deadlines):
+        return key(thing._deadline_by_key)  # noqa: SLF001 - its heap may hold what was taken back
+    if isinstance(thing, RecoveryMachine):
+        return key((thing._job, thing._leases, thing._unconfirmed))  # noqa: SLF001 - what it shares with its parts
+    skipped = _NO_DECISION | _ONLY_RECORDED if isinstance(thing, Attempt) else _NO_DECISION
+    names = [item.name for item in fields(thing)] if is_dataclass(thing) else sorted(vars(thing))
+    return (type(thing).__name__, *(key(getattr(thing, name)) for name in names if name not in skipped))
