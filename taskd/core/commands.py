@@ -173,7 +173,7 @@ class RecoveryRecord:
     """The story of one recovery, for the log line and the JSON record. Durations in seconds, see docs/operations.md."""
 
     generation: int
-    strategy: str                        # "retry", "recover-in-place" or "restart"
+    strategy: str                        # "retry", "recover-in-place" or "restart"; "dump" or "exit" if the job ended by it
     faults: tuple[Fault, ...]
     followers: int                       # others whose communication broke as a consequence
     version: int | None
@@ -189,6 +189,8 @@ class RecoveryRecord:
     total_s: float
     restarts_used: int
     max_restarts: int
+    reason: str = ""                     # why that strategy
+    not_completed: str = ""              # what came before the last rank's first new commit; "": nothing did
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,13 @@ class ReportStraggler(Command):
     phase: str
     own_s: float
     others_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReportNoProgress(Command):
+    """Say that recoveries follow each other and lead nowhere: what keeps happening, and when the job will end because of it."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

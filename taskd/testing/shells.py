@@ -141,7 +141,7 @@ class SimulatedManager:
                 self._send(command.node_rank, command)
             elif isinstance(command, do.EndJob):
                 self.kill()
-            elif not isinstance(command, do.RecordRecovery):
+            elif not isinstance(command, do.RecordRecovery | do.ReportNoProgress):
                 for node_rank in sorted(nodes):
                     if nodes[node_rank].is_present:
                         self._send(node_rank, command)
