@@ -115,16 +115,31 @@ def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, re
 
 
 def test_an_exception_that_comes_back_at_the_same_step_ends_the_job(tmp_path: pathlib.Path) -> None:
-    with harness.job(tmp_path, FAULTS="3@4:forward:always-raise") as job:
+    """Whatever its text says, and in whichever process: it is tried once more in the same one, and once in a new one."""
+    with harness.job(tmp_path, FAULTS="3@4:forward:always-raise-differently") as job:
         finished = job.run()
         assert finished.returncode != 0
-        assert len(job.facts("fault")) == 2
-        assert "ValueError: a bad sample" in finished.output
+        first, second, third = (fact["pid"] for fact in job.facts("fault"))
+        assert first == second != third
+        assert "ValueError: a bad sample at " in finished.output
         assert "Traceback" in finished.output
         assert "came back" in finished.last_line, finished.last_line
         assert job.manager is not None
         assert job.manager.wait(20).returncode == 1
         assert job.leftovers() == set()
+        assert [(record["strategy"], bool(record["not_completed"])) for record in job.recoveries()] == [
+            ("retry", True), ("recover-in-place", True), ("exit", True)]
+
+
+def test_a_process_that_is_broken_is_replaced_the_second_time(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="3@4:step:break") as job:
+        check_recovered(job, job.run(), reference(), faults=1, replaced={3})
+        retried, replaced = job.recoveries()
+        assert retried["not_completed"].startswith("before every rank had made a new step, rank 3 raised ValueError: a bad sample at ")
+        assert (replaced["strategy"], replaced["steps_redone"], replaced["not_completed"]) == ("recover-in-place", 0, "")
+        assert "the process of rank 3 is replaced" in replaced["reason"]
+        assert replaced["faults"][0]["detail"] != retried["faults"][0]["detail"]
+        assert replaced["faults"][0]["signature"] == retried["faults"][0]["signature"]
 
 
 def test_two_at_once(tmp_path: pathlib.Path, reference) -> None:
