@@ -7,7 +7,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.job import Commands, Job
 from taskd.core.leases import Leases
-from taskd.core.membership import Member, WorkerState
+from taskd.core.membership import FELL_BACK, Member, WorkerState
 from taskd.core.phase import Phase
 from taskd.core.record import KnownFault
 
@@ -138,6 +138,9 @@ class Attendance:
         self._leases.drop(node_rank)
         if job.phase is Phase.ENDING:
             return job.end_if_all_left()
+        if outcome == FELL_BACK:
+            # We were away for longer than a fault may wait. Other nodes cannot train without this one, and cannot follow it while they listen to us.
+            return job.end(succeeded=True, reason=f"the agent of node {node_rank} {how}", left_alone=True)
         if outcome != "succeeded":
             for member in self._job.membership.on_node(node_rank):
                 member.lose()

@@ -226,10 +226,14 @@ class ReportNoBuddy(Command):
 
 @dataclass(frozen=True, slots=True)
 class EndJob(Command):
-    """The job is over: the manager leaves with success or failure."""
+    """The job is over: the manager leaves with success or failure.
+
+    `left_alone`: or agents have gone on without it, and it leaves because there is nothing that it could decide any more.
+    """
 
     succeeded: bool
     reason: str
+    left_alone: bool = False
 
 
 # ---------------------------------------------------------------- agent, for its own shell

@@ -59,7 +59,7 @@ class AgentRegistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentLeft(Event):
-    """An agent said goodbye: `outcome` is "succeeded", "failed" or "stopped" (SIGTERM, Ctrl-C)."""
+    """An agent said goodbye: `outcome` is "succeeded", "failed", "dumped", "stopped" (SIGTERM, Ctrl-C), or "fallback": it goes on without us."""
 
     node_rank: int
     outcome: str

@@ -453,12 +453,12 @@ class Job:
             return []
         return self.end(succeeded=False, reason=self.reason)
 
-    def end(self, *, succeeded: bool, reason: str) -> Commands:
-        """The job is over."""
+    def end(self, *, succeeded: bool, reason: str, left_alone: bool = False) -> Commands:
+        """The job is over, or, `left_alone`, agents have gone on without us."""
         self.phase, self.reason = Phase.ENDED, reason
         records = self.close_attempt(f"the job has ended: {reason}")
         self._drop_everything()
-        return [*records, do.EndJob(self.cause, self.generation, succeeded, reason)]
+        return [*records, do.EndJob(self.cause, self.generation, succeeded, reason, left_alone)]
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""

@@ -91,6 +91,7 @@ class Member:
 
 
 LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back
+FELL_BACK = "fallback"                   # the outcome of a node that goes on as plain torchrun, because nobody answered
 _NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
 
 

@@ -288,6 +288,9 @@ class Service:
                             command.host)
             case commands.EndJob():
                 self._result = command.succeeded
+                if command.left_alone:
+                    log.warning("this manager ends: %s. Training goes on as plain torchrun does it, and torchrun tells how it ends", command.reason)
+                    return
                 log.log(logging.INFO if command.succeeded else logging.ERROR, "the job has %s: %s",
                         "succeeded" if command.succeeded else "failed", command.reason)
             case _:

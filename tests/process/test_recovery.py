@@ -295,6 +295,23 @@ def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(tmp_path:
         assert job.leftovers() == set()
 
 
+@pytest.mark.extended
+def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_it(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="1@8:forward:kill", SLEEP_S="0.2", TASKD_FAULT_TIMEOUT="3") as job:
+        manager, agent = job.start_manager(), job.start_agent("train.py")
+        wait_for_step(job, 2)
+        os.kill(manager.process.pid, signal.SIGSTOP)
+        wait_until(job, lambda: harness.state_of(manager.process.pid) == "T")
+        agent.wait_text("Going on as plain torchrun", 60)
+        os.kill(manager.process.pid, signal.SIGCONT)
+        assert manager.wait(20).returncode == 0, manager.text
+        assert "this manager ends: the agent of node 0 left (fallback" in manager.text
+        assert agent.wait(60).returncode == 0, agent.text
+        assert len(job.facts("fault")) == 1
+        assert job.digests() == reference()
+        assert job.leftovers() == set()
+
+
 def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, reference) -> None:
     with harness.job(tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS="1@5:forward:kill;2@70:forward:kill") as job:
         manager = job.start_manager()

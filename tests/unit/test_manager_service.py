@@ -280,6 +280,14 @@ class TestTheLevelOfTheLine:
         assert text.startswith(f"not recovered ({why}) by retry (every process is alive): rank 1 killed (SIGKILL) in step 40; generation 3;")
 
 
+def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agent, lines) -> None:
+    agent.say(messages.AgentLeft(0, "fallback", "rank 1 ended, and no manager answers"))
+    service.turn()
+    assert service.result is True
+    (line,) = [record for record in lines.records if record.levelname == "WARNING"]
+    assert line.message.startswith("this manager ends: the agent of node 0 left (fallback: rank 1 ended, and no manager answers)")
+
+
 def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
     service._execute(commands.ReportNoProgress("cause", 3, "no new step in 3 recoveries"))
     (line,) = [record for record in lines.records if record.levelname == "WARNING"]

@@ -53,7 +53,7 @@ def fail_differently():
 
 def break_down():
     """Like a sticky error of a device: from now on no step begins in this process."""
-    global is_broken
+    global is_broken  # noqa: PLW0603 - that it lasts is the point
     is_broken = True
 
 
