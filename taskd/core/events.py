@@ -22,11 +22,23 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedFailure:
+    """How (without the traceback) and how long ago a life failed that is registered as lost. Not an event of its own.
+
+    `replaced`: it was the one before, whose place the registered life has taken in a recovery that is not over.
+    """
+
+    fault: Fault
+    age_s: float
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
     `state` is one of "starting", "running", "paused", "returned", "lost", "finished".
-    `clean` False: it is paused with a torn copy, see `WorkerPaused`.
+    `clean` False: it is paused with a torn copy, see `WorkerPaused`. `failure`: see there.
     """
 
     rank: int
@@ -38,6 +50,7 @@ class WorkerReport:
     entered: bool = False
     snapshots: tuple[int, ...] = ()
     shard: str = ""
+    failure: ReportedFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)

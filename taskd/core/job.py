@@ -53,6 +53,7 @@ class Job:
         self.suspects: list[KnownFault] = []             # victims, unless nobody else turns out to be the cause
         self.late: list[KnownFault] = []                 # failures after Release
         self.attempt: Attempt | None = None
+        self.inherited: list[KnownFault] = []            # faults that an earlier manager was answering when it went
         self.dying = Dying(self)
         self.pairing = Pairing(self)
         self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release, Dump or GiveUp
@@ -117,6 +118,8 @@ class Job:
         why = "; ".join(describe(known.fault) for known in faults) or "another recovery was needed"
         commands = self.close_attempt(f"before every rank had made a new step, {why}")
         self.attempt = Attempt(self.cause, self.now, outage_began_at=None if before is None else before.outage_began_at)
+        self.attempt.take_over(self.inherited, is_known=bool(faults or self.inherited or self.suspects))
+        self.inherited = []
         return commands, self.attempt
 
     def close_attempt(self, not_completed: str) -> Commands:
@@ -136,7 +139,7 @@ class Job:
         self._explain(choice)
         if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
             return self.end_badly("", attempt.faults[0].fault if attempt.faults else None)
-        if not attempt.reason or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):
+        if (not attempt.reason and not attempt.taken_over) or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):
             attempt.strategy, attempt.reason = choice.strategy, choice.reason
         if choice.strategy is Strategy.RESTART:
             return self.restart_group(choice.reason)

@@ -38,6 +38,7 @@ class Attempt:
     began_at: float                      # for a recovery without a fault: when it was seen to be needed
     strategy: Strategy = Strategy.RETRY
     reason: str = ""                     # why that strategy
+    taken_over: str = ""                 # what an earlier manager has to do with it
     outage_began_at: float | None = None  # the first death of recoveries before this one, none of which was completed
     faults: list[KnownFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
@@ -52,6 +53,14 @@ class Attempt:
     slowest: WorkerRecovered | None = None
     waiting: set[int] = field(default_factory=set)     # ranks that have not recovered (or started) yet
     is_restart: bool = False                           # it waits for starts, not for commits
+
+    def take_over(self, faults: list[KnownFault], *, is_known: bool) -> None:
+        """These were being answered by a manager that went; their ranks have been replaced, and their restarts counted. Or it is not known what was."""
+        self.faults += faults
+        if faults:
+            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, "the manager was restarted meanwhile"
+        elif not is_known:
+            self.taken_over = "the manager was restarted meanwhile, and what came before is not known: the time counts from then"
 
     def commanded(self, now: float) -> None:
         """The commands of a new generation go out."""
@@ -131,7 +140,7 @@ class Attempt:
             total_s=max(0.0, now - self.outage_began_at),
             restarts_used=restarts_used,
             max_restarts=max_restarts,
-            reason=self.reason,
+            reason="; ".join(filter(None, (self.reason, self.taken_over))),
             not_completed=not_completed,
         )
 
