@@ -114,8 +114,8 @@ class Service:
             return self._outcome
         finally:
             with contextlib.suppress(OSError):
-                if farewell[0] != "fallback":
-                    self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
+                # Also of a fallback: a manager that was only stopped finds it when it goes on.
+                self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
             self._mirroring.close()
             self._dealer.close()
             self._alarm.close()

@@ -6,9 +6,10 @@ Owns the taking in of registrations, complete and repeated ones, and the loss of
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.advance import was_sent_on
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.job import Commands, Job
 from taskd.core.leases import Leases
-from taskd.core.membership import Member, WorkerState
+from taskd.core.membership import FELL_BACK, Member, WorkerState
 from taskd.core.phase import Phase
 from taskd.core.record import KnownFault
 
@@ -18,6 +19,7 @@ class Attendance:
 
     def __init__(self, job: Job, leases: Leases, unconfirmed: dict[tuple[int, int], KnownFault]) -> None:
         self._job, self._leases, self._unconfirmed = job, leases, unconfirmed
+        self._told: dict[tuple[int, int], tuple[Fault, float]] = {}     # how lives failed that a registration calls lost, and when
 
     def registered(self, event: ev.AgentRegistered) -> Commands:
         """An agent came, for the first time or again."""
@@ -26,6 +28,7 @@ class Attendance:
             self._job.story.note(event.now, f"ignored: refused: {refusal}")
             return []
         is_known = event.node_rank in self._job.membership.nodes
+        self._take_over_faults(event)
         self._job.membership.register(event)
         self._leases.renew(event.node_rank, event.now)
         job = self._job
@@ -43,6 +46,18 @@ class Attendance:
         for node_rank in event.node_ranks:
             self._leases.renew(node_rank, event.now)
         return []
+
+    def _take_over_faults(self, event: ev.AgentRegistered) -> None:
+        """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
+        for report in event.workers:
+            failure = report.failure
+            if failure is None:
+                continue
+            died_at = event.now - failure.age_s
+            if not failure.replaced:
+                self._told[report.rank, report.incarnation] = (failure.fault, died_at)
+            elif self._job.phase is Phase.JOINING and event.node_rank not in self._job.membership.nodes:
+                self._job.inherited.append(KnownFault(failure.fault, died_at, event.now, is_declared=True))
 
     def wait_for_others(self) -> Commands:
         """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
@@ -73,6 +88,7 @@ class Attendance:
         heard = {node.generation for node in self._job.membership.nodes.values() if node.is_present}
         if job.open or len(heard) > 1 or any(rank not in suspected for rank in stopped):
             return job.recover()
+        job.inherited = []                   # all go on already
         if job.suspects:
             job.phase, job.alarm = Phase.SUSPECTING, job.now + job.timeouts.communication_grace_s
             return []
@@ -81,7 +97,9 @@ class Attendance:
     def _lose_untold(self, member: Member) -> None:
         """The registration says that it is lost; how and when is still on the way."""
         known = self._job.vanished(member)
-        self._unconfirmed[(member.rank, member.incarnation)] = known
+        known.fault, known.died_at = self._told.pop((member.rank, member.incarnation), (known.fault, known.died_at))
+        if known.fault.kind is FaultKind.LOST:
+            self._unconfirmed[(member.rank, member.incarnation)] = known
         self._job.open.append(known)
 
     def _compare(self, event: ev.AgentRegistered) -> list[Member]:
@@ -150,6 +168,10 @@ class Attendance:
         self._leases.drop(node_rank)
         if job.phase is Phase.ENDING:
             return job.end_if_all_left()
+        if outcome == FELL_BACK:
+            # We were away for longer than a fault may wait. Other nodes cannot train without this one,
+            # and cannot follow it while they listen to us.
+            return job.end(succeeded=True, reason=f"the agent of node {node_rank} {how}", left_alone=True)
         is_needed = any(self._is_to_come(member) for member in job.membership.on_node(node_rank))
         if outcome != "succeeded" or is_needed:
             for member in self._job.membership.on_node(node_rank):

@@ -173,7 +173,7 @@ class RecoveryRecord:
     """The story of one recovery, for the log line and the JSON record. Durations in seconds, see docs/operations.md."""
 
     generation: int
-    strategy: str                        # "retry", "recover-in-place" or "restart"
+    strategy: str                        # "retry", "recover-in-place" or "restart"; "dump" or "exit" if the job ended by it
     faults: tuple[Fault, ...]
     followers: int                       # others whose communication broke as a consequence
     version: int | None
@@ -189,6 +189,8 @@ class RecoveryRecord:
     total_s: float
     restarts_used: int
     max_restarts: int
+    reason: str = ""                     # why that strategy
+    not_completed: str = ""              # what came before the last rank's first new commit; "": nothing did
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,13 @@ class ReportStraggler(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportNoProgress(Command):
+    """Say that recoveries follow each other and lead nowhere: what keeps happening, and when the job will end because of it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportNoBuddy(Command):
     """Say that snapshots cannot be mirrored: all nodes are on this host."""
 
@@ -217,10 +226,14 @@ class ReportNoBuddy(Command):
 
 @dataclass(frozen=True, slots=True)
 class EndJob(Command):
-    """The job is over: the manager leaves with success or failure."""
+    """The job is over: the manager leaves with success or failure.
+
+    `left_alone`: or agents have gone on without it, and it leaves because there is nothing that it could decide any more.
+    """
 
     succeeded: bool
     reason: str
+    left_alone: bool = False
 
 
 # ---------------------------------------------------------------- agent, for its own shell

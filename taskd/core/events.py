@@ -23,11 +23,24 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedFailure:
+    """How (without the traceback) and how long ago a life failed that is registered as lost. Not an event of its own.
+
+    `replaced`: it was the one before, whose place the registered life has taken in a recovery that is not over.
+    """
+
+    fault: Fault
+    age_s: float
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
     `clean` False: it is paused with a torn copy, see `WorkerPaused`.
     `may_advance`: it is paused within its function, see `WorkerMayAdvance`.
+    `failure`: see there.
     """
 
     rank: int
@@ -40,6 +53,7 @@ class WorkerReport:
     snapshots: tuple[int, ...] = ()
     shard: str = ""
     may_advance: bool = False
+    failure: ReportedFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +85,7 @@ class ManagerBeganAnew(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentLeft(Event):
-    """An agent said goodbye: `outcome` is "succeeded", "failed" or "stopped" (SIGTERM, Ctrl-C)."""
+    """An agent said goodbye: `outcome` is "succeeded", "failed", "dumped", "stopped" (SIGTERM, Ctrl-C), or "fallback": it goes on without us."""
 
     node_rank: int
     outcome: str

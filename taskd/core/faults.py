@@ -20,13 +20,18 @@ class FaultKind(str, Enum):
     NODE_LOST = "node lost"              # the agent is silent or gone
 
 
+# Says nothing against the script. LOST: it is not known yet.
+FROM_OUTSIDE = frozenset({FaultKind.LOST, FaultKind.KILLED, FaultKind.NODE_LOST})
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One detected cause.
 
     `version` is the number of committed steps of the worker when it failed (None: it had no TrainState yet), `phase` where
     in the step it was (see `taskd.native.black_box.Phase`), `detail` the text for the log line ("SIGKILL", "exit 3",
-    "ValueError: bad sample"), `signature` what makes two faults "the same" (exception type and message, or exit reason).
+    "ValueError: bad sample"), `signature` what makes two faults "the same": of an exception its type and where it was raised, never
+    its text, which may hold a time, an address, a pid; else the exit reason.
     """
 
     kind: FaultKind

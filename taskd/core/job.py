@@ -9,12 +9,14 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.advance import advance
+from taskd.core.broken import replace_broken
 from taskd.core.cut import NoCut, plan_cut
 from taskd.core.dying import Dying
 from taskd.core.events import WorkerExamined, WorkerRecovered
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import WITHOUT_DUMP, Budget, Choice, RepeatRules, Strategy, choose, describe
+from taskd.core.ladder import WITHOUT_DUMP, Budget, Choice, Strategy, choose, describe
 from taskd.core.leases import Deadlines
+from taskd.core.ledger import Ledger
 from taskd.core.marks import Mark
 from taskd.core.membership import Member, Membership, WorkerState
 from taskd.core.pairing import Pairing
@@ -42,8 +44,7 @@ class Job:
         self.membership = membership
         self.allowed = allowed
         self.story = Story()
-        self.budget = Budget()
-        self.repeats = RepeatRules()
+        self.ledger = Ledger(self)
         self.progress = Progress(timeouts)
         self.stragglers = Stragglers()
         self.awaited: Deadlines[int] = Deadlines()       # ranks that have not paused (or started) yet
@@ -52,11 +53,16 @@ class Job:
         self.suspects: list[KnownFault] = []             # victims, unless nobody else turns out to be the cause
         self.late: list[KnownFault] = []                 # failures after Release
         self.attempt: Attempt | None = None
+        self.inherited: list[KnownFault] = []            # faults that an earlier manager was answering when it went
         self.dying = Dying(self)
         self.pairing = Pairing(self)
-        self.restart_cause: KnownFault | None = None     # of the last restart of the group, as far as known
         self.last: do.Command | None = None              # the last Interrupt, Resume, RestartGroup, Release, Dump or GiveUp
         self.reason = ""
+
+    @property
+    def budget(self) -> Budget:
+        """The restarts of the job."""
+        return self.ledger.budget
 
     # ------------------------------------------------------------------------------------------------ faults
 
@@ -87,52 +93,42 @@ class Job:
             self.alarm = self.now + self.timeouts.agent_lease_s
         return []
 
-    def count_repeat(self, known: KnownFault, generation: int) -> str | None:
-        """Why trying again is pointless, or None."""
-        if known.is_declared:
-            return self.repeats.count(known.fault, generation)
-        return self.repeats.count_failure(known.fault, known.life_s)
-
-    def explained(self, known: KnownFault) -> Commands:
-        """How a death came about, that was reported without. May show that trying again is pointless."""
-        if known.generation is None or self.phase in (Phase.ENDING, Phase.RELEASED):
-            return self.end_late_failure(is_overdue=False)
-        if self.phase is Phase.DYING:
-            return self.dying.heard_word()
-        reason = self.count_repeat(known, known.generation)
-        is_settled = known.is_declared and (self.attempt is None or known not in self.attempt.faults)
-        return [] if reason is None or is_settled else self.end_badly(reason, known.fault)
-
-    def _take(self, attempt: Attempt, known: KnownFault) -> str | None:
-        """Make a fault part of the recovery. Returns why the job must end, or None."""
-        known.generation = self.generation if self.phase is Phase.PAUSING else self.generation + 1
-        self.membership.note_version(known.fault.version)
-        victims = attempt.victims_of(known) if known.fault.kind is not FaultKind.RAISED else []
-        for victim in victims:
-            attempt.demote(victim)
-            self.repeats.forget_exception(victim.fault, known.generation)
-        attempt.faults.append(known)
-        reason = self.count_repeat(known, known.generation)
-        if reason is None and not victims:
-            reason = self.budget.spend(known.fault, self.membership.max_restarts)
-        return reason
-
     # ------------------------------------------------------------------------------------------------ moves
 
     def recover(self) -> Commands:
         """Answer the open faults: count them, choose a strategy, call everybody out, replace who is gone."""
         if self.phase is Phase.DYING:
             return self.dying.proceed()
-        if self.attempt is None:
-            self.attempt = Attempt(self.cause, self.now)
-        attempt, faults, suspects = self.attempt, self.open, self.suspects
+        faults, suspects = self.open, self.suspects
         self.open, self.suspects, self.alarm = [], [], None
+        records, attempt = self._begin_attempt(faults)
         attempt.followers.update((known.fault.rank, known.fault.incarnation) for known in suspects)
         for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
-            reason = self._take(attempt, known)
-            if reason is not None:
-                return self.end_badly(reason, known.fault)
-        return self.dying.call_out() if self.dying.is_under_way else self._act(attempt)
+            verdict = self.ledger.take(attempt, known)
+            if verdict is not None:
+                return records + self.end_badly(*verdict)
+        said = records + self.ledger.warn()          # files and log lines: they can wait, the ranks cannot
+        return (self.dying.call_out() if self.dying.is_under_way else self._act(attempt)) + said
+
+    def _begin_attempt(self, faults: list[KnownFault]) -> tuple[Commands, Attempt]:
+        """A recovery is one generation: if the one before has not come to its end, that is told of as it is."""
+        if self.attempt is not None and self.phase is Phase.PAUSING:
+            return [], self.attempt
+        before = self.attempt
+        why = "; ".join(describe(known.fault) for known in faults) or "another recovery was needed"
+        commands = self.close_attempt(f"before every rank had made a new step, {why}")
+        self.attempt = Attempt(self.cause, self.now, outage_began_at=None if before is None else before.outage_began_at)
+        self.attempt.take_over(self.inherited, is_known=bool(faults or self.inherited or self.suspects))
+        self.inherited = []
+        return commands, self.attempt
+
+    def close_attempt(self, not_completed: str) -> Commands:
+        """The record of a recovery that does not come to its end. Nothing if none is under way."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
+            return []
+        record = attempt.record(self.now, self.generation, self.budget.used, self.membership.max_restarts, not_completed)
+        return [do.RecordRecovery(attempt.cause, self.generation, record)]
 
     def _act(self, attempt: Attempt) -> Commands:
         """Choose a strategy, and begin with it."""
@@ -143,15 +139,20 @@ class Job:
         self._explain(choice)
         if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
             return self.end_badly("", attempt.faults[0].fault if attempt.faults else None)
-        attempt.strategy = max(attempt.strategy, choice.strategy, key=_LADDER.index)
+        if (not attempt.reason and not attempt.taken_over) or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):
+            attempt.strategy, attempt.reason = choice.strategy, choice.reason
         if choice.strategy is Strategy.RESTART:
-            return self._restart_group(choice.reason)
+            return self.restart_group(choice.reason)
         commands: Commands = [] if self.phase is Phase.PAUSING else [self.interrupt(attempt)]
         for member in lost:
-            member.begin_life(member.incarnation + 1, self.now, replaced=True)
-            self.awaited.set(member.rank, self.now + self.timeouts.start_s)
-            commands.append(self.replacement(member))
+            commands += self.begin_replacement(member)
         return commands + self.proceed()
+
+    def begin_replacement(self, member: Member) -> Commands:
+        """A new process for a rank whose old one is gone, or is to go."""
+        member.begin_life(member.incarnation + 1, self.now, replaced=True)
+        self.awaited.set(member.rank, self.now + self.timeouts.start_s)
+        return [self.replacement(member)]
 
     def what_happened(self) -> str:
         """The faults of the recovery that is under way."""
@@ -224,7 +225,7 @@ class Job:
         return self.recover()
 
     def _resume(self) -> Commands:
-        """Everybody waits: choose the version, say who sends it to whom, let them go."""
+        """Everybody waits: see what is to be done first, then choose the version, say who sends it to whom, let them go."""
         assert self.attempt is not None
         live = self.membership.live()
         onward = advance(self)
@@ -233,16 +234,21 @@ class Job:
         if self.dying.is_under_way:
             return self.dying.write()
         if not live:
-            self.phase, self.attempt = Phase.RUNNING, None
-            return []
+            self.phase = Phase.RUNNING
+            return self.close_attempt("every process has ended")
+        self.ledger.note_progress(self.generation)
+        return replace_broken(self) or self._let_in(self.attempt, live)
+
+    def _let_in(self, attempt: Attempt, live: list[Member]) -> Commands:
+        """The plan, and the word to go on by it."""
         cut = plan_cut([member.copy() for member in live], self.membership.committed)
         if isinstance(cut, NoCut):
             choice = choose(is_declared=True, lost=[], no_cut=cut.reason, allowed=self.allowed)
             self._explain(choice)
             if choice.strategy is Strategy.EXIT:
                 return self.give_up(cut.reason)
-            self.attempt.strategy = choice.strategy
-            return self._restart_group(cut.reason)
+            attempt.strategy, attempt.reason = choice.strategy, cut.reason
+            return self.restart_group(cut.reason)
         self.story.note(self.now, f"cut: {cut.reason}; steps redone: {cut.redone}")
         for rank in cut.lacking_extras:
             self.story.note(self.now, f"its black box held no extras of version {cut.version}", rank)
@@ -250,14 +256,15 @@ class Job:
             member.go_on()
             member.replaced, member.clean, member.box_versions, member.snapshots = False, True, (), ()
         self.phase, self.resumed_generation = Phase.RESUMED, self.generation
-        self.attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
+        attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
         self.membership.mirrors.clear()           # they go on, too, and are told of anew at the next Interrupt
+        self.ledger.stagnation.answered(self.now, self.membership.committed)
         self.membership.committed = cut.version   # what was newer is not committed any more: it is done again
-        command = do.Resume(self.attempt.cause, self.generation, cut.version, cut.moves, self.budget.used)
+        command = do.Resume(attempt.cause, self.generation, cut.version, cut.moves, self.budget.used)
         self.last = command
         return [command]
 
-    def _restart_group(self, reason: str) -> Commands:
+    def restart_group(self, reason: str) -> Commands:
         """Nothing can be kept."""
         assert self.attempt is not None
         self.phase = Phase.RESTARTING
@@ -266,28 +273,16 @@ class Job:
         self.awaited.clear()
         self.attempt.commanded(self.now)
         self.attempt.restarted(self.membership.members, self.membership.committed)
+        self.ledger.stagnation.answered(self.now, self.membership.committed)
         self.membership.committed = None
         for member in self.membership.ordered():
             member.begin_life(member.incarnation + 1, self.now, replaced=False)
             self.awaited.set(member.rank, self.now + self.timeouts.start_s)
-        self.restart_cause = min(self.attempt.faults, key=lambda known: known.died_at, default=None)
+        self.ledger.restart_cause = min(self.attempt.faults, key=lambda known: known.died_at, default=None)
         lives = tuple((member.rank, member.incarnation) for member in self.membership.ordered())
         command = do.RestartGroup(self.attempt.cause, self.generation, self.budget.used, reason, lives)
         self.last = command
         return [command]
-
-    def correct_cause(self, earlier: KnownFault) -> Commands:
-        """The group was restarted because of a victim: this death came before, its news after."""
-        victim = self.restart_cause
-        if victim is None or victim.is_declared or earlier.died_at >= victim.died_at or self.phase is Phase.ENDING:
-            return []
-        self.restart_cause, earlier.life_s = earlier, victim.life_s
-        if self.attempt is not None and victim in self.attempt.faults:
-            self.attempt.demote(victim)
-            self.attempt.faults.append(earlier)
-        self.repeats.forget_failure()
-        reason = self.repeats.count_failure(earlier.fault, earlier.life_s)
-        return [] if reason is None else self.give_up(reason, earlier.fault)
 
     def count_recovered(self, rank: int, report: WorkerRecovered | None) -> Commands:
         """A rank is back (without a report: it started, returned or ended). The last one completes the record."""
@@ -442,11 +437,14 @@ class Job:
         """End the job as failed. `dump`: the checkpoint that it leaves."""
         self.phase, self.reason = Phase.ENDING, reason
         self.dying.end()
+        if self.attempt is not None:
+            self.attempt.strategy = Strategy.DUMP if dump else Strategy.EXIT
+        records = self.close_attempt(f"the job was given up: {reason}")
         self._drop_everything()
         self.story.note(self.now, f"given up: {reason}")
         command = do.GiveUp(self.cause, self.generation, reason, None if fault is None else fault.rank, fault, dump)
         self.last = command
-        return [command, *self.end_if_all_left()]
+        return [command, *records, *self.end_if_all_left()]
 
     def _drop_everything(self) -> None:
         self.awaited.clear()
@@ -458,11 +456,12 @@ class Job:
             return []
         return self.end(succeeded=False, reason=self.reason)
 
-    def end(self, *, succeeded: bool, reason: str) -> Commands:
-        """The job is over."""
+    def end(self, *, succeeded: bool, reason: str, left_alone: bool = False) -> Commands:
+        """The job is over, or, `left_alone`, agents have gone on without us."""
         self.phase, self.reason = Phase.ENDED, reason
+        records = self.close_attempt(f"the job has ended: {reason}")
         self._drop_everything()
-        return [do.EndJob(self.cause, self.generation, succeeded, reason)]
+        return [*records, do.EndJob(self.cause, self.generation, succeeded, reason, left_alone)]
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""

@@ -11,25 +11,26 @@ The ladder, from cheap to dear:
     exit               the job ends
 
 Repeat rules (a deterministic failure must not burn the budget):
-- the same exception at the same version in two recoveries;
+- the same exception at the same version in three recoveries: the first time all processes are kept, the second time that of the rank
+  which raised it is replaced, as it may be broken (`taskd.core.broken`), and the third time even a new process has raised it. Where
+  no process may be replaced, the second time is the last;
 - the same crash or exit of the same rank, or the same broken communication, at the same version three times;
 - a hang at the same version four times (each has a longer limit than the one before, see `taskd.core.progress`);
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its start.
-Being killed from outside says nothing against the script and never counts.
+Being killed from outside says nothing against the script and does not count here. Whatever is different each time, and leads nowhere all the
+same, is ended by `taskd.core.stagnation`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
 
-EXCEPTION_LIMIT = 2      # an exception is precise evidence: the second time is no accident
+EXCEPTION_LIMIT = 3      # an exception is precise evidence: the second time is no accident, the third time not that process either
 EXIT_LIMIT = 3           # an exit or a signal is weaker evidence: two may be bad luck
 HANG_LIMIT = 4           # and a limit that was too short for something that takes long is not evidence at all
 SHORT_LIFE_S = 60.0      # a script without commits shows progress by living longer than this
-
-_UNCOUNTED = frozenset({FaultKind.LOST, FaultKind.KILLED, FaultKind.NODE_LOST})
 
 
 class Strategy(str, Enum):
@@ -142,38 +143,43 @@ class RepeatRules:
     _failures_in_a_row: int = 0
     _before: tuple[tuple[FaultKind, str] | None, int] = (None, 0)
 
-    def would_end(self, fault: Fault, generation: int) -> bool:
+    def has_come_back(self, fault: Fault, generation: int) -> bool:
         """Whether this exception has been seen in an earlier recovery at the same version."""
-        seen = self._exceptions.get((_signature(fault), fault.version), set())
-        return len(seen - {generation}) >= EXCEPTION_LIMIT - 1
+        return bool(self._exceptions.get((signature(fault), fault.version), set()) - {generation})
 
-    def count(self, fault: Fault, generation: int) -> str | None:
+    def count(self, fault: Fault, generation: int, *, may_replace: bool = True) -> str | None:
         """Count a fault of a job that uses `taskd.recoverable`. Returns why the job must end, or None."""
-        if fault.kind in _UNCOUNTED:
+        if fault.kind in FROM_OUTSIDE:
             return None
         if fault.kind is FaultKind.RAISED:
-            seen = self._exceptions.setdefault((_signature(fault), fault.version), set())
+            seen = self._exceptions.setdefault((signature(fault), fault.version), set())
             seen.add(generation)
-            return f"the same exception came back: {describe(fault)}" if len(seen) >= EXCEPTION_LIMIT else None
+            limit = EXCEPTION_LIMIT if may_replace else EXCEPTION_LIMIT - 1
+            return f"the same exception came back: {describe(fault)}" if len(seen) >= limit else None
         rank = None if fault.kind in (FaultKind.COMMUNICATION, FaultKind.HANG) else fault.rank
         limit = HANG_LIMIT if fault.kind is FaultKind.HANG else EXIT_LIMIT
-        key = (fault.kind, rank, _signature(fault), fault.version)
+        key = (fault.kind, rank, signature(fault), fault.version)
         self._exits[key] = self._exits.get(key, 0) + 1
         if self._exits[key] < limit:
             return None
         return f"the same failure came {limit} times: {describe(fault)}"
 
+    def forget_unversioned(self) -> None:
+        """There was progress: what failed before any state was there is not what fails there now."""
+        self._exceptions = {key: seen for key, seen in self._exceptions.items() if key[1] is not None}
+        self._exits = {key: count for key, count in self._exits.items() if key[-1] is not None}
+
     def forget_exception(self, fault: Fault, generation: int) -> None:
         """An exception turned out to be the consequence of an earlier death."""
-        self._exceptions.get((_signature(fault), fault.version), set()).discard(generation)
+        self._exceptions.get((signature(fault), fault.version), set()).discard(generation)
 
     def count_failure(self, fault: Fault, life_s: float) -> str | None:
         """Count a fault of a job without `taskd.recoverable`. Returns why the job must end, or None."""
         if fault.kind is FaultKind.LOST:
             return None
         self._before = (self._last_failure, self._failures_in_a_row)
-        failure = (fault.kind, _signature(fault))
-        if fault.kind in _UNCOUNTED or life_s >= SHORT_LIFE_S:
+        failure = (fault.kind, signature(fault))
+        if fault.kind in FROM_OUTSIDE or life_s >= SHORT_LIFE_S:
             self._last_failure, self._failures_in_a_row = None, 0
             return None
         self._failures_in_a_row = self._failures_in_a_row + 1 if failure == self._last_failure else 1
@@ -187,5 +193,6 @@ class RepeatRules:
         self._last_failure, self._failures_in_a_row = self._before
 
 
-def _signature(fault: Fault) -> str:
+def signature(fault: Fault) -> str:
+    """What makes two faults of a kind the same."""
     return fault.signature or fault.detail

@@ -12,6 +12,8 @@ from taskd.core.faults import Fault, FaultKind
 from taskd.core.membership import WorkerState
 from taskd.core.spacing import Spacing
 
+_TOLD_FAILURES = 32      # in one registration, which is one message: of a node with more that failed at once the record is less exact
+
 Stand = ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned
 
 
@@ -43,6 +45,7 @@ class Life:
     recovered: ev.WorkerRecovered | None = None
     lost: ev.WorkerLost | None = None
     exit_known: ev.WorkerExitKnown | None = None
+    before: "Life | None" = None         # the one that failed and whose place it has taken
 
     @property
     def is_live(self) -> bool:
@@ -111,6 +114,20 @@ class Life:
         known = self.exit_known or self.lost
         return None if known is None else known.fault
 
+    def report(self, now: float, *, tell_failure: bool) -> ev.WorkerReport:
+        """This life, for a registration. A manager that is new learns from it what is being recovered."""
+        return ev.WorkerReport(
+            self.rank, self.incarnation, self.state, self.is_declared, self.version, self.clean, self.is_entered,
+            self.snapshots, "" if self.holds is None else self.holds.shard, self.may_advance,
+            self._failure(now) if tell_failure else None,
+        )
+
+    def _failure(self, now: float) -> ev.ReportedFailure | None:
+        failed = self if self.fault is not None else self.before if self.recovered is None else None
+        if failed is None or failed.fault is None or failed.died_at is None:
+            return None
+        return ev.ReportedFailure(replace(failed.fault, traceback=None), max(0.0, now - failed.died_at), failed is not self)
+
 
 class Lives:
     """`present` by rank, `former` (replaced, not reaped yet) by rank and incarnation."""
@@ -136,15 +153,11 @@ class Lives:
         """Whether anything is left to be reaped."""
         return any(life.has_process for life in self.all())
 
-    def reports(self) -> tuple[ev.WorkerReport, ...]:
+    def reports(self, now: float) -> tuple[ev.WorkerReport, ...]:
         """The present lives, for a registration."""
-        return tuple(
-            ev.WorkerReport(
-                life.rank, life.incarnation, life.state, life.is_declared, life.version, life.clean, life.is_entered,
-                life.snapshots, "" if life.holds is None else life.holds.shard, life.may_advance,
-            )
-            for life in self.present.values()
-        )
+        failed = [rank for rank, life in self.present.items() if (life.fault or life.before) is not None]
+        told = set(failed[:_TOLD_FAILURES])
+        return tuple(life.report(now, tell_failure=rank in told) for rank, life in self.present.items())
 
     def said(self, now: float) -> list[ev.WorkerEvent]:
         """What a manager that joined must hear of each life beyond the registration."""
@@ -191,7 +204,9 @@ class Lives:
             spawn=spawn,
             interrupted=spawn.generation,
             resumed=spawn.generation - 1 if spawn.gated else spawn.generation,
+            before=(life if life.fault is not None else life.before) if spawn.gated else None,
         )
+        life.before = None
 
     def next_spawn(self, rank: int, now: float, *, at_once: bool) -> list[SpawnWorker]:
         """The spawn that may happen now: `at_once` if it is gated, else when all earlier processes of the rank are reaped.

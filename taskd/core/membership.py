@@ -82,6 +82,7 @@ class Member:
 LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back
 MAX_CLAIM = 2**31                        # of what an agent remembers and the job goes on to count from: nobody recovers so often
 _STATES = frozenset(state.value for state in WorkerState)
+FELL_BACK = "fallback"                   # the outcome of a node that goes on as plain torchrun, because nobody answered
 _NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
 
 

@@ -105,7 +105,7 @@ class NodeMachine:
         """What to tell a manager that does not know us."""
         return ev.AgentRegistered(
             now, cause, self.node_rank, self._agent_incarnation, self._node_count, self._world_size,
-            self._max_restarts, self.generation, self.restarts_used, self.lives.reports(),
+            self._max_restarts, self.generation, self.restarts_used, self.lives.reports(now),
         )  # fmt: skip
 
     def next_deadline(self) -> float | None:

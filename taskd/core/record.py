@@ -1,7 +1,8 @@
 """One recovery in the making: its faults, its time stamps, and the `RecoveryRecord` that comes of them.
 
-Owns the meaning of each duration. Decides nothing. A fault in the middle of a recovery makes it longer, not two: the record
-tells of everything from the first death to the last rank's first new commit.
+Owns the meaning of each duration. Decides nothing. A recovery is one generation. A fault while ranks leave their step or start makes it
+longer, not two. One after that, before the last rank's first new commit, begins another: the record of the first says that it was not
+completed, and the time of the second counts from the death with which all began. So a job that goes round and round leaves a record each time.
 
     death | detect | manager learned | decide | commands | quiesce | last survivor paused
                                                           | respawn | last replacement at the gate
@@ -36,11 +37,15 @@ class Attempt:
     cause: str
     began_at: float                      # for a recovery without a fault: when it was seen to be needed
     strategy: Strategy = Strategy.RETRY
+    reason: str = ""                     # why that strategy
+    taken_over: str = ""                 # what an earlier manager has to do with it
+    outage_began_at: float | None = None  # the first death of recoveries before this one, none of which was completed
     faults: list[KnownFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()
     redone: int = 0                      # committed steps to be done again, over all plans of this recovery
+    broken: set[int] = field(default_factory=set)      # ranks in which an exception came back, see `taskd.core.broken`
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
@@ -48,6 +53,14 @@ class Attempt:
     slowest: WorkerRecovered | None = None
     waiting: set[int] = field(default_factory=set)     # ranks that have not recovered (or started) yet
     is_restart: bool = False                           # it waits for starts, not for commits
+
+    def take_over(self, faults: list[KnownFault], *, is_known: bool) -> None:
+        """These were being answered by a manager that went; their ranks have been replaced, and their restarts counted. Or it is not known what was."""
+        self.faults += faults
+        if faults:
+            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, "the manager was restarted meanwhile"
+        elif not is_known:
+            self.taken_over = "the manager was restarted meanwhile, and what came before is not known: the time counts from then"
 
     def commanded(self, now: float) -> None:
         """The commands of a new generation go out."""
@@ -100,11 +113,14 @@ class Attempt:
         self.faults.remove(known)
         self.followers.add((known.fault.rank, known.fault.incarnation))
 
-    def record(self, now: float, generation: int, restarts_used: int, max_restarts: int) -> RecoveryRecord:
-        """The finished story. Called when the last rank is back."""
+    def record(
+        self, now: float, generation: int, restarts_used: int, max_restarts: int, not_completed: str = ""
+    ) -> RecoveryRecord:
+        """The finished story. Called when the last rank is back, or, with the reason, when another recovery or the end comes first."""
         first = min(self.faults, key=lambda known: known.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at
+        self.outage_began_at = died_at if self.outage_began_at is None else min(self.outage_began_at, died_at)
         slowest = self.slowest
         return RecoveryRecord(
             generation=generation,
@@ -121,9 +137,11 @@ class Attempt:
             groups_s=slowest.groups_s if slowest else 0.0,
             state_s=slowest.state_s if slowest else 0.0,
             first_step_s=slowest.first_step_s if slowest else 0.0,
-            total_s=max(0.0, now - died_at),
+            total_s=max(0.0, now - self.outage_began_at),
             restarts_used=restarts_used,
             max_restarts=max_restarts,
+            reason="; ".join(filter(None, (self.reason, self.taken_over))),
+            not_completed=not_completed,
         )
 
     def _source(self, move: Move) -> str:

@@ -20,11 +20,12 @@ Invariants (`check`, and the properties in tests/unit/core):
 - every fault uses one restart of the budget, and ends in Resume, RestartGroup or GiveUp once everybody has answered.
 
 Hard cases:
-- A second worker dies while PAUSING: same generation, it is replaced too. While RESUMED: a new generation for all, and one
-  record that tells of both.
+- A second worker dies while PAUSING: same generation, it is replaced too, and one record tells of both. While RESUMED: a new
+  generation for all, and the record of the recovery before says that it was not completed.
 - A rank does not come when called: killed and replaced, like the dead one.
-- An exception that is followed by news of an earlier death was its consequence: it no longer counts. An exception that
-  would end the job because it came back waits the same short grace for such news.
+- An exception that is followed by news of an earlier death was its consequence: it no longer counts. An exception that came
+  back waits the same short grace for such news, before its process is replaced (`taskd.core.broken`) or the job ends.
+- Recoveries follow each other and no new step is committed, whatever it is that fails: see `taskd.core.stagnation`.
 - Everybody who held the state is gone, or every copy is torn: RestartGroup with the exact reason.
 - A rank dies after Release: its function returned everywhere, so nothing is trained again. The others are left alone until
   they end (they may be writing the result; killing them would lose it), then the job is given up with the reason.
@@ -237,7 +238,7 @@ class RecoveryMachine:
         member = self.membership.members.get(event.rank)
         if member is None or event.incarnation != member.incarnation - 1:
             return []
-        return self._job.correct_cause(KnownFault(event.fault, event.now - event.age_s, event.now))
+        return self._job.ledger.correct_cause(KnownFault(event.fault, event.now - event.age_s, event.now))
 
     def _answer(self) -> Commands:
         return self._job.keep() if self.phase is Phase.JOINING else self._job.recover()
@@ -252,7 +253,7 @@ class RecoveryMachine:
         if event.fault.kind is FaultKind.LOST:
             return []
         del self._unconfirmed[life]
-        return self._job.explained(known)
+        return self._job.ledger.explained(known)
 
     def _paused(self, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
         """A rank waits outside its function, or in it for word how far to go."""
@@ -299,7 +300,7 @@ class RecoveryMachine:
         member.pause(event.fault.version, event.clean, event.snapshots, may_advance=event.may_advance)
         job.awaited.discard(event.rank)
         known = job.known(event.fault, event.age_s)
-        if event.fault.kind is FaultKind.COMMUNICATION or job.repeats.would_end(event.fault, job.generation + 1):
+        if event.fault.kind is FaultKind.COMMUNICATION or job.ledger.repeats.has_come_back(event.fault, job.generation + 1):
             return job.suspect(known)
         job.open.append(known)
         return self._answer()

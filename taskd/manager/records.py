@@ -59,9 +59,15 @@ def describe(record: RecoveryRecord) -> str:
         sources = ", ".join(f"{_s(ranks)} {join_ranks(ranks)} {'' if source == 'kept' else 'from '}{source}"
                             for source, ranks in sorted(ranks_by_source.items()))
         restored = f"version {record.version} restored: {sources}"
+    if record.strategy == "restart":
+        redone = f"at most {record.steps_redone} steps redone, from the newest checkpoint on"
+    else:
+        redone = f"{record.steps_redone} steps redone"
     phases = ", ".join(f"{name.replace('_', ' ')} {getattr(record, f'{name}_s'):.3f}" for name in _PHASES)
-    return (f"recovered by {record.strategy}: {who}{followers}; generation {record.generation}; {restored}; "
-            f"{record.steps_redone} steps redone; {record.total_s:.3f} s ({phases}); "
+    outcome = "recovered by" if not record.not_completed else f"not recovered ({record.not_completed}) by"
+    why = f" ({record.reason})" if record.reason else ""
+    return (f"{outcome} {record.strategy}{why}: {who}{followers}; generation {record.generation}; {restored}; "
+            f"{redone}; {record.total_s:.3f} s ({phases}); "
             f"restarts {record.restarts_used} of {record.max_restarts}")
 
 
@@ -82,7 +88,12 @@ class Records:
 
     def recovery(self, record: RecoveryRecord) -> None:
         """The line, the stacks of those that left some, and the JSON record."""
-        log.info("%s", describe(record))
+        if record.steps_redone:
+            log.error("%s. Committed steps were lost and are done again", describe(record))
+        elif record.strategy == "restart" and all(fault.version is None for fault in record.faults):
+            log.warning("%s. All processes were replaced: what the script had not saved is done again", describe(record))
+        else:
+            log.info("%s", describe(record))
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)

@@ -366,11 +366,16 @@ class Service:
             case commands.ReportStraggler():
                 log.warning("rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms", command.rank,
                             1000 * command.own_s, command.phase, 1000 * command.others_s)
+            case commands.ReportNoProgress():
+                log.warning("the job gets no further: %s. What fails is in recoveries.jsonl, with the tracebacks", command.text)
             case commands.ReportNoBuddy():
                 log.warning("no snapshot can be mirrored: all nodes are on one host (%s), which would take its mirrors along. Training goes on",
                             command.host)
             case commands.EndJob():
                 self._result = command.succeeded
+                if command.left_alone:
+                    log.warning("this manager ends: %s. Training goes on as plain torchrun does it, and torchrun tells how it ends", command.reason)
+                    return
                 log.log(logging.INFO if command.succeeded else logging.ERROR, "the job has %s: %s",
                         "succeeded" if command.succeeded else "failed", command.reason)
             case _:

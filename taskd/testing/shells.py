@@ -145,7 +145,7 @@ class SimulatedManager:
                 self._send(command.node_rank, command)
             elif isinstance(command, do.EndJob):
                 self.kill()
-            elif not isinstance(command, do.RecordRecovery):
+            elif not isinstance(command, do.RecordRecovery | do.ReportNoProgress):
                 for node_rank in sorted(nodes):
                     if nodes[node_rank].is_present:
                         self._send(node_rank, command)
@@ -263,8 +263,8 @@ class SimulatedAgent:
 
     def _finish(self, command: do.FinishRun | do.FallBack) -> None:
         self.outcome = command
-        if isinstance(command, do.FinishRun):
-            self._send(ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, command.outcome, command.reason))
+        outcome = command.outcome if isinstance(command, do.FinishRun) else "fallback"
+        self._send(ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, outcome, command.reason))
         self.is_alive = False
         self._network.unlisten(self.node_rank)
         for worker in self._processes.values():

@@ -29,7 +29,7 @@ from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker import life as life_module
-from taskd.worker import victims
+from taskd.worker import raised, victims
 from taskd.worker.boundary import Boundary
 from taskd.worker.groups import Groups, Opened
 from taskd.worker.interrupt import MainThreadInterrupter
@@ -415,7 +415,8 @@ class Runtime:
         kind = FaultKind.COMMUNICATION if victims.is_communication_error(error) else FaultKind.RAISED
         detail = victims.describe(error)
         fault = Fault(
-            kind, self.life.rank, self.life.incarnation, detail, self.life.version, signature=detail, traceback=victims.traceback_text(error))
+            kind, self.life.rank, self.life.incarnation, detail, self.life.version, signature=raised.signature(error),
+            traceback=victims.traceback_text(error))
         with self.condition:
             generation = self.target_generation
         self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,
@@ -482,7 +483,7 @@ def on_uncaught(error: BaseException) -> None:
     detail = victims.describe(error)
     fault = Fault(
         kind=FaultKind.EXITED, rank=runtime.life.rank, incarnation=runtime.life.incarnation, detail=f"exit 1 after {detail}",
-        version=runtime.life.version, signature=detail, traceback=victims.traceback_text(error), exit_code=1,
+        version=runtime.life.version, signature=raised.signature(error), traceback=victims.traceback_text(error), exit_code=1,
     )
     runtime.send(events.WorkerUncaught(**runtime.identity("uncaught"), fault=fault))
 

@@ -120,16 +120,31 @@ def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, re
 
 
 def test_an_exception_that_comes_back_at_the_same_step_ends_the_job(tmp_path: pathlib.Path) -> None:
-    with harness.job(tmp_path, FAULTS="3@4:forward:always-raise") as job:
+    """Whatever its text says, and in whichever process: it is tried once more in the same one, and once in a new one."""
+    with harness.job(tmp_path, FAULTS="3@4:forward:always-raise-differently") as job:
         finished = job.run()
         assert finished.returncode != 0
-        assert len(job.facts("fault")) == 2
-        assert "ValueError: a bad sample" in finished.output
+        first, second, third = (fact["pid"] for fact in job.facts("fault"))
+        assert first == second != third
+        assert "ValueError: a bad sample at " in finished.output
         assert "Traceback" in finished.output
         assert "came back" in finished.last_line, finished.last_line
         assert job.manager is not None
         assert job.manager.wait(20).returncode == 1
         assert job.leftovers() == set()
+        assert [(record["strategy"], bool(record["not_completed"])) for record in job.recoveries()] == [
+            ("retry", True), ("recover-in-place", True), ("exit", True)]
+
+
+def test_a_process_that_is_broken_is_replaced_the_second_time(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="3@4:step:break") as job:
+        check_recovered(job, job.run(), reference(), faults=1, replaced={3})
+        retried, replaced = job.recoveries()
+        assert retried["not_completed"].startswith("before every rank had made a new step, rank 3 raised ValueError: a bad sample at ")
+        assert (replaced["strategy"], replaced["steps_redone"], replaced["not_completed"]) == ("recover-in-place", 0, "")
+        assert "the process of rank 3 is replaced" in replaced["reason"]
+        assert replaced["faults"][0]["detail"] != retried["faults"][0]["detail"]
+        assert replaced["faults"][0]["signature"] == retried["faults"][0]["signature"]
 
 
 def test_two_at_once(tmp_path: pathlib.Path, reference) -> None:
@@ -280,6 +295,23 @@ def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(tmp_path:
     with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="3", FAULTS="1@4:forward:kill") as job:
         finished = job.run(manager=False)
         assert finished.returncode == 0, finished.output[-6000:]
+        assert len(job.facts("fault")) == 1
+        assert job.digests() == reference()
+        assert job.leftovers() == set()
+
+
+@pytest.mark.extended
+def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_it(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="1@8:forward:kill", SLEEP_S="0.2", TASKD_FAULT_TIMEOUT="3") as job:
+        manager, agent = job.start_manager(), job.start_agent("train.py")
+        wait_for_step(job, 2)
+        os.kill(manager.process.pid, signal.SIGSTOP)
+        wait_until(job, lambda: harness.state_of(manager.process.pid) == "T")
+        agent.wait_text("Going on as plain torchrun", 60)
+        os.kill(manager.process.pid, signal.SIGCONT)
+        assert manager.wait(20).returncode == 0, manager.text
+        assert "this manager ends: the agent of node 0 left (fallback" in manager.text
+        assert agent.wait(60).returncode == 0, agent.text
         assert len(job.facts("fault")) == 1
         assert job.digests() == reference()
         assert job.leftovers() == set()

@@ -67,7 +67,7 @@ CLOCK_ALLOWED = {
 }
 # Modules that import each other for their annotations only; at run time there is no circle at all.
 TYPING_CIRCLES = (
-    {"taskd.core.advance", "taskd.core.dying", "taskd.core.job", "taskd.core.pairing"},
+    {"taskd.core.advance", "taskd.core.broken", "taskd.core.dying", "taskd.core.job", "taskd.core.ledger", "taskd.core.pairing"},
     {"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},
 )
 TYPING_CIRCLES_WITHIN = ("taskd.worker", {"taskd", "taskd.config"})    # the worker's modules know their Runtime; `taskd` has its names

@@ -12,7 +12,7 @@ import pytest
 
 from taskd import replay
 from taskd.config import LogConfig, ManagerConfig
-from taskd.core import events
+from taskd.core import commands, events
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import Mark
@@ -397,6 +397,57 @@ def test_a_recovery_leaves_a_line_a_record_and_a_story(service, agent, clock, li
     assert replay.replay(machine, entries) == []
 
 
+class TestTheLevelOfTheLine:
+    """INFO: nothing is lost. WARNING: nobody knows. ERROR: committed steps are."""
+
+    def level(self, service, lines, **fields) -> tuple[str, str]:
+        fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=fields.pop("fault_version", 40))
+        record = commands.RecoveryRecord(
+            **{"generation": 3, "strategy": "recover-in-place", "faults": (fault,), "followers": 0, "version": 40, "sources": (), "steps_redone": 0,
+               **dict.fromkeys((f"{name}_s" for name in ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step", "total")), 0.1),
+               "restarts_used": 1, "max_restarts": 3} | fields)
+        service._records.recovery(record)
+        line = next(line for line in lines.records if "recovered" in line.message)
+        return line.levelname, line.message
+
+    def test_nothing_was_lost(self, service, lines) -> None:
+        assert self.level(service, lines)[0] == "INFO"
+
+    def test_a_step_that_only_the_dead_had(self, service, lines) -> None:
+        level, text = self.level(service, lines, steps_redone=1)
+        assert (level, text.rpartition(". ")[2]) == ("ERROR", "Committed steps were lost and are done again")
+
+    def test_a_restart_that_goes_back(self, service, lines) -> None:
+        level, text = self.level(service, lines, strategy="restart", version=None, steps_redone=128)
+        assert level == "ERROR"
+        assert "at most 128 steps redone, from the newest checkpoint on" in text
+
+    def test_a_restart_of_a_script_whose_steps_are_not_known(self, service, lines) -> None:
+        assert self.level(service, lines, strategy="restart", version=None, fault_version=None)[0] == "WARNING"
+
+    def test_a_restart_before_the_first_step(self, service, lines) -> None:
+        assert self.level(service, lines, strategy="restart", version=None, fault_version=0)[0] == "INFO"
+
+    def test_one_that_was_not_completed_says_what_came_before(self, service, lines) -> None:
+        why = "before every rank had made a new step, rank 1 raised ValueError: x at step 40"
+        _, text = self.level(service, lines, strategy="retry", reason="every process is alive", not_completed=why)
+        assert text.startswith(f"not recovered ({why}) by retry (every process is alive): rank 1 killed (SIGKILL) in step 40; generation 3;")
+
+
+def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agent, lines) -> None:
+    agent.say(messages.AgentLeft(0, "fallback", "rank 1 ended, and no manager answers"))
+    service.turn()
+    assert service.result is True
+    (line,) = [record for record in lines.records if record.levelname == "WARNING"]
+    assert line.message.startswith("this manager ends: the agent of node 0 left (fallback: rank 1 ended, and no manager answers)")
+
+
+def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
+    service._execute(commands.ReportNoProgress("cause", 3, "no new step in 3 recoveries"))
+    (line,) = [record for record in lines.records if record.levelname == "WARNING"]
+    assert line.message.startswith("the job gets no further: no new step in 3 recoveries.")
+
+
 def test_a_log_directory_that_cannot_be_written_costs_one_warning(service, agent, clock, lines, tmp_path) -> None:
     (tmp_path / "log").write_text("a file is in the way")
     recover(service, agent, clock)
@@ -464,11 +515,15 @@ def test_a_worker_without_agent_is_known_and_the_newest_one_counts(service, netw
 
 
 def test_giving_up_shows_the_cause_with_its_traceback(service, agent, lines) -> None:
-    for attempt in range(2):
-        fault = Fault(FaultKind.RAISED, 0, 0, "ValueError: bad", 5, "step", "ValueError: bad", "Traceback\n  line 7\nValueError: bad")
-        agent.report(events.WorkerRaised, 0, 0, attempt, fault, True, 0.0)
+    for attempt, incarnation in enumerate((0, 0, 1)):
+        fault = Fault(FaultKind.RAISED, 0, incarnation, "ValueError: bad", 5, "step", "ValueError: bad", "Traceback\n  line 7\nValueError: bad")
+        agent.report(events.WorkerRaised, 0, incarnation, attempt, fault, True, 0.0)
         service.turn()
+        if attempt == 1:                       # its cause may be on the way
+            service._clock.advance(2.0)
+            service.turn()
         agent.report(events.WorkerPaused, 1, 0, attempt + 1, 5, True, "")
+        agent.report(events.WorkerPaused, 0, 1, attempt + 1, None, True, "")
         service.turn()
         for _ in range(5):
             service._clock.advance(1.0)

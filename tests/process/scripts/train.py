@@ -35,6 +35,7 @@ SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 ON_DUMP = os.environ.get("ON_DUMP") == "1"
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 entries = 0
+is_broken = False        # this process is, and stays so
 
 
 def fact(what, **fields):
@@ -44,6 +45,16 @@ def fact(what, **fields):
 
 def fail():
     raise ValueError("a bad sample")
+
+
+def fail_differently():
+    raise ValueError(f"a bad sample at {time.time_ns()}")
+
+
+def break_down():
+    """Like a sticky error of a device: from now on no step begins in this process."""
+    global is_broken  # noqa: PLW0603 - that it lasts is the point
+    is_broken = True
 
 
 def crash():
@@ -60,6 +71,8 @@ HOW = {
     "exit0": lambda: os._exit(0),
     "sysexit0": lambda: sys.exit(0),
     "raise": fail,
+    "raise-differently": fail_differently,
+    "break": break_down,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(100_000),
     # A loop in C that never lets go of the interpreter lock.
@@ -85,6 +98,8 @@ def here(place, step):
                 time.sleep(0.001)
         fact("fault", spec=spec, step=step)
         HOW[how.removeprefix("last-")]()
+    if is_broken and place == "step":
+        fail_differently()
 
 
 def committed(rank, step):

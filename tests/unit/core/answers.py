@@ -8,6 +8,11 @@ def kinds(commands) -> list[str]:
     return [type(command).__name__ for command in commands]
 
 
+def acts(commands) -> list[str]:
+    """The same without what is only written down or said."""
+    return kinds(command for command in commands if not isinstance(command, do.RecordRecovery | do.ReportNoProgress))
+
+
 def only(commands, kind):
     """The one command of this kind."""
     found = [command for command in commands if isinstance(command, kind)]

@@ -7,7 +7,7 @@ from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.ladder import STRATEGY_NAMES, Strategy, allowed
 from taskd.core.phase import Phase
-from tests.unit.core.answers import kinds, only
+from tests.unit.core.answers import acts, kinds, only
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ class TestWhenItIsChosen:
 
     def test_a_script_that_is_not_recoverable_has_nothing_to_save(self, manager) -> None:
         job = manager(strategies="dump").joined(declared=False)
-        assert kinds(job.lose(1, FaultKind.KILLED, "SIGKILL")) == ["GiveUp"]
+        assert acts(job.lose(1, FaultKind.KILLED, "SIGKILL")) == ["GiveUp"]
 
     def test_a_drain_lets_everybody_finish_the_step(self, manager) -> None:
         job = manager(nodes=2, per_node=1, strategies="recover-in-place,dump").joined()
@@ -258,7 +258,7 @@ class TestWhatGoesWrong:
         pause_all(job)
         assert only(job.send(ev.AgentLeft, 1, "stopped", ""), do.Dump).writers == (0,)
         dumped(job, 0)
-        assert kinds(dumped(job, 0, "published", "/c")) == ["GiveUp"]
+        assert acts(dumped(job, 0, "published", "/c")) == ["GiveUp"]
 
     def test_a_writer_that_never_ends(self, dying) -> None:
         pause_all(dying)

@@ -49,7 +49,7 @@ def test_every_ignored_event_has_a_reason() -> None:
 
 
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
-    own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoBuddy, do.EndJob}
+    own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
     agents = {do.SpawnWorker, do.SignalWorker, do.ExamineWorker, do.TellWorker, do.TellManager, do.FinishRun, do.FallBack}
     every = {kind for kind in do.Command.__subclasses__() if vars(do).get(kind.__name__) is kind}
     assert set(node.NodeMachine.COMMANDS) == every - own - agents - BESIDE_THE_MACHINES

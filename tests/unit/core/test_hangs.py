@@ -8,7 +8,7 @@ from taskd.core import marks as of
 from taskd.core.faults import FaultKind
 from taskd.core.marks import GroupMark, Mark
 from taskd.core.phase import Phase
-from tests.unit.core.answers import kinds, only
+from tests.unit.core.answers import acts, kinds, only
 
 
 def mark(rank: int, *, hangs: bool, still_s: float = 2.5, generation: int = 0, incarnation: int = 0, **changes) -> Mark:
@@ -96,7 +96,7 @@ def test_a_second_hang_at_the_same_step_needs_longer_and_the_fourth_ends_the_job
             return job.send(ev.AgentHeard, 0, marks)
 
         assert again(limit_s - 0.5) == []
-        assert kinds(again(limit_s + 0.5)) == ["KillWorker", "Interrupt", "ReplaceWorker"]
+        assert acts(again(limit_s + 0.5)) == ["KillWorker", "Interrupt", "ReplaceWorker"]
         incarnation += 1
         job.worker(ev.WorkerDeclared, 2, True)
         job.pause_all()

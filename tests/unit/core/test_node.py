@@ -337,6 +337,39 @@ class TestTheEnd:
         assert [fault.detail for fault in finish.faults] == ["SIGSEGV"]
 
 
+class TestWhatANewManagerLearnsOfARecovery:
+    def reports(self, agent) -> dict[int, tuple]:
+        workers = agent.machine.registration(agent.now + 2.0).workers
+        return {report.rank: report.failure and (report.failure.replaced, report.failure.fault.detail, report.failure.age_s) for report in workers}
+
+    def test_how_and_when_a_life_failed(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        died_at = agent.now - 0.01
+        agent.exit(1)
+        assert self.reports(agent) == {0: None, 1: (False, "SIGKILL", pytest.approx(agent.now + 2.0 - died_at))}
+
+    def test_that_it_was_replaced_until_it_has_committed_again(self, node) -> None:
+        agent = node()
+        agent.alarm(1)
+        died_at = agent.now - 0.01
+        agent.command(do.Interrupt, 1, "x")
+        agent.replace(1)
+        agent.worker(ev.WorkerExited, 1, -9, 5, "step", (5,), None, incarnation=0)
+        agent.worker(ev.WorkerStarted, 1, 7)
+        assert self.reports(agent)[1] == (True, "SIGKILL", pytest.approx(agent.now + 2.0 - died_at))
+        agent.command(do.Resume, 1, 5, (), 1)
+        agent.worker(ev.WorkerRecovered, 1, 1, 6, 0.1, 0.1, 0.1)
+        assert self.reports(agent)[1] is None
+
+    def test_the_first_of_two_that_failed_counts_if_the_second_did_not(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        agent.replace(1)
+        agent.replace(1, 2)
+        assert self.reports(agent)[1][:2] == (True, "SIGKILL")
+
+
 class TestWithoutAManager:
     def test_a_fault_waits_a_little_for_one_that_was_never_there(self, node) -> None:
         agent = node(manager=False)

@@ -6,7 +6,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.phase import Phase
-from tests.unit.core.answers import kinds, only, plan
+from tests.unit.core.answers import acts, kinds, only, plan
 
 
 class TestOneDeath:
@@ -73,10 +73,11 @@ class TestOneDeath:
         job = manager().joined()
         job.lose(2, version=6)
         job.pause_all(5)
-        (interrupt, _) = job.lose(1, version=5)                # in the middle of the same recovery
-        assert interrupt.reach == 5
+        commands = job.lose(1, version=5)                # before a new step
+        assert only(commands, do.Interrupt).reach == 5
+        assert only(commands, do.RecordRecovery).record.steps_redone == 1
         job.pause_all(5)
-        assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 1
+        assert only(job.recover_all(), do.RecordRecovery).record.steps_redone == 0
 
     def test_a_rank_that_is_one_step_ahead_wins(self, manager) -> None:
         job = manager().joined()
@@ -108,20 +109,23 @@ class TestSeveralDeaths:
         record = only(job.recover_all(), do.RecordRecovery).record
         assert [fault.rank for fault in record.faults] == [2, 0]
 
-    def test_one_after_resume_makes_a_new_generation_and_one_record(self, manager) -> None:
+    def test_one_after_resume_is_a_recovery_of_its_own_and_the_first_was_not_completed(self, manager) -> None:
         job = manager().joined()
         job.lose(2)
         job.pause_all()
         job.recover(0)
         began = job.now
-        interrupt, replacement = job.lose(3, age=0.0)
-        assert (interrupt.generation, interrupt.cause, replacement.rank) == (2, "e6", 3)
+        interrupt, replacement, said = job.lose(3, age=0.0)
+        assert (interrupt.generation, interrupt.cause, replacement.rank) == (2, f"e{job.count}", 3)
+        assert (said.record.generation, [fault.rank for fault in said.record.faults]) == (1, [2])
+        assert said.record.not_completed == "before every rank had made a new step, rank 3 ended at step 5"
         assert job.recover(1, generation=1) == []
         job.pause(0, 6), job.pause(1, 5), job.pause(2, 5)
         assert only(job.pause(3, None), do.Resume).version == 6
         record = only(job.recover_all(7), do.RecordRecovery).record
-        assert (record.generation, len(record.faults), record.restarts_used) == (2, 2, 2)
-        assert record.total_s > job.now - began
+        assert (record.generation, [fault.rank for fault in record.faults], record.restarts_used) == (2, [3], 2)
+        assert record.not_completed == ""
+        assert record.total_s > job.now - began, "it counts from the first death"
 
     def test_a_commit_in_the_generation_before_is_no_recovery_in_this_one(self, manager) -> None:
         job = manager().joined()
@@ -179,7 +183,8 @@ class TestSeveralDeaths:
         job = manager(per_node=2).joined()
         job.lose(0)
         job.worker(ev.WorkerFinished, 1)
-        assert job.worker(ev.WorkerFinished, 0) == []
+        record = only(job.worker(ev.WorkerFinished, 0), do.RecordRecovery).record
+        assert record.not_completed == "every process has ended"
         assert job.machine.phase is Phase.RUNNING
 
 
@@ -206,6 +211,9 @@ class TestExceptions:
         job = manager().joined()
         job.raise_(1)
         job.pause_all()
+        assert job.raise_(1) == []
+        assert acts(job.tick()) == ["Interrupt"], "the second time its process is replaced: test_broken.py"
+        job.pause_all(), job.pause_all()
         assert job.raise_(1) == []
         give_up = only(job.tick(), do.GiveUp)
         assert give_up.reason == "the same exception came back: rank 1 raised ValueError: x at step 5"
@@ -287,8 +295,11 @@ class TestBrokenCommunication:
 
     def test_an_exception_that_came_back_says_more(self, manager) -> None:
         job = manager().joined()
-        job.raise_(1)
-        job.pause_all()
+        for _ in range(2):
+            job.raise_(1)
+            if job.machine.phase is Phase.SUSPECTING:
+                job.tick()
+            job.pause_all(), job.pause_all()
         job.raise_(3, "reset", kind=FaultKind.COMMUNICATION, age=0.5)
         job.raise_(1)
         assert only(job.tick(), do.GiveUp).culprit == 1
@@ -297,7 +308,7 @@ class TestBrokenCommunication:
         job = manager().joined()
         for rank in (1, 2):
             job.raise_(rank, "reset", kind=FaultKind.COMMUNICATION)
-            assert kinds(job.tick()) == ["Interrupt"]
+            assert acts(job.tick()) == ["Interrupt"]
             job.pause_all()
         job.raise_(3, "reset", kind=FaultKind.COMMUNICATION)
         assert only(job.tick(), do.GiveUp).reason.startswith("the same failure came 3 times: rank 3 lost")
@@ -319,7 +330,7 @@ class TestRepeatedFailures:
             assert "ReplaceWorker" in kinds(job.lose(2))
             how = make_fault(FaultKind.CRASHED, 2, life, "SIGSEGV", version=5)
             commands = job.worker(ev.WorkerExitKnown, 2, how, incarnation=life)
-            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+            assert acts(commands) == (["GiveUp"] if attempt == 2 else [])
             if attempt < 2:
                 job.pause_all()
 
@@ -333,7 +344,7 @@ class TestRepeatedFailures:
             how = make_fault(FaultKind.CRASHED, 2, life, "SIGSEGV", version=5)
             assert job.worker(ev.WorkerExitKnown, 2, how, incarnation=life) == []
 
-    def test_being_killed_never_counts(self, manager) -> None:
+    def test_being_killed_is_no_repeated_failure(self, manager) -> None:
         job = manager().joined()
         for _ in range(20):
             job.lose(2, FaultKind.KILLED, "SIGKILL")
@@ -343,7 +354,7 @@ class TestRepeatedFailures:
         job = manager().joined()
         job.lose(2)
         for _ in range(2):
-            assert kinds(job.lose(2, FaultKind.START_FAILED, "no memory", version=None)) == ["ReplaceWorker"]
+            assert acts(job.lose(2, FaultKind.START_FAILED, "no memory", version=None)) == ["ReplaceWorker"]
         give_up = only(job.lose(2, FaultKind.START_FAILED, "no memory", version=None), do.GiveUp)
         assert "rank 2 could not be started: no memory" in give_up.reason
 

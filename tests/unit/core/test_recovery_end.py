@@ -49,6 +49,21 @@ class TestTheEnd:
         assert give_up.reason == "rank 0 ended with SIGSEGV at step 10 after the training function had returned everywhere"
         assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob) == do.EndJob("e8", 0, False, give_up.reason)
 
+    def test_a_node_that_went_on_without_us_leaves_nothing_to_decide(self, manager) -> None:
+        """The manager was stopped for longer than a fault may wait; what it finds when it goes on."""
+        job = manager(nodes=2, per_node=1).joined()
+        assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
+        record, end = job.send(ev.AgentLeft, 1, "fallback", "rank 1 ended, and no manager answers")
+        reason = "the agent of node 1 left (fallback: rank 1 ended, and no manager answers)"
+        assert end == do.EndJob(f"e{job.count}", 1, succeeded=True, reason=reason, left_alone=True)
+        assert record.record.not_completed == f"the job has ended: {reason}"
+        assert job.machine.phase is Phase.ENDED
+
+    def test_a_job_that_was_given_up_stays_so_when_a_node_goes_on_without_us(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        job.send(ev.AgentLeft, 0, "failed", "")
+        assert not only(job.send(ev.AgentLeft, 1, "fallback", ""), do.EndJob).succeeded
+
     def test_it_also_waits_to_learn_how_it_died(self, manager, make_fault) -> None:
         job = manager(per_node=2).joined()
         job.return_(0), job.return_(1)

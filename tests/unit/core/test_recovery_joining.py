@@ -10,7 +10,7 @@ from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only
 
-Report = ev.WorkerReport
+Report, Failure = ev.WorkerReport, ev.ReportedFailure
 
 
 class TestJoining:
@@ -152,6 +152,46 @@ class TestANewManager:
         job.worker(ev.WorkerExitKnown, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL"), incarnation=0)
         job.pause_all(7)
         assert [fault.detail for fault in job.recover_all(8)[0].record.faults] == ["SIGKILL"]
+
+    def test_finds_a_lost_worker_and_is_told_how_and_when(self, manager, make_fault) -> None:
+        job = manager(per_node=2)
+        how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
+        commands = job.register(0, Report(0, 0, "lost", True, 7, failure=Failure(how, 5.0)), Report(1, 0, "running", True, 7))
+        died_at = job.now - 5.0
+        assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
+        assert job.worker(ev.WorkerLost, 0, how, 5.0, (7,), incarnation=0) == [], "the agent says it once more"
+        job.pause_all(7)
+        record = job.recover_all(8)[0].record
+        assert (record.strategy, [fault.detail for fault in record.faults], record.restarts_used) == ("recover-in-place", ["SIGKILL"], 1)
+        assert record.total_s == pytest.approx(job.now - died_at)
+
+    def test_finds_a_worker_that_was_just_replaced(self, manager, make_fault) -> None:
+        """The earlier manager had ordered it, and had counted it."""
+        job = manager(per_node=2)
+        how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
+        commands = job.register(0, Report(0, 1, "paused", True, failure=Failure(how, 5.0, replaced=True)), Report(1, 0, "paused", True, 7),
+                                generation=1, used=1)
+        died_at = job.now - 5.0
+        assert kinds(commands) == ["Interrupt", "Resume"]
+        record = job.recover_all(8)[0].record
+        assert (record.strategy, [fault.detail for fault in record.faults], record.restarts_used) == ("recover-in-place", ["SIGKILL"], 1)
+        assert record.total_s == pytest.approx(job.now - died_at)
+        assert record.reason == "the manager was restarted meanwhile"
+
+    def test_what_it_cannot_learn_it_says(self, manager) -> None:
+        job = manager(per_node=2)
+        job.register(0, *[Report(rank, 0, "paused", True, 7) for rank in range(2)], generation=1)
+        record = job.recover_all(8)[0].record
+        assert (record.strategy, record.faults) == ("retry", ())
+        assert record.reason.endswith("the manager was restarted meanwhile, and what came before is not known: the time counts from then")
+
+    def test_a_replacement_that_trains_already_is_no_reason_to_stop(self, manager, make_fault) -> None:
+        job = manager(per_node=2)
+        how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
+        assert job.register(0, Report(0, 1, "running", True, 7, failure=Failure(how, 5.0, replaced=True)), Report(1, 0, "running", True, 7), generation=1) == []
+        job.lose(1)
+        job.pause_all(7)
+        assert [fault.rank for fault in job.recover_all(8)[0].record.faults] == [1]
 
     def test_hears_the_details_before_it_is_complete(self, manager, make_fault) -> None:
         job = manager(nodes=2, per_node=1)

@@ -5,7 +5,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from tests.unit.core.answers import kinds, only
+from tests.unit.core.answers import acts, kinds, only
 
 
 class TestUndeclared:
@@ -44,10 +44,10 @@ class TestUndeclared:
         job = manager().joined(declared=False)
         for attempt in range(3):
             life = job.incarnation(1)
-            assert kinds(job.lose(1, version=None)) == ["RestartGroup"]
+            assert acts(job.lose(1, version=None)) == ["RestartGroup"]
             how = make_fault(FaultKind.EXITED, 1, life, "exit 1")
             commands = job.worker(ev.WorkerExitKnown, 1, how, incarnation=life)
-            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+            assert acts(commands) == (["GiveUp"] if attempt == 2 else [])
 
     @pytest.mark.parametrize("between", ["killed", "other", "long life"])
     def test_not_in_a_row(self, manager, between) -> None:
@@ -62,13 +62,13 @@ class TestUndeclared:
                     for moment in range(110, 190, 10):
                         job.hear_all_until(moment)
             if attempt < 4:
-                assert kinds(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
+                assert acts(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
 
     def test_victims_that_are_heard_of_first_are_not_counted(self, manager, make_fault) -> None:
         job = manager().joined(declared=False)
         for _ in range(5):
             cause = job.incarnation(1)
-            assert kinds(job.lose(2, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
+            assert acts(job.lose(2, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
             how = make_fault(FaultKind.KILLED, 1, cause, "SIGKILL")
             assert job.worker(ev.WorkerLost, 1, how, 0.2, incarnation=cause) == []
             for rank in job.ranks:
@@ -86,7 +86,7 @@ class TestUndeclared:
                 job.worker(ev.WorkerStarted, rank, 1)
             how = make_fault(FaultKind.EXITED, 1, cause, "exit 7")
             commands = job.worker(ev.WorkerLost, 1, how, 0.5, incarnation=cause)
-            assert kinds(commands) == (["GiveUp"] if attempt == 2 else [])
+            assert acts(commands) == (["GiveUp"] if attempt == 2 else [])
         assert job.worker(ev.WorkerLost, 1, how, 9.0, incarnation=2) == []
 
     def test_later_deaths_in_the_old_life_are_consequences(self, manager, make_fault) -> None:
@@ -114,11 +114,11 @@ class TestUndeclared:
         job.lose(1)
         job.worker(ev.WorkerStarted, 0, 1)
         job.worker(ev.WorkerDeclared, 0)
-        assert kinds(job.lose(0)) == ["RestartGroup"]
+        assert acts(job.lose(0)) == ["RestartGroup"]
         for rank in (0, 1):
             job.worker(ev.WorkerStarted, rank, 1)
             job.worker(ev.WorkerDeclared, rank)
-        assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
+        assert acts(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
         assert job.worker(ev.WorkerStarted, 2, 1) == job.worker(ev.WorkerStarted, 3, 1) == []
         assert kinds(job.pause_all(0)) == ["Resume"]
 
