@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from taskd.core.faults import FaultKind
 
-SHORT_LIFE_S = 10.0      # what is missing is missed within this time
+SHORT_LIFE_S = 1.5       # what is missing is missed within this time; where that takes longer, the starts are far enough from each other
 FIRST_S = 4.0
 FACTOR = 4.0
 LONGEST_S = 16.0

@@ -95,13 +95,17 @@ class Workshop:
         return pid
 
 
+def hide_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forkservers that begin from now on find none, so that they are ready at once."""
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise ImportError('none here')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+
+
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
-    """Its forkservers find no torch, so that they are ready at once."""
-    stub = tmp_path / "without" / "torch.py"
-    stub.parent.mkdir()
-    stub.write_text("raise ImportError('none here')", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stub.parent), str(ROOT)]))
+    """Its forkservers find no torch."""
+    hide_torch(tmp_path / "without", monkeypatch)
     folder = tmp_path / "job"
     folder.mkdir()
     made = Workshop(folder)
@@ -216,15 +220,18 @@ def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
     assert time.monotonic() - began < 5
 
 
-def test_a_removed_working_directory_is_what_workers_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch: it cannot be loaded there."""
+@pytest.mark.parametrize("torch", ["none", pytest.param("real", marks=pytest.mark.extended)])
+def test_a_removed_working_directory_is_what_workers_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
+    """Real torch cannot be loaded there."""
+    if torch == "none":
+        hide_torch(tmp_path / "without", monkeypatch)
     folder = tmp_path / "removed"
     folder.mkdir()
     with monkeypatch.context() as context:
         context.chdir(folder)
         shop = Workshop(tmp_path)
         shop.script.write_text(
-            "import os, sys\ntry:\n    os.getcwd()\nexcept FileNotFoundError:\n    print('removed', 'torch' in sys.modules)\n",
+            "import os, sys\ntry:\n    os.getcwd()\nexcept FileNotFoundError:\n    print('removed', 'numpy' in sys.modules)\n",
             encoding="utf-8")
         try:
             shop.await_ready()
