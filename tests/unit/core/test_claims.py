@@ -126,3 +126,17 @@ def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
     give_up = next(command for command in commands if isinstance(command, do.GiveUp))
     assert "and 1048558 more are not known" in give_up.reason
     assert len(give_up.reason) < 300
+
+
+def test_a_job_that_has_begun_learns_no_generation_from_an_agent(manager) -> None:
+    """It was taken over in the middle of a recovery, whose ranks then reported in a generation that seemed to be over."""
+    driver = manager(1, 2).joined()
+    driver.raise_(0)
+    driver.pause(1)
+    assert (driver.machine.phase, driver.machine.generation) == (Phase.RESUMED, 1)
+    claim = dataclasses.replace(REGISTRATION, generation=7)
+    assert driver.machine.refusal(claim) == "the job is in generation 1, this agent says 7"
+    assert driver.machine.handle(claim) == []
+    driver.machine.check()
+    driver.recover_all()
+    assert driver.machine.phase is Phase.RUNNING
