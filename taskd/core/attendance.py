@@ -23,7 +23,7 @@ class Attendance:
 
     def registered(self, event: ev.AgentRegistered) -> Commands:
         """An agent came, for the first time or again."""
-        refusal = self._job.membership.refusal(event)
+        refusal = self.refusal(event)
         if refusal is not None:
             self._job.story.note(event.now, f"ignored: refused: {refusal}")
             return []
@@ -40,6 +40,13 @@ class Attendance:
         if job.phase is not Phase.JOINING:
             return self._catch_up(event, missed)
         return self._complete() if self._job.membership.is_complete else self.wait_for_others()
+
+    def refusal(self, event: ev.AgentRegistered) -> str | None:
+        """Why this agent may not join, or None. Once the job has begun, generations are made by this manager alone."""
+        job = self._job
+        if job.phase is not Phase.JOINING and event.generation > job.generation:
+            return f"the job is in generation {job.generation}, this agent says {event.generation}"
+        return job.membership.refusal(event)
 
     def expect(self, event: ev.ManagerBeganAnew) -> Commands:
         """Agents that an earlier machine knew: whoever does not come back is lost."""

@@ -336,7 +336,8 @@ class Job:
         kept = sorted([*self.open, *self.suspects], key=lambda known: (known.died_at, known.fault.rank))
         what = describe(kept[0].fault) if kept else "a recovery is under way"
         missing = [rank for rank in range(self.membership.world_size or 0) if rank not in self.membership.members]
-        return self.give_up(f"{what}, and ranks {missing} are not known to this manager", kept[0].fault if kept else None)
+        shown = f"{missing[:16]}" + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
+        return self.give_up(f"{what}, and ranks {shown} are not known to this manager", kept[0].fault if kept else None)
 
     def replace_unresponsive(self, overdue: list[int]) -> Commands:
         """Ranks that did not come (or did not start) when called."""

@@ -118,7 +118,7 @@ class RecoveryMachine:
         """Why this agent may not join, or None. Ask before `handle`, which ignores a refused one."""
         if self.phase is Phase.ENDED:
             return f"the job has ended: {self._job.reason}"
-        return self.membership.refusal(event)
+        return self._attendance.refusal(event)
 
     def handle(self, event: ev.Event) -> Commands:
         """Take in one event, return what is to be done about it."""

@@ -197,7 +197,9 @@ def main(seconds: float = 60, seed: int = 1) -> int:
         assert not is_readable(alarm.fd, 0.05), "a death was reported, the worker lives"
         assert worker.poll() is None
         assert os.fstat(box.fd).st_size == layout.BOX_BYTES
-    # Those who sleep on a word that had lost its mark are woken by hand, as the agent does when the worker is gone.
+    # Those who sleep on a word that had lost its mark are woken by hand, as the agent does when the worker is gone. In a box whose header is
+    # damaged at this moment nobody is watched, and nobody would be woken.
+    os.pwrite(box.fd, whole[:4096], 0)
     alarm.watch(rounds, box)
     alarm.unwatch(rounds)
     wait_until(no_watch_is_left, "the end of all watches")

@@ -48,3 +48,22 @@ def test_an_exit_is_explained_if_the_library_is_preloaded_into_everything(tmp_pa
         assert fault["detail"] == "exit 3 called in the main thread"
         assert "in here" in fault["traceback"]
         assert "Native stack" in fault["traceback"]
+
+
+def test_a_damaged_black_box_silences_nobody_and_its_death_is_recovered_in_place(tmp_path: pathlib.Path) -> None:
+    """Version -7 of a dead worker, generation -7 of a living one: all reports of the node were refused, and all processes restarted."""
+    with harness.job(tmp_path, FAULTS="2@2:forward:damage;1@12:forward:damaged-kill", STEPS="16", SLEEP_S="0.2") as job:
+        finished = job.run()
+        assert finished.returncode == 0, finished.output[-6000:]
+        assert sorted(fact["offset"] for fact in job.facts("damaged")) == [128, 144, 152, 168]
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["version"]) == ("recover-in-place", 12)
+        ((fault,),) = (record["faults"],)
+        assert (fault["rank"], fault["kind"], fault["version"], fault["phase"]) == (1, "killed", None, "unknown")
+        assert "the black box of rank 2 (incarnation 0) is damaged: generation -7 cannot be" in finished.output
+        assert "the black box of rank 1 (incarnation 0) is damaged" in finished.output
+        assert "silent" not in finished.output
+        assert job.manager is not None
+        assert job.manager.wait(20).returncode == 0, job.manager.text
+        assert "refused in all: nothing" in job.manager.text
+        assert job.leftovers() == set()

@@ -18,6 +18,7 @@ from taskd.transport import zeromq
 from taskd.transport.base import MAX_FRAME_BYTES
 from taskd.wire import codec, messages, translate
 from tests.process import harness
+from tests.unit import fuzz_manager
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +150,28 @@ def test_the_manager_survives_everything_that_can_be_sent_to_its_port(job: harne
     assert counts["connection"] >= 3
     assert "Traceback" not in finished.output
     assert finished.output.count("refused a message of agent-5-None-stranger: malformed") == 1
+
+
+@pytest.mark.extended            # tests/unit/test_manager_service.py has the same without a socket
+def test_odd_values_in_messages_of_every_type_are_refused_and_the_job_goes_on(job: harness.Job, agent: Client, tmp_path: pathlib.Path) -> None:
+    dice, model = random.Random(7), fuzz_manager.Job(tmp_path / "model")
+    odd = Client(job.port, incarnation="odd", node_rank=1)
+    for _ in range(300):
+        frame = msgpack.unpackb(fuzz_manager.odd(dice, model.agents[1], model))
+        odd.dealer.send(None, msgpack.packb(frame | {"job_id": "test-job", "incarnation": "odd"}))
+    odd.say(messages.Heartbeat())
+    seen = []
+    while not isinstance(seen[-1] if seen else None, messages.HeartbeatAck):
+        seen.append(odd.answer())
+    assert agent.ask().known
+    agent.say(messages.AgentLeft(0, "succeeded", ""))
+    assert job.manager is not None
+    finished = job.manager.wait(LIMIT_S)
+    assert finished.returncode == 0, finished.output
+    assert "a bug in taskd" not in finished.output
+    (summary,) = [line for line in finished.output.splitlines() if "refused in all" in line]
+    assert "malformed" in summary
+    odd.dealer.close()
 
 
 def test_a_taken_port_ends_a_second_manager_with_code_2_and_says_where_to_look(job: harness.Job) -> None:

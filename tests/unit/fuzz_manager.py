@@ -83,9 +83,10 @@ class Peer:
 class Job:
     """A manager, and the agents of a job that trains."""
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    def __init__(self, directory: pathlib.Path, strategies: tuple[str, ...] = ()) -> None:
         self.network, self.clock = MemoryNetwork(), FakeClock()
-        config = ManagerConfig("job", "unused", 30.0, None, LogConfig(directory))
+        self.phases: set[Phase] = set()
+        config = ManagerConfig("job", "unused", 30.0, None, LogConfig(directory), strategies=strategies)
         self.service = Service(config, MemoryRouter(self.network, "manager"), self.clock)
         self.agents = [Peer(self.network, node_rank, f"a{node_rank}") for node_rank in range(NODES)]
         for agent in self.agents:
@@ -99,6 +100,7 @@ class Job:
     def turn(self) -> None:
         self.service.turn()
         self.service._machine.check()
+        self.phases.add(self.service._machine.phase)
 
     def beat(self, seconds: float, *agents: Peer) -> None:
         """Time goes by, and these agents live."""
@@ -118,15 +120,18 @@ def mark(rank: int) -> Mark:
     return Mark(rank, 0, 0, 5, "forward", 0.1, groups=(GroupMark(7, "world", 3, 3, "all_reduce"),), times=(("forward", 10, 2.0),))
 
 
-def valid(dice: random.Random, agent: Peer) -> messages.Message:
-    """A message of any type, as an agent of the job might send it."""
+def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
+    """A message of any type, as an agent of the job might send it now."""
     cls = dice.choice(UPSTREAM)
     rank = dice.choice(agent.ranks)
-    fault = Fault(dice.choice(list(FaultKind)), rank, 0, "x", dice.choice((None, 5, 6)), "step", "x", "Traceback", -9)
-    report = events.WorkerReport(rank, 0, dice.choice(list(WorkerState)), True, 5, True, True, (4,), "")
+    machine = job.service._machine
+    member = machine.membership.members.get(rank)
+    life = 0 if member is None else member.incarnation
+    fault = Fault(dice.choice(list(FaultKind)), rank, life, "x", dice.choice((None, 5, 6)), "step", "x", "Traceback", -9)
+    report = events.WorkerReport(rank, life, dice.choice(list(WorkerState)), True, 5, True, True, (4,), "")
     values: dict[str, object] = {
-        "rank": rank, "incarnation": dice.choice((0, 0, 0, 1)), "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
-        "world_size": len(RANKS), "max_restarts": 100, "generation": dice.choice((0, 0, 1, 2)), "restarts_used": 0,
+        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)), "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
+        "world_size": len(RANKS), "max_restarts": 100, "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
         "workers": (report, *(dataclasses.replace(report, rank=other) for other in agent.ranks if other != rank)), "fault": fault,
         "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5, "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
         "stage": dice.choice(("written", "failed", "published")), "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
@@ -154,12 +159,33 @@ def mutate(dice: random.Random, thing: object) -> object:
     return dice.choice(TEXTS) if isinstance(thing, str) else dice.choice(NUMBERS)
 
 
-def odd(dice: random.Random, agent: Peer) -> bytes:
+def odd(dice: random.Random, agent: Peer, job: Job) -> bytes:
     """One message with up to three odd values in its body."""
-    frame = agent.frame(valid(dice, agent))
+    frame = agent.frame(valid(dice, agent, job))
     for _ in range(dice.randrange(4)):
         frame["body"] = mutate(dice, frame["body"])
     return bytes(msgpack.packb(frame))
+
+
+def obey(dice: random.Random, agent: Peer, job: Job, answers: list[messages.Message]) -> None:
+    """What an honest agent would say to these orders, mostly: so that recoveries get on."""
+    machine = job.service._machine
+    for order in answers:
+        for rank in agent.ranks if dice.random() < 0.8 and rank_of(order) in (None, *agent.ranks) else ():
+            life = machine.membership.members[rank].incarnation
+            if isinstance(order, messages.Interrupt) or (isinstance(order, messages.ReplaceWorker) and order.rank == rank):
+                agent.say(messages.WorkerPaused(rank, life, order.generation, 5 if isinstance(order, messages.Interrupt) else None, clean=True))
+            elif isinstance(order, messages.Resume):
+                agent.say(messages.WorkerRecovered(rank, life, order.generation, 6, 0.1, 0.1, 0.1))
+            elif isinstance(order, messages.RestartGroup):
+                agent.say(messages.WorkerStarted(rank, life, 10))
+            elif isinstance(order, messages.Dump) and rank in order.writers:
+                agent.say(messages.WorkerDumped(rank, life, order.generation, "written"))
+    job.turn()
+
+
+def rank_of(order: messages.Message) -> object:
+    return getattr(order, "rank", None)
 
 
 def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> None:
@@ -168,7 +194,7 @@ def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> N
     assert job.is_unhurt
     for number in range(count):
         stranger = Peer(job.network, dice.choice((0, 1, 2, 3)), f"s{number % 50}")
-        stranger.dealer.send(None, odd(dice, stranger))
+        stranger.dealer.send(None, odd(dice, stranger, job))
         job.turn()
         if number % 20 == 0:
             job.beat(dice.choice((0.1, 1.0, 3.0)), *job.agents)
@@ -185,27 +211,32 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
     """The manager must go on, whatever becomes of the job. Returns how many jobs it took, and how much was taken in."""
     seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0}
     said = 0
+    phases: set[Phase] = set()
     while said < count:
-        job = Job(directory)
+        job = Job(directory, dice.choice(((), ("recover", "dump"), ("dump",))))
         seen["jobs"] += 1
         for _ in range(dice.choice((3, 10, 50, 200))):
             liar = dice.choice(job.agents)
             if job.service.result is not None:
                 seen["ended"] += 1
                 break
-            liar.dealer.send(None, odd(dice, liar))
+            liar.dealer.send(None, odd(dice, liar, job))
             said += 1
             job.turn()
             answers = liar.heard()
             rejected = sum(isinstance(answer, messages.Rejected | messages.Refused) for answer in answers)
             seen["rejected"] += rejected
             seen["taken"] += not rejected
+            for agent in job.agents:
+                obey(dice, agent, job, answers if agent is liar else agent.heard())
             if dice.random() < 0.2:
                 job.beat(dice.choice((0.01, 0.3, 1.0, 5.0)), *job.agents)
             if any(isinstance(answer, messages.HeartbeatAck) and not answer.known for answer in answers):
                 liar.register()
         if job.service.result is None:
             job.beat(100.0)                 # all of them are silent: leases, alarms and whatever was awaited
+        phases |= job.phases
+    assert phases >= {Phase.RUNNING, Phase.PAUSING, Phase.RESUMED, Phase.DYING, Phase.ENDING, Phase.ENDED}, phases
     return seen
 
 

@@ -114,3 +114,29 @@ def test_the_least_of_a_death_says_who_and_how() -> None:
     assert reduced(ev.WorkerExitKnown(1.0, "c", 3, 1, fault)) == ev.WorkerExitKnown(1.0, "c", 3, 1, least)
     assert reduced(dataclasses.replace(REGISTRATION, workers=with_first(version=-7, snapshots=(-1,), shard="x"))) == REGISTRATION
     assert reduced(ev.WorkerStarted(1.0, "c", 3, 1, 10)) is None
+
+
+def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
+    driver = manager(1, 2)
+    reports = (ev.WorkerReport(0, 0, WorkerState.LOST, True), ev.WorkerReport(1, 0, WorkerState.RUNNING, True))
+    driver.register(0, *reports, node_count=2, world_size=1 << 20)
+    while driver.machine.phase is Phase.JOINING:
+        driver.send(ev.AgentHeard, 0, at=driver.machine.next_deadline())
+        commands = driver.tick(driver.now)
+    give_up = next(command for command in commands if isinstance(command, do.GiveUp))
+    assert "and 1048558 more are not known" in give_up.reason
+    assert len(give_up.reason) < 300
+
+
+def test_a_job_that_has_begun_learns_no_generation_from_an_agent(manager) -> None:
+    """It was taken over in the middle of a recovery, whose ranks then reported in a generation that seemed to be over."""
+    driver = manager(1, 2).joined()
+    driver.raise_(0)
+    driver.pause(1)
+    assert (driver.machine.phase, driver.machine.generation) == (Phase.RESUMED, 1)
+    claim = dataclasses.replace(REGISTRATION, generation=7)
+    assert driver.machine.refusal(claim) == "the job is in generation 1, this agent says 7"
+    assert driver.machine.handle(claim) == []
+    driver.machine.check()
+    driver.recover_all()
+    assert driver.machine.phase is Phase.RUNNING

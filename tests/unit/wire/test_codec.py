@@ -160,6 +160,17 @@ def test_wrong_values_are_refused(changes: dict) -> None:
     (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "age_s", "soon"),
     (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "box_versions", 5),
     (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "fault", {"kind": "bored", "rank": 0, "incarnation": 0, "detail": ""}),
+    (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "age_s", -1.0),
+    (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "age_s", 1e300),
+    (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "incarnation", schema.MAX_CLAIM + 1),
+    (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "box_versions", [schema.MAX_CLAIM + 1]),
+    (messages.WorkerLost(0, 1, Fault(FaultKind.LOST, 0, 1, ""), 0.0), "snapshots", [-1]),
+    (messages.WorkerReturned(0, 1, 2, 5), "version", schema.MAX_CLAIM + 1),
+    (messages.WorkerReturned(0, 1, 2, 5), "generation", schema.MAX_CLAIM + 1),
+    (messages.MirrorsHeld(0, ((1, (2,)),)), "held", [[1, [-2]]]),
+    (messages.AgentRegistered(0, "a", 1, 1, 1, 0, 0, ()), "world_size", 1 << 31),
+    (messages.AgentRegistered(0, "a", 1, 1, 1, 0, 0, ()), "workers", [{"rank": 0, "incarnation": 0, "state": "zombie"}]),
+    (messages.AgentRegistered(0, "a", 1, 1, 1, 0, 0, ()), "restarts_used", -1),
     (messages.Resume(1, 2, (), 0), "moves", [[1]]),
     (messages.Resume(1, 2, (), 0), "moves", [{"rank": 1}]),
     (messages.RestartGroup(1, 2, "", ()), "incarnations", [[1, 2, 3]]),
@@ -192,6 +203,28 @@ def test_a_message_that_is_too_large_is_our_own_fault() -> None:
     moves = tuple(Move(rank, rank) for rank in range(100_000))
     with pytest.raises(LocalProtocolError, match="Resume has"):
         codec.encode(ENVELOPE, messages.Resume(1, 1, moves, 0))
+
+
+def test_what_a_manager_counts_on_from_the_largest_claim_is_still_a_number_for_its_agents() -> None:
+    claimed = codec.decode(codec.encode(ENVELOPE, messages.WorkerReturned(0, 1, schema.MAX_CLAIM, schema.MAX_CLAIM)))[1]
+    order = messages.Resume(claimed.generation + 1, claimed.version + 1, (Move(0, snapshot=schema.MAX_CLAIM + 1),), schema.MAX_CLAIM + 1)
+    assert codec.decode(codec.encode(ENVELOPE, order))[1] == order
+
+
+def test_texts_that_a_peer_did_not_cut_are_cut_by_the_receiver() -> None:
+    message = messages.WorkerUncaught(1, 2, Fault(FaultKind.RAISED, 1, 2, "short", traceback="short"))
+    body = frame(message)["body"]
+    body["fault"] |= {"detail": "x" * 100_000, "traceback": "\n" * 100_000}
+    envelope, read = codec.decode(msgpack.packb(frame(message, body=body, cause="y" * 10_000)))
+    assert len(read.fault.detail) <= schema.MAX_TEXT_BYTES
+    assert len(read.fault.traceback) <= schema.MAX_TRACEBACK_BYTES
+    assert len(envelope.cause) <= schema.MAX_TEXT_BYTES
+
+
+def test_who_said_what_breaks_a_rule_is_known() -> None:
+    assert refusal_of(body={"generation": -1}).envelope == ENVELOPE
+    assert refusal_of(body={"generation": -1}).message_code == RELEASE.code
+    assert refusal_of(role="king").envelope is None
 
 
 def test_long_texts_are_cut_and_tracebacks_keep_both_ends() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taskd.core import commands, events
+from taskd.core.faults import Fault, FaultKind
 from taskd.errors import LocalProtocolError, RemoteProtocolError
 from taskd.wire import messages, translate
 from taskd.wire.codec import Envelope
@@ -72,3 +73,18 @@ def test_what_stays_within_a_process_is_not_translated() -> None:
         translate.event_to_message(events.Tick(0.0, ""))
     with pytest.raises(LocalProtocolError, match="EndJob"):
         translate.command_to_message(commands.EndJob("", 0, succeeded=True, reason=""))
+
+
+@pytest.mark.parametrize(("rank", "incarnation"), [(1, 2), (0, 3)])
+def test_a_fault_of_another_life_is_refused(rank: int, incarnation: int) -> None:
+    message = messages.WorkerLost(0, 2, Fault(FaultKind.LOST, rank, incarnation, ""), 0.0)
+    with pytest.raises(RemoteProtocolError, match="another life"):
+        translate.message_to_event(ENVELOPE, message, 0.0)
+    with pytest.raises(RemoteProtocolError, match="another life"):
+        translate.check(message)
+
+
+def test_a_message_is_checked_as_its_receiver_would() -> None:
+    translate.check(messages.WorkerLost(0, 2, Fault(FaultKind.LOST, 0, 2, "", 5), 0.0))
+    with pytest.raises(RemoteProtocolError, match="version"):
+        translate.check(messages.WorkerLost(0, 2, Fault(FaultKind.LOST, 0, 2, "", -7), 0.0))
