@@ -75,11 +75,19 @@ def _show_flat(wrapper: Any) -> None:
 
 
 def drop_gradients(module: torch.nn.Module) -> None:
-    """Free the gradients of flat parameters, and what a backward pass that was cut short has summed so far."""
+    """Free the gradients of flat parameters, what a backward pass that was cut short has summed so far, and its hooks.
+
+    These the pass removes at its end. They stand in a node of the graph that the flat parameter holds, and hold the unit with its process groups:
+    a circle through C++, which Python's collection does not see.
+    """
     for unit in _units_of(module):
         flat = unit._handle.flat_param
         flat.grad = None
-        vars(flat).pop("_saved_grad_shard", None)
+        left = vars(flat)
+        left.pop("_saved_grad_shard", None)
+        for hook in (left.pop("_post_backward_hook_state", (None,))[-1], left.pop("_post_backward_hook_handle", None)):
+            if hook is not None:
+                hook.remove()
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> set[int]:

@@ -126,6 +126,7 @@ def interrupt(member, kind, place):
         left = {
             "bytes": sum(whole), "memories": len(whole), "gradients": sum(p.grad is not None for p in (*flat, *model.parameters())),
             "names": [name for name, _ in model.named_parameters()] == parked.pop("names"),
+            "hooks": sum(name.startswith("_post_backward_hook") for parameter in flat for name in vars(parameter)),
         }
         member.connect()
         job.resume(report.version)
