@@ -75,11 +75,25 @@ def _show_flat(wrapper: Any) -> None:
 
 
 def drop_gradients(module: torch.nn.Module) -> None:
-    """Free the gradients of flat parameters, and what a backward pass that was cut short has summed so far."""
+    """Free the gradients of flat parameters, what a backward pass that was cut short has summed so far, and what the pass would have let go of.
+
+    That is its hooks, and the parts of the whole parameter. Both lead to a node of the graph that holds the flat parameter, and so the unit with its
+    process groups: circles through C++, which Python's collection does not see.
+    """
     for unit in _units_of(module):
         flat = unit._handle.flat_param
         flat.grad = None
-        vars(flat).pop("_saved_grad_shard", None)
+        left = vars(flat)
+        left.pop("_saved_grad_shard", None)
+        for hook in (left.pop("_post_backward_hook_state", (None,))[-1], left.pop("_post_backward_hook_handle", None)):
+            if hook is not None:
+                hook.remove()
+        parts = left.get("_tensors") or []              # with use_orig_params
+        parts[:] = [None] * len(parts)
+        for name, owner, *_ in (*flat._param_infos, *flat._shared_param_infos):
+            part = vars(owner).get(name)                # without
+            if isinstance(part, torch.Tensor):
+                vars(owner)[name] = part.data           # not detach(): torch refuses where the memory was written to since
 
 
 def parameters_of(modules: Iterable[torch.nn.Module]) -> set[int]:

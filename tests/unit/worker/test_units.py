@@ -25,7 +25,7 @@ def test_parking_frees_whole_parameters_and_optimizer_memory_changes_hands(world
     for report, left, parked, moved in world.run(cut_short.interrupt, kind, place, size=2):
         assert (report.version, report.clean) == (1, True)
         assert left["memories"] or kind == "flat_whole"
-        assert (left["bytes"], left["gradients"], left["names"]) == (0, 0, True)
+        assert (left["bytes"], left["gradients"], left["names"], left["hooks"], left["graphs"]) == (0, 0, True, 0, 0)
         assert moved == parked
 
 
