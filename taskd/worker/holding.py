@@ -17,8 +17,9 @@ import torch
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker import shards
-from taskd.worker.extras import Part, encode_part, read_position, write_position
+from taskd.worker.extras import Part, encode_part
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
+from taskd.worker.positions import Positions
 from taskd.worker.rollback import Rollback
 from taskd.worker.vote import vote
 
@@ -66,6 +67,7 @@ class Holding:
         self.part = b""               # the per-rank part as of the last commit, pickled
         self.parked_versions: dict[int, int] = {}     # id(parameter) -> its version counter at parking
         self.rollback = Rollback(roles)
+        self.positions = Positions(roles.positions)
         self._removers: list[Any] = []
         self._is_large_reported = False
 
@@ -80,10 +82,10 @@ class Holding:
 
     # ------------------------------------------------------------ the per-rank part
 
-    def encode(self) -> bytes:
-        """The per-rank part as it is now."""
+    def encode(self, *, is_in_step: bool = True) -> bytes:
+        """The per-rank part as it is now. `is_in_step` False: no step of this entry has begun, see `taskd.worker.positions`."""
         roles = self.roles
-        positions = {role: read_position(value) for role, value in roles.positions.items()} if roles.positions else {}
+        positions = self.positions.read(is_in_step=is_in_step)
         buffers = self._read_buffers() if self.rollback.has_moving else {}
         return encode_part(roles.values, positions, buffers) if roles.values or positions or buffers else _BARE
 
@@ -113,9 +115,7 @@ class Holding:
         if with_values:
             self.roles.values.clear()
             self.roles.values.update(part.values)
-        for role, position in part.positions.items():
-            if role in self.roles.positions:
-                write_position(self.roles.positions[role], position)
+        self.positions.write(part.positions)
         tensors = self.roles.named_tensors() if part.buffers else {}
         for name, data in part.buffers.items():
             if name not in tensors:

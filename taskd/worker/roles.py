@@ -18,6 +18,7 @@ from torch import nn
 
 from taskd.errors import StateError
 from taskd.worker import shards, units
+from taskd.worker.positions import check_loader, walks_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Roles:
             raise StateError(_unsupported(state_name, role, value))
         else:
             self._kind_of(value)[role] = value
+            check_loader(f"TrainState({state_name!r}): {role}", value)
 
     def _check_units(self, state_name: str) -> None:
         """FSDP1: what a unit keeps is found through its wrapper alone, and under a name of the shard, which DTensors must not have."""
@@ -88,6 +90,8 @@ class Roles:
             return self.scalers
         if callable(getattr(value, "step", None)) and callable(getattr(value, "zero_grad", None)):
             return self.steppers
+        if walks_data(value):
+            return self.positions
         tensors = list(tensors_in(value.state_dict()))
         if any(map(shards.is_distributed, tensors)) or sum(t.numel() * t.element_size() for t in tensors) > _LARGE_BYTES:
             return self.replicas
