@@ -102,7 +102,7 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
 def _rejoin(runtime: Runtime, **held: Any) -> None:
     """Wait at the gate if a recovery is going on, and make the default group again if it was made outside the function."""
     while runtime.gate(**held):
-        if runtime.outer_init is None or runtime.init_outside(runtime.outer_init):
+        if runtime.outer_group.remake():
             return
 
 
