@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from taskd.clock import MonotonicClock
@@ -99,6 +100,7 @@ def land(life: Life, holding: Holding) -> Restored:
     _begin(life, holding)
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
+    life.random_at_restore = torch.get_rng_state()
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
     return restored
 

@@ -166,9 +166,10 @@ class Runtime:
         if self.declared:
             return
         self.declared = True
-        from taskd.worker import buckets, phases  # noqa: PLC0415 - they import torch
+        from taskd.worker import buckets, data_order, phases  # noqa: PLC0415 - they import torch
         buckets.install()
         phases.install()
+        data_order.install()
         self.send(events.WorkerDeclared(**self.identity("declared")))
 
     def enter(self) -> None:
