@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker import runtime as runtime_module
+from taskd.worker.exception_text import drop_frames
 from taskd.worker.runtime import Runtime, Where
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
                 return result
         elif not isinstance(error, Interrupted):
             runtime.await_verdict(error, clean=clean)
-        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(_drop_frames, error))
+        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(drop_frames, error))
         error = None
 
 
@@ -168,12 +168,3 @@ def _await_release(runtime: Runtime, version: int | None) -> bool:
             runtime.condition.wait()
     runtime.where = Where.OUTSIDE
     return True
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of the old entry hold: loaders with their processes, DDP, the old model."""
-    while error is not None:
-        if error.__traceback__ is not None:
-            traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
