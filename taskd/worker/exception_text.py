@@ -27,7 +27,7 @@ def describe(error: BaseException) -> str:
     """One line: type and message."""
     text = " ".join(text_of(error)[:4 * _MAX_DETAIL_CHARS].split())
     name = type(error).__name__[:_MAX_DETAIL_CHARS]
-    return _sendable(f"{name}: {text}"[:_MAX_DETAIL_CHARS] if text else name)
+    return _sendable(f"{name}: {text}" if text else name)[:_MAX_DETAIL_CHARS]
 
 
 def traceback_text(error: BaseException) -> str:
@@ -38,10 +38,7 @@ def traceback_text(error: BaseException) -> str:
         raise
     except BaseException as problem:  # noqa: BLE001 - whatever the script's objects raise when they are shown
         text = f"(the traceback cannot be rendered: {type(problem).__name__})\n{_frames(error)}"
-    if len(text) > _MAX_TRACEBACK_CHARS:
-        half = _MAX_TRACEBACK_CHARS // 2
-        text = f"{text[:half]}\n... cut ...\n{text[-half:]}"
-    return _sendable(text)
+    return _cut(_sendable(_cut(text)))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -78,6 +75,13 @@ def _asked(question: Callable[[], str], what: str) -> str:
         raise
     except BaseException as problem:  # noqa: BLE001 - as above
         return f"({what} cannot be had: {type(problem).__name__})"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _MAX_TRACEBACK_CHARS:
+        return text
+    half = _MAX_TRACEBACK_CHARS // 2
+    return f"{text[:half]}\n... cut ...\n{text[-half:]}"
 
 
 def _sendable(text: str) -> str:
