@@ -358,7 +358,7 @@ def _without_our_frames(error: BaseException) -> types.TracebackType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    error.__traceback__ = trace
+    BaseException.__setattr__(error, "__traceback__", trace)     # its class may be frozen
     return trace
 
 

@@ -1,6 +1,6 @@
 """What differs from rank to rank and must survive the rank: random number generators, sampler positions, plain values.
 
-Owns the form of these as one blob for the black box, and the positions of samplers (`taskd.worker.randoms` has the generators).
+Owns the form of these as one blob for the black box (`taskd.worker.randoms` has the generators, `taskd.worker.positions` the samplers).
 Knows no collectives, no plan and no other rank. The blob is pickled: it never leaves the processes of one rank (the
 memory behind the box is an unnamed file that only the agent and this rank's lives hold).
 """
@@ -9,42 +9,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROTOCOL = 5                     # fixed: a replacement reads what its predecessor wrote
-
-# ---------------------------------------------------------------- objects that carry a position: samplers, generators
-
-
-def read_position(value: Any) -> Any:
-    """The state of a per-rank object, whatever it calls it."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if hasattr(value, "bit_generator"):              # numpy.random.Generator
-        return value.bit_generator.state
-    return value.state_dict()
-
-
-def write_position(value: Any, position: Any) -> None:
-    """Opposite of `read_position`."""
-    if isinstance(value, torch.Generator):
-        value.set_state(position)
-    elif isinstance(value, random.Random):
-        value.setstate(position)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = position
-    else:
-        value.load_state_dict(position)
-
 
 # ---------------------------------------------------------------- the blob
 

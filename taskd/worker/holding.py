@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.native.black_box import Phase
+from taskd.worker import closures, shards
 from taskd.worker import life as life_module
-from taskd.worker import shards
-from taskd.worker.extras import Part, encode_part, read_position, write_position
+from taskd.worker.extras import Part, encode_part
 from taskd.worker.logbook import Logbook, logbook_of, parts_of
+from taskd.worker.positions import Positions
 from taskd.worker.rollback import Rollback
 from taskd.worker.vote import vote
 
@@ -66,6 +67,7 @@ class Holding:
         self.part = b""               # the per-rank part as of the last commit, pickled
         self.parked_versions: dict[int, int] = {}     # id(parameter) -> its version counter at parking
         self.rollback = Rollback(roles)
+        self.positions = Positions(roles.positions)
         self._removers: list[Any] = []
         self._is_large_reported = False
 
@@ -80,10 +82,10 @@ class Holding:
 
     # ------------------------------------------------------------ the per-rank part
 
-    def encode(self) -> bytes:
-        """The per-rank part as it is now."""
+    def encode(self, *, is_in_step: bool = True) -> bytes:
+        """The per-rank part as it is now. `is_in_step` False: no step of this entry has begun, see `taskd.worker.positions`."""
         roles = self.roles
-        positions = {role: read_position(value) for role, value in roles.positions.items()} if roles.positions else {}
+        positions = self.positions.read(is_in_step=is_in_step)
         buffers = self._read_buffers() if self.rollback.has_moving else {}
         return encode_part(roles.values, positions, buffers) if roles.values or positions or buffers else _BARE
 
@@ -113,9 +115,7 @@ class Holding:
         if with_values:
             self.roles.values.clear()
             self.roles.values.update(part.values)
-        for role, position in part.positions.items():
-            if role in self.roles.positions:
-                write_position(self.roles.positions[role], position)
+        self.positions.write(part.positions)
         tensors = self.roles.named_tensors() if part.buffers else {}
         for name, data in part.buffers.items():
             if name not in tensors:
@@ -133,7 +133,7 @@ class Holding:
             self._removers.append(module.register_forward_pre_hook(_ForwardBegin(self)).remove)
             self._removers.append(module.register_forward_hook(_ForwardEnd(self)).remove)
         for optimizer in self.roles.optimizers.values():
-            self._removers.append(optimizer.register_step_pre_hook(lambda *_: self.begin_update()).remove)
+            self._removers.append(optimizer.register_step_pre_hook(self._begin_step).remove)
         for stepper in self.roles.steppers.values():
             self._removers.append(_wrap_step(stepper, self.begin_update))
 
@@ -142,14 +142,29 @@ class Holding:
         while self._removers:
             self._removers.pop()()
 
-    def begin_update(self) -> None:
-        """An optimizer begins to write: from here to commit() this copy is torn."""
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer is called. With a closure it writes behind that, and this copy is whole until then."""
+        life, closure = life_module.current(), closures.find(args, kwargs)
+        is_known = closure is not None and closures.is_known(optimizer)
+        # Where the state is sharded all ranks vote at the same place: there it is not tried out when an optimizer writes.
+        if closure is None or life is None or life.held or life.is_half_way or (self.shard and not is_known):
+            self.begin_update()
+            return None
+        if is_known:
+            life.hold()
+            self.began = True
+        else:
+            self.begin_update()
+        return closures.replaced(args, kwargs, closures.Closure(closure, self, closures.Unwritten(optimizer)))
+
+    def begin_update(self, *, is_ours: bool = False) -> None:
+        """An optimizer begins to write: from here to commit() this copy is torn. `is_ours`: interrupts are held off by this step alone."""
         life = life_module.current()
         if life is None:
             return
         if life.snapshots is not None:
             life.snapshots.wait()
-        if self.shard and not life.held and life.world_size > 1:
+        if self.shard and (is_ours or not life.held) and life.world_size > 1:
             agreed = vote(life, self.name, agrees=life.snapshots is None or life.snapshots.may_replace())
             if life.snapshots is not None:
                 life.snapshots.is_allowed = agreed

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from taskd.clock import MonotonicClock
@@ -64,6 +65,7 @@ def land(life: Life, holding: Holding) -> Restored:
     """Do what the plan says for this state, then begin to follow its steps."""
     plan = life.plan
     is_first = not any(other.is_landed for other in life.states.values())
+    before = life.parked.get(holding.name)
     if plan is None or plan.version is None:
         if is_first:
             life.parked.clear()
@@ -80,8 +82,10 @@ def land(life: Life, holding: Holding) -> Restored:
         if is_first and life.arenas is not None:
             life.arenas.forget_after(version)
     assert life.version is not None
+    if before is not None:
+        _check_positions(life, holding, before)
     holding.rollback.begin()
-    holding.part = holding.encode()
+    holding.part = holding.encode(is_in_step=False)
     holding.attach()
     logbook = logbook_of(life)
     if restored.source in ("nothing", "checkpoint"):
@@ -96,8 +100,16 @@ def land(life: Life, holding: Holding) -> Restored:
     _begin(life, holding)
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
+    life.random_at_restore = torch.get_rng_state()
     log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
     return restored
+
+
+def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
+    """What was used in the entry before and has no noted position goes on where that entry left it."""
+    for role in holding.positions.unknown_since(before.positions):
+        log.warning("rank %d: TrainState %r: %s was built outside the recoverable function, and where it was at version %s is not known: samples may "
+                    "be left out. Build it inside the function", life.rank, holding.name, role, life.version)
 
 
 def _begin(life: Life, holding: Holding) -> None:

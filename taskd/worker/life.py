@@ -74,6 +74,7 @@ class Life:
     tell: Callable[..., None] = lambda _kind, **_fields: None    # set by the runtime: an event of this kind to the agent
     restored_at: float | None = None      # monotonic time at which restore() of this entry was done
     restored_from: str = ""               # what it said
+    random_at_restore: Any = None         # the state of torch's global generator then
     profile: Profile | None = None        # takes marks while the default domain is profiled; set by the profiler's thread
     wants_calls: bool = False             # communication is profiled: the pulse writes gloo's calls to the black box
     profiling_mb: int = 5000              # limit of the whole profiling folder

@@ -10,7 +10,6 @@ import functools
 import gc
 import logging
 import threading
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +18,7 @@ from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker import runtime as runtime_module
+from taskd.worker.exception_text import drop_frames
 from taskd.worker.runtime import Runtime, Where
 
 if TYPE_CHECKING:
@@ -96,14 +96,14 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
                 return result
         elif not isinstance(error, Interrupted):
             runtime.await_verdict(error, clean=clean)
-        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(_drop_frames, error))
+        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(_let_go, error))
         error = None
 
 
 def _rejoin(runtime: Runtime, **held: Any) -> None:
     """Wait at the gate if a recovery is going on, and make the default group again if it was made outside the function."""
     while runtime.gate(**held):
-        if runtime.outer_init is None or runtime.init_outside(runtime.outer_init):
+        if runtime.outer_group.remake():
             return
 
 
@@ -171,15 +171,12 @@ def _await_release(runtime: Runtime, version: int | None) -> bool:
     return True
 
 
-def _drop_frames(error: BaseException | None) -> None:
-    """Let go of what the frames of the old entry hold: loaders with their processes, DDP, the old model.
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of the old entry hold: loaders with their processes, DDP, the old model.
 
-    Also of what is in circles, as FSDP2's groups of parameters are, with their process groups: Python looks for those in old age only, after hundreds
-    of recoveries, and then it would free groups wherever the main thread is. It takes less than the replacement's start.
+    Also what is in circles, as FSDP2's groups of parameters are, with their process groups: Python
+    looks for those in old age only, after hundreds of recoveries, and then it would free groups
+    wherever the main thread is. It takes less time than the replacement's start.
     """
-    while error is not None:
-        if error.__traceback__ is not None:
-            traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    drop_frames(error)
     gc.collect()

@@ -18,6 +18,7 @@ from torch import nn
 
 from taskd.errors import StateError
 from taskd.worker import shards, units
+from taskd.worker.positions import check_loader, walks_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,13 +61,14 @@ class Roles:
         elif isinstance(value, nn.Module):
             self.modules[role] = _checked_module(state_name, role, unwrap(value))
         elif isinstance(value, torch.optim.Optimizer):
-            self.optimizers[role] = _checked_optimizer(state_name, role, value)
+            self.optimizers[role] = _checked_optimizer(state_name, role, unwrap_optimizer(value))
         elif isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
             self.positions[role] = value
         elif not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
             raise StateError(_unsupported(state_name, role, value))
         else:
             self._kind_of(value)[role] = value
+            check_loader(f"TrainState({state_name!r}): {role}", value)
 
     def _check_units(self, state_name: str) -> None:
         """FSDP1: what a unit keeps is found through its wrapper alone, and under a name of the shard, which DTensors must not have."""
@@ -88,6 +90,8 @@ class Roles:
             return self.scalers
         if callable(getattr(value, "step", None)) and callable(getattr(value, "zero_grad", None)):
             return self.steppers
+        if walks_data(value):
+            return self.positions
         tensors = list(tensors_in(value.state_dict()))
         if any(map(shards.is_distributed, tensors)) or sum(t.numel() * t.element_size() for t in tensors) > _LARGE_BYTES:
             return self.replicas
@@ -176,6 +180,22 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside those that only pass calls on, as trainers give them to the user.
+
+    One that keeps groups or memory of its own beside what it wraps is none of these.
+    """
+    seen = {id(optimizer)}
+    while True:
+        inner = getattr(optimizer, "optimizer", None)
+        is_same = isinstance(inner, torch.optim.Optimizer) and id(inner) not in seen and all(
+            getattr(optimizer, name, None) is getattr(inner, name) for name in ("param_groups", "state"))
+        if not is_same:
+            return optimizer
+        optimizer = inner  # type: ignore[assignment]
+        seen.add(id(inner))
+
+
 def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
     problem = units.problem_of(module)
     if problem:
@@ -193,6 +213,13 @@ def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
 
 def _checked_optimizer(state_name: str, role: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     what = ""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        within = f" ({role}.optimizer, a {type(inner).__qualname__})" if isinstance(inner, torch.optim.Optimizer) else ""
+        message = (f"TrainState({state_name!r}): {role} is a {type(optimizer).__qualname__}, which is no complete torch optimizer: its __init__ "
+                   f"does not call Optimizer.__init__, so that its steps cannot be followed. Give the optimizer that it wraps{within}, and what "
+                   "it keeps beside that as an object of its own with state_dict() and load_state_dict()")
+        raise StateError(message)
     if not shards.is_zero(optimizer):
         if hasattr(optimizer, "consolidate_state_dict"):
             what = f"{type(optimizer).__name__} shards its memory in a way that is not known here"

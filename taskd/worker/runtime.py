@@ -34,6 +34,7 @@ from taskd.worker.boundary import Boundary
 from taskd.worker.groups import Groups, Opened
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life, Plan
+from taskd.worker.outer_group import OuterGroup
 from taskd.worker.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Runtime:
         self.groups = Groups(self.life.generation)
         self.declared = self.entered = False
         self.where = Where.OUTSIDE
-        self.outer_init: Callable[[], None] | None = None   # how the default group was made outside the function
+        self.outer_group = OuterGroup(self, is_replacement=bootstrap["gated"])
         # All below: written under the condition's lock.
         self.condition = threading.Condition()
         self.target_generation = self.life.generation      # newest generation that an Interrupt named
@@ -126,7 +127,7 @@ class Runtime:
         """Begin to listen; from here on the process can be interrupted."""
         if self.life.box is not None:
             collectives.start(self.life.box)
-        self.groups.install(self._around_init)
+        self.groups.install(self.outer_group.around_init)
         os.register_at_fork(after_in_child=self._disarm)
         self._thread.start()
         self.send(events.WorkerReady(**self.identity("ready"), guarded=self.guarded))
@@ -165,9 +166,10 @@ class Runtime:
         if self.declared:
             return
         self.declared = True
-        from taskd.worker import buckets, phases  # noqa: PLC0415 - they import torch
+        from taskd.worker import buckets, data_order, phases  # noqa: PLC0415 - they import torch
         buckets.install()
         phases.install()
+        data_order.install()
         self.send(events.WorkerDeclared(**self.identity("declared")))
 
     def enter(self) -> None:
@@ -175,7 +177,13 @@ class Runtime:
         self.mark(Phase.ENTERED)
         if not self.entered:
             self.entered = True
+            self.outer_group.note_entry()
             self.send(events.WorkerDeclared(**self.identity("entered"), entered=True))
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the main thread runs the function."""
+        return self.where is Where.INSIDE
 
     def mark(self, phase: Phase) -> None:
         """Note where the main thread is."""
@@ -370,31 +378,6 @@ class Runtime:
             groups_s=max(0.0, groups_at - self.resumed_at), state_s=state_at - groups_at,
             first_step_s=now - state_at, source=life.restored_from,
         ))
-
-    def _around_init(self, call: Callable[[], None]) -> None:
-        """Run an `init_process_group`. Outside the function it waits at the gate, and starts over if it is interrupted."""
-        if self.where is Where.INSIDE or not self.declared:
-            call()
-            return
-        self.gate(version=None, clean=True)
-        while not self.init_outside(call):
-            self.gate(version=None, clean=True)
-        self.outer_init = call
-
-    def init_outside(self, call: Callable[[], None]) -> bool:
-        """Run an `init_process_group` outside the function. False: it broke because of others; the gate comes next."""
-        try:
-            call()
-        except RuntimeError as error:
-            with self.condition:
-                interrupted = self.must_gate
-            if not interrupted:
-                if not victims.is_communication_error(error):
-                    raise
-                self.await_verdict(error, clean=True)
-            log.info("rank %d: init_process_group was interrupted: %s", self.life.rank, victims.describe(error))
-            return False
-        return True
 
     def await_verdict(self, error: BaseException, *, clean: bool, may_advance: bool = False) -> None:
         """An exception stopped this rank: report it. Returns when a recovery begins; raises it again if the job is given up."""

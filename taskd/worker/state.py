@@ -105,7 +105,7 @@ class TrainState:
 
     @property
     def is_clean(self) -> bool:
-        """False from the start of an optimizer step to the commit() after it."""
+        """False from the first write of an optimizer to the commit() after it: its closure, if it has one, comes before."""
         return not self._holding.began
 
     def __getattr__(self, name: str) -> Any:

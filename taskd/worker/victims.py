@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
+from taskd.worker.exception_text import chain, describe, text_of, traceback_text
+
+__all__ = ["describe", "is_communication_error", "traceback_text"]
 
 # What gloo, NCCL, HCCL and TCPStore say when a peer is gone (torch 2.13). Lower case; any one is enough.
 _COMMUNICATION_TEXTS = (
@@ -10,35 +12,15 @@ _COMMUNICATION_TEXTS = (
     "gloo", "nccl", "hccl", "tcpstore", "failed to recv", "failed to send", "timed out waiting", "application timeout",
     "connectfullmesh", "process group", "watchdog",
 )
-_MAX_TRACEBACK_CHARS = 16_000      # a message must stay far below the frame limit
-_MAX_DETAIL_CHARS = 500
 
 
 def is_communication_error(error: BaseException | None) -> bool:
     """True if `error`, or what it was raised from, comes from a broken collective or store."""
-    seen = 0
-    while error is not None and seen < 16:
-        if type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"):
+    for found in chain(error):
+        if type(found).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError"):
             return True
-        if isinstance(error, (RuntimeError, ConnectionError)):
-            text = str(error).lower()
-            if isinstance(error, ConnectionError) or any(part in text for part in _COMMUNICATION_TEXTS):
+        if isinstance(found, (RuntimeError, ConnectionError)):
+            text = text_of(found).lower()
+            if isinstance(found, ConnectionError) or any(part in text for part in _COMMUNICATION_TEXTS):
                 return True
-        error = error.__cause__ or error.__context__
-        seen += 1
     return False
-
-
-def describe(error: BaseException) -> str:
-    """One line: type and message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_MAX_DETAIL_CHARS] if text else type(error).__name__
-
-
-def traceback_text(error: BaseException) -> str:
-    """The usual traceback, its middle cut out if it is huge."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if len(text) <= _MAX_TRACEBACK_CHARS:
-        return text
-    half = _MAX_TRACEBACK_CHARS // 2
-    return f"{text[:half]}\n... cut ...\n{text[-half:]}"

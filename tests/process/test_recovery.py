@@ -119,6 +119,16 @@ def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, re
         assert record["faults"][0]["detail"] == "ValueError: a bad sample"
 
 
+@pytest.mark.extended
+def test_an_exception_that_cannot_be_shown_is_one_like_others(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="3@4:forward:odd") as job:
+        check_recovered(job, job.run(), reference(), faults=1, replaced=set())
+        (record,) = job.recoveries()
+        assert record["strategy"] == "retry"
+        assert record["faults"][0]["detail"].startswith(r"Odd: \udcff\udcff")
+        assert len(record["faults"][0]["detail"]) == 500
+
+
 def test_an_exception_that_comes_back_at_the_same_step_ends_the_job(tmp_path: pathlib.Path) -> None:
     """Whatever its text says, and in whichever process: it is tried once more in the same one, and once in a new one."""
     with harness.job(tmp_path, FAULTS="3@4:forward:always-raise-differently") as job:
@@ -192,6 +202,11 @@ def test_groups_made_outside_the_function(tmp_path: pathlib.Path, reference, pla
         check_recovered(job, job.run(), reference(OUTER_INIT="1"), faults=2, replaced={1, 3})
 
 
+def test_groups_made_above_the_decorated_function(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="1@4:forward:kill;0@6:backward:kill", OUTER_INIT="above") as job:
+        check_recovered(job, job.run(), reference(), faults=2, replaced={0, 1})
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_while_the_others_have_already_finished(tmp_path: pathlib.Path, reference, rank: int) -> None:
     with harness.job(tmp_path, FAULTS=f"{rank}@12:after-last:kill") as job:
@@ -201,6 +216,11 @@ def test_while_the_others_have_already_finished(tmp_path: pathlib.Path, referenc
 def test_with_data_loader_processes_alive(tmp_path: pathlib.Path, reference) -> None:
     with harness.job(tmp_path, FAULTS="1@4:forward:kill;2@7:backward:kill", LOADER_WORKERS="2") as job:
         check_recovered(job, job.run(), reference(LOADER_WORKERS="2"), faults=2, replaced={1, 2})
+
+
+def test_forward_and_backward_in_a_closure_of_the_optimizer(tmp_path: pathlib.Path, reference) -> None:
+    with harness.job(tmp_path, FAULTS="1@4:backward:kill", CLOSURE="1") as job:
+        check_recovered(job, job.run(), reference(), faults=1, replaced={1})
 
 
 def test_batch_norm_statistics_are_exact(tmp_path: pathlib.Path, reference) -> None:

@@ -3,7 +3,7 @@
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
 FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that), unless `how` begins with
         "always-". "last-" waits until every other rank has committed the step.
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, SAVE_EVERY, ON_DUMP  knobs of the workload
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP  knobs of the workload
 """
 
 import collections
@@ -30,7 +30,8 @@ SLEEP_S = float(os.environ.get("SLEEP_S", "0"))
 HIDDEN = int(os.environ.get("HIDDEN", "32"))
 LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
-OUTER_INIT = os.environ.get("OUTER_INIT") == "1"
+CLOSURE = os.environ.get("CLOSURE") == "1"
+OUTER_INIT = os.environ.get("OUTER_INIT")       # "1": before the function is called; "above": before it is even decorated
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 ON_DUMP = os.environ.get("ON_DUMP") == "1"
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
@@ -55,6 +56,21 @@ def break_down():
     """Like a sticky error of a device: from now on no step begins in this process."""
     global is_broken  # noqa: PLW0603 - that it lasts is the point
     is_broken = True
+
+
+class Odd(Exception):  # noqa: N818 - strange on purpose
+    """Its text is no Unicode, its cause has none at all, and is caused by this one again."""
+
+    def __str__(self):
+        if self.__cause__ is not None:
+            return "\udcff" * 10_000_000
+        raise OSError
+
+
+def fail_oddly():
+    first, second = Odd(), Odd()
+    first.__cause__, second.__context__ = second, first
+    raise first
 
 
 def crash():
@@ -86,6 +102,7 @@ HOW = {
     "raise": fail,
     "raise-differently": fail_differently,
     "break": break_down,
+    "odd": fail_oddly,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(100_000),
     # A loop in C that never lets go of the interpreter lock.
@@ -185,6 +202,11 @@ def write_own(folder, model, step):
     torch.save(model.state_dict(), folder / f"iter_{step:07}" / f"mp_rank_{RANK:02}" / "model.pt")
 
 
+if OUTER_INIT == "above":
+    init()
+    here("above", 0)
+
+
 @taskd.recoverable
 def train():
     global entries  # noqa: PLW0603 - a script
@@ -216,10 +238,18 @@ def train():
             inputs, labels = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
         else:
             inputs, labels = next(source)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(ddp(inputs * (1 + 0.01 * random.random())), labels)
-        loss.backward()
-        optimizer.step()
+
+        def closure(inputs=inputs, labels=labels):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(ddp(inputs * (1 + 0.01 * random.random())), labels)
+            loss.backward()
+            return loss
+
+        if CLOSURE:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         scheduler.step()
         here("before-commit", state.step)
         state.commit()
@@ -231,7 +261,7 @@ def train():
     return digest(model)
 
 
-if OUTER_INIT:
+if OUTER_INIT == "1":
     init()
 here("boot", 0)
 result = train()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from taskd.errors import Interrupted
 from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life
-from taskd.worker.recoverable import _drop_frames
+from taskd.worker.recoverable import _let_go
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_an_entry_leaves_in_circles_goes_with_its_frames(interrupter):
         except Interrupted as interrupt:
             error = interrupt
         assert left[0]() is not None
-        _drop_frames(error)
+        _let_go(error)
         assert left[0]() is None
     finally:
         gc.enable()

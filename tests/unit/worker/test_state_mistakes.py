@@ -16,6 +16,82 @@ class StrangeOptimizer(torch.optim.SGD):
         pass
 
 
+class Passing(torch.optim.Optimizer):
+    """Passes everything on, as trainers' optimizers do; never initialised as an optimizer itself."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+
+class SlowWeights(Passing):
+    """Keeps memory of its own."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.slow = {}
+
+    state = property(lambda self: self.slow)
+
+
+class Circular(Passing):
+    def __init__(self):
+        super().__init__(self)
+
+    state = property(lambda self: self.__dict__)
+    param_groups = property(lambda self: self.__dict__)
+
+
+class TestOptimizersOfTrainers:
+    @pytest.mark.parametrize("wrap", [Passing, lambda inner: Passing(Passing(inner))])
+    def test_what_only_passes_calls_on_is_unwrapped(self, job, wrap):
+        def entry(wrapped, model):
+            optimizer = torch.optim.Adam(model.parameters())
+            given = wrapped(optimizer)
+            state = TrainState(model=model, optimizer=given)
+            assert state.optimizer is optimizer
+            state.restore()
+            model(torch.ones(1, 2)).sum().backward()
+            given.step()
+            assert not state.is_clean
+            state.commit()
+            assert state.is_clean
+            return True
+
+        assert job.enter(entry, wrap, nn.Linear(2, 2))[0]
+
+    def test_what_keeps_memory_of_its_own_is_refused_by_name(self, job):
+        def entry(value):
+            TrainState(optimizer=value)
+
+        inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
+        with pytest.raises(StateError, match=r"optimizer is a SlowWeights, .* Give the optimizer that it wraps \(optimizer\.optimizer, a SGD\)"):
+            job.enter(entry, SlowWeights(inner))
+        with pytest.raises(StateError, match="optimizer is a Circular, which is no complete torch optimizer"):
+            job.enter(entry, Circular())
+
+    def test_a_scheduler_is_not_taken_for_a_wrapper(self, job):
+        def entry():
+            optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            assert TrainState(scheduler=scheduler).scheduler is scheduler
+            return True
+
+        assert job.enter(entry)[0]
+
+
 class TestMistakes:
     def test_unsupported_objects_say_what_to_do(self, job):
         dataset = torch.utils.data.TensorDataset(torch.arange(4))
