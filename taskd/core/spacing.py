@@ -30,7 +30,7 @@ class Spacing:
         is_short = started_at is None or now - started_at < SHORT_LIFE_S
         if has_entered or kind not in _FAILURES or not is_short:
             self._failures.pop(rank, None)
-            self._not_before.pop(rank, None)
+            self._not_before[rank] = now        # one that waits already is due, and asks for a Tick
             return
         count = self._failures.get(rank, 0)
         self._failures[rank] = count + 1

@@ -239,7 +239,7 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
     outcomes = {getattr(outcome, "outcome", None) for outcome in result.outcomes.values()}
     # A manager that was started again after the last agent had left has nothing to end.
     assert result.succeeded is not None or None not in outcomes, (result.ended_at, faults)
-    if result.succeeded or outcomes == {"succeeded"}:
+    if (result.succeeded and None not in outcomes) or outcomes == {"succeeded"}:
         assert all(state == ALL_STEPS for state in result.states.values())
     else:
         # What the rules end on purpose: a failure after Release, or one that came back; or a node that had a fault, found no manager in time, and went
@@ -248,7 +248,8 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
             words in result.reason or words in str(result.outcomes)
             for words in ("returned everywhere", "came back", "times:", "in a row", "already left", "not known to this manager", "no manager answers")
         ), result.reason
-    assert all(record.steps_redone <= 1 or record.strategy == "restart" for record in result.records)
+    kept = [record for record in result.records if record.strategy in {"retry", "recover-in-place"}]
+    assert all(record.steps_redone <= 1 for record in kept)
 
 
 @settings(max_examples=settings.default.max_examples // 2)

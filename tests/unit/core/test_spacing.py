@@ -48,6 +48,17 @@ def test_a_life_that_came_to_something_or_was_killed_ends_the_series(life: dict[
     assert waits(spacing, 100.0) == 0
 
 
+def test_one_that_waits_is_due_at_once_when_its_series_ends() -> None:
+    """An earlier life of the rank was reaped late, and had been killed."""
+    spacing = Spacing()
+    for _ in range(2):
+        spacing.ended(0, FaultKind.START_FAILED, 100.0, None, has_entered=False)
+    assert spacing.must_wait(0, 100.0, at_once=True)
+    spacing.ended(0, FaultKind.KILLED, 101.0, 90.0, has_entered=True)
+    assert spacing.next_at() == 101.0
+    assert spacing.due(101.0) == [(0, True)]
+
+
 class TestTheNode:
     def failing(self, node, times: int) -> Any:
         """Rank 1 died, and as many starts after that came to nothing; the last one has been ordered to be replaced."""
