@@ -93,6 +93,11 @@ class Job:
             self.alarm = self.now + self.timeouts.agent_lease_s
         return []
 
+    def has_kept(self, fault: Fault) -> bool:
+        """Whether a fault of this life waits to be answered already."""
+        life = (fault.rank, fault.incarnation)
+        return any((known.fault.rank, known.fault.incarnation) == life for known in [*self.open, *self.suspects])
+
     # ------------------------------------------------------------------------------------------------ moves
 
     def recover(self) -> Commands:

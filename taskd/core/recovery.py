@@ -292,7 +292,7 @@ class RecoveryMachine:
         """An exception left the function of a rank, which waits now: a culprit, or a victim."""
         member, job = self.membership.members[event.rank], self._job
         is_over = event.generation != job.generation and job.phase is not Phase.JOINING
-        is_answered = member.state is WorkerState.PAUSED and job.phase is not Phase.JOINING
+        is_answered = member.state is WorkerState.PAUSED and (job.phase is not Phase.JOINING or job.has_kept(event.fault))
         if is_over or is_answered or not member.is_live:
             return self._ignore(f"raised in generation {event.generation}, answered already", event.rank)
         member.enter()

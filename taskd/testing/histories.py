@@ -17,6 +17,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 
+from taskd.core import commands as do
 from taskd.core.story import describe
 from taskd.testing.liveness import Stuck
 from taskd.testing.network import NetworkQuality
@@ -96,8 +97,8 @@ def judge(job: SimulatedJob, result: Result) -> str:
     assert result.succeeded is not None or None not in outcomes, f"did not end by {result.ended_at:.0f} s"
     kept = [record for record in result.records if record.strategy in {"retry", "recover-in-place"}]
     assert all(record.steps_redone <= 1 for record in kept), "more than one step was lost"
-    # None: a node that went on as plain torchrun does, which is not modelled.
-    if (result.succeeded and None not in outcomes) or outcomes == {"succeeded"}:
+    went_on_alone = any(isinstance(outcome, do.FallBack) for outcome in result.outcomes.values())    # as plain torchrun: not modelled
+    if (result.succeeded and not went_on_alone) or outcomes == {"succeeded"}:
         steps = list(range(job.world.steps))
         wrong = [rank for rank, state in result.states.items() if state != steps]
         assert not wrong, f"ranks {wrong} do not hold every step once"

@@ -157,7 +157,7 @@ class SimulatedJob:
             if is_alone or worker.phase not in {"step", "vote"} or (worker.version or 0) >= self.world.steps - 1:
                 return False                         # nobody would ever notice: hangs are another module's business
             worker.freeze()
-        elif trouble.kind == "exit early" and self.world.is_declared and not (worker.is_entered or worker.must_gate):
+        elif trouble.kind == "exit early" and self.world.is_declared and not (worker.is_entered or worker.phase == "paused"):
             return False                             # a script that has not come to its function may end well: others may not need it
         else:
             worker.die({"kill": -9, "crash": -11, "exit": 3, "exit early": 0}[trouble.kind])

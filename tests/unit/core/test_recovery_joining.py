@@ -51,6 +51,18 @@ class TestJoining:
         assert job.raise_(0) == []
         assert kinds(job.register(1)) == ["Interrupt"]
 
+    def test_an_exception_is_kept_once_however_often_it_is_told(self, manager) -> None:
+        """An agent tells it again with each registration, and messages come twice."""
+        for kind in (FaultKind.RAISED, FaultKind.COMMUNICATION):
+            job = manager(nodes=2, per_node=1)
+            for _ in range(8):
+                job.register(0)
+                assert job.raise_(0, kind=kind) == []
+            job.register(1)
+            commands = job.tick() if kind is FaultKind.COMMUNICATION else []
+            assert job.machine.phase is Phase.PAUSING, commands
+            assert job.machine.restarts_used == 1
+
     def test_a_recovery_that_is_reported_before_that_is_anothers(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
         job.register(0)
