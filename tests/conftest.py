@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(lanes.Slice(config.getoption("--slice"), config.getoption("--slice-seconds")), "slice")
 
 
+@pytest.hookimpl(tryfirst=True)                     # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make test-all`, and keep together what shares processes."""
     unused = lanes.mark(items)

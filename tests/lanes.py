@@ -34,6 +34,10 @@ _MIRRORS = "tests/process/test_mirrors.py::"
 _HANGS = "tests/process/test_hangs.py::"
 _PROFILING = "tests/process/test_profiling.py::"
 _PATCH = "tests/process/test_patch.py::"
+_EXCHANGE = "tests/process/test_exchange.py::"
+_CHECKPOINTS = "tests/unit/worker/test_sharded_checkpoints.py::"
+_STATE = "tests/unit/worker/test_sharded_state.py::"
+_UNITS = "tests/unit/worker/test_units.py::"
 
 # Pattern of node ids (fnmatch, with [[] for a bracket) and what proves the same in `make test`.
 EXTENDED: tuple[tuple[str, str], ...] = (
@@ -112,6 +116,28 @@ EXTENDED: tuple[tuple[str, str], ...] = (
     (_PATCH + "test_restart_without_a_manager[[]standalone]", "[c10d]"),
     (_PATCH + "test_spent_budget_without_a_manager", "test_recovery.py::test_a_spent_budget_ends_the_job_and_says_so"),
     (_PATCH + "test_no_orphans_when_torchrun_is_ended[[]*[29]]", "SIGTERM; test_recovery.py::test_nothing_is_left_when_torchrun_is_ended"),
+    (_CHECKPOINTS + "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]3-*", "[2-*]"),
+    (_CHECKPOINTS + "test_what_is_a_dead_ranks_alone_is_saved_too[[]4-*", "[2-*]"),
+    (_CHECKPOINTS + "test_the_same_world_goes_on_to_the_last_bit[[]zero_pairs]", "[zero]"),
+    (_CHECKPOINTS + "test_the_same_world_goes_on_to_the_last_bit[[]buckets]", "[ddp]; tests/process/test_exchange.py: layouts of buckets"),
+    (_CHECKPOINTS + "test_the_same_world_goes_on_to_the_last_bit[[]flat_[kwp]*", "[flat], [flat_hybrid_orig]"),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[][wom]*", "[fsdp-4]: the same groups of parameters"),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[]kept-2]", "[fsdp-4]"),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[]flat_[omw]*", "[flat-4], [flat_kept_orig-4], [flat_hybrid-4]"),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[]flat_kept-2]", "[flat_kept_orig-4]"),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[]flat_hybrid_orig-4]", "[flat_hybrid-4], [flat_kept_orig-4]"),
+    (_STATE + "test_a_lost_shard_is_received_from_its_replica[[]*victims[1468]]", "the other victim of the same layout"),
+    (_STATE + "test_a_shard_that_was_torn_is_overwritten[[]*[ps]]", "[hsdp], [zero_pairs], [flat_hybrid]"),
+    (_STATE + "test_a_shard_that_was_torn_is_overwritten[[]flat_hybrid_orig]", "[flat_hybrid]"),
+    (_UNITS + "test_a_step_may_be_cut_short_at_any_call[[]flat_[om]*", "[flat], [flat_kept_orig], [flat_hybrid_orig]"),
+    (_UNITS + "test_a_step_may_be_cut_short_at_any_call[[]flat_kept]", "[flat_kept_orig]"),
+    (_UNITS + "test_parking_frees_whole_parameters_and_optimizer_memory_changes_hands[[]flat_m*", "[flat-*], [flat_kept_orig-*]"),
+    (_EXCHANGE + "test_a_replaced_rank_leaves_no_trace_in_the_result[[][15]]", "[0] and [2]"),
+    (_EXCHANGE + "test_ranks_that_are_one_version_behind_receive_the_newest[[][03]]", "[1]"),
+    (_EXCHANGE + "test_variants_of_the_script_end_with_the_same_bits[[]s*", "[adamw], [default_cap]"),
+    (_EXCHANGE + "test_variants_of_the_script_end_with_the_same_bits[[]late_ddp]", "[outside]"),
+    (_EXCHANGE + "test_variants_of_the_script_end_with_the_same_bits[[]unused]", "[accumulate]"),
+    ("tests/process/test_spawn.py::test_looks_like_a_fresh_interpreter[[]exec-*", "[fork-*]: the same code after the fork"),
     ("tests/unit/checkpoint/test_reshard.py::*", "test_dump.py::test_another_number_of_ranks_goes_on_from_it[2]; test_sharded.py: [hsdp-fsdp]"),
     ("tests/examples/test_examples.py::test_the_char_gpt_loses_a_rank_and_ends_with_the_same_digest[[]1]", "[0]"),
     ("tests/examples/test_digits.py::test_a_killed_process_changes_nothing[[]in a*", "[in the first step of an epoch]"),

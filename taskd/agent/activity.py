@@ -27,11 +27,28 @@ class Activity:
     others_s: float        # of the processes that it started, also of those that have ended
     main_io: int           # bytes read and written by the main thread
     threads_io: int        # ... by the other threads
-    runnable_s: dict[int, float] = field(default_factory=dict)   # by thread: on a processor, or waiting for one
+    threads: dict[int, Thread] = field(default_factory=dict)
 
     def longest_runnable_s(self, earlier: Activity) -> float:
         """How long the thread that was most of the time on a processor, or wanted to be, has been so since then."""
-        return max((seconds - earlier.runnable_s.get(thread, 0.0) for thread, seconds in self.runnable_s.items()), default=0.0)
+        elapsed_s = self.looked_at - earlier.looked_at
+        found = [thread.runnable_since(earlier.threads.get(tid, Thread()), elapsed_s) for tid, thread in self.threads.items()]
+        return max(found, default=0.0)
+
+
+@dataclass(frozen=True)
+class Thread:
+    """What one thread has had of the processors. See proc(5), and schedstat in the kernel's documentation."""
+
+    runnable_s: float = 0.0     # on a processor, or waiting for one; a wait counts when it is over
+    sleeps: int = 0             # how often it gave its processor up
+    is_ready: bool = False      # it runs or waits for a processor now
+
+    def runnable_since(self, earlier: Thread, elapsed_s: float) -> float:
+        """How many of the `elapsed_s` seconds since that look it ran or waited for a processor."""
+        if self.is_ready and earlier.is_ready and self.sleeps == earlier.sleeps:
+            return elapsed_s    # also where the wait is not over yet
+        return self.runnable_s - earlier.runnable_s
 
 
 class Processes:
@@ -78,9 +95,13 @@ class Processes:
 
 def state_of(pid: int) -> tuple[str, int]:
     """State letter of the main thread, and who traces the process (0: nobody). See proc(5)."""
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        lines = dict(line.split(":", 1) for line in file if ":" in line)
+    lines = _status(f"/proc/{pid}")
     return lines["State"].strip()[0], int(lines["TracerPid"])
+
+
+def _status(folder: str) -> dict[str, str]:
+    with open(f"{folder}/status", encoding="ascii", errors="replace") as file:
+        return dict(line.split(":", 1) for line in file if ":" in line)
 
 
 def waits_outside(pid: int) -> bool:
@@ -95,24 +116,25 @@ def waits_outside(pid: int) -> bool:
 
 def activity_of(now: float, pid: int, processes: Processes) -> Activity:
     """What it has used up so far. Raises OSError, ValueError or LookupError if it has just ended."""
-    main_s, _ = _times_of(f"/proc/{pid}/task/{pid}")
+    main_s = _schedstat(f"/proc/{pid}/task/{pid}")[0] / 1e9
     own_s, others_s = processes.used_s(pid)
     main_io, all_io = _io_bytes(f"/proc/{pid}/task/{pid}/io"), _io_bytes(f"/proc/{pid}/io")
-    return Activity(now, main_s, own_s - main_s, others_s, main_io, all_io - main_io, _runnable_s(pid))
+    return Activity(now, main_s, own_s - main_s, others_s, main_io, all_io - main_io, _threads(pid))
 
 
-def _times_of(thread: str) -> tuple[float, float]:
-    """Seconds on a processor, and seconds in which it could have run and waited for one. See schedstat in the kernel's documentation."""
+def _schedstat(thread: str) -> list[int]:
+    """Nanoseconds on a processor, and those in which it could have run and waited for one."""
     with open(f"{thread}/schedstat", encoding="ascii") as file:
-        on, waiting = file.read().split()[:2]
-    return int(on) / 1e9, int(waiting) / 1e9
+        return [int(number) for number in file.read().split()[:2]]
 
 
-def _runnable_s(pid: int) -> dict[int, float]:
+def _threads(pid: int) -> dict[int, Thread]:
     found = {}
     for name in os.listdir(f"/proc/{pid}/task"):
         with suppress(OSError):                      # it has ended since
-            found[int(name)] = sum(_times_of(f"/proc/{pid}/task/{name}"))
+            on, waited = _schedstat(f"/proc/{pid}/task/{name}")
+            lines = _status(f"/proc/{pid}/task/{name}")
+            found[int(name)] = Thread((on + waited) / 1e9, int(lines["voluntary_ctxt_switches"]), lines["State"].strip()[0] == "R")
     return found
 
 

@@ -89,10 +89,10 @@ class RunningManager:
 
     def end(self) -> None:
         """Tell it, over the wire, that its job is over."""
-        envelope = codec.Envelope("default_job", "agent", 90, None, "end", 0, 0, "end")
+        envelope = codec.Envelope("default_job", "agent", 0, None, "end", 0, 0, "end")
         dealer = zeromq.Dealer(self.address, "end")
-        registration = events.AgentRegistered(0.0, "", 90, "end", 1, 1, 0, 0, 0, (events.WorkerReport(0, 0, "running"),))
-        for number, event in enumerate((registration, events.AgentLeft(0.0, "", 90, "failed", "")), 1):
+        registration = events.AgentRegistered(0.0, "", 0, "end", 1, 1, 0, 0, 0, (events.WorkerReport(0, 0, "running"),))
+        for number, event in enumerate((registration, events.AgentLeft(0.0, "", 0, "failed", "")), 1):
             message = translate.event_to_message(event)
             dealer.send(None, codec.encode(dataclasses.replace(envelope, sequence=number), message))
         self.thread.join(LIMIT_S)

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from taskd.agent import spawn
 from tests.process import warm
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def free_port() -> int:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """A clean environment for one job on loopback: nothing of ours inherited."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC"))}
+    """A clean environment for one job on loopback: nothing of ours inherited, and nothing that torch has set in this process."""
+    env = {key: value for key, value in spawn.initial_environment().items()
+           if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC", "PYTEST_"))}
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
         env.pop(key, None)
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",

@@ -27,7 +27,7 @@ def run_under(job: harness.Job, limits: str) -> harness.Finished:
 
 def test_a_job_trains_and_recovers_without_locked_memory_and_with_few_descriptors(tmp_path: pathlib.Path) -> None:
     with harness.job(tmp_path, FAULTS="1@5:forward:kill") as job:
-        finished = run_under(job, "ulimit -l 0 && ulimit -n 64")
+        finished = run_under(job, "ulimit -l 0 && ulimit -n 72")
         assert finished.returncode == 0, finished.output
         assert len(job.recoveries()) == 1, finished.output
         assert "Traceback" not in finished.output

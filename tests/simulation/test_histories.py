@@ -40,8 +40,8 @@ def test_a_resume_that_is_lost_while_ranks_offer_a_step() -> None:
 
 def test_a_node_that_keeps_to_itself_who_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Lives.reports
-    monkeypatch.setattr(Lives, "reports", lambda self: tuple(
-        replace(report, state="running", may_advance=False) if report.may_advance else report for report in honest(self)))
+    monkeypatch.setattr(Lives, "reports", lambda self, now: tuple(
+        replace(report, state="running", may_advance=False) if report.may_advance else report for report in honest(self, now)))
     with pytest.raises(Stuck, match=r"rank 2 is in asking; rank 3 is in asking; .* the manager is resumed"):
         lost_resume().run()
 

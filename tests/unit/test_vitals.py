@@ -137,34 +137,41 @@ def rival() -> Iterator[int]:
         process.kill()
 
 
-def test_a_process_whose_other_threads_want_to_work_and_get_no_processor_is_busy(start, rival: int) -> None:
+def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_not(start, rival: int) -> None:
     """As on a machine with far more to do than processors: here by a policy that lets everybody else go first."""
     program = start(f"""if True:
         import os, threading
         def work():
             os.sched_setaffinity(0, [{rival}])
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            print("ready", flush=True)
             while True:
                 pass
         threading.Thread(target=work, daemon=True).start()
-        print("ready", flush=True)
         threading.Event().wait()""")
-    before, began = processor_time(program), time.monotonic()
+    pid = program.process.pid
+    earlier = kernel.activity_of(time.monotonic(), pid, kernel.Processes())
     looked_at(program, marks.BUSY)
-    assert processor_time(program) - before < 0.25 * (time.monotonic() - began), "it got a processor: nothing was tested"
-
-
-def processor_time(program: Program) -> float:
-    with open(f"/proc/{program.process.pid}/stat", "rb") as file:
-        return sum(map(int, file.read().rpartition(b")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    later = kernel.activity_of(time.monotonic(), pid, kernel.Processes())
+    assert later.longest_runnable_s(earlier) > 0.8 * (later.looked_at - earlier.looked_at)
 
 
 def test_threads_that_watch_and_wait_for_a_processor_now_and_then_are_no_work() -> None:
     """On a full machine each of their wakings takes a while."""
-    earlier = kernel.Activity(100.0, 1.0, 1.0, 0.0, 0, 0, {1: 1.0, 2: 2.0, 3: 3.0})
-    later = kernel.Activity(101.0, 1.0, 1.0, 0.0, 0, 0, {1: 1.0, 2: 2.3, 3: 3.4, 4: 0.1})
+    earlier = kernel.Activity(100.0, 1.0, 1.0, 0.0, 0, 0, {tid: kernel.Thread(float(tid), 5) for tid in (1, 2, 3)})
+    now = {1: kernel.Thread(1.0, 5), 2: kernel.Thread(2.3, 9), 3: kernel.Thread(3.4, 7, is_ready=True), 4: kernel.Thread(0.1, 1)}
+    later = kernel.Activity(101.0, 1.0, 1.0, 0.0, 0, 0, now)
     assert later.longest_runnable_s(earlier) == pytest.approx(0.4)
     assert later.longest_runnable_s(earlier) < vitals._RUNNABLE_SHARE
+
+
+def test_a_thread_that_gets_no_processor_at_all_wants_one_all_the_time() -> None:
+    """The kernel counts a wait when it is over."""
+    starved = kernel.Thread(3.0, 7, is_ready=True)
+    looks = [kernel.Activity(at, 1.0, 1.0, 0.0, 0, 0, {1: starved}) for at in (100.0, 102.0)]
+    assert looks[1].longest_runnable_s(looks[0]) == 2.0
+    asleep = kernel.Activity(102.0, 1.0, 1.0, 0.0, 0, 0, {1: kernel.Thread(3.0, 7)})
+    assert asleep.longest_runnable_s(looks[0]) == 0.0
 
 
 @pytest.mark.parametrize(
