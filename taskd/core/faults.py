@@ -31,7 +31,8 @@ class Fault:
     `version` is the number of committed steps of the worker when it failed (None: it had no TrainState yet), `phase` where
     in the step it was (see `taskd.native.black_box.Phase`), `detail` the text for the log line ("SIGKILL", "exit 3",
     "ValueError: bad sample"), `signature` what makes two faults "the same": of an exception its type and where it was raised, never
-    its text, which may hold a time, an address, a pid; else the exit reason.
+    its text, which may hold a time, an address, a pid; else the exit reason. `is_final`: taskd itself refused what the
+    script asked for, so that trying again changes nothing.
     """
 
     kind: FaultKind
@@ -43,3 +44,4 @@ class Fault:
     signature: str = ""
     traceback: str | None = None
     exit_code: int | None = None
+    is_final: bool = False

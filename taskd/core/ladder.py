@@ -11,6 +11,7 @@ The ladder, from cheap to dear:
     exit               the job ends
 
 Repeat rules (a deterministic failure must not burn the budget):
+- what taskd itself refused (`Fault.is_final`), once: nothing would be different the next time;
 - the same exception at the same version in three recoveries: the first time all processes are kept, the second time that of the rank
   which raised it is replaced, as it may be broken (`taskd.core.broken`), and the third time even a new process has raised it. Where
   no process may be replaced, the second time is the last;
@@ -151,6 +152,8 @@ class RepeatRules:
         """Count a fault of a job that uses `taskd.recoverable`. Returns why the job must end, or None."""
         if fault.kind in FROM_OUTSIDE:
             return None
+        if fault.is_final:
+            return f"{describe(fault)}. Trying again would change nothing"
         if fault.kind is FaultKind.RAISED:
             seen = self._exceptions.setdefault((signature(fault), fault.version), set())
             seen.add(generation)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
-from taskd.errors import Interrupted, RemoteProtocolError
+from taskd.errors import ConfigError, Interrupted, RemoteProtocolError, StateError
 from taskd.native import collectives, death_alarm, last_words
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox, Phase
@@ -399,7 +399,7 @@ class Runtime:
         detail = victims.describe(error)
         fault = Fault(
             kind, self.life.rank, self.life.incarnation, detail, self.life.version, signature=raised.signature(error),
-            traceback=victims.traceback_text(error))
+            traceback=victims.traceback_text(error), is_final=isinstance(error, (ConfigError, StateError)))
         with self.condition:
             generation = self.target_generation
         self.send(events.WorkerRaised(**self.identity("raised"), generation=generation, fault=fault, clean=clean,

@@ -1,5 +1,7 @@
 """RecoveryMachine: events in, commands out, for each kind of fault."""
 
+from dataclasses import replace
+
 import pytest
 
 from taskd.core import commands as do
@@ -315,6 +317,14 @@ class TestBrokenCommunication:
 
 
 class TestRepeatedFailures:
+    def test_what_taskd_refuses_is_not_tried_again(self, manager, make_fault) -> None:
+        job = manager(per_node=2).joined()
+        refused = replace(make_fault(FaultKind.RAISED, 1, 0, "StateError: optimizer is a Wrapper", version=None), is_final=True)
+        commands = job.worker(ev.WorkerRaised, 1, 0, refused, True, 0.0)
+        (give_up,) = [command for command in commands if isinstance(command, do.GiveUp)]
+        assert give_up.reason == "rank 1 raised StateError: optimizer is a Wrapper. Trying again would change nothing"
+        assert job.machine.restarts_used == 0
+
     def test_the_same_exit_three_times(self, manager) -> None:
         job = manager().joined()
         for _ in range(2):
