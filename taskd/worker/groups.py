@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Groups:
         self._lock = threading.Lock()
         self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
+        self._excepthook = sys.excepthook        # beneath that of torch
 
     def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
         """Put the wrappers into torch. `around_init(call)` decides when an `init_process_group` may run."""
@@ -110,12 +112,24 @@ class Groups:
 
         @functools.wraps(original_init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            around_init(functools.partial(original_init, *args, **kwargs))
+            def make() -> None:
+                self._take_hook_off()
+                original_init(*args, **kwargs)
+
+            around_init(make)
 
         self._replace(c10d, "rendezvous", rendezvous)
         self._replace(c10d, "_new_process_group_helper", new_process_group_helper)
         self._replace(c10d, "init_process_group", init_process_group)
         self._replace(dist, "init_process_group", init_process_group)
+
+    def _take_hook_off(self) -> None:
+        """Each creation puts another prefix in front of tracebacks, by a hook around the one before: a thousand of them cannot be called."""
+        hook = sys.excepthook
+        if getattr(hook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = self._excepthook
+        else:
+            self._excepthook = hook
 
     def _number(self, group: Any) -> None:
         for backend in {id(backend): backend for backend in _backends([group])}.values():     # one may serve several kinds of device

@@ -297,8 +297,11 @@ def _groups_of(module: torch.nn.Module) -> Iterator[Any]:
 def forget_meshes() -> None:
     """Empty DTensor's caches: they know a mesh by its form, and would give results on the new mesh to the old one and its dead groups."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415 - only where DTensors are
+        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - only where DTensors are
+        from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
 
         # Not under every release of torch. Groups have the same names in every generation, so that most results work all the same.
-        for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute._gen_transform_infos, "cache_clear")):
+        # The shapes that results are computed from go with them: each generation would add its own, 160 kB.
+        for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute._gen_transform_infos, "cache_clear"),
+                            (FakeTensorMode, "cache_clear")):
             getattr(owner, name, lambda: None)()

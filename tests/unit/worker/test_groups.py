@@ -52,6 +52,19 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
         end.close()
 
 
+def test_tracebacks_have_one_prefix_however_often_the_group_was_made(groups, monkeypatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(3):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    hook = sys.excepthook
+    assert hook.__name__ == "_distributed_excepthook"
+    beneath = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))["old_hook"]
+    assert beneath is sys.__excepthook__
+
+
 PEER = """
 import sys, time
 import torch.distributed as dist

@@ -119,3 +119,15 @@ def test_what_fsdp1_does_that_cannot_be_carried_is_refused_by_name(world, mistak
 def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(world):
     for optimizer in world.run(sharded.refuse_optimizer, size=2):
         assert "overlap_with_ddp=True writes parameters in the middle of the backward pass" in optimizer
+
+
+def test_what_results_on_a_mesh_were_computed_from_is_forgotten_with_it() -> None:
+    """Otherwise each recovery would leave its own."""
+    import torch.distributed.tensor
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        torch.empty(2) + 1
+    assert FakeTensorMode.cache
+    shards.forget_meshes()
+    assert not FakeTensorMode.cache
