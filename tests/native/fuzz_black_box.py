@@ -145,6 +145,10 @@ def report(box: BlackBox, vitals: Vitals, endings: Endings, dice: random.Random)
     return manager.taken
 
 
+OWNER_WORD_OFFSET = 64      # csrc/include/taskd.h
+OWNER_DIED = 0x40000000     # FUTEX_OWNER_DIED of <linux/futex.h>
+
+
 def no_watch_is_left() -> bool:
     """Threads of the library that watch have ended."""
     names = []
@@ -198,8 +202,10 @@ def main(seconds: float = 60, seed: int = 1) -> int:
         assert worker.poll() is None
         assert os.fstat(box.fd).st_size == layout.BOX_BYTES
     # Those who sleep on a word that had lost its mark are woken by hand, as the agent does when the worker is gone. In a box whose header is
-    # damaged at this moment nobody is watched, and nobody would be woken.
+    # damaged at this moment nobody is watched, and nobody would be woken. The owner's word is as the kernel leaves it: with that of a
+    # living worker they would sleep again.
     os.pwrite(box.fd, whole[:4096], 0)
+    os.pwrite(box.fd, struct.pack("=I", OWNER_DIED), OWNER_WORD_OFFSET)
     alarm.watch(rounds, box)
     alarm.unwatch(rounds)
     wait_until(no_watch_is_left, "the end of all watches")

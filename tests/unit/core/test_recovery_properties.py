@@ -34,6 +34,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.done: set[int] = set()
         self.outside: set[int] = set()
         self.entered: set[tuple[int, int]] = set()
+        self.raised_in: set[tuple[int, int]] = set()      # rank and life: its process may be broken
         self.highest = (0, 0)
         self.last_resume: do.Resume | None = None
         self.is_finishing = False
@@ -68,7 +69,8 @@ class AnyHistory(RuleBasedStateMachine):
         elif isinstance(command, do.ReplaceWorker):
             if command.incarnation != self.lives[command.rank]:      # else: said again to an agent that came back
                 ended_before_it_began = command.rank in self.done and (command.rank, self.lives[command.rank]) not in self.entered
-                assert command.rank in self.dead or ended_before_it_began, "a live or a finished rank was replaced"
+                is_broken = command.rank in self.outside and (command.rank, self.lives[command.rank]) in self.raised_in
+                assert command.rank in self.dead or ended_before_it_began or is_broken, "a live or a finished rank was replaced"
                 assert command.incarnation == self.lives[command.rank] + 1
                 self.lives[command.rank] = command.incarnation
                 self.dead.discard(command.rank)
@@ -166,6 +168,8 @@ class AnyHistory(RuleBasedStateMachine):
         life = self.life(rank, age)
         if self.counts(rank, age):
             self.outside.add(rank)
+            if not communication:
+                self.raised_in.add((rank, life))
         fault = Fault(kind, rank, life, text, version=version, signature=text)
         self.send(ev.WorkerRaised, rank, life, self.machine.generation - behind, fault, clean)
 
