@@ -13,7 +13,7 @@ TORCH ?= torch==2.13.0
 TESTS ?= tests
 JOBS ?= 4
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
-SLICE_S ?= 240
+SLICE_S ?= 120
 VENV := .venv
 PY := $(VENV)/bin/python
 

@@ -23,7 +23,7 @@ def pids(job: harness.Job, what: str) -> dict[int, set[int]]:
 
 
 def test_a_rank_that_sets_up_for_longer_than_the_fault_timeout_is_left_alone(tmp_path: pathlib.Path) -> None:
-    with harness.job(tmp_path, CASE="slow", TASKD_FAULT_TIMEOUT="2", SETUP_S="4") as job:
+    with harness.job(tmp_path, CASE="slow", TASKD_FAULT_TIMEOUT="8", SETUP_S="12") as job:
         finished = job.run("entering.py", nproc=3)
         assert finished.returncode == 0, finished.output
         assert len(job.facts("fault")) == 1

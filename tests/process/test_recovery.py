@@ -245,7 +245,7 @@ def test_the_largest_is_killed_as_by_an_out_of_memory_killer(tmp_path: pathlib.P
 
 def test_a_rank_that_does_not_come_is_replaced(tmp_path: pathlib.Path, reference) -> None:
     """Rank 2 dies only when rank 1 has stopped: a rank that stops after the recovery is a hang, and no fault of this kind."""
-    with harness.job(tmp_path, FAULTS="1@4:forward:stop", TASKD_FAULT_TIMEOUT="3") as job:
+    with harness.job(tmp_path, FAULTS="1@4:forward:stop", TASKD_FAULT_TIMEOUT="6") as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         pids = wait_until(job, lambda: {fact["rank"]: fact["pid"] for fact in job.facts("fault") + job.facts("entered")}
