@@ -37,6 +37,8 @@ class Member:
         self.generation += 1
         store = dist.FileStore(f"{self.folder}-{self.generation}", self.size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_GROUP_DEADLINE_S))
+        # A rank whose function ends at once would destroy its group while others still connect to it.
+        dist.barrier()
 
 
 class World:
