@@ -37,7 +37,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@touch $@
 
 $(VENV)/tested: $(VENV)/installed
-	$(PY) -m pip install --quiet pytest hypothesis pytest-timeout pytest-randomly pytest-xdist scikit-learn ruff mypy
+	$(PY) -m pip install --quiet "pytest<9.2" hypothesis pytest-timeout pytest-randomly pytest-xdist scikit-learn ruff mypy
 	$(PY) -m pip install --quiet --no-deps torchdata==0.11.0     # its loader carries a position; --no-deps: torch is there, and the rest is not imported
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -110,7 +110,10 @@ class Attendance:
         self._job.open.append(known)
 
     def _compare(self, event: ev.AgentRegistered) -> list[Member]:
-        """Take over what an agent that came back says of its workers. Returns those whose new life it has missed."""
+        """Take over what an agent that came back says of its workers. Returns those whose new life it has missed.
+
+        A version that a worker held before a life or a recovery that this manager has ordered since counts no more.
+        """
         is_awaited = self._job.phase is Phase.PAUSING and event.generation == self._job.generation
         missed = []
         for report in sorted(event.workers, key=lambda report: report.rank):
@@ -118,10 +121,13 @@ class Attendance:
             if report.incarnation != member.incarnation:
                 missed.append(member)
                 continue
+            if self._job.phase is Phase.JOINING:
+                self._job.membership.note_version(report.version)
             member.declared, member.entered = member.declared or report.declared, member.entered or report.entered
             if member.state is WorkerState.STARTING and not member.replaced and state is not WorkerState.STARTING:
                 member.state = WorkerState.RUNNING       # that it had started was not heard
             if state is WorkerState.LOST and member.is_live:
+                self._job.membership.note_version(report.version)
                 member.lose()
                 self._lose_untold(member)
             elif state is WorkerState.FINISHED:
@@ -134,6 +140,7 @@ class Attendance:
 
     def _take_over_paused(self, member: Member, report: ev.WorkerReport) -> None:
         """It waits. If it was sent on since, this is older than that, or that was lost: it hears it again."""
+        self._job.membership.note_version(report.version)
         if not (report.may_advance and was_sent_on(self._job, member.rank)):
             member.pause(report.version, report.clean, report.snapshots, may_advance=report.may_advance)
 

@@ -108,6 +108,12 @@ class Life:
         """It was told to."""
         self.state, self.stand, self.offer, self.waits_since, self.clean = WorkerState.RUNNING, None, None, None, True
 
+    def resume(self, generation: int, version: int | None) -> None:
+        """Resume is passed on to it: it goes on from `version`, which may be older than what it held."""
+        self.resumed = self.interrupted = generation
+        self.go_on()
+        self.version = version
+
     @property
     def fault(self) -> Fault | None:
         """How it failed, as far as known."""

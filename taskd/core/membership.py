@@ -178,7 +178,7 @@ class Membership:
         for report in sorted(event.workers, key=lambda report: report.rank):
             if report.rank not in self.members:
                 self.members[report.rank] = _adopt(report, event)
-            self.note_version(report.version)
+                self.note_version(report.version)
 
     def leave(self, node_rank: int, outcome: str) -> None:
         """An agent is gone. It may be one that only an earlier manager knew."""

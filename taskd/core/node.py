@@ -381,8 +381,7 @@ class NodeMachine:
                 if life.interrupted < command.generation:      # lost with a connection; a worker needs both
                     call = do.Interrupt(command.cause, command.generation, "the job is being resumed")
                     commands.append(self._pass_on(life, call))
-                life.resumed = life.interrupted = command.generation
-                life.go_on()
+                life.resume(command.generation, command.version)
                 commands.append(self._pass_on(life, command))
         return commands
 

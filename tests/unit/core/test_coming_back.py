@@ -110,3 +110,43 @@ class TestAManagerThatHearsOfIt:
         assert machine.phase is Phase.PAUSING
         assert interrupt.generation == 2
         assert passed_on(asking.send(ev.CommandReceived, interrupt)) == [(0, "Interrupt"), (1, "Interrupt")]
+
+
+class TestWhatWasCommittedBeforeTheAnswer:
+    """An agent that comes back tells what its ranks held before it was cut off. What was decided since counts."""
+
+    def test_a_life_that_the_restart_ended(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined(declared=False)
+        only(job.lose(1, version=4), do.RestartGroup)
+        job.register(1, ev.WorkerReport(1, 0, "lost", version=4))
+        for rank in job.ranks:
+            job.worker(ev.WorkerStarted, rank, 1)
+            job.worker(ev.WorkerDeclared, rank, True)
+        job.raise_(0, version=0)
+        job.pause(0, 0)
+        assert only(job.pause(1, 0), do.Resume).version == 0
+        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 1)] == [0]
+
+    def test_a_rank_that_has_been_told_to_go_on(self, manager) -> None:
+        job = manager(nodes=2, per_node=1).joined()
+        for rank in job.ranks:
+            job.worker(ev.WorkerHolds, rank, f"shard {rank}")
+        job.lose(0, FaultKind.KILLED, "SIGKILL", version=7, snapshots=(5,))
+        job.pause(1, 7, snapshots=(5,))
+        resume = only(job.pause(0, None, snapshots=(5,)), do.Resume)
+        assert resume.version == 5
+        assert job.register(1, ev.WorkerReport(1, 0, "paused", version=7, snapshots=(5,)), generation=1) == [resume]
+        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 6)] == [2]
+        job.raise_(0, version=6)
+        job.pause(0, 6)
+        job.pause(1, 6)
+        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 7)] == [0]
+
+    def test_a_node_that_was_told_to_go_on_from_an_older_version(self, node) -> None:
+        agent = node()
+        agent.command(do.Interrupt, 1, "rank 2 is gone")
+        for rank in (0, 1):
+            agent.worker(ev.WorkerPaused, rank, 1, 7, True, "", (5,))
+        moves = tuple(do.Move(rank, None, 5) for rank in range(3))
+        agent.command(do.Resume, 1, 5, moves, 1)
+        assert [report.version for report in agent.machine.registration(agent.now).workers] == [5, 5]
