@@ -19,7 +19,7 @@ from taskd.manager.service import Service
 from taskd.testing.clock import FakeClock
 from taskd.transport.memory import MemoryNetwork, MemoryRouter
 from taskd.wire import messages
-from tests.unit.test_manager_service import Peer
+from tests.unit.manager.peer import Peer
 
 if TYPE_CHECKING:
     import pathlib

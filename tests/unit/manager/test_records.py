@@ -1,0 +1,148 @@
+"""What the manager writes: lines, records, stories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from taskd import replay
+from taskd.core import commands, events
+from taskd.core.commands import RecoveryRecord
+from taskd.core.faults import Fault, FaultKind
+from taskd.manager.records import Records
+from taskd.wire import messages
+from tests.unit.manager.peer import Peer, lost, types
+
+if TYPE_CHECKING:
+    from taskd.manager.service import Service
+    from taskd.testing.clock import FakeClock
+
+
+def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> None:
+    values = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
+    record = RecoveryRecord(**{**values, "strategy": "retry", "faults": (), "sources": ()})
+    Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(record)
+    assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
+
+
+def recover(service: Service, agent: Peer, clock: FakeClock) -> None:
+    """Rank 1 of two declared ones dies and comes back."""
+    for rank in range(2):
+        agent.report(events.WorkerDeclared, rank, 0)
+    agent.report(events.WorkerLost, *lost(1))
+    service.turn()
+    assert set(types(agent.heard())) == {messages.Interrupt, messages.ReplaceWorker}
+    clock.advance(0.1)
+    agent.report(events.WorkerPaused, 0, 0, 1, 7, True, "")
+    agent.report(events.WorkerStarted, 1, 1, 4711)
+    agent.report(events.WorkerPaused, 1, 1, 1, None, True, "")
+    service.turn()
+    (resume,) = agent.heard()
+    assert (resume.version, resume.generation) == (7, 1)
+    clock.advance(0.2)
+    for rank, incarnation in ((0, 0), (1, 1)):
+        agent.report(events.WorkerRecovered, rank, incarnation, 1, 8, 0.05, 0.04, 0.03, "")
+    service.turn()
+
+
+def test_a_recovery_leaves_a_line_a_record_and_a_story(service, agent, clock, lines, tmp_path) -> None:
+    recover(service, agent, clock)
+    (line,) = [record.message for record in lines.records if record.message.startswith("recovered")]
+    for part in ("recover-in-place", "rank 1", "SIGKILL", "generation 1", "version 7", "rank 0 kept", "rank 1 from rank 0",
+                 "0 steps redone", "quiesce 0.100", "restarts 1 of 3", "0.550 s"):
+        assert part in line, (part, line)
+    (record,) = [json.loads(text) for text in (tmp_path / "log" / "recoveries.jsonl").read_text().splitlines()]
+    assert (record["job_id"], record["generation"], record["steps_redone"], record["faults"][0]["detail"]) == ("job", 1, 0, "SIGKILL")
+    story = tmp_path / "log" / "story-1.jsonl"
+    machine, entries = replay.load_lines(story.read_text().splitlines())
+    assert replay.replay(machine, entries) == []
+
+
+class TestTheLevelOfTheLine:
+    """INFO: nothing is lost. WARNING: nobody knows. ERROR: committed steps are."""
+
+    def level(self, service, lines, **fields) -> tuple[str, str]:
+        fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=fields.pop("fault_version", 40))
+        record = commands.RecoveryRecord(
+            **{"generation": 3, "strategy": "recover-in-place", "faults": (fault,), "followers": 0, "version": 40, "sources": (), "steps_redone": 0,
+               **dict.fromkeys((f"{name}_s" for name in ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step", "total")), 0.1),
+               "restarts_used": 1, "max_restarts": 3} | fields)
+        service._records.recovery(record)
+        line = next(line for line in lines.records if "recovered" in line.message)
+        return line.levelname, line.message
+
+    def test_nothing_was_lost(self, service, lines) -> None:
+        assert self.level(service, lines)[0] == "INFO"
+
+    def test_a_step_that_only_the_dead_had(self, service, lines) -> None:
+        level, text = self.level(service, lines, steps_redone=1)
+        assert (level, text.rpartition(". ")[2]) == ("ERROR", "Committed steps were lost and are done again")
+
+    def test_a_restart_that_goes_back(self, service, lines) -> None:
+        level, text = self.level(service, lines, strategy="restart", version=None, steps_redone=128)
+        assert level == "ERROR"
+        assert "at most 128 steps redone, from the newest checkpoint on" in text
+
+    def test_a_restart_of_a_script_whose_steps_are_not_known(self, service, lines) -> None:
+        assert self.level(service, lines, strategy="restart", version=None, fault_version=None)[0] == "WARNING"
+
+    def test_a_restart_before_the_first_step(self, service, lines) -> None:
+        assert self.level(service, lines, strategy="restart", version=None, fault_version=0)[0] == "INFO"
+
+    def test_one_that_was_not_completed_says_what_came_before(self, service, lines) -> None:
+        why = "before every rank had made a new step, rank 1 raised ValueError: x at step 40"
+        _, text = self.level(service, lines, strategy="retry", reason="every process is alive", not_completed=why)
+        assert text.startswith(f"not recovered ({why}) by retry (every process is alive): rank 1 killed (SIGKILL) in step 40; generation 3;")
+
+
+def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agent, lines) -> None:
+    agent.say(messages.AgentLeft(0, "fallback", "rank 1 ended, and no manager answers"))
+    service.turn()
+    assert service.result is True
+    (line,) = [record for record in lines.records if record.levelname == "WARNING"]
+    assert line.message.startswith("this manager ends: the agent of node 0 left (fallback: rank 1 ended, and no manager answers)")
+
+
+def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
+    service._execute(commands.ReportNoProgress("cause", 3, "no new step in 3 recoveries"))
+    (line,) = [record for record in lines.records if record.levelname == "WARNING"]
+    assert line.message.startswith("the job gets no further: no new step in 3 recoveries.")
+
+
+def test_a_log_directory_that_cannot_be_written_costs_one_warning(service, agent, clock, lines, tmp_path) -> None:
+    (tmp_path / "log").write_text("a file is in the way")
+    recover(service, agent, clock)
+    assert len([record for record in lines.records if "cannot be written" in record.message]) == 1
+    agent.say(messages.Heartbeat())
+    service.turn()
+    assert agent.heard()[0].known
+
+
+def test_old_stories_are_removed(service, tmp_path) -> None:
+    for generation in range(25):
+        service._records.story(generation, ["x"])
+    assert len(list((tmp_path / "log").glob("story-*"))) == 20
+    assert (tmp_path / "log" / "story-24.jsonl").exists()
+
+
+def test_giving_up_shows_the_cause_with_its_traceback(service, agent, lines) -> None:
+    for attempt, incarnation in enumerate((0, 0, 1)):
+        fault = Fault(FaultKind.RAISED, 0, incarnation, "ValueError: bad", 5, "step", "ValueError: bad", "Traceback\n  line 7\nValueError: bad")
+        agent.report(events.WorkerRaised, 0, incarnation, attempt, fault, True, 0.0)
+        service.turn()
+        if attempt == 1:                       # its cause may be on the way
+            service._clock.advance(2.0)
+            service.turn()
+        agent.report(events.WorkerPaused, 1, 0, attempt + 1, 5, True, "")
+        agent.report(events.WorkerPaused, 0, 1, attempt + 1, None, True, "")
+        service.turn()
+        for _ in range(5):
+            service._clock.advance(1.0)
+            agent.say(messages.Heartbeat())
+            service.turn()
+    assert messages.GiveUp in types(agent.heard())
+    text = "\n".join(record.message for record in lines.records if record.levelno == logging.ERROR)
+    assert "the job is given up" in text
+    assert "  line 7" in text

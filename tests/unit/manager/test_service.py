@@ -1,0 +1,150 @@
+"""Who may speak to the manager, and what is answered."""
+
+from __future__ import annotations
+
+import pytest
+
+from taskd.core import events
+from taskd.wire import messages
+from tests.unit.manager.peer import Peer, lost, types
+
+
+def test_a_heartbeat_is_answered_and_a_stranger_is_asked_to_register(service, network, agent) -> None:
+    agent.say(messages.Heartbeat())
+    stranger = Peer(network, incarnation="a1", node_rank=1)
+    stranger.say(messages.Heartbeat())
+    service.turn()
+    (known,), (unknown,) = agent.heard(), stranger.heard()
+    assert known.known
+    assert not unknown.known
+    assert known.manager_incarnation == unknown.manager_incarnation
+
+
+def test_an_agent_keeps_its_lease_by_heartbeats_and_loses_the_job_by_silence(service, agent, clock) -> None:
+    for _ in range(100):
+        clock.advance(1.0)
+        agent.say(messages.Heartbeat())
+        service.turn()
+    assert service.result is None
+    for _ in range(100):
+        clock.advance(1.0)
+        service.turn()
+    assert service.result is False
+
+
+def test_the_job_ends_with_its_agents(service, agent) -> None:
+    for rank in range(2):
+        agent.report(events.WorkerFinished, rank, 0)
+    agent.report(events.AgentLeft, 0, "succeeded", "")
+    service.turn()
+    assert service.result is True
+
+
+def test_a_job_that_fails_says_so(service, agent) -> None:
+    agent.report(events.AgentLeft, 0, "failed", "exit 1")
+    service.turn()
+    assert service.result is False
+
+
+def test_a_second_agent_for_a_taken_position_is_refused(service, network, agent) -> None:
+    second = Peer(network, incarnation="a1")
+    second.register()
+    service.turn()
+    (refused,) = second.heard()
+    assert "taken" in refused.reason
+    agent.say(messages.Heartbeat())
+    service.turn()
+    assert agent.heard()[0].known
+
+
+@pytest.mark.parametrize("role", ["agent", "worker"])
+def test_another_jobs_processes_are_refused(service, network, role) -> None:
+    stranger = Peer(network, role=role, rank=0, job_id="other")
+    stranger.say(messages.RegisterWorker(0, 1, "pt"))
+    service.turn()
+    (refused,) = stranger.heard()
+    assert "job" in refused.reason
+    assert "other" in refused.reason
+
+
+def test_a_sender_speaks_for_its_own_position_only(service, network, agent, lines) -> None:
+    node1 = Peer(network, node_rank=1, incarnation="b0")
+    node1.report(events.WorkerLost, *lost(0))                          # never registered
+    agent.report(events.WorkerLost, *lost(7))                          # not its rank
+    agent.report(events.AgentLeft, 1, "failed", "")                    # not its node
+    agent.report(events.AgentRegistered, 1, "a0", 1, 2, 3, 0, 0, ())   # registers somebody else
+    agent.report(events.WorkerReady, 0, 0, True)                       # not for a manager
+    impostor = Peer(network, name="impostor")                          # says it is the agent, from elsewhere
+    impostor.report(events.WorkerLost, *lost(0), sequence=99)
+    worker = Peer(network, role="worker", node_rank=0, rank=1)
+    worker.report(events.WorkerLost, *lost(1))
+    worker.say(messages.RegisterWorker(0, 1, "pt"))
+    relay = Peer(network, role="relay", node_rank=None)
+    relay.say(messages.Heartbeat())
+    service.turn()
+    assert service._machine.restarts_used == 0
+    assert service._refusals.counts == {"foreign": 7, "malformed": 2}
+    answered = agent.heard()
+    assert [answer.type for answer in answered if isinstance(answer, messages.Rejected)] == [22, 6, 29]
+    assert types([answer for answer in answered if not isinstance(answer, messages.HeartbeatAck | messages.Rejected)]) == [messages.Refused]
+    assert types(impostor.heard()) == [messages.HeartbeatAck]          # register first; it is not told what was wrong
+    assert types(node1.heard()) == [messages.HeartbeatAck]             # register first
+
+
+def test_a_message_that_comes_twice_counts_once(service, agent) -> None:
+    agent.report(events.WorkerLost, *lost(0))
+    agent.report(events.WorkerLost, *lost(0), sequence=agent.envelope.sequence)
+    agent.register(sequence=1)
+    service.turn()
+    assert service._machine.restarts_used == 1
+    assert types(agent.heard()) == [messages.RestartGroup]
+
+
+def test_a_restarted_manager_takes_over_from_the_registrations(service, network, tmp_path) -> None:
+    peer = Peer(network)
+    workers = tuple(events.WorkerReport(rank, 4, "running", True, 10) for rank in range(2))
+    peer.report(events.AgentRegistered, 0, "a0", 1, 2, 5, 6, 3, workers)
+    service.turn()
+    (accepted,) = peer.heard()
+    assert (accepted.generation, accepted.restarts_used) == (6, 3)
+
+
+def test_an_order_that_does_not_get_through_makes_the_agent_register_again(service, network, agent) -> None:
+    agent.dealer.close()                                               # the connection breaks
+    service._feed(events.WorkerLost(0.0, "test", *lost(0)))
+    agent.say(messages.Heartbeat())                                    # and comes back
+    service.turn()
+    (answer,) = agent.heard()
+    assert not answer.known
+    agent.register()
+    service.turn()
+    assert messages.RestartGroup in types(agent.heard())
+    agent.say(messages.Heartbeat())
+    service.turn()
+    assert agent.heard()[0].known
+
+
+def test_a_broken_connection_makes_every_agent_register_again(service, agent, monkeypatch) -> None:
+    monkeypatch.setattr(service._link, "take_disconnects", lambda: 1)
+    service.turn()
+    agent.say(messages.Heartbeat())
+    monkeypatch.undo()
+    service.turn()
+    assert not agent.heard()[0].known
+
+
+def test_a_worker_without_agent_is_known_and_the_newest_one_counts(service, network) -> None:
+    first = Peer(network, role="worker", node_rank=0, rank=3)
+    first.say(messages.RegisterWorker(3, 10, "pt"))
+    first.say(messages.Heartbeat())
+    service.turn()
+    accepted, beat = first.heard()
+    assert isinstance(accepted, messages.Accepted)
+    assert beat.known
+    second = Peer(network, role="worker", node_rank=0, rank=3, incarnation="a1")
+    second.say(messages.RegisterWorker(3, 11, "pt"))
+    first.say(messages.Heartbeat())
+    second.say(messages.Heartbeat())
+    service.turn()
+    assert [message.known for message in first.heard()] == [False]
+    assert second.heard()[1].known
