@@ -197,7 +197,10 @@ def survivor_sizes(facts: list[dict], spared: int) -> list[Sample]:
 
 
 def growth_of(samples: list[Sample], memory_settled: int) -> dict:
-    """First, settled and last size of a process, its slope, and what of that is too much. `memory_settled`: after so many recoveries its memory is."""
+    """First, settled and last size of a process, its slope, and what of that is too much. `memory_settled`: after so many recoveries its memory is.
+
+    Descriptors and threads of a recovery that is under way come on top of what stays, so of them the fewest in a window count; memory: the median.
+    """
     total = samples[-1][0]
     found: dict = {"first": samples[0][1], "problems": []}
     for key in ("rss_kb", "fds", "threads"):
@@ -205,7 +208,8 @@ def growth_of(samples: list[Sample], memory_settled: int) -> dict:
         is_long = total >= since * 3 // 2
         settled = [(number, size[key]) for number, size in samples if number >= (since if is_long else total // 3)]
         values = [value for _, value in settled]
-        before, after = statistics.median(values[:_WINDOW]), statistics.median(values[-_WINDOW:])
+        typical = statistics.median if key == "rss_kb" else min
+        before, after = typical(values[:_WINDOW]), typical(values[-_WINDOW:])
         slope = statistics.linear_regression([number for number, _ in settled], values).slope * 1000
         found[key] = {"since": settled[0][0], "settled": before, "last": after, "max": max(values), "per_1000": round(slope, 1), "is_judged": is_long}
         bound = RSS_SLOPE_KB * max(1.0, (total - since) / 1000) if key == "rss_kb" else 0
