@@ -14,8 +14,8 @@ from typing import Any
 
 from taskd.core.commands import Command
 from taskd.core.events import Event
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.story import Entry, Note, Story, describe, from_plain, to_plain
 from taskd.core.timeouts import Timeouts
 

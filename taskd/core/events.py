@@ -236,9 +236,18 @@ class WorkerHolds(WorkerEvent):
     shard: str
 
 
+WRITTEN = "written"                  # stages of a writer of an emergency checkpoint
+PUBLISHED = "published"
+WITHDRAWN = "withdrawn"
+FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerDumped(WorkerEvent):
-    """A writer of the dying gasp of `generation` is a stage further: "written", "published" (`detail`: the path) or "failed" (why)."""
+    """A writer of the emergency checkpoint of `generation` is a stage further.
+
+    `detail`: the path of a published one; why it failed.
+    """
 
     generation: int
     stage: str

@@ -13,7 +13,7 @@ The ladder, from cheap to dear:
 Repeat rules (a deterministic failure must not burn the budget):
 - what taskd itself refused (`Fault.is_final`), once: nothing would be different the next time;
 - the same exception at the same version in three recoveries: the first time all processes are kept, the second time that of the rank
-  which raised it is replaced, as it may be broken (`taskd.core.broken`), and the third time even a new process has raised it. Where
+  which raised it is replaced, as it may be broken (`taskd.core.job.stopped`), and the third time even a new process has raised it. Where
   no process may be replaced, the second time is the last;
 - the same crash or exit of the same rank, or the same broken communication, at the same version three times;
 - a hang at the same version four times (each has a longer limit than the one before, see `taskd.core.progress`);

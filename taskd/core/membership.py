@@ -55,6 +55,11 @@ class Member:
         """It is on its way again within its function."""
         self.state, self.may_advance = WorkerState.RUNNING, False
 
+    def resume(self) -> None:
+        """It goes on with all others: what it said when it stopped counts no more."""
+        self.go_on()
+        self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
+
     def lose(self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None) -> None:
         """Its process is gone or as good as gone. `snapshots` None: nobody has looked since it paused, if it did."""
         self.state, self.may_advance = WorkerState.LOST, False

@@ -32,7 +32,7 @@ from taskd.core.manager_link import ManagerLink
 from taskd.core.membership import WorkerState
 from taskd.core.phase import NodePhase
 from taskd.core.story import Story
-from taskd.core.table import Method, Table
+from taskd.core.table import Method, Rule, Table
 from taskd.core.timeouts import Timeouts
 
 Commands = list[do.Command]
@@ -97,7 +97,7 @@ class NodeMachine:
         rule = self.RULES.rule(self.phase, event, self.story)
         if isinstance(rule, str):
             return self._ignore(rule, getattr(event, "rank", None))
-        commands = rule(self, event)
+        commands = rule.move(self, event)
         self.story.commands(commands)
         return commands
 
@@ -468,13 +468,13 @@ class NodeMachine:
         ev.WorkerHolds: _holds,
     }
     _STOPPING: ClassVar[dict[type[ev.Event], Method]] = {
-        ev.WorkerStarted: _started,
-        ev.WorkerStartFailed: _start_failed,
-        ev.WorkerExited: _exited,
-        ev.Tick: _tick,
-    }
+        ev.WorkerStarted: _started, ev.WorkerStartFailed: _start_failed, ev.WorkerExited: _exited, ev.Tick: _tick,
+    }  # fmt: skip
     RULES = Table(
-        {NodePhase.RUNNING: _RUNNING, NodePhase.STOPPING: _STOPPING},
+        {
+            NodePhase.RUNNING: {event: Rule(move, frozenset(NodePhase)) for event, move in _RUNNING.items()},
+            NodePhase.STOPPING: {event: Rule(move, frozenset(NodePhase)) for event, move in _STOPPING.items()},
+        },
         {
             NodePhase.STOPPING: dict.fromkeys(_RUNNING.keys() - _STOPPING.keys(), "the job is being ended"),
             NodePhase.DONE: dict.fromkeys(_RUNNING, "the run is over"),

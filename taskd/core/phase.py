@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """See `taskd.core.recovery`."""
+    """See `taskd.core.job.machine`."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -12,10 +12,17 @@ class Phase(Enum):
     PAUSING = "pausing"
     RESUMED = "resumed"
     RESTARTING = "restarting"
-    DYING = "dying"
+    CONFIRMING = "confirming"
+    SAVING = "saving"
+    PUBLISHING = "publishing"
+    DISCARDING = "discarding"
     RELEASED = "released"
     ENDING = "ending"
     ENDED = "ended"
+
+
+DUMPING = frozenset({Phase.CONFIRMING, Phase.SAVING, Phase.PUBLISHING, Phase.DISCARDING})
+OVER = frozenset({Phase.ENDING, Phase.ENDED})
 
 
 class NodePhase(Enum):

@@ -19,7 +19,7 @@ from taskd.core.ladder import Strategy
 
 
 @dataclass(slots=True)
-class KnownFault:
+class TimedFault:
     """A fault with the times that belong to it."""
 
     fault: Fault
@@ -40,12 +40,12 @@ class Attempt:
     reason: str = ""                     # why that strategy
     taken_over: str = ""                 # what an earlier manager has to do with it
     outage_began_at: float | None = None  # the first death of recoveries before this one, none of which was completed
-    faults: list[KnownFault] = field(default_factory=list)
+    faults: list[TimedFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()
     redone: int = 0                      # committed steps to be done again, over all plans of this recovery
-    broken: set[int] = field(default_factory=set)      # ranks in which an exception came back, see `taskd.core.broken`
+    broken: set[int] = field(default_factory=set)      # ranks in which an exception came back, see `taskd.core.job.stopped`
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
@@ -54,7 +54,7 @@ class Attempt:
     waiting: set[int] = field(default_factory=set)     # ranks that have not recovered (or started) yet
     is_restart: bool = False                           # it waits for starts, not for commits
 
-    def take_over(self, faults: list[KnownFault], *, is_known: bool) -> None:
+    def take_over(self, faults: list[TimedFault], *, is_known: bool) -> None:
         """These were being answered by a manager that went; their ranks have been replaced, and their restarts counted. Or it is not known what was."""
         self.faults += faults
         if faults:
@@ -98,7 +98,7 @@ class Attempt:
             self.slowest = event
         return not self.waiting
 
-    def victims_of(self, death: KnownFault) -> list[KnownFault]:
+    def victims_of(self, death: TimedFault) -> list[TimedFault]:
         """Exceptions that came after this death: taken for causes so far, they are its consequences."""
         return [
             known
@@ -108,7 +108,7 @@ class Attempt:
             and known.died_at >= death.died_at
         ]
 
-    def demote(self, known: KnownFault) -> None:
+    def demote(self, known: TimedFault) -> None:
         """Not a cause after all."""
         self.faults.remove(known)
         self.followers.add((known.fault.rank, known.fault.incarnation))
@@ -156,5 +156,5 @@ def _duration(event: WorkerRecovered) -> float:
     return event.groups_s + event.state_s + event.first_step_s
 
 
-def _order(known: KnownFault) -> tuple[float, int]:
+def _order(known: TimedFault) -> tuple[float, int]:
     return known.died_at, known.fault.rank

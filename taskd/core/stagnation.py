@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
 from taskd.core.ladder import SHORT_LIFE_S, describe, signature
-from taskd.core.record import KnownFault
+from taskd.core.record import TimedFault
 
 WARN_AFTER = 3           # two in a row may be bad luck; said again each time the count has doubled
 OWN_LIMIT = 6            # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
@@ -33,7 +33,7 @@ class Stagnation:
     def __init__(self) -> None:
         self._floor = 0                                        # a version above it is progress
         self._answered_at: float | None = None                 # when training was last told to go on
-        self._faults: dict[int, KnownFault] = {}               # those since the last progress, by id, in order
+        self._faults: dict[int, TimedFault] = {}               # those since the last progress, by id, in order
         self._times: Counter[tuple[int, int]] = Counter()      # (generation, rank) -> its faults in there
         self._places: dict[int, tuple[int, int]] = {}          # id of a fault -> (generation, which fault of its rank in there)
         self._own: Counter[tuple[int, int]] = Counter()        # such places -> faults that nobody caused from outside
@@ -71,7 +71,7 @@ class Stagnation:
         if newest is not None:
             self._floor = newest
 
-    def take(self, known: KnownFault) -> None:
+    def take(self, known: TimedFault) -> None:
         """One more fault."""
         assert known.generation is not None
         rank, life = known.fault.rank, id(known)
@@ -81,7 +81,7 @@ class Stagnation:
         self._most_deaths = max(self._most_deaths, self._deaths[rank])
         self.explained(known)
 
-    def explained(self, known: KnownFault) -> None:
+    def explained(self, known: TimedFault) -> None:
         """It is known now what it was, if it ever will be."""
         if known.fault.kind is FaultKind.LOST or id(known) not in self._places:
             return
@@ -89,7 +89,7 @@ class Stagnation:
             self._own[self._places[id(known)]] += 1
         self._equal.take(known)
 
-    def forget(self, known: KnownFault) -> None:
+    def forget(self, known: TimedFault) -> None:
         """It was the consequence of another one."""
         if self._faults.pop(id(known), None) is None:
             return
@@ -140,10 +140,10 @@ class _Equal:
     def __init__(self) -> None:
         self._failure: tuple[FaultKind, str] | None = None
         self._generations: set[int | None] = set()
-        self._known: KnownFault | None = None
+        self._known: TimedFault | None = None
         self._said = 0
 
-    def take(self, known: KnownFault) -> None:
+    def take(self, known: TimedFault) -> None:
         failure = (known.fault.kind, signature(known.fault))
         if failure != self._failure or known.fault.version is not None:
             self._failure, self._said = failure, 0

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from taskd import replay
 from taskd.clock import MonotonicClock
 from taskd.core import commands, events
+from taskd.core.job.machine import EVENTS, RecoveryMachine
 from taskd.core.ladder import Strategy, allowed
-from taskd.core.recovery import EVENTS, RecoveryMachine
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from taskd.errors import InvalidTransition, RemoteProtocolError

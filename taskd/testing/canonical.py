@@ -11,9 +11,9 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.leases import Deadlines
 from taskd.core.record import Attempt
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from taskd.core.events import Event
 
 Machine = TypeVar("Machine")
-_NO_DECISION = frozenset({"story", "arguments", "now", "cause", "_now", "_cause", "_job", "progress", "stragglers", "pairing", "learned_at"})
+_NO_DECISION = frozenset({"story", "arguments", "now", "cause", "_now", "_cause", "_job", "progress", "stragglers", "peers", "learned_at"})
 _ONLY_RECORDED = frozenset({
     "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at", "slowest", "moves", "redone", "followers", "version",
 })  # fmt: skip
@@ -71,7 +71,7 @@ def key(thing: Any) -> Any:  # noqa: PLR0911 - one for each kind of thing
     if isinstance(thing, Deadlines):
         return key(thing._deadline_by_key)  # noqa: SLF001 - its heap may hold what was taken back
     if isinstance(thing, RecoveryMachine):
-        return key((thing._job, thing._leases, thing._unconfirmed))  # noqa: SLF001 - what it shares with its parts
+        return key(thing._job)  # noqa: SLF001 - the rest of it never changes
     skipped = _NO_DECISION | _ONLY_RECORDED if isinstance(thing, Attempt) else _NO_DECISION
     names = [item.name for item in fields(thing)] if is_dataclass(thing) else sorted(vars(thing))
     return (type(thing).__name__, *(key(getattr(thing, name)) for name in names if name not in skipped))

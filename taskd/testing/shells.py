@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.phase import Phase
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork
 from taskd.testing.worker import SimulatedWorker, World

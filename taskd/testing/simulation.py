@@ -9,9 +9,9 @@ import random
 from dataclasses import dataclass, field
 
 from taskd.core import commands as do
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.phase import Phase
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock

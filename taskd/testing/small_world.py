@@ -26,9 +26,9 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.phase import Phase
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from taskd.testing.canonical import NO_STORY, fork, key
 from taskd.testing.small_state import IN_COLLECTIVE, WAITING, Draft, Scope, State, Violation, Worker, place

@@ -1,7 +1,7 @@
 """How far a rank goes that is called out in the middle of its function, where others have to say so.
 
 After a vote that broke, whether it has passed for somebody: then that rank has stepped, and this one does so, too. And at the end of a step that
-it was let finish, whether that was the last: ranks may be one step apart. The manager knows when it has heard from all (`taskd.core.advance`).
+it was let finish, whether that was the last: ranks may be one step apart. The manager knows when it has heard from all (`taskd.core.job.stopped`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from taskd.checkpoint.pieces import Pieces
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
 from taskd.core import commands
-from taskd.core.dying import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
 from taskd.errors import ArenaError, NativeLibraryError, StateError, TaskdError
 from taskd.native.arena import Arena
 from taskd.native.black_box import BlackBox
@@ -83,7 +83,7 @@ class Dumping:
         self._draft: Draft | None = None
 
     def obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
-        """What to tell the manager: a stage of `taskd.core.dying` and its detail; ("", "") if this rank is not meant."""
+        """What to tell the manager: a stage of `taskd.core.events` and its detail; ("", "") if this rank is not meant."""
         try:
             return self._publish(order) if isinstance(order, commands.Publish) else self._write(order)
         except (TaskdError, OSError) as error:

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from taskd.agent.endings import Endings
 from taskd.agent.vitals import Vitals
 from taskd.core import events
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.phase import Phase as JobPhase
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
 from taskd.native import box_layout as layout

@@ -236,7 +236,7 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
         if job.service.result is None:
             job.beat(100.0)                 # all of them are silent: leases, alarms and whatever was awaited
         phases |= job.phases
-    assert phases >= {Phase.RUNNING, Phase.PAUSING, Phase.RESUMED, Phase.DYING, Phase.ENDING, Phase.ENDED}, phases
+    assert phases >= {Phase.RUNNING, Phase.PAUSING, Phase.RESUMED, Phase.SAVING, Phase.ENDING, Phase.ENDED}, phases
     return seen
 
 

@@ -9,8 +9,8 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 
 # CI runs the same examples each time; a separate job with HYPOTHESIS_PROFILE=fresh looks for new ones.

@@ -36,7 +36,7 @@ class TestWhoWrites:
         dump = only(pause_all(dying), do.Dump)
         assert (dump.version, dump.writers, dump.world_size, dump.generation) == (5, (0, 2, 3), 4, 1)
         assert dump.reason == "rank 1 ended with SIGKILL at step 5"
-        assert dying.machine.phase is Phase.DYING
+        assert dying.machine.phase is Phase.SAVING
         assert dumped(dying, 2) == dumped(dying, 0) == []
         publish = only(dumped(dying, 3), do.Publish)
         assert (publish.rank, publish.node_rank) == (0, 0)
@@ -300,7 +300,7 @@ class TestWhatGoesWrong:
         dying.lose(2)
         pause_all(dying)
         assert dying.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.EXITED, 2, 0, "exit 3"), incarnation=0) == []
-        assert dying.machine.phase is Phase.DYING
+        assert dying.machine.phase is Phase.SAVING
 
 
 class TestNames:

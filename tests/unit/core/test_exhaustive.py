@@ -6,7 +6,8 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core import node, recovery
+from taskd.core import node
+from taskd.core.job import machine as recovery
 from taskd.core.phase import Phase
 from taskd.core.story import Story
 from taskd.core.table import Table

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.pairing import buddies
+from taskd.core.peers import peers_of
 from tests.unit.core.answers import kinds, only
 
 HOSTS = st.dictionaries(st.integers(0, 40), st.sampled_from("abcd"), max_size=24)
@@ -15,7 +15,7 @@ HOSTS = st.dictionaries(st.integers(0, 40), st.sampled_from("abcd"), max_size=24
 
 @given(HOSTS)
 def test_a_buddy_is_the_next_node_on_another_host(hosts: dict[int, str]) -> None:
-    pairs = buddies(hosts)
+    pairs = peers_of(hosts)
     if len(set(hosts.values())) < 2:
         assert pairs == {}
         return
@@ -32,13 +32,13 @@ def test_a_buddy_is_the_next_node_on_another_host(hosts: dict[int, str]) -> None
 def test_the_order_in_which_nodes_are_known_does_not_matter(hosts: dict[int, str], chance) -> None:
     shuffled = list(hosts.items())
     chance.shuffle(shuffled)
-    assert buddies(dict(shuffled)) == buddies(hosts)
+    assert peers_of(dict(shuffled)) == peers_of(hosts)
 
 
 @given(HOSTS)
 def test_on_hosts_of_one_node_each_has_one_source(hosts: dict[int, str]) -> None:
     alone = {node: str(node) for node in hosts}
-    pairs = buddies(alone)
+    pairs = peers_of(alone)
     assert sorted(pairs.values()) == (sorted(alone) if len(alone) > 1 else [])
 
 

@@ -5,8 +5,8 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
+from taskd.core.job.machine import RecoveryMachine
 from taskd.core.phase import Phase
-from taskd.core.recovery import RecoveryMachine
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only
 

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.phase import Phase
-from taskd.core.recovery import RecoveryMachine
+from taskd.core.job.machine import RecoveryMachine
+from taskd.core.phase import DUMPING, Phase
 from taskd.core.timeouts import Timeouts
 from taskd.replay import dump_lines, load_lines, replay
 
@@ -248,7 +248,7 @@ class AnyHistory(RuleBasedStateMachine):
         """Nobody says how a process died; everybody writes."""
         for node in range(self.nodes):
             self.send(ev.AgentHeard, node)
-        self.now = max(self.now, self.machine._job.alarm or 0.0)
+        self.now = max(self.now, self.machine._job.status_by or 0.0)
         self.send(ev.Tick)
         members = self.machine.membership.members
         for stage in ("written", "published"):
@@ -264,7 +264,7 @@ class AnyHistory(RuleBasedStateMachine):
                     if self.machine.phase is Phase.PAUSING and members[rank].is_live:
                         self.outside.add(rank)
                         self.send(ev.WorkerPaused, rank, members[rank].incarnation, self.machine.generation, 1, True)
-            elif phase is Phase.DYING:
+            elif phase in DUMPING:
                 self.dump()
             elif phase is Phase.RESTARTING:
                 for rank in sorted(members):
@@ -277,7 +277,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.send(ev.Tick)
             else:
                 break
-        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING, Phase.DYING), self.machine.story.last()
+        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING, *DUMPING), self.machine.story.last()
 
 
 AnyHistory.TestCase.settings = settings(max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None)

@@ -1,0 +1,94 @@
+"""What counts against a job: equal failures, recoveries that lead nowhere, the restart budget.
+
+Owns the counting of faults, and its correction when a fault turns out to be the consequence of another one, or when its exit status comes.
+The rules themselves are `taskd.core.ladder`'s and `taskd.core.stagnation`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core.faults import FaultKind
+from taskd.core.ladder import Strategy
+from taskd.core.phase import Phase
+
+if TYPE_CHECKING:
+    from taskd.core.faults import Fault
+    from taskd.core.job.state import Commands, Job
+    from taskd.core.record import Attempt, TimedFault
+
+Verdict = tuple[str, "Fault"]            # why the job must end, and the fault to show
+
+
+def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None:
+    """Make a fault part of the recovery. Returns why the job must end, if it must."""
+    generation = job.generation if job.phase is Phase.PAUSING else job.generation + 1
+    fault, known.generation = known.fault, generation
+    job.membership.note_version(fault.version)
+    note_progress(job, generation)
+    victims = attempt.victims_of(known) if fault.kind is not FaultKind.RAISED else []
+    for victim in victims:
+        attempt.demote(victim)
+        job.repeats.forget_exception(victim.fault, generation)
+        job.stagnation.forget(victim)
+    attempt.faults.append(known)
+    job.stagnation.take(known)
+    reason = _count_repeat(job, known, generation)
+    if reason is not None:
+        return reason, fault
+    if fault.kind is FaultKind.RAISED and job.repeats.has_come_back(fault, generation):
+        attempt.broken.add(fault.rank)
+    verdict = job.stagnation.verdict()
+    if verdict is not None:
+        return verdict
+    reason = None if victims else job.budget.spend(fault, job.membership.max_restarts)
+    return None if reason is None else (reason, fault)
+
+
+def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
+    """It is known now how a death came about. Returns why the job must end, if that shows that it must."""
+    if known.generation is None:
+        return None
+    job.stagnation.explained(known)
+    reason = _count_repeat(job, known, known.generation)
+    if known.is_declared and (job.attempt is None or known not in job.attempt.faults):
+        return None                          # its recovery is complete
+    return (reason, known.fault) if reason is not None else job.stagnation.verdict()
+
+
+def correct_restart_cause(job: Job, earlier: TimedFault) -> Verdict | None:
+    """The group was restarted because of a victim: this death came before, its report after."""
+    victim = job.restart_cause
+    if victim is None or victim.is_declared or earlier.died_at >= victim.died_at:
+        return None
+    job.restart_cause = earlier
+    earlier.life_s, earlier.generation = victim.life_s, victim.generation
+    if job.attempt is not None and victim in job.attempt.faults:
+        job.attempt.demote(victim)
+        job.attempt.faults.append(earlier)
+    job.repeats.forget_failure()
+    job.stagnation.forget(victim)
+    job.stagnation.take(earlier)
+    reason = job.repeats.count_failure(earlier.fault, earlier.life_s)
+    return None if reason is None else (reason, earlier.fault)
+
+
+def note_progress(job: Job, generation: int) -> None:
+    """More may be known of what was committed before this recovery."""
+    if job.stagnation.saw(job.now, generation, job.membership.committed):
+        job.repeats.forget_unversioned()
+
+
+def warn(job: Job) -> Commands:
+    """Say that the job gets no further, if it is time to."""
+    warning = job.stagnation.warning()
+    return [] if warning is None else [do.ReportNoProgress(job.cause, job.generation, warning)]
+
+
+def _count_repeat(job: Job, known: TimedFault, generation: int) -> str | None:
+    """Why trying again is pointless, or None."""
+    if known.is_declared:
+        may_replace = Strategy.RECOVER_IN_PLACE in job.allowed
+        return job.repeats.count(known.fault, generation, may_replace=may_replace)
+    return job.repeats.count_failure(known.fault, known.life_s)

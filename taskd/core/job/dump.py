@@ -1,0 +1,282 @@
+"""The emergency checkpoint: when a job must end, the ranks that are left write its state to disk first.
+
+Owns what is written by whom, and how far that is. The phases of it:
+
+    PAUSING      every live rank leaves its step, or finishes it; nobody is replaced any more
+    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node. The
+                 report comes within milliseconds; without it the reason of the end would be wrong
+    SAVING       the writers were told; each reports when its part is on disk
+    PUBLISHING   all parts are there; the first writer gives the checkpoint its name
+    DISCARDING   there will be none: the first writer removes what was written
+
+A writer that dies is done without if the others still hold everything: all parts are written anew, in a new generation. Whatever else goes
+wrong ends the job without a checkpoint, and says so: a checkpoint is complete or it does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core.cut import NoCut, plan_cut, plan_orphans
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
+from taskd.core.faults import FaultKind
+from taskd.core.job.ending import give_up
+from taskd.core.job.orders import interrupt
+from taskd.core.job.state import Dump
+from taskd.core.ladder import Strategy
+from taskd.core.phase import DUMPING, Phase
+from taskd.core.record import Attempt
+from taskd.core.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from taskd.core.cut import Copy
+    from taskd.core.events import WorkerDumped
+    from taskd.core.faults import Fault
+    from taskd.core.job.state import Commands, Job
+
+_MAY_BEGIN = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED})
+
+
+def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 0.0) -> Commands:
+    """The job cannot go on: save its state if that is allowed and possible, else give it up.
+
+    `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time. The other half is for writing.
+    """
+    if job.phase in DUMPING:
+        return []
+    dump = job.dump
+    if dump is None:
+        is_possible = job.phase in _MAY_BEGIN and job.membership.is_declared
+        job.dump = dump = Dump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
+        if not dump.may_save:
+            return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
+        why = reason or "nothing milder is allowed"
+        job.story.note(job.now, f"emergency checkpoint: {why}")
+    elif grace_s and dump.finish_step_by is not None:
+        return []                            # another node is to end as well
+    elif dump.fault is not None and dump.fault.kind is FaultKind.COMMUNICATION:
+        dump.reason = dump.reason or reason  # a lost node explains the broken communication
+    return stop_for_dump(job, grace_s)
+
+
+def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
+    """All live ranks leave their step. Those that were to be replaced are not waited for. `grace_s`: see `end_job`."""
+    dump = job.dump
+    assert dump is not None
+    is_out = job.phase is Phase.PAUSING and dump.finish_step_by is None
+    dump.finish_step_by = job.now + grace_s / 2 if grace_s and not is_out else None
+    job.unanswered, job.suspects, job.suspect_until = [], [], None
+    job.is_recovery_needed = False
+    job.attempt = job.attempt or Attempt(job.cause, job.now)
+    job.attempt.strategy = Strategy.DUMP
+    for member in job.membership.live():
+        if member.state is WorkerState.STARTING and member.replaced:
+            member.lose()
+            job.awaited.discard(member.rank)
+    if is_out:
+        return []
+    return [interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)]
+
+
+def write_dump(job: Job) -> Commands:
+    """Everybody who is left has stopped: say who writes what."""
+    dump = job.dump
+    assert dump is not None
+    if _must_wait_for_status(job, dump):
+        return []
+    copies = _copies(job)
+    cut = plan_cut(copies, job.membership.committed)
+    if isinstance(cut, NoCut):
+        return _fail(job, dump, cut.reason)
+    if not cut.version:
+        return _fail(job, dump, "no step was committed yet")
+    alive = {copy.rank for copy in copies if copy.alive}
+    has_it = (move.rank for move in cut.moves if move.rank in alive and move.source is None)
+    dump.version, dump.writers = cut.version, tuple(has_it)
+    orphaned = plan_orphans(copies, cut.version, dump.writers)
+    if isinstance(orphaned, NoCut):
+        return _fail(job, dump, orphaned.reason)
+    dump.pending = set(dump.writers)
+    job.phase = Phase.SAVING
+    names = ", ".join(map(str, dump.writers))
+    job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
+    for rank in dump.writers:
+        job.awaited.set(rank, job.now + job.timeouts.dump_s)
+    job.last_order = do.Dump(
+        job.cause, job.generation, dump.version, dump.writers, job.membership.world_size or 0,
+        _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
+    )  # fmt: skip
+    return [job.last_order]
+
+
+def _copies(job: Job) -> list[Copy]:
+    """What everybody holds. The dead count, too: nothing is whole without what they alone had."""
+    counted = (WorkerState.PAUSED, WorkerState.LOST)
+    members = job.membership.ordered()
+    return [job.membership.copy_of(member) for member in members if member.state in counted]
+
+
+# ---------------------------------------------------------------------- the exit status
+
+
+def _must_wait_for_status(job: Job, dump: Dump) -> bool:
+    """Whether to wait for an exit status, or for what a process leaves that is being killed. True only the first time."""
+    fault = _fault(job, dump)
+    members = job.membership.members.values()
+    is_doomed = dump.may_save and any(member.is_doomed for member in members)
+    is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
+    if dump.has_waited or not (is_doomed or is_unknown):
+        return False
+    dump.has_waited = True
+    timeouts = job.timeouts
+    patience_s = timeouts.lost_grace_s if is_doomed else timeouts.communication_grace_s
+    job.phase, job.status_by = Phase.CONFIRMING, job.now + patience_s
+    job.awaited.clear()
+    return True
+
+
+def go_on_with_status(job: Job) -> Commands:
+    """The exit status is known, or nobody will say it. Nothing unless it was waited for."""
+    dump = job.dump
+    assert dump is not None
+    if job.phase is not Phase.CONFIRMING:
+        return []
+    job.status_by = None
+    return write_dump(job) if dump.may_save else _give_up(job, dump)
+
+
+# ---------------------------------------------------------------------- what writers report
+
+
+def has_lost_writer(job: Job) -> bool:
+    """Whether a rank is gone without which the dump cannot go on as it was ordered."""
+    dump = job.dump
+    if dump is None or job.phase in (Phase.PAUSING, Phase.CONFIRMING):
+        return False
+    needed = dump.writers[:1] if job.phase is Phase.DISCARDING else dump.writers
+    members = job.membership.members
+    return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
+
+
+def do_without_writer(job: Job) -> Commands:
+    """A writer is gone: the others write everything anew, if they hold it."""
+    dump = job.dump
+    assert dump is not None
+    if job.phase is Phase.DISCARDING:
+        return _fail(job, dump, dump.problem)
+    job.generation += 1
+    job.awaited.clear()
+    return write_dump(job)
+
+
+def written(job: Job, event: WorkerDumped) -> Commands:
+    """SAVING: a writer has its part on disk, or could not write it."""
+    dump = _reporting(job, event, WRITTEN)
+    if dump is None:
+        return []
+    if event.stage == FAILED:
+        return _discard(job, dump, f"rank {event.rank}: {event.detail}", event.rank)
+    _count_report(job, dump, event.rank)
+    return [] if dump.pending else _order_publisher(job, dump, Phase.PUBLISHING)
+
+
+def published(job: Job, event: WorkerDumped) -> Commands:
+    """PUBLISHING: the checkpoint has its name, or could not be given it."""
+    dump = _reporting(job, event, PUBLISHED)
+    if dump is None:
+        return []
+    if event.stage == FAILED:
+        return _fail(job, dump, f"rank {event.rank}: {event.detail}")
+    saved = f"{_reason(job, dump)}; step {dump.version} was saved in {event.detail}"
+    return give_up(job, saved, _fault(job, dump), dump=event.detail)
+
+
+def discarded(job: Job, event: WorkerDumped) -> Commands:
+    """DISCARDING: one more has come to its end, or the first writer has removed everything."""
+    stage = WITHDRAWN if job.dump is not None and job.dump.is_removal_ordered else WRITTEN
+    dump = _reporting(job, event, stage)
+    if dump is None:
+        return []
+    if dump.is_removal_ordered:
+        return _fail(job, dump, dump.problem)
+    _count_report(job, dump, event.rank)
+    return [] if dump.pending else _order_publisher(job, dump, Phase.DISCARDING)
+
+
+def overdue_writers(job: Job, ranks: list[int]) -> Commands:
+    """These have not reported in time."""
+    dump = job.dump
+    assert dump is not None
+    if dump.is_removal_ordered:
+        return _fail(job, dump, dump.problem)
+    if job.phase is Phase.DISCARDING:
+        return _order_publisher(job, dump, Phase.DISCARDING)
+    late = f"rank {min(ranks)} was not done after {job.timeouts.dump_s:.0f} s"
+    if job.phase is Phase.PUBLISHING:
+        return _fail(job, dump, late)
+    return _discard(job, dump, late, min(ranks))
+
+
+def _reporting(job: Job, event: WorkerDumped, stage: str) -> Dump | None:
+    """The dump, if this report belongs to it and is awaited."""
+    dump = job.dump
+    assert dump is not None
+    is_awaited = event.generation == job.generation and event.rank in dump.pending
+    return dump if is_awaited and event.stage in (stage, FAILED) else None
+
+
+def _count_report(job: Job, dump: Dump, rank: int) -> None:
+    dump.pending.discard(rank)
+    job.awaited.discard(rank)
+
+
+def _discard(job: Job, dump: Dump, problem: str, culprit: int) -> Commands:
+    """There will be no checkpoint. Writers that are still at it get a short time to come to an end, so that nothing is written behind the removal."""
+    job.phase, dump.problem = Phase.DISCARDING, problem
+    _count_report(job, dump, culprit)
+    if not dump.pending:
+        return _order_publisher(job, dump, Phase.DISCARDING)
+    for rank in dump.pending:
+        job.awaited.set(rank, job.now + job.timeouts.lost_grace_s)
+    return []
+
+
+def _order_publisher(job: Job, dump: Dump, phase: Phase) -> Commands:
+    """The first writer gives the checkpoint its name, or removes what was written."""
+    member = job.membership.members[dump.writers[0]]
+    job.phase, dump.pending = phase, {member.rank}
+    dump.is_removal_ordered = phase is Phase.DISCARDING
+    patience_s = job.timeouts.lost_grace_s if dump.is_removal_ordered else job.timeouts.dump_s
+    job.awaited.clear()
+    job.awaited.set(member.rank, job.now + patience_s)
+    job.last_order = do.Publish(
+        job.cause, job.generation, member.node_rank, member.rank, member.incarnation, dump.is_removal_ordered
+    )
+    return [job.last_order]
+
+
+# ---------------------------------------------------------------------- why
+
+
+def _fail(job: Job, dump: Dump, problem: str) -> Commands:
+    return give_up(job, f"{_reason(job, dump)}; and no dump: {problem}", _fault(job, dump))
+
+
+def _give_up(job: Job, dump: Dump) -> Commands:
+    return give_up(job, _reason(job, dump), _fault(job, dump))
+
+
+def _reason(job: Job, dump: Dump) -> str:
+    return dump.reason or job.what_happened()
+
+
+def _fault(job: Job, dump: Dump) -> Fault | None:
+    """The fault that ends the job, as far as it is known by now: the exit status comes after the death."""
+    fault = dump.fault
+    if fault is None or job.attempt is None:
+        return fault
+    for known in job.attempt.faults:
+        if (known.fault.rank, known.fault.incarnation) == (fault.rank, fault.incarnation):
+            return known.fault
+    return fault

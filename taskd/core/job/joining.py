@@ -1,0 +1,96 @@
+"""Before every rank is known: faults wait, but not for ever; then what was found is taken on.
+
+Owns the phase JOINING: of a job that begins, and of a manager that was restarted, for which every rank is new.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taskd.core.faults import FaultKind
+from taskd.core.job.ending import end, give_up
+from taskd.core.ladder import describe
+from taskd.core.phase import Phase
+from taskd.core.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from taskd.core.job.state import Commands, Job
+    from taskd.core.membership import Member
+
+_SHOWN_RANKS = 16
+
+
+def wait_for_others(job: Job) -> None:
+    """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
+    _take_over_lost(job)
+    ends = (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
+    if any(member.state in ends for member in job.membership.members.values()):
+        defer_faults(job)
+    else:
+        job.join_by = None
+
+
+def defer_faults(job: Job) -> None:
+    """Wait one lease for the ranks that are missing."""
+    if job.join_by is None:
+        job.join_by = job.now + job.timeouts.agent_lease_s
+
+
+def complete(job: Job) -> None:
+    """Every rank is known. Faults that waited, and a recovery that an earlier manager left behind, come first."""
+    members = job.membership.ordered()
+    job.phase, job.join_by = Phase.RUNNING, None
+    working = {member.rank for member in members if not member.is_done}
+    job.unanswered = [known for known in job.unanswered if known.fault.rank in working]
+    job.suspects = [known for known in job.suspects if known.fault.rank in working]
+    _take_over_lost(job)
+    suspected = {known.fault.rank for known in job.suspects}
+    stopped = {member.rank for member in members if member.state is WorkerState.PAUSED}
+    nodes = job.membership.nodes.values()
+    generations = {node.generation for node in nodes if node.is_present}
+    if job.unanswered or len(generations) > 1 or stopped - suspected:
+        job.is_recovery_needed = True
+        return
+    job.inherited = []                       # all go on already
+    if job.suspects:
+        job.phase = Phase.SUSPECTING
+        job.suspect_until = job.now + job.timeouts.communication_grace_s
+
+
+def join_overdue(job: Job) -> Commands:
+    """Ranks are missing still, and others cannot go on without them."""
+    job.join_by = None
+    if not any(node.is_present for node in job.membership.nodes.values()):
+        return end(job, succeeded=True, reason="every node that joined succeeded")
+    members = job.membership.ordered()
+    if not any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members):
+        # Some have returned, the others are not here. If all have, then an earlier manager released the others.
+        job.unanswered, job.suspects = [], []
+        if all(member.is_done for member in members):
+            job.phase = Phase.RUNNING
+        return []
+    faults = [*job.unanswered, *job.suspects]
+    first = min(faults, key=lambda known: (known.died_at, known.fault.rank), default=None)
+    what = "a recovery is under way" if first is None else describe(first.fault)
+    missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members]
+    more = len(missing) - _SHOWN_RANKS
+    shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
+    reason = f"{what}, and ranks {shown} are not known to this manager"
+    return give_up(job, reason, None if first is None else first.fault)
+
+
+def lose_unreported(job: Job, member: Member) -> None:
+    """A registration says that this rank is lost. Unless it said how and when, too, that report is still on its way."""
+    known = job.vanished(member)
+    life = (member.rank, member.incarnation)
+    known.fault, known.died_at = job.told_faults.pop(life, (known.fault, known.died_at))
+    if known.fault.kind is FaultKind.LOST:
+        job.without_status[life] = known
+    job.unanswered.append(known)
+
+
+def _take_over_lost(job: Job) -> None:
+    counted = {(known.fault.rank, known.fault.incarnation) for known in job.unanswered}
+    for member in job.membership.lost():
+        if (member.rank, member.incarnation) not in counted:
+            lose_unreported(job, member)

@@ -1,0 +1,294 @@
+"""The manager's brain: which event calls for which move in which phase. Knows ranks, lives, versions and times; no sockets, no clock.
+
+Phases:
+
+    JOINING     not every rank is known yet; faults wait
+    RUNNING     training
+    SUSPECTING  a communication broke, or an exception came back: its cause may be on its way, for a short time
+    PAUSING     all ranks leave the step; dead ones are being replaced; nobody may go on yet
+    RESUMED     all may go on; not all have committed a new step yet
+    RESTARTING  nothing could be kept: all processes are being replaced
+    CONFIRMING, SAVING, PUBLISHING, DISCARDING
+                the job must end; the ranks that are left write its state to disk (`taskd.core.job.dump`)
+    RELEASED    every rank's function has returned; processes end
+    ENDING      given up; agents are stopping their workers
+    ENDED       over
+
+Invariants (`taskd.core.job.invariants`, and the properties in tests/unit/core):
+- `Resume` goes out only when every live rank waits outside its function; a rank that raised waits, so it counts;
+- the generation only grows, one recovery has one generation, and what an earlier life says is recorded and ignored;
+- a rank gets a new incarnation only after its old one was reported lost or is ordered to be killed;
+- every fault uses one restart of the budget, and ends in Resume, RestartGroup or GiveUp once everybody has answered.
+
+Hard cases:
+- A second worker dies while PAUSING: same generation, it is replaced too, and one record tells of both. While RESUMED: a new
+  generation for all, and the record of the recovery before says that it was not completed.
+- A rank does not stop when called: killed and replaced, like a dead one.
+- An exception that is followed by news of an earlier death was its consequence: it no longer counts. An exception that came back waits the
+  same short time for such news, before its process is replaced (`taskd.core.job.stopped`) or the job ends.
+- Recoveries follow each other and no new step is committed, whatever it is that fails: see `taskd.core.stagnation`.
+- Everybody who held the state is gone, or every copy is inconsistent: RestartGroup with the exact reason.
+- A rank dies after Release: its function returned everywhere, so nothing is trained again. The others are left alone until they end (they may
+  be writing the result; killing them would lose it), then the job is given up with the reason.
+- The manager was restarted: it takes generation, budget and workers from the registrations; a recovery that was under way (stopped or lost
+  workers, agents that heard different generations) is begun again with a new generation.
+- An agent comes back after a lost connection: it hears again what it may have missed.
+- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced like a dead one.
+- The manager itself did not run for a while: see `taskd.core.leases`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from taskd.core import events as ev
+from taskd.core.job import clock, dump, hangs, nodes, workers
+from taskd.core.job.invariants import check
+from taskd.core.job.settle import settle
+from taskd.core.job.state import Job
+from taskd.core.ladder import allowed
+from taskd.core.leases import Leases
+from taskd.core.membership import Membership
+from taskd.core.phase import DUMPING, Phase
+from taskd.core.table import Rule, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from taskd.core.job.state import Commands
+    from taskd.core.story import Story
+    from taskd.core.timeouts import Timeouts
+
+_IN_TRAINING = (
+    ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerMayAdvance, ev.WorkerRecovered, ev.WorkerReturned,
+)  # fmt: skip
+_OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
+WORKER_EVENTS = (
+    *_IN_TRAINING, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped, ev.WorkerHolds,
+)  # fmt: skip
+EVENTS: tuple[type[ev.Event], ...] = (
+    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld,
+    ev.ManagerBeganAnew, ev.Tick,
+)  # fmt: skip
+
+Rules = dict[type[ev.Event], Rule]
+
+# Where rules may lead. Whatever tells of a fault, or of the last rank that was waited for, may lead to all of these.
+_SAVED = frozenset({Phase.CONFIRMING, Phase.SAVING})
+_OVER = frozenset({Phase.ENDING, Phase.ENDED})
+_RECOVERY = frozenset({Phase.PAUSING, Phase.RESUMED, Phase.RESTARTING}) | _SAVED | _OVER
+_BACK = frozenset({Phase.RUNNING, Phase.RELEASED})
+_ANYWHERE = frozenset(Phase) - {Phase.JOINING, Phase.PUBLISHING, Phase.DISCARDING}
+_NOWHERE: frozenset[Phase] = frozenset()
+
+_ALWAYS: Rules = {
+    ev.AgentRegistered: Rule(nodes.registered, _ANYWHERE),
+    ev.AgentLeft: Rule(nodes.left, _ANYWHERE),
+    ev.AgentHeard: Rule(hangs.heard_elsewhere),
+    ev.ManagerBeganAnew: Rule(nodes.expect),
+    ev.AgentMirrors: Rule(nodes.ask_for_peer),
+    ev.MirrorsHeld: Rule(nodes.note_mirrors),
+    ev.Tick: Rule(clock.tick, _ANYWHERE),
+}
+_TRAINING: Rules = {
+    **_ALWAYS,
+    ev.AgentDraining: Rule(nodes.drain, _RECOVERY),
+    ev.WorkerStarted: Rule(workers.started, _BACK),
+    ev.WorkerDeclared: Rule(workers.declared, _RECOVERY),
+    ev.WorkerHolds: Rule(workers.holds),
+    ev.WorkerLost: Rule(workers.lost, _RECOVERY),
+    ev.WorkerExitKnown: Rule(workers.exit_known, _RECOVERY),
+    ev.WorkerExamined: Rule(hangs.examined),
+    ev.WorkerPaused: Rule(workers.stopped, _RECOVERY),
+    ev.WorkerMayAdvance: Rule(workers.stopped, _RECOVERY),
+    ev.WorkerRaised: Rule(workers.raised, _RECOVERY | {Phase.SUSPECTING}),
+    ev.WorkerRecovered: Rule(workers.recovered, _BACK),
+    ev.WorkerReturned: Rule(workers.returned, _BACK),
+    ev.WorkerFinished: Rule(workers.finished, _RECOVERY | _BACK),
+}
+_IN_STEP: Rules = {**_TRAINING, ev.AgentHeard: Rule(hangs.heard_in_step, _RECOVERY)}
+_JOINING: Rules = {
+    **_TRAINING,
+    ev.WorkerStarted: Rule(workers.started),
+    ev.WorkerDeclared: Rule(workers.declared),
+    ev.WorkerLost: Rule(workers.lost_while_joining),
+    ev.WorkerExitKnown: Rule(workers.exit_known),
+    ev.WorkerPaused: Rule(workers.stopped_while_joining),
+    ev.WorkerMayAdvance: Rule(workers.stopped_while_joining),
+    ev.WorkerRaised: Rule(workers.raised_while_joining),
+    ev.WorkerRecovered: Rule(workers.recovered),
+    ev.WorkerReturned: Rule(workers.returned_while_joining),
+    ev.WorkerFinished: Rule(workers.finished),
+}
+_PAUSING: Rules = {
+    **_TRAINING,
+    ev.AgentHeard: Rule(hangs.heard_while_stopping, _RECOVERY),
+    ev.WorkerPaused: Rule(workers.stopped_when_called, _RECOVERY | {Phase.RUNNING}),
+    ev.WorkerMayAdvance: Rule(workers.stopped_when_called, _RECOVERY | {Phase.RUNNING}),
+    ev.WorkerRaised: Rule(workers.raised_when_called, _RECOVERY | {Phase.RUNNING}),
+}
+del _PAUSING[ev.WorkerReturned]
+_DUMPING: Rules = {
+    **_ALWAYS,
+    ev.WorkerLost: Rule(workers.lost_while_dumping, _SAVED | _OVER),
+    ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping, _SAVED | _OVER),
+    ev.WorkerFinished: Rule(workers.finished, _SAVED | _OVER),
+    ev.WorkerHolds: Rule(workers.holds),
+}
+_SAVING: Rules = {
+    **_DUMPING,
+    ev.Tick: Rule(clock.tick, _SAVED | _OVER | {Phase.DISCARDING}),
+    ev.WorkerDumped: Rule(dump.written, frozenset({Phase.PUBLISHING, Phase.DISCARDING})),
+}
+_RELEASED: Rules = {
+    **_ALWAYS,
+    ev.WorkerLost: Rule(workers.lost_after_release, _OVER),
+    ev.WorkerExitKnown: Rule(workers.exit_known_late, _OVER),
+    ev.WorkerExamined: Rule(hangs.examined),
+    ev.WorkerRaised: Rule(workers.raised_after_release, _OVER),
+    ev.WorkerFinished: Rule(workers.finished, _OVER),
+}
+_ENDING: Rules = {
+    **_ALWAYS,
+    ev.AgentRegistered: Rule(nodes.registered),
+    ev.AgentLeft: Rule(nodes.left, frozenset({Phase.ENDED})),
+    ev.Tick: Rule(clock.tick, frozenset({Phase.ENDED})),
+}
+_RULES: dict[Phase, Rules] = {
+    Phase.JOINING: _JOINING,
+    Phase.RUNNING: _IN_STEP,
+    Phase.SUSPECTING: _TRAINING,
+    Phase.PAUSING: _PAUSING,
+    Phase.RESUMED: _IN_STEP,
+    Phase.RESTARTING: _TRAINING,
+    Phase.CONFIRMING: _DUMPING,
+    Phase.SAVING: _SAVING,
+    Phase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, frozenset({Phase.ENDING}))},
+    Phase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, frozenset({Phase.ENDING}))},
+    Phase.RELEASED: _RELEASED,
+    Phase.ENDING: _ENDING,
+}
+_NO_DUMP = "no dump is under way"
+_SAVED_NOW = "the job is being saved, and then ends"
+_IN_DUMP = dict.fromkeys(
+    (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining), _SAVED_NOW
+)
+_IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
+    **{
+        phase: {ev.WorkerDumped: _NO_DUMP}
+        for phase in (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
+    },
+    Phase.PAUSING: {
+        ev.WorkerReturned: "it was told to stop just then, and stops next",
+        ev.WorkerDumped: "this dump is void",
+    },
+    **dict.fromkeys(DUMPING, _IN_DUMP),
+    Phase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
+    Phase.RELEASED: dict.fromkeys(
+        (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining), "its function has returned since"
+    ),
+    Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
+    Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
+}
+RULES = Table(_RULES, _IGNORED)
+TRANSITIONS = RULES.transitions
+IGNORED = RULES.ignored
+# They come every second from each node, and change nothing that anything follows from.
+_NOTHING_FOLLOWS = frozenset({nodes.expect, nodes.note_mirrors, nodes.ask_for_peer, hangs.heard_elsewhere})
+
+
+class RecoveryMachine:
+    """One job. The shell calls `handle` with every event, and with `Tick` at `next_deadline`.
+
+    Args:
+        job_id: for the shell's log; decides nothing.
+        strategies: what the user allows (`recover-strategy`); nothing: all but a dump.
+        node_count, ranks_per_node: what the user promised; registrations that contradict are refused.
+    """
+
+    def __init__(
+        self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None,
+        strategies: Iterable[str] = (),
+    ) -> None:
+        self.job_id = job_id
+        self.arguments: dict[str, Any] = {
+            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node,
+            "strategies": tuple(strategies),
+        }  # fmt: skip
+        members = Membership(node_count, ranks_per_node)
+        self._job = Job(timeouts, members, Leases(timeouts), allowed(self.arguments["strategies"]))
+        self._may_be_in = frozenset({self._job.phase})         # what the table says of the last event
+
+    @property
+    def phase(self) -> Phase:
+        """Where the job is."""
+        return self._job.phase
+
+    @property
+    def generation(self) -> int:
+        """The current generation."""
+        return self._job.generation
+
+    @property
+    def restarts_used(self) -> int:
+        """Restarts used so far, over the whole job."""
+        return self._job.budget.used
+
+    @property
+    def membership(self) -> Membership:
+        """Nodes and members, to look at."""
+        return self._job.membership
+
+    @property
+    def story(self) -> Story:
+        """What happened, what was decided, and why."""
+        return self._job.story
+
+    def refusal(self, event: ev.AgentRegistered) -> str | None:
+        """Why this agent may not join, or None. Ask before `handle`, which ignores a refused one."""
+        return nodes.refusal(self._job, event)
+
+    def handle(self, event: ev.Event) -> Commands:
+        """Take in one event, return what is to be done about it."""
+        job = self._job
+        if isinstance(event, ev.Tick) and not self._is_due(event.now):
+            return []
+        job.story.event(event)
+        job.now, job.cause = event.now, event.cause
+        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
+            stale = job.membership.stale(event)
+            if stale is not None:
+                return self._take_stale(event, stale)
+        rule = RULES.rule(job.phase, event, job.story)
+        if isinstance(rule, str):
+            return workers.ignore(job, rule, getattr(event, "rank", None))
+        self._may_be_in = rule.to | {job.phase}
+        commands = rule.move(job, event)
+        if rule.move not in _NOTHING_FOLLOWS:
+            commands = commands + settle(job)
+        job.story.commands(commands)
+        return commands
+
+    def next_deadline(self, *, with_leases: bool = True) -> float | None:
+        """When `Tick` is due. A lease ends nothing as long as its node is there: without it, when the wait for something ends."""
+        if self.phase is Phase.ENDED:
+            return None
+        lease = self._job.leases.next_deadline() if with_leases else None
+        deadlines = (lease, *self._job.deadlines)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def check(self) -> None:
+        """Assert every invariant that can be seen from inside, and that the last event led where the table says."""
+        assert self.phase in self._may_be_in, (self.phase, self._may_be_in)
+        check(self._job)
+
+    def _is_due(self, now: float) -> bool:
+        deadline = self.next_deadline()
+        return deadline is not None and deadline <= now
+
+    def _take_stale(self, event: ev.WorkerEvent, why: str) -> Commands:
+        """From a life that is over. A death there may have been the reason for the restart after it."""
+        self._may_be_in = _OVER | {self.phase}
+        late = workers.lost_before_restart(self._job, event) if isinstance(event, ev.WorkerLost) else []
+        self._job.story.commands(late)
+        return late or workers.ignore(self._job, why, event.rank)

@@ -1,0 +1,249 @@
+"""Agent registration, reconnection, heartbeats, departure, and the pairs of nodes that keep each other's snapshots.
+
+Owns what the job learns from agents about themselves. What workers report is in `taskd.core.job.workers`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core.job import orders
+from taskd.core.job.dump import do_without_writer, end_job, has_lost_writer
+from taskd.core.job.ending import end, end_if_all_left, fail_after_release
+from taskd.core.job.joining import complete, lose_unreported, wait_for_others
+from taskd.core.membership import FELL_BACK
+from taskd.core.peers import peers_of
+from taskd.core.phase import DUMPING, Phase
+from taskd.core.record import TimedFault
+from taskd.core.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from taskd.core import events as ev
+    from taskd.core.job.state import Commands, Job
+    from taskd.core.membership import Member
+
+
+def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
+    """Why this agent may not join, or None. Once the job has begun, generations are made by this manager alone."""
+    if job.phase is Phase.ENDED:
+        return f"the job has ended: {job.reason}"
+    if job.phase is not Phase.JOINING and event.generation > job.generation:
+        return f"the job is in generation {job.generation}, this agent says {event.generation}"
+    return job.membership.refusal(event)
+
+
+def registered(job: Job, event: ev.AgentRegistered) -> Commands:
+    """An agent came, for the first time or again."""
+    refused = refusal(job, event)
+    if refused is not None:
+        job.story.note(event.now, f"ignored: refused: {refused}")
+        return []
+    is_known = event.node_rank in job.membership.nodes
+    _take_over_faults(job, event)
+    job.membership.register(event)
+    job.leases.renew(event.node_rank, event.now)
+    job.generation = max(job.generation, event.generation)
+    job.budget.adopt(event.restarts_used)
+    if job.phase is Phase.ENDING:
+        return _repeat_order(job)
+    missed = _compare(job, event) if is_known else []
+    if job.phase is not Phase.JOINING:
+        return _catch_up(job, event, missed)
+    if job.membership.is_complete:
+        complete(job)
+    else:
+        wait_for_others(job)
+    return []
+
+
+def left(job: Job, event: ev.AgentLeft) -> Commands:
+    """An agent said goodbye."""
+    detail = f": {event.detail}" if event.detail else ""
+    return lose_node(job, event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
+
+
+def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
+    """An agent is not there any more."""
+    membership = job.membership
+    membership.leave(node_rank, outcome)
+    job.leases.drop(node_rank)
+    if job.phase is Phase.ENDING:
+        return end_if_all_left(job)
+    if outcome == FELL_BACK:
+        # The manager was away for longer than a fault may wait. The other nodes cannot train without this one, and cannot follow it
+        # while they listen to the manager.
+        reason = f"the agent of node {node_rank} {how}"
+        return end(job, succeeded=True, reason=reason, left_alone=True)
+    members = membership.on_node(node_rank)
+    if outcome != "succeeded" or any(_is_to_come(job, member) for member in members):
+        for member in members:
+            member.lose()
+            job.awaited.discard(member.rank)
+        crossed = f"{job.what_happened()}, and node {node_rank} has already left"
+        lost = f"the agent of node {node_rank} {how}"
+        return end_job(job, crossed if outcome == "succeeded" else lost)
+    for member in members:
+        member.state = WorkerState.FINISHED
+    if any(node.is_present for node in membership.nodes.values()):
+        if job.phase is Phase.JOINING and membership.is_complete:
+            complete(job)
+        return []
+    if membership.is_complete or job.phase is Phase.RELEASED:
+        return end(job, succeeded=True, reason="every node succeeded")
+    # An earlier manager knew the others, or they are late.
+    job.join_by = job.now + job.timeouts.agent_lease_s
+    return []
+
+
+def heard(job: Job, event: ev.AgentHeard) -> Commands:
+    """A heartbeat. What it says of the workers is `taskd.core.job.hangs`'s."""
+    if job.leases.is_held(event.node_rank):
+        job.leases.renew(event.node_rank, event.now)
+    return []
+
+
+def expect(job: Job, event: ev.ManagerBeganAnew) -> Commands:
+    """Agents that an earlier machine knew: whoever does not come back is lost."""
+    for node_rank in event.node_ranks:
+        job.leases.renew(node_rank, event.now)
+    return []
+
+
+def drain(job: Job, event: ev.AgentDraining) -> Commands:
+    """A node is to end, in good time."""
+    reason = f"node {event.node_rank} is to end ({event.detail})"
+    return end_job(job, reason, None, event.grace_s)
+
+
+# ---------------------------------------------------------------------- an agent comes back
+
+
+def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
+    """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
+    is_first = job.phase is Phase.JOINING and event.node_rank not in job.membership.nodes
+    for report in event.workers:
+        failure = report.failure
+        if failure is None:
+            continue
+        died_at = event.now - failure.age_s
+        if not failure.replaced:
+            job.told_faults[report.rank, report.incarnation] = (failure.fault, died_at)
+        elif is_first:
+            job.inherited.append(TimedFault(failure.fault, died_at, event.now, is_declared=True))
+
+
+def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
+    """Take over what an agent that came back says of its workers. Returns those whose new life it has missed.
+
+    A version that a worker held before a life or a recovery that this manager has ordered since counts no more.
+    """
+    is_awaited = job.phase is Phase.PAUSING and event.generation == job.generation
+    missed = []
+    for report in sorted(event.workers, key=lambda report: report.rank):
+        member, state = job.membership.members[report.rank], WorkerState(report.state)
+        if report.incarnation != member.incarnation:
+            missed.append(member)
+            continue
+        if job.phase is Phase.JOINING:
+            job.membership.note_version(report.version)
+        member.declared = member.declared or report.declared
+        member.entered = member.entered or report.entered
+        is_starting = member.state is WorkerState.STARTING and not member.replaced
+        if is_starting and state is not WorkerState.STARTING:
+            member.state = WorkerState.RUNNING       # the report of its start was lost
+        if state is WorkerState.LOST and member.is_live:
+            job.membership.note_version(report.version)
+            member.lose()
+            lose_unreported(job, member)
+        elif state is WorkerState.FINISHED:
+            member.state = WorkerState.FINISHED
+        elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
+            member.state = WorkerState.RETURNED
+        elif state is WorkerState.PAUSED and is_awaited and member.rank in job.awaited:
+            _take_over_stopped(job, member, report)
+    return missed
+
+
+def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> None:
+    """It waits. If it was told to advance since, this is older than the order, or the order was lost: then it is repeated."""
+    job.membership.note_version(report.version)
+    if report.may_advance and job.was_told_to_advance(member.rank):
+        return
+    advance = report.may_advance
+    member.pause(report.version, report.clean, report.snapshots, may_advance=advance)
+
+
+def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
+    """Repeat what the agent may have missed, and answer what it brings."""
+    if job.phase in DUMPING:
+        job.unanswered = []                  # nobody is replaced any more
+        return do_without_writer(job) if has_lost_writer(job) else _repeat_order(job)
+    commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
+    if job.phase is Phase.PAUSING:
+        commands += [orders.replacement(job, member) for member in missed if member.replaced]
+    if job.phase is Phase.RELEASED:
+        lost, job.unanswered = job.unanswered, []
+        for known in lost:
+            fail_after_release(job, known)
+    return commands
+
+
+def _may_have_missed(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> bool:
+    """Whether the last order concerns workers of this agent that have not obeyed it."""
+    if job.phase in (Phase.PAUSING, Phase.RELEASED):
+        return True
+    if isinstance(job.last_order, do.RestartGroup):
+        return bool(missed)
+    members = job.membership.members
+    return isinstance(job.last_order, do.Resume) and any(
+        report.state == WorkerState.PAUSED and members[report.rank].state is WorkerState.RUNNING
+        for report in event.workers
+    )
+
+
+def _repeat_order(job: Job) -> Commands:
+    return [] if job.last_order is None else [job.last_order]
+
+
+def _is_to_come(job: Job, member: Member) -> bool:
+    """Whether a new life of it was ordered that nobody has heard of yet."""
+    is_restarting = job.phase is Phase.RESTARTING
+    is_restarted = is_restarting and member.state is WorkerState.STARTING
+    return member.is_live and (member.replaced or is_restarted)
+
+
+# ---------------------------------------------------------------------- peer nodes
+
+
+def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
+    """A node wants its snapshots kept elsewhere, too; or it has come back and may have missed its peer.
+
+    Pairs are made when every node has asked: else each that comes would move the mirrors of others.
+    """
+    requests, membership = job.peers, job.membership
+    requests.asked[event.node_rank] = event
+    requests.told.pop(event.node_rank, None)
+    is_ending = job.phase in DUMPING or job.phase is Phase.ENDING
+    if is_ending or len(requests.asked) != membership.joined_node_count:
+        return []
+    pairs = peers_of({node_rank: asked.host for node_rank, asked in requests.asked.items()})
+    if not pairs:
+        was_hopeless, requests.is_hopeless = requests.is_hopeless, True
+        return [] if was_hopeless else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
+    commands: Commands = []
+    incarnations = {rank: node.agent_incarnation for rank, node in membership.nodes.items()}
+    for node_rank, peer in sorted(pairs.items()):
+        served = (other for other in sorted(pairs) if pairs[other] == node_rank)
+        sources = tuple((other, incarnations[other]) for other in served)
+        told = (peer, requests.asked[peer].address, incarnations[peer], sources)
+        if requests.told.get(node_rank) != told:
+            requests.told[node_rank] = told
+            commands.append(do.Pair(job.cause, job.generation, node_rank, *told))
+    return commands
+
+
+def note_mirrors(job: Job, event: ev.MirrorsHeld) -> Commands:
+    """What a node has of another one's snapshots."""
+    job.membership.note_mirrors(event.node_rank, event.held)
+    return []

@@ -1,0 +1,136 @@
+"""The state of one job as its manager knows it: plain data, read everywhere, written by the moves of this folder alone.
+
+Owns the attributes and what each of them means. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from taskd.core import commands as do
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy, describe
+from taskd.core.leases import Deadlines, Leases
+from taskd.core.phase import Phase
+from taskd.core.progress import Progress
+from taskd.core.record import Attempt, TimedFault
+from taskd.core.stagnation import Stagnation
+from taskd.core.story import Story
+from taskd.core.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from taskd.core.events import AgentMirrors
+    from taskd.core.membership import Member, Membership
+    from taskd.core.timeouts import Timeouts
+
+Commands = list[do.Command]
+Life = tuple[int, int]                   # (rank, incarnation)
+
+
+@dataclass(slots=True)
+class Dump:
+    """The emergency checkpoint of a job that must end, from the decision on."""
+
+    reason: str                          # why the job ends; "": because of the faults of the attempt
+    fault: Fault | None
+    may_save: bool                       # False: nothing is written, only the reason is completed
+    has_waited: bool = False             # for the exit status, or for what a killed process leaves
+    finish_step_by: float | None = None  # until then ranks may finish a step; None: they leave it
+    version: int = 0
+    writers: tuple[int, ...] = ()        # the first of them publishes
+    pending: set[int] = field(default_factory=set)   # writers whose next report is awaited
+    problem: str = ""                    # why there will be no checkpoint
+    is_removal_ordered: bool = False     # the first writer was told to remove what was written
+
+
+@dataclass(slots=True)
+class PeerRequests:
+    """What nodes said of the memory that they have for snapshots of others, and what they were told."""
+
+    asked: dict[int, AgentMirrors] = field(default_factory=dict)
+    told: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    is_hopeless: bool = False            # all nodes are on one host, and that was reported
+
+
+@dataclass(slots=True)
+class Job:
+    """One job. `now` and `cause` are those of the event that is being handled."""
+
+    timeouts: Timeouts
+    membership: Membership
+    leases: Leases
+    allowed: frozenset[Strategy] = WITHOUT_DUMP
+    now: float = 0.0
+    cause: str = ""
+    phase: Phase = Phase.JOINING
+    generation: int = 0
+    resumed_generation: int = -1         # the last one that this manager resumed
+    reason: str = ""                     # why the job was given up, or has ended
+    last_order: do.Command | None = None     # to all nodes; repeated to an agent that comes back
+    # Faults.
+    unanswered: list[TimedFault] = field(default_factory=list)
+    is_recovery_needed: bool = False     # although no fault is known: an earlier manager began one
+    suspects: list[TimedFault] = field(default_factory=list)   # perhaps victims of a fault on its way
+    inherited: list[TimedFault] = field(default_factory=list)  # that an earlier manager was answering
+    after_release: list[TimedFault] = field(default_factory=list)
+    without_status: dict[Life, TimedFault] = field(default_factory=dict)   # deaths whose exit status is not known
+    told_faults: dict[Life, tuple[Fault, float]] = field(default_factory=dict)  # by registrations
+    restart_cause: TimedFault | None = None      # of the last restart of the group, as far as known
+    # The recovery, or the end, that is under way.
+    attempt: Attempt | None = None
+    dump: Dump | None = None
+    awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks that must stop, start or write, and by when
+    # Deadlines of the job as a whole. None: nothing is waited for.
+    join_by: float | None = None         # JOINING: every rank must be known
+    suspect_until: float | None = None   # SUSPECTING: a suspect counts as the cause from then on
+    status_by: float | None = None       # CONFIRMING: the end is decided without the exit status
+    end_by: float | None = None          # RELEASED: processes that are still there are given up
+    # What the rules remember.
+    budget: Budget = field(default_factory=Budget)
+    repeats: RepeatRules = field(default_factory=RepeatRules)
+    stagnation: Stagnation = field(default_factory=Stagnation)
+    progress: Progress = field(init=False)
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    peers: PeerRequests = field(default_factory=PeerRequests)
+    story: Story = field(default_factory=Story)
+
+    def __post_init__(self) -> None:
+        """What is made from the other attributes."""
+        self.progress = Progress(self.timeouts)
+
+    # ------------------------------------------------------------------ what follows from the attributes
+
+    @property
+    def deadlines(self) -> tuple[float | None, ...]:
+        """When something is waited for no longer, leases aside."""
+        return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
+
+    def timed(self, fault: Fault, age_s: float) -> TimedFault:
+        """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
+        died_at = self.now - age_s
+        born_at = self.membership.members[fault.rank].born_at
+        is_declared = any(member.declared for member in self.membership.members.values())
+        return TimedFault(fault, died_at, self.now, died_at - born_at, is_declared)
+
+    def vanished(self, member: Member) -> TimedFault:
+        """A fault for a worker that is lost while the report of its death is still on its way."""
+        fault = Fault(FaultKind.LOST, member.rank, member.incarnation, "", version=member.version)
+        return self.timed(fault, 0.0)
+
+    def has_unanswered(self, fault: Fault) -> bool:
+        """Whether a fault of the same life waits to be answered already."""
+        life = (fault.rank, fault.incarnation)
+        waiting = [*self.unanswered, *self.suspects]
+        return any((known.fault.rank, known.fault.incarnation) == life for known in waiting)
+
+    def what_happened(self) -> str:
+        """The faults of the recovery that is under way, in words."""
+        faults = [] if self.attempt is None else self.attempt.faults
+        return "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
+
+    def was_told_to_advance(self, rank: int) -> bool:
+        """Whether this rank was told to do one step more, and has not stopped since."""
+        order = self.last_order
+        return isinstance(order, do.Advance) and rank in order.ranks and rank in self.awaited
+
