@@ -21,6 +21,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+TRAINING = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED, Phase.RESTARTING})
 DUMPING = frozenset({Phase.CONFIRMING, Phase.SAVING, Phase.PUBLISHING, Phase.DISCARDING})
 OVER = frozenset({Phase.ENDING, Phase.ENDED})
 

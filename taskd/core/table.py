@@ -17,8 +17,21 @@ Key = tuple[Any, type[Event]]
 
 
 class Rule(NamedTuple):
-    """What is done about an event in some phase; the phases that this may lead to, that phase itself aside."""
+    """What is done about an event in some phase; the phases that this alone may lead to, that phase itself aside."""
 
+    move: Method
+    to: frozenset[Any] = frozenset()
+
+
+class Step(NamedTuple):
+    """What is done when something is due, whatever the event was.
+
+    `name`: what is due, in words; `phases`: where it may be; `to`: as of a `Rule`.
+    """
+
+    name: str
+    phases: frozenset[Any]
+    is_due: Callable[[Any], bool]
     move: Method
     to: frozenset[Any] = frozenset()
 

@@ -15,6 +15,7 @@ import pytest
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault
 from taskd.core.timeouts import Timeouts
+from taskd.testing import diagram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,3 +216,8 @@ def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
     guilty = [str(path.relative_to(ROOT)) for path in files
               if path.is_file() and path.suffix in suffixes and home.search(path.read_text(errors="replace"))]
     assert not guilty
+
+
+def test_the_picture_of_the_phases_is_that_of_the_tables() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert f"```mermaid\n{diagram.mermaid()}\n```" in text, "put there what `python -m taskd.testing.diagram` prints"

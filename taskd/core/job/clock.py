@@ -1,6 +1,6 @@
 """Time passes: whatever is overdue in a job.
 
-Owns the order in which deadlines are looked at, when several have come at once.
+Owns what is done when a deadline has come (`OVERDUE`, at the end), and the order when several have come at once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.dump import go_on_with_status, overdue_writers, stop_for_dump
 from taskd.core.job.ending import end_after_release
 from taskd.core.job.joining import join_overdue
-from taskd.core.job.nodes import lose_node
+from taskd.core.job.nodes import WITHOUT_NODE, lose_node
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.settle import settle
 from taskd.core.membership import LOST_NODE
-from taskd.core.phase import DUMPING, Phase
+from taskd.core.phase import OVER, Phase
+from taskd.core.table import Step
 from taskd.core.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -27,12 +28,18 @@ def tick(job: Job, event: ev.Tick) -> Commands:
     """Nodes that are silent, then what the whole job waits for, then single ranks."""
     commands: Commands = []
     for node_rank in job.leases.expired(event.now):
-        how = f"has been silent for {job.leases.silence_s(node_rank, event.now):.0f} s"
+        before, how = job.phase, f"has been silent for {job.leases.silence_s(node_rank, event.now):.0f} s"
         outcome = "succeeded" if _has_ended(job, node_rank) else LOST_NODE
-        commands += lose_node(job, node_rank, outcome, how) + settle(job)
-    commands += _overdue_job(job) + settle(job)
-    overdue = job.awaited.overdue(event.now)
-    return commands + _overdue_ranks(job, overdue) + settle(job) if overdue else commands
+        commands += lose_node(job, node_rank, outcome, how)
+        job.declare("a node is silent", before, WITHOUT_NODE[before])
+        commands += settle(job)
+    for step in OVERDUE:
+        if job.phase in step.phases and step.is_due(job):
+            before = job.phase
+            commands += step.move(job)
+            job.declare(step.name, before, step.to)
+            commands += settle(job)
+    return commands
 
 
 def _has_ended(job: Job, node_rank: int) -> bool:
@@ -44,35 +51,37 @@ def _has_ended(job: Job, node_rank: int) -> bool:
     return job.phase is Phase.RELEASED and not is_lost
 
 
-def _overdue_job(job: Job) -> Commands:
-    """What is waited for by the job as a whole."""
-    if _is_due(job, job.join_by):
-        return join_overdue(job)
-    if _is_due(job, job.status_by):
-        return go_on_with_status(job)
-    if _is_due(job, job.end_by):
-        return end_after_release(job)
-    if _is_due(job, job.suspect_until):
-        # An exception that came back says more than a broken connection; else the earliest is the cause.
-        is_raised = FaultKind.RAISED
-        culprit = min(job.suspects, key=lambda known: (known.fault.kind is not is_raised, known.died_at))
-        job.suspects.remove(culprit)
-        job.unanswered.append(culprit)
-    return []
+# ---------------------------------------------------------------------- what the job as a whole waits for
 
 
-def _is_due(job: Job, deadline: float | None) -> bool:
+def _has_come(job: Job, deadline: float | None) -> bool:
     return deadline is not None and deadline <= job.now
 
 
-def _overdue_ranks(job: Job, overdue: list[int]) -> Commands:
-    """Ranks that did not stop, start or write in time."""
-    if job.phase in DUMPING:
-        return overdue_writers(job, overdue)
-    if job.dump is not None and job.dump.finish_step_by is not None:
-        return stop_for_dump(job)
+def _take_suspect(job: Job) -> Commands:
+    """An exception that came back says more than a broken connection; else the earliest is the cause."""
+    is_raised = FaultKind.RAISED
+    culprit = min(job.suspects, key=lambda known: (known.fault.kind is not is_raised, known.died_at))
+    job.suspects.remove(culprit)
+    job.unanswered.append(culprit)
+    return []
+
+
+# ---------------------------------------------------------------------- single ranks
+
+
+def _overdue_ranks(job: Job) -> list[int]:
+    return job.awaited.overdue(job.now)
+
+
+def _may_finish_step(job: Job) -> bool:
+    return job.dump is not None and job.dump.finish_step_by is not None and bool(_overdue_ranks(job))
+
+
+def _count_overdue_as_lost(job: Job) -> Commands:
+    """Ranks that did not stop or start in time: killed, and replaced like the dead."""
     commands: Commands = []
-    for rank in sorted(overdue):
+    for rank in sorted(_overdue_ranks(job)):
         member = job.membership.members[rank]
         is_starting = member.state is WorkerState.STARTING
         detail = "did not start" if is_starting else "did not leave its step"
@@ -83,3 +92,23 @@ def _overdue_ranks(job: Job, overdue: list[int]) -> Commands:
             commands.append(kill(job, fault, job.attempt.cause, examine=False))
         count_as_lost(job, fault)
     return commands
+
+
+_SAVED = frozenset({Phase.SAVING}) | OVER
+OVERDUE = (
+    Step("ranks have not joined", frozenset({Phase.JOINING}), lambda job: _has_come(job, job.join_by),
+         join_overdue, frozenset({Phase.RUNNING}) | OVER),
+    Step("nobody says how it died", frozenset({Phase.CONFIRMING}), lambda job: _has_come(job, job.status_by),
+         go_on_with_status, _SAVED),
+    Step("processes have not ended", frozenset({Phase.RELEASED}), lambda job: _has_come(job, job.end_by),
+         end_after_release, OVER),
+    Step("no other cause was reported", frozenset({Phase.SUSPECTING}),
+         lambda job: _has_come(job, job.suspect_until), _take_suspect),
+    Step("a rank has not written", frozenset({Phase.SAVING}), lambda job: bool(_overdue_ranks(job)), overdue_writers,
+         frozenset({Phase.DISCARDING})),
+    Step("the first writer is not done", frozenset({Phase.PUBLISHING, Phase.DISCARDING}),
+         lambda job: bool(_overdue_ranks(job)), overdue_writers, OVER),
+    Step("a rank has not finished its step", frozenset({Phase.PAUSING}), _may_finish_step, stop_for_dump),
+    Step("a rank has not stopped or started", frozenset({Phase.PAUSING, Phase.RESTARTING}),
+         lambda job: bool(_overdue_ranks(job)), _count_overdue_as_lost),
+)  # fmt: skip

@@ -204,9 +204,9 @@ def discarded(job: Job, event: WorkerDumped) -> Commands:
     return [] if dump.pending else _order_publisher(job, dump, Phase.DISCARDING)
 
 
-def overdue_writers(job: Job, ranks: list[int]) -> Commands:
-    """These have not reported in time."""
-    dump = job.dump
+def overdue_writers(job: Job) -> Commands:
+    """Some have not reported in time."""
+    dump, ranks = job.dump, job.awaited.overdue(job.now)
     assert dump is not None
     if dump.is_removal_ordered:
         return _fail(job, dump, dump.problem)

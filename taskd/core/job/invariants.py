@@ -15,6 +15,7 @@ _MAY_AWAIT = frozenset({Phase.PAUSING, Phase.RESTARTING}) | DUMPING
 
 def check(job: Job) -> None:
     """Assert every invariant that can be seen from inside."""
+    assert not job.undeclared, job.undeclared
     job.membership.check()
     members = job.membership.members.values()
     if job.phase is Phase.PAUSING:

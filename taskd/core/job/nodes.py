@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
 from taskd.core.job import orders
-from taskd.core.job.dump import do_without_writer, end_job, has_lost_writer
+from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
 from taskd.core.membership import FELL_BACK
 from taskd.core.peers import peers_of
-from taskd.core.phase import DUMPING, Phase
+from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
 from taskd.core.record import TimedFault
 from taskd.core.worker_state import WorkerState
 
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from taskd.core import events as ev
     from taskd.core.job.state import Commands, Job
     from taskd.core.membership import Member
+
+
+# Where the loss of a node may lead at once.
+_TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
+WITHOUT_NODE: dict[Phase, frozenset[Phase]] = {
+    **dict.fromkeys(Phase, OVER),
+    **dict.fromkeys(TRAINING, _TO_END),
+    Phase.JOINING: frozenset({Phase.RUNNING, Phase.SUSPECTING}) | OVER,
+}
 
 
 def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
@@ -178,7 +187,7 @@ def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Comm
     """Repeat what the agent may have missed, and answer what it brings."""
     if job.phase in DUMPING:
         job.unanswered = []                  # nobody is replaced any more
-        return do_without_writer(job) if has_lost_writer(job) else _repeat_order(job)
+        return [] if has_lost_writer(job) else _repeat_order(job)
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
     if job.phase is Phase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]

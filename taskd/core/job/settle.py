@@ -1,6 +1,6 @@
 """What follows from the state of the job after an event, step by step, until nothing more follows.
 
-Owns the order in which that is looked at. A move for an event only writes down what happened; here it is decided what to do about it.
+Owns the steps and their order (`STEPS`, at the end). A move for an event only writes down what happened; here it is decided what to do about it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from taskd.core.job.attempts import begin_attempt, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
 from taskd.core.job.stopped import all_stopped, explain
 from taskd.core.ladder import Strategy, choose
-from taskd.core.phase import DUMPING, OVER, Phase
+from taskd.core.phase import OVER, TRAINING, Phase
+from taskd.core.table import Step
 from taskd.core.worker_state import WorkerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from taskd.core.job.state import Commands, Job
     from taskd.core.membership import Member
     from taskd.core.record import Attempt
-
-    Step = Callable[[Job], Commands]
 
 _LADDER = list(Strategy)
 
@@ -34,28 +31,17 @@ def settle(job: Job) -> Commands:
     """Do what follows now, and what follows from that."""
     commands: Commands = []
     while (step := _next(job)) is not None:
-        commands += step(job)
+        before = job.phase
+        commands += step.move(job)
+        job.declare(step.name, before, step.to)
     return commands
 
 
-def _next(job: Job) -> Step | None:  # noqa: PLR0911 - one for each step
+def _next(job: Job) -> Step | None:
     """The first step that is due. Each of them changes what made it due."""
-    if job.phase in OVER or job.phase is Phase.JOINING:
-        return None
-    if job.phase in DUMPING:
-        return dump.do_without_writer if dump.has_lost_writer(job) else None
-    if job.phase is Phase.RELEASED:
-        return end_after_release if may_end_after_release(job) else None
-    if job.unanswered or job.is_recovery_needed:
-        return answer
-    if job.dump is None and job.membership.missing():
-        return _want_back
-    _forget_arrived(job)
-    if job.phase is Phase.PAUSING:
-        return None if len(job.awaited) else all_stopped
-    if job.attempt is not None and _are_back(job, job.attempt):
-        return _count_back
-    return _release if _all_have_returned(job) else None
+    if job.phase in TRAINING:
+        _forget_arrived(job)
+    return next((step for step in STEPS if job.phase in step.phases and step.is_due(job)), None)
 
 
 # ---------------------------------------------------------------------- faults
@@ -124,8 +110,22 @@ def _forget_arrived(job: Job) -> None:
             job.awaited.discard(rank)
 
 
-def _are_back(job: Job, attempt: Attempt) -> bool:
-    members = job.membership.members
+def _has_unanswered(job: Job) -> bool:
+    return bool(job.unanswered) or job.is_recovery_needed
+
+
+def _are_missing(job: Job) -> bool:
+    return job.dump is None and bool(job.membership.missing())
+
+
+def _have_all_stopped(job: Job) -> bool:
+    return not len(job.awaited)
+
+
+def _are_back(job: Job) -> bool:
+    attempt, members = job.attempt, job.membership.members
+    if attempt is None:
+        return False
     return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
 
 
@@ -144,9 +144,8 @@ def _count_back(job: Job) -> Commands:
 
 def _all_have_returned(job: Job) -> bool:
     members = job.membership.members.values()
-    if job.phase is not Phase.RUNNING or not all(member.is_done for member in members):
-        return False
-    return any(member.state is WorkerState.RETURNED for member in members)
+    is_any = any(member.state is WorkerState.RETURNED for member in members)
+    return is_any and all(member.is_done for member in members)
 
 
 def _release(job: Job) -> Commands:
@@ -154,3 +153,22 @@ def _release(job: Job) -> Commands:
     job.phase = Phase.RELEASED
     job.last_order = do.Release(job.cause, job.generation)
     return [job.last_order]
+
+
+# ---------------------------------------------------------------------- the order
+
+_RESUMING = frozenset({Phase.RESUMED, Phase.RESTARTING})
+_WRITING = frozenset({Phase.SAVING, Phase.PUBLISHING})
+_ENDS = frozenset({Phase.CONFIRMING}) | OVER
+_GOING_ON = frozenset({Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING})
+STEPS = (
+    Step("a writer is gone", _WRITING, dump.has_lost_writer, dump.do_without_writer, frozenset({Phase.SAVING}) | _ENDS),
+    Step("the writer that removes is gone", frozenset({Phase.DISCARDING}), dump.has_lost_writer, dump.do_without_writer, OVER),
+    Step("all others have ended", frozenset({Phase.RELEASED}), may_end_after_release, end_after_release, OVER),
+    Step("a fault", TRAINING, _has_unanswered, answer, frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS),
+    Step("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
+    Step("all ranks have stopped", frozenset({Phase.PAUSING}), _have_all_stopped, all_stopped, _GOING_ON | _ENDS),
+    Step("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
+    Step("all are back, and another fault is suspected", frozenset({Phase.SUSPECTING}), _are_back, _count_back),
+    Step("all functions have returned", frozenset({Phase.RUNNING}), _all_have_returned, _release, frozenset({Phase.RELEASED})),
+)

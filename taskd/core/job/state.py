@@ -94,6 +94,7 @@ class Job:
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
     story: Story = field(default_factory=Story)
+    undeclared: list[str] = field(default_factory=list)  # changes of phase that no table knows: bugs
 
     def __post_init__(self) -> None:
         """What is made from the other attributes."""
@@ -105,6 +106,12 @@ class Job:
     def deadlines(self) -> tuple[float | None, ...]:
         """When something is waited for no longer, leases aside."""
         return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
+
+    def declare(self, what: str, before: Phase, to: frozenset[Phase]) -> None:
+        """`what` has been done: it may have led from the phase `before` to one of these."""
+        if self.phase is not before and self.phase not in to:
+            self.undeclared.append(f"{what}: {before.value} to {self.phase.value}")
+            self.story.note(self.now, f"no table knows that {self.undeclared[-1]}")
 
     def timed(self, fault: Fault, age_s: float) -> TimedFault:
         """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
