@@ -5,7 +5,7 @@ out is checked once more after a short while, because a manager that was itself 
 virtual machine) wakes up with every lease overdue and all the heartbeats still in its socket.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -27,6 +27,9 @@ class Deadlines(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._deadline_by_key)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._deadline_by_key)
 
     def pending(self) -> list[Key]:
         """The keys in the order in which they were first set."""

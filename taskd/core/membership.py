@@ -119,6 +119,8 @@ class Membership:
     committed: int | None = None         # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
+    ended_early: set[int] = field(default_factory=set)   # ranks that once ended before they came to their function
+    witness: int = -1                    # a rank that has something to do, when that was last looked at
     mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # rank -> node -> versions of its snapshots there
 
     def refusal(self, event: AgentRegistered) -> str | None:
@@ -182,7 +184,9 @@ class Membership:
         )
         for report in sorted(event.workers, key=lambda report: report.rank):
             if report.rank not in self.members:
-                self.members[report.rank] = _adopt(report, event)
+                member = self.members[report.rank] = _adopt(report, event)
+                if member.state is WorkerState.FINISHED:
+                    self.finish(member)
                 self.note_version(report.version)
 
     def leave(self, node_rank: int, outcome: str) -> None:
@@ -248,12 +252,29 @@ class Membership:
         """Members whose process is gone, by rank."""
         return [member for member in self.ordered() if member.state is WorkerState.LOST]
 
+    def finish(self, member: Member) -> None:
+        """Its process ended as it should."""
+        member.state = WorkerState.FINISHED
+        if not member.entered:
+            self.ended_early.add(member.rank)
+
     def missing(self) -> list[Member]:
         """Members that ended well before they came to their function, while others are in theirs: these cannot train alone."""
-        if not any(member.entered for member in self.members.values()):
-            return []
-        ended = [member for member in self.ordered() if member.state is WorkerState.FINISHED]
-        return [member for member in ended if member.declared and not member.entered]
+        ended = [self.members[rank] for rank in sorted(self.ended_early)]
+        early = [member for member in ended if member.state is WorkerState.FINISHED]
+        early = [member for member in early if member.declared and not member.entered]
+        return early if early and any(member.entered for member in self.members.values()) else []
+
+    def nobody_works(self) -> bool:
+        """Whether no member has anything more to train. O(1) while the same rank has: it is asked at the end of each."""
+        witness = self.members.get(self.witness)
+        if witness is not None and not witness.is_done:
+            return False
+        for member in reversed(self.members.values()):
+            if not member.is_done:
+                self.witness = member.rank
+                return False
+        return True
 
     def on_node(self, node_rank: int) -> list[Member]:
         """Members of one node, by rank; none of one that has not registered."""

@@ -16,11 +16,20 @@ Method = Callable[..., list[Command]]
 Key = tuple[Any, type[Event]]
 
 
+def _always(_state: Any) -> bool:
+    return True
+
+
 class Rule(NamedTuple):
-    """What is done about an event in some phase; the phases that this alone may lead to, that phase itself aside."""
+    """What is done about an event in some phase; the phases that this alone may lead to, that phase itself aside.
+
+    `follows`: whether anything may follow from it, asked of the state after the move. To look costs O(n) for n ranks, and most events
+    come from each of them.
+    """
 
     move: Method
     to: frozenset[Any] = frozenset()
+    follows: Callable[[Any], bool] = _always
 
 
 class Step(NamedTuple):

@@ -73,12 +73,33 @@ EVENTS: tuple[type[ev.Event], ...] = (
 
 Rules = dict[type[ev.Event], Rule]
 
+
+def _nothing(_job: Job) -> bool:
+    return False
+
+
+def _a_fault(job: Job) -> bool:
+    return bool(job.unanswered)
+
+
+def _an_early_end(job: Job) -> bool:
+    return bool(job.membership.ended_early)
+
+
+def _the_last_return(job: Job) -> bool:
+    return bool(job.membership.ended_early) or job.membership.nobody_works()
+
+
+def _a_fault_or_the_last_stop(job: Job) -> bool:
+    return bool(job.unanswered) or not len(job.awaited)
+
+
 _ALWAYS: Rules = {
     ev.AgentRegistered: Rule(nodes.registered),
-    ev.AgentHeard: Rule(hangs.heard_elsewhere),
-    ev.ManagerBeganAnew: Rule(nodes.expect),
-    ev.AgentMirrors: Rule(nodes.ask_for_peer),
-    ev.MirrorsHeld: Rule(nodes.note_mirrors),
+    ev.AgentHeard: Rule(hangs.heard_elsewhere, follows=_nothing),
+    ev.ManagerBeganAnew: Rule(nodes.expect, follows=_nothing),
+    ev.AgentMirrors: Rule(nodes.ask_for_peer, follows=_nothing),
+    ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
     ev.Tick: Rule(clock.tick),               # `clock.OVERDUE` says where that leads
 }
 _BACK = frozenset({Phase.RUNNING})
@@ -86,22 +107,30 @@ _TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
 _AS_USUAL: Rules = {
     **_ALWAYS,
     ev.AgentDraining: Rule(nodes.drain, _TO_END),
-    ev.WorkerStarted: Rule(workers.started),
-    ev.WorkerDeclared: Rule(workers.declared),
-    ev.WorkerHolds: Rule(workers.holds),
+    ev.WorkerStarted: Rule(workers.started, follows=_nothing),
+    ev.WorkerDeclared: Rule(workers.declared, follows=_an_early_end),
+    ev.WorkerHolds: Rule(workers.holds, follows=_nothing),
     ev.WorkerLost: Rule(workers.lost, _TO_END),
     ev.WorkerExitKnown: Rule(workers.exit_known, _TO_END),
-    ev.WorkerExamined: Rule(hangs.examined),
+    ev.WorkerExamined: Rule(hangs.examined, follows=_nothing),
     ev.WorkerPaused: Rule(workers.stopped),
     ev.WorkerMayAdvance: Rule(workers.stopped),
     ev.WorkerRaised: Rule(workers.raised, frozenset({Phase.SUSPECTING})),
-    ev.WorkerRecovered: Rule(workers.recovered),
-    ev.WorkerReturned: Rule(workers.returned),
+    ev.WorkerRecovered: Rule(workers.recovered, follows=_nothing),
+    ev.WorkerReturned: Rule(workers.returned, follows=_the_last_return),
     ev.WorkerFinished: Rule(workers.finished),
 }
-_IN_STEP: Rules = {**_AS_USUAL, ev.AgentHeard: Rule(hangs.heard_in_step)}
-_RESUMED: Rules = {**_IN_STEP, ev.WorkerRecovered: Rule(workers.recovered, _BACK)}
-_RESTARTING: Rules = {**_AS_USUAL, ev.WorkerStarted: Rule(workers.started, _BACK)}
+_IN_STEP: Rules = {**_AS_USUAL, ev.AgentHeard: Rule(hangs.heard_in_step, follows=_a_fault)}
+_RESUMED: Rules = {
+    **_IN_STEP,
+    ev.WorkerRecovered: Rule(workers.recovered, _BACK, _nothing),
+    ev.WorkerReturned: Rule(workers.returned, _BACK, _the_last_return),
+}
+_RESTARTING: Rules = {
+    **_AS_USUAL,
+    ev.WorkerStarted: Rule(workers.started, _BACK, _nothing),
+    ev.WorkerReturned: Rule(workers.returned, _BACK, _the_last_return),
+}
 _JOINING: Rules = {
     **_AS_USUAL,
     ev.AgentRegistered: Rule(nodes.registered, frozenset({Phase.RUNNING, Phase.SUSPECTING})),
@@ -115,10 +144,10 @@ _JOINING: Rules = {
 }
 _PAUSING: Rules = {
     **_AS_USUAL,
-    ev.AgentHeard: Rule(hangs.heard_while_stopping),
-    ev.WorkerPaused: Rule(workers.stopped_when_called),
-    ev.WorkerMayAdvance: Rule(workers.stopped_when_called),
-    ev.WorkerRaised: Rule(workers.raised_when_called),
+    ev.AgentHeard: Rule(hangs.heard_while_stopping, follows=_a_fault),
+    ev.WorkerPaused: Rule(workers.stopped_when_called, follows=_a_fault_or_the_last_stop),
+    ev.WorkerMayAdvance: Rule(workers.stopped_when_called, follows=_a_fault_or_the_last_stop),
+    ev.WorkerRaised: Rule(workers.raised_when_called, follows=_a_fault_or_the_last_stop),
 }
 del _PAUSING[ev.WorkerReturned]
 _DUMPING: Rules = {
@@ -126,7 +155,7 @@ _DUMPING: Rules = {
     ev.WorkerLost: Rule(workers.lost_while_dumping),
     ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping),
     ev.WorkerFinished: Rule(workers.finished),
-    ev.WorkerHolds: Rule(workers.holds),
+    ev.WorkerHolds: Rule(workers.holds, follows=_nothing),
 }
 _SAVED = frozenset({Phase.SAVING}) | OVER
 _CONFIRMING: Rules = {
@@ -138,7 +167,7 @@ _RELEASED: Rules = {
     **_ALWAYS,
     ev.WorkerLost: Rule(workers.lost_after_release),
     ev.WorkerExitKnown: Rule(workers.exit_known_late),
-    ev.WorkerExamined: Rule(hangs.examined),
+    ev.WorkerExamined: Rule(hangs.examined, follows=_nothing),
     ev.WorkerRaised: Rule(workers.raised_after_release),
     ev.WorkerFinished: Rule(workers.finished),
 }
@@ -184,8 +213,6 @@ _IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
 RULES = Table(_RULES, _IGNORED)
 TRANSITIONS = RULES.transitions
 IGNORED = RULES.ignored
-# They come every second from each node, and change nothing that anything follows from.
-_NOTHING_FOLLOWS = frozenset({nodes.expect, nodes.note_mirrors, nodes.ask_for_peer, hangs.heard_elsewhere})
 
 
 class RecoveryMachine:
@@ -256,7 +283,7 @@ class RecoveryMachine:
         commands = rule.move(job, event)
         if not isinstance(event, ev.Tick):
             job.declare(type(event).__name__, before, rule.to)
-        if rule.move not in _NOTHING_FOLLOWS:
+        if rule.follows(job):
             commands = commands + settle(job)
         job.story.commands(commands)
         return commands

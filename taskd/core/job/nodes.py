@@ -93,7 +93,7 @@ def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
         lost = f"the agent of node {node_rank} {how}"
         return end_job(job, crossed if outcome == "succeeded" else lost)
     for member in members:
-        member.state = WorkerState.FINISHED
+        membership.finish(member)
     if any(node.is_present for node in membership.nodes.values()):
         if job.phase is Phase.JOINING and membership.is_complete:
             complete(job)
@@ -166,7 +166,7 @@ def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
             member.lose()
             lose_unreported(job, member)
         elif state is WorkerState.FINISHED:
-            member.state = WorkerState.FINISHED
+            job.membership.finish(member)
         elif state is WorkerState.RETURNED and member.state is WorkerState.RUNNING:
             member.state = WorkerState.RETURNED
         elif state is WorkerState.PAUSED and is_awaited and member.rank in job.awaited:

@@ -143,9 +143,9 @@ def _count_back(job: Job) -> Commands:
 
 
 def _all_have_returned(job: Job) -> bool:
-    members = job.membership.members.values()
-    is_any = any(member.state is WorkerState.RETURNED for member in members)
-    return is_any and all(member.is_done for member in members)
+    if not job.membership.nobody_works():
+        return False
+    return any(member.state is WorkerState.RETURNED for member in job.membership.members.values())
 
 
 def _release(job: Job) -> Commands:

@@ -54,7 +54,7 @@ def declared(job: Job, event: ev.WorkerDeclared) -> Commands:
 
 def finished(job: Job, event: ev.WorkerFinished) -> Commands:
     """A process ended as it should."""
-    job.membership.members[event.rank].state = WorkerState.FINISHED
+    job.membership.finish(job.membership.members[event.rank])
     return []
 
 
@@ -227,9 +227,9 @@ def _gather(
     member.pause(version, clean, event.snapshots, may_advance=may_advance)
     job.attempt.paused(job.now, replaced=member.replaced)
     job.awaited.discard(member.rank)
-    waiting_for = job.awaited.pending()
+    members = job.membership.members
     # Replacements hold nothing that could speak for a step more.
-    if waiting_for and all(job.membership.members[rank].replaced for rank in waiting_for):
+    if len(job.awaited) and all(members[rank].replaced for rank in job.awaited):
         return advance(job)
     return []
 
@@ -324,7 +324,7 @@ def returned(job: Job, event: ev.WorkerReturned) -> Commands:
     if event.generation != job.generation or not _may_return(job, event):
         return _ignore_returned(job, event)
     _take_return(job, event)
-    return []
+    return count_recovered(job, event.rank, None)
 
 
 def returned_while_joining(job: Job, event: ev.WorkerReturned) -> Commands:
