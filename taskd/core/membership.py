@@ -286,8 +286,15 @@ class Membership:
 
     @property
     def is_declared(self) -> bool:
-        """Whether a live worker uses `taskd.recoverable`: then the job can be recovered in place."""
-        return any(member.declared and member.is_live for member in self.members.values())
+        """Whether a worker uses `taskd.recoverable`: then the job can be recovered in place.
+
+        One that has died tells of the others, too: all ranks run the same script, and these may not have come to the decorator yet.
+        """
+        members = self.members.values()
+        if any(member.declared and member.is_live for member in members):
+            return True
+        is_told = any(member.declared and member.state is WorkerState.LOST for member in members)
+        return is_told and any(member.is_live and not member.replaced for member in members)
 
     def check(self) -> None:
         """Assert that nodes and members agree."""

@@ -94,6 +94,12 @@ class TestOneDeath:
         job.pause_all()
         assert any("held no extras of version 5" in line for line in job.machine.story.of_rank(2))
 
+    def test_one_that_came_to_the_decorator_before_all_others(self, manager) -> None:
+        job = manager().joined(declared=False)
+        job.worker(ev.WorkerDeclared, 1, True)
+        assert acts(job.lose(1, version=None)) == ["Interrupt", "ReplaceWorker"]
+        assert only(job.pause_all(None), do.Resume).version is None
+
     def test_a_world_of_one_is_restarted(self, manager) -> None:
         job = manager(per_node=1).joined()
         (restart,) = job.lose(0)
