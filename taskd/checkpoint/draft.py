@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
-_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?")
+_LEFT = re.compile(r"left-\d{1,9}")
+_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?")
 _JOIN_TRIES = 100     # each lost to one sweep that took the folder for an abandoned one while it was empty
 
 
@@ -173,10 +174,23 @@ def sweep(published: Draft) -> list[Path]:
     return swept
 
 
+def leave_former(draft: Draft, rank: int) -> None:
+    """Say in the drafts of earlier attempts that this process does not write in them any more, although it lives. Raises OSError."""
+    mark = f"writer-{rank}-{owners.myself()}"
+    for name in os.listdir(draft.directory) if draft.directory.is_dir() else []:
+        hidden = parse_hidden(name)
+        is_former = hidden is not None and hidden.is_partial and (hidden.mark, hidden.kind) == (job_mark(draft.job), draft.kind)
+        if is_former and hidden is not None and hidden.attempt != draft.attempt:
+            with suppress(FileNotFoundError):            # it was not in there, or the folder is gone
+                os.rename(draft.directory / name / mark, draft.directory / name / f"left-{rank}")
+
+
 def _is_abandoned(path: Path, contents: list[str]) -> bool:
-    """Whether nobody can publish it any more: its publisher has ended, or no publisher came and all writers have ended."""
+    """Whether nobody can publish it any more: its publisher has ended, or no publisher came and all writers have ended or left."""
     found = list(_owners(contents))
     chosen = [owner for role, owner in found if role == "publisher"] or [owner for _, owner in found]
+    if not chosen and any(_LEFT.fullmatch(name) for name in contents):
+        return True
     if not chosen and manifest.FILE_NAME in contents:
         with suppress(CorruptCheckpointError):
             chosen = [manifest.read(path).publisher]

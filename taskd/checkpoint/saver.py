@@ -1,7 +1,8 @@
 """Periodic checkpoints, written in the background of the training.
 
 Each rank has a Saver; the ranks do not wait for each other. What they write meets in a draft's folder, where the first rank's Saver
-publishes it (see draft.py). A rank that dies leaves a draft that is never published; the next one is another folder.
+publishes it (see draft.py). A rank that dies leaves a draft that is never published; the next one is another folder, and whoever
+publishes there deletes the former one: its writers have ended, or have said that they left it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.draft import Draft, leave_former
 from taskd.checkpoint.names import Kind
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import refuse, write
@@ -49,6 +50,7 @@ class Saver:
         self._rank, self._every, self._keep, self._limit_s = rank, every, keep, limit_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._has_left = False                 # the drafts of the attempts before this one
         self.published: Path | None = None     # the newest, on the rank that publishes
         self.problem: str = ""                 # why the last one was not written or published, "" if it was
 
@@ -90,6 +92,9 @@ class Saver:
 
     def _run(self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         try:
+            if not self._has_left:
+                leave_former(draft, self._rank)
+                self._has_left = True
             write(draft, self._rank, state, own)
             if self._rank == draft.publisher:
                 self._publish(draft)

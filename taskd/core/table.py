@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     follows: Callable[[Any], bool] = _always
 
 
-class Step(NamedTuple):
+class FollowUp(NamedTuple):
     """What is done when something is due, whatever the event was.
 
     `name`: what is due, in words; `phases`: where it may be; `to`: as of a `Rule`.

@@ -3,7 +3,7 @@
     python -m taskd.testing.diagram      # Mermaid, as it stands in docs/design.md
 
 Owns the form of the picture alone. An arrow is named after what takes it: an event (`taskd.core.job.machine`), something that follows from
-the state (`settle.STEPS`), or a deadline that has come (`clock.OVERDUE`).
+the state (`settle.FOLLOW_UPS`), or a deadline that has come (`clock.OVERDUE`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from taskd.core.events import AgentLeft
 from taskd.core.job.clock import OVERDUE
 from taskd.core.job.machine import TRANSITIONS
-from taskd.core.job.settle import STEPS
+from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
 
 Arrows = dict[tuple[str, str], list[str]]
@@ -38,7 +38,7 @@ def _arrows() -> Arrows:
         for to in Phase:
             events = [event for (phase, event), rule in TRANSITIONS.items() if phase is source and to in rule.to]
             names = sorted("a node is gone" if event is AgentLeft else event.__name__ for event in events)
-            names += [step.name for step in (*STEPS, *OVERDUE) if source in step.phases and to in step.to]
+            names += [due.name for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases and to in due.to]
             # That a job which was given up has ended when no agent is left is drawn from `ending`.
             is_both = to is Phase.ENDED and source is not Phase.ENDING
             if names and source is not to and not (is_both and _targets(source) >= OVER):
@@ -48,7 +48,7 @@ def _arrows() -> Arrows:
 
 def _targets(source: Phase) -> set[Phase]:
     found = {to for (phase, _), rule in TRANSITIONS.items() if phase is source for to in rule.to}
-    return found | {to for step in (*STEPS, *OVERDUE) if source in step.phases for to in step.to}
+    return found | {to for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases for to in due.to}
 
 
 def _joined(arrows: Arrows) -> Arrows:

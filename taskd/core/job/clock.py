@@ -13,10 +13,10 @@ from taskd.core.job.ending import end_after_release
 from taskd.core.job.joining import join_overdue
 from taskd.core.job.nodes import WITHOUT_NODE, lose_node
 from taskd.core.job.orders import count_as_lost, kill
-from taskd.core.job.settle import settle
+from taskd.core.job.settle import settle, take
 from taskd.core.membership import LOST_NODE
 from taskd.core.phase import OVER, Phase
-from taskd.core.table import Step
+from taskd.core.table import FollowUp
 from taskd.core.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -33,12 +33,9 @@ def tick(job: Job, event: ev.Tick) -> Commands:
         commands += lose_node(job, node_rank, outcome, how)
         job.declare("a node is silent", before, WITHOUT_NODE[before])
         commands += settle(job)
-    for step in OVERDUE:
-        if job.phase in step.phases and step.is_due(job):
-            before = job.phase
-            commands += step.move(job)
-            job.declare(step.name, before, step.to)
-            commands += settle(job)
+    for due in OVERDUE:
+        if job.phase in due.phases and due.is_due(job):
+            commands += take(job, due) + settle(job)
     return commands
 
 
@@ -96,19 +93,19 @@ def _count_overdue_as_lost(job: Job) -> Commands:
 
 _SAVED = frozenset({Phase.SAVING}) | OVER
 OVERDUE = (
-    Step("ranks have not joined", frozenset({Phase.JOINING}), lambda job: _has_come(job, job.join_by),
+    FollowUp("ranks have not joined", frozenset({Phase.JOINING}), lambda job: _has_come(job, job.join_by),
          join_overdue, frozenset({Phase.RUNNING}) | OVER),
-    Step("nobody says how it died", frozenset({Phase.CONFIRMING}), lambda job: _has_come(job, job.status_by),
+    FollowUp("nobody says how it died", frozenset({Phase.CONFIRMING}), lambda job: _has_come(job, job.status_by),
          go_on_with_status, _SAVED),
-    Step("processes have not ended", frozenset({Phase.RELEASED}), lambda job: _has_come(job, job.end_by),
+    FollowUp("processes have not ended", frozenset({Phase.RELEASED}), lambda job: _has_come(job, job.end_by),
          end_after_release, OVER),
-    Step("no other cause was reported", frozenset({Phase.SUSPECTING}),
+    FollowUp("no other cause was reported", frozenset({Phase.SUSPECTING}),
          lambda job: _has_come(job, job.suspect_until), _take_suspect),
-    Step("a rank has not written", frozenset({Phase.SAVING}), lambda job: bool(_overdue_ranks(job)), overdue_writers,
+    FollowUp("a rank has not written", frozenset({Phase.SAVING}), lambda job: bool(_overdue_ranks(job)), overdue_writers,
          frozenset({Phase.DISCARDING})),
-    Step("the first writer is not done", frozenset({Phase.PUBLISHING, Phase.DISCARDING}),
+    FollowUp("the first writer is not done", frozenset({Phase.PUBLISHING, Phase.DISCARDING}),
          lambda job: bool(_overdue_ranks(job)), overdue_writers, OVER),
-    Step("a rank has not finished its step", frozenset({Phase.PAUSING}), _may_finish_step, stop_for_dump),
-    Step("a rank has not stopped or started", frozenset({Phase.PAUSING, Phase.RESTARTING}),
+    FollowUp("a rank has not finished its step", frozenset({Phase.PAUSING}), _may_finish_step, stop_for_dump),
+    FollowUp("a rank has not stopped or started", frozenset({Phase.PAUSING, Phase.RESTARTING}),
          lambda job: bool(_overdue_ranks(job)), _count_overdue_as_lost),
 )  # fmt: skip

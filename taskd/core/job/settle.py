@@ -1,6 +1,6 @@
-"""What follows from the state of the job after an event, step by step, until nothing more follows.
+"""What follows from the state of the job after an event, one thing after the other, until nothing more follows.
 
-Owns the steps and their order (`STEPS`, at the end). A move for an event only writes down what happened; here it is decided what to do about it.
+Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an event only writes down what happened; here it is decided what to do about it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from taskd.core.job.ending import end_after_release, may_end_after_release
 from taskd.core.job.stopped import all_stopped, explain
 from taskd.core.ladder import Strategy, choose
 from taskd.core.phase import OVER, TRAINING, Phase
-from taskd.core.table import Step
+from taskd.core.table import FollowUp
 from taskd.core.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -30,18 +30,24 @@ _LADDER = list(Strategy)
 def settle(job: Job) -> Commands:
     """Do what follows now, and what follows from that."""
     commands: Commands = []
-    while (step := _next(job)) is not None:
-        before = job.phase
-        commands += step.move(job)
-        job.declare(step.name, before, step.to)
+    while (due := _next(job)) is not None:
+        commands += take(job, due)
     return commands
 
 
-def _next(job: Job) -> Step | None:
-    """The first step that is due. Each of them changes what made it due."""
+def take(job: Job, due: FollowUp) -> Commands:
+    """Make the move, and note where it led."""
+    before = job.phase
+    commands = due.move(job)
+    job.declare(due.name, before, due.to)
+    return commands
+
+
+def _next(job: Job) -> FollowUp | None:
+    """The first that is due. Each of them changes what made it due."""
     if job.phase in TRAINING:
         _forget_arrived(job)
-    return next((step for step in STEPS if job.phase in step.phases and step.is_due(job)), None)
+    return next((one for one in FOLLOW_UPS if job.phase in one.phases and one.is_due(job)), None)
 
 
 # ---------------------------------------------------------------------- faults
@@ -161,14 +167,14 @@ _RESUMING = frozenset({Phase.RESUMED, Phase.RESTARTING})
 _WRITING = frozenset({Phase.SAVING, Phase.PUBLISHING})
 _ENDS = frozenset({Phase.CONFIRMING}) | OVER
 _GOING_ON = frozenset({Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING})
-STEPS = (
-    Step("a writer is gone", _WRITING, dump.has_lost_writer, dump.do_without_writer, frozenset({Phase.SAVING}) | _ENDS),
-    Step("the writer that removes is gone", frozenset({Phase.DISCARDING}), dump.has_lost_writer, dump.do_without_writer, OVER),
-    Step("all others have ended", frozenset({Phase.RELEASED}), may_end_after_release, end_after_release, OVER),
-    Step("a fault", TRAINING, _has_unanswered, answer, frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS),
-    Step("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
-    Step("all ranks have stopped", frozenset({Phase.PAUSING}), _have_all_stopped, all_stopped, _GOING_ON | _ENDS),
-    Step("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
-    Step("all are back, and another fault is suspected", frozenset({Phase.SUSPECTING}), _are_back, _count_back),
-    Step("all functions have returned", frozenset({Phase.RUNNING}), _all_have_returned, _release, frozenset({Phase.RELEASED})),
+FOLLOW_UPS = (
+    FollowUp("a writer is gone", _WRITING, dump.has_lost_writer, dump.do_without_writer, frozenset({Phase.SAVING}) | _ENDS),
+    FollowUp("the writer that removes is gone", frozenset({Phase.DISCARDING}), dump.has_lost_writer, dump.do_without_writer, OVER),
+    FollowUp("all others have ended", frozenset({Phase.RELEASED}), may_end_after_release, end_after_release, OVER),
+    FollowUp("a fault", TRAINING, _has_unanswered, answer, frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS),
+    FollowUp("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
+    FollowUp("all ranks have stopped", frozenset({Phase.PAUSING}), _have_all_stopped, all_stopped, _GOING_ON | _ENDS),
+    FollowUp("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
+    FollowUp("all are back, and another fault is suspected", frozenset({Phase.SUSPECTING}), _are_back, _count_back),
+    FollowUp("all functions have returned", frozenset({Phase.RUNNING}), _all_have_returned, _release, frozenset({Phase.RELEASED})),
 )

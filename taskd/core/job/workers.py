@@ -78,12 +78,10 @@ def lost(job: Job, event: ev.WorkerLost) -> Commands:
 
 def lost_while_joining(job: Job, event: ev.WorkerLost) -> Commands:
     """JOINING: its fault waits until every rank is known."""
-    known = _take_loss(job, event)
-    if known is None:
-        return exit_known(job, event)
-    job.unanswered.append(known)
-    defer_faults(job)
-    return []
+    commands = lost(job, event)
+    if job.unanswered:
+        defer_faults(job)
+    return commands
 
 
 def lost_while_dumping(job: Job, event: ev.WorkerLost) -> Commands:

@@ -323,6 +323,33 @@ def test_a_publisher_does_not_wait_for_the_dead(tmp_path, caplog) -> None:
     assert "no part of rank 1" in late.problem
 
 
+def test_what_the_living_wrote_for_a_publisher_that_died_is_deleted_with_the_next_checkpoint(tmp_path) -> None:
+    writers = [saver(tmp_path, rank, (0, 1, 2)) for rank in (1, 2)]
+    for writer in writers:
+        writer.save(10, state_of(10))
+    assert all(writer.wait(LIMIT_S) for writer in writers)
+    (draft,) = tmp_path.iterdir()
+    (draft / f"writer-9-{gone_owner()}").touch()
+    savers = [saver(tmp_path, rank, (0, 1, 2), attempt="second") for rank in range(3)]
+    for one in savers:
+        one.save(20, state_of(20))
+    assert all(one.wait(LIMIT_S) for one in savers)
+    assert os.listdir(tmp_path) == ["step-000000000020"]
+
+
+def test_what_one_process_has_left_is_kept_for_another_that_has_not(tmp_path) -> None:
+    first = saver(tmp_path, 1, (0, 1, 2))
+    first.save(10, state_of(10))
+    assert first.wait(LIMIT_S)
+    former = draft_of(tmp_path, 10, attempt="first").path
+    second = [saver(tmp_path, rank, (0, 1), attempt="second") for rank in range(2)]
+    (former / "writer-2-unreadable").touch()
+    for one in second:
+        one.save(20, state_of(20))
+    assert all(one.wait(LIMIT_S) for one in second)
+    assert sorted(name for name in os.listdir(former) if name.startswith(("writer", "left"))) == ["left-1", "writer-2-unreadable"]
+
+
 def test_an_error_of_one_rank_reaches_the_publisher(tmp_path) -> None:
     savers = [saver(tmp_path, rank, (0, 1)) for rank in range(2)]
     savers[1].save(10, {"w": torch.ones(3), "bad": torch.ones(2, device="meta")})

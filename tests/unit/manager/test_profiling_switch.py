@@ -16,8 +16,7 @@ from taskd.config import LogConfig, ManagerConfig, profiling_base, profiling_swi
 from taskd.core import events
 from taskd.manager.profiling import MAX_FILE_BYTES, ProfilingSwitch, parse_switches, read_switches
 from taskd.manager.service import Service
-from taskd.testing.clock import FakeClock
-from taskd.transport.memory import MemoryNetwork, MemoryRouter
+from taskd.transport.memory import MemoryRouter
 from taskd.wire import messages
 from tests.unit.manager.peer import Peer
 
@@ -122,16 +121,6 @@ def test_who_does_not_answer_is_asked_again_and_an_exception_is_said_once(switch
 
 
 # ---------------------------------------------------------------- the manager's loop
-
-
-@pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture
