@@ -1,4 +1,7 @@
-"""The dependency rule: who may import what, read from the source by `ast`; who may look at a clock; and the limits of size."""
+"""The dependency rule: who may import what, read from the source by `ast`; who may look at a clock.
+
+And the limits of size.
+"""
 
 import ast
 import subprocess
@@ -49,27 +52,41 @@ PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spaw
 # Ends itself, when its agent is gone: not a process that it started.
 OWN_END = {"taskd/native/death_alarm.py"}
 
-CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time",
-          "thread_time_ns", "clock_gettime", "clock_gettime_ns"}
+CLOCKS = {
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "thread_time_ns",
+    "clock_gettime",
+    "clock_gettime_ns",
+}
 DATE_CLOCKS = {"now", "utcnow", "today"}
 # Who looks at a clock itself, and why it is not handed one. "/" at the end: a whole package.
 CLOCK_ALLOWED = {
     "taskd/clock.py": "it is the clock",
-    "taskd/worker/": "a training process measures itself, in several threads, with nobody above it who has a clock; no fake time can drive torch",
-    "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with theirs: CLOCK_MONOTONIC in ns, for some µs per step",
+    "taskd/worker/": "a training process measures itself, in several threads, with nobody above it "
+    "who has a clock; no fake time can drive torch",
+    "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with "
+    "theirs: CLOCK_MONOTONIC in ns, for some µs per step",
     "taskd/native/last_words.py": "waits for another process, in real time",
     "taskd/transport/zeromq.py": "the wait of a real socket",
     "taskd/checkpoint/publish.py": "the date of a checkpoint, for people",
     "taskd/checkpoint/saver.py": "waits for another process, in real time",
     "taskd/checkpoint/stream.py": "measures the disk, for a log line",
     "taskd/testing/explorer.py": "says what it has cost; nothing that it judges depends on that",
-    "taskd/testing/histories.py": "says what it has cost, and may be given a limit; no history depends on that",
+    "taskd/testing/histories.py": "says what it has cost, and may be given a limit; no history "
+    "depends on that",
 }
 # Modules that import each other for their annotations only; at run time there is no circle at all.
-TYPING_CIRCLES = (
-    {"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},
-)
-TYPING_CIRCLES_WITHIN = ("taskd.worker", {"taskd", "taskd.config"})    # the worker's modules know their Runtime; `taskd` has its names
+TYPING_CIRCLES = ({"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},)
+# the worker's modules know their Runtime; `taskd` has its names
+TYPING_CIRCLES_WITHIN = ("taskd.worker", {"taskd", "taskd.config"})
 
 
 def name_of(path: Path) -> str:
@@ -88,7 +105,10 @@ def typing_only(tree: ast.Module) -> set[int]:
     """Lines under `if TYPE_CHECKING:`, which are never imported at run time."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        }:
             for child in node.body:
                 lines.update(range(child.lineno, (child.end_lineno or child.lineno) + 1))
     return lines
@@ -157,12 +177,19 @@ def test_core_imports_nothing_but_the_standard_library_and_our_errors() -> None:
 
 
 def test_only_one_module_imports_zmq() -> None:
-    found = {short(path) for path in MODULES for name in imports_of(path) if name.split(".")[0] == "zmq"}
+    found = {
+        short(path) for path in MODULES for name in imports_of(path) if name.split(".")[0] == "zmq"
+    }
     assert found <= {"taskd/transport/zeromq.py"}
 
 
 def test_torch_stays_where_it_belongs() -> None:
-    found = {short(path) for path in MODULES for name in imports_of(path, at_run_time=True) if name.split(".")[0] == "torch"}
+    found = {
+        short(path)
+        for path in MODULES
+        for name in imports_of(path, at_run_time=True)
+        if name.split(".")[0] == "torch"
+    }
     assert not {path for path in found if not path.startswith(TORCH_ALLOWED)}
 
 
@@ -174,7 +201,11 @@ def test_only_the_agent_makes_and_ends_processes() -> None:
         if any(name.split(".")[0] == "subprocess" for name in imports_of(path)):
             wrong.append(f"{short(path)} imports subprocess")
         for node in ast.walk(tree_of(path)):
-            is_call = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+            is_call = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+            )
             if is_call and node.attr in PROCESS_CALLS and short(path) not in OWN_END:
                 wrong.append(f"{short(path)}:{node.lineno} uses os.{node.attr}")
     assert not wrong
@@ -182,29 +213,56 @@ def test_only_the_agent_makes_and_ends_processes() -> None:
 
 def clocks_read(tree: ast.Module) -> list[tuple[int, str]]:
     """Line and name of every look at a clock, however it was imported."""
-    modules = {alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-               for alias in node.names if alias.name in {"time", "datetime"}}
-    classes = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "datetime"
-               for alias in node.names}
+    modules = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in {"time", "datetime"}
+    }
+    classes = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "datetime"
+        for alias in node.names
+    }
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "time":
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name in CLOCKS or alias.name == "*"]
+            found += [
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name in CLOCKS or alias.name == "*"
+            ]
         if not isinstance(node, ast.Attribute):
             continue
         owner = ast.unparse(node.value)
-        is_date = owner in classes or (owner.rpartition(".")[0] in modules and modules[owner.rpartition(".")[0]] == "datetime")
-        if (modules.get(owner) == "time" and node.attr in CLOCKS) or (is_date and node.attr in DATE_CLOCKS):
+        is_date = owner in classes or (
+            owner.rpartition(".")[0] in modules and modules[owner.rpartition(".")[0]] == "datetime"
+        )
+        if (modules.get(owner) == "time" and node.attr in CLOCKS) or (
+            is_date and node.attr in DATE_CLOCKS
+        ):
             found.append((node.lineno, f"{owner}.{node.attr}"))
     return found
 
 
-@pytest.mark.parametrize(("code", "count"), [
-    ("import time\ntime.monotonic()", 1), ("import time as t\nt.time()", 1), ("from time import monotonic", 1), ("from time import *", 1),
-    ("import time\nread = time.perf_counter_ns", 1), ("from datetime import datetime\ndatetime.now()", 1),
-    ("import datetime\ndatetime.datetime.utcnow()", 1), ("import datetime as d\nd.date.today()", 1),
-    ("import time\ntime.sleep(1)", 0), ("clock.now()", 0), ("from datetime import datetime\ndatetime.fromisoformat(x)", 0),
-])
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("import time\ntime.monotonic()", 1),
+        ("import time as t\nt.time()", 1),
+        ("from time import monotonic", 1),
+        ("from time import *", 1),
+        ("import time\nread = time.perf_counter_ns", 1),
+        ("from datetime import datetime\ndatetime.now()", 1),
+        ("import datetime\ndatetime.datetime.utcnow()", 1),
+        ("import datetime as d\nd.date.today()", 1),
+        ("import time\ntime.sleep(1)", 0),
+        ("clock.now()", 0),
+        ("from datetime import datetime\ndatetime.fromisoformat(x)", 0),
+    ],
+)
 def test_a_look_at_a_clock_is_seen_however_it_was_imported(code: str, count: int) -> None:
     assert len(clocks_read(ast.parse(code))) == count
 
@@ -215,7 +273,14 @@ def test_time_is_read_by_the_clock_alone() -> None:
     used = set()
     wrong = []
     for path, found in looks.items():
-        allowed = next((entry for entry in CLOCK_ALLOWED if path == entry or (entry.endswith("/") and path.startswith(entry))), None)
+        allowed = next(
+            (
+                entry
+                for entry in CLOCK_ALLOWED
+                if path == entry or (entry.endswith("/") and path.startswith(entry))
+            ),
+            None,
+        )
         if found and allowed is not None:
             used.add(allowed)
         elif found:
@@ -226,21 +291,47 @@ def test_time_is_read_by_the_clock_alone() -> None:
 
 def test_what_the_tables_name_exists() -> None:
     names = {name_of(path) for path in MODULES}
-    parts = {*FORBIDDEN, *(part for forbidden in FORBIDDEN.values() for part in forbidden), *SHELLS, *VENEER,
-             *(part for pair in EXCEPTIONS for part in pair), *(part for circle in TYPING_CIRCLES for part in circle)}
+    parts = {
+        *FORBIDDEN,
+        *(part for forbidden in FORBIDDEN.values() for part in forbidden),
+        *SHELLS,
+        *VENEER,
+        *(part for pair in EXCEPTIONS for part in pair),
+        *(part for circle in TYPING_CIRCLES for part in circle),
+    }
     assert not {part for part in parts if part not in names}
-    files = {*(file for files in EXCEPTIONS.values() for file in files), *TORCH_ALLOWED, *PROCESSES_ALLOWED, *OWN_END, *CLOCK_ALLOWED}
+    files = {
+        *(file for files in EXCEPTIONS.values() for file in files),
+        *TORCH_ALLOWED,
+        *PROCESSES_ALLOWED,
+        *OWN_END,
+        *CLOCK_ALLOWED,
+    }
     assert not {file for file in files if not (ROOT / file).exists()}
     for (_, forbidden), excepted in EXCEPTIONS.items():
-        assert not {file for file in excepted if not any(is_within(name, forbidden) for name in imports_of(ROOT / file))}
-    assert not {file for file in OWN_END if not any(
-        isinstance(node, ast.Attribute) and node.attr in PROCESS_CALLS for node in ast.walk(tree_of(ROOT / file)))}
+        assert not {
+            file
+            for file in excepted
+            if not any(is_within(name, forbidden) for name in imports_of(ROOT / file))
+        }
+    assert not {
+        file
+        for file in OWN_END
+        if not any(
+            isinstance(node, ast.Attribute) and node.attr in PROCESS_CALLS
+            for node in ast.walk(tree_of(ROOT / file))
+        )
+    }
 
 
 def circles(*, at_run_time: bool) -> list[set[str]]:
     """Groups of modules that import each other, directly or not."""
     names = {name_of(path) for path in MODULES}
-    imported = {name_of(path): {name for name in imports_of(path, at_run_time=at_run_time) if name in names} - {name_of(path)} for path in MODULES}
+    imported = {
+        name_of(path): {name for name in imports_of(path, at_run_time=at_run_time) if name in names}
+        - {name_of(path)}
+        for path in MODULES
+    }
 
     def reached(start: str) -> frozenset[str]:
         seen: set[str] = set()
@@ -252,22 +343,37 @@ def circles(*, at_run_time: bool) -> list[set[str]]:
         return frozenset(seen)
 
     reach = {name: reached(name) for name in names}
-    return [set(group) for group in {frozenset(other for other in reach[name] if name in reach[other]) for name in names} if group]
+    return [
+        set(group)
+        for group in {
+            frozenset(other for other in reach[name] if name in reach[other]) for name in names
+        }
+        if group
+    ]
 
 
 def test_no_modules_import_each_other() -> None:
     assert circles(at_run_time=True) == []
     package, others = TYPING_CIRCLES_WITHIN
     found = circles(at_run_time=False)
-    assert found                        # else the exceptions can go
-    new = [circle for circle in found if not any(circle <= known for known in TYPING_CIRCLES)
-           and not all(is_within(name, package) or name in others for name in circle)]
+    assert found  # else the exceptions can go
+    new = [
+        circle
+        for circle in found
+        if not any(circle <= known for known in TYPING_CIRCLES)
+        and not all(is_within(name, package) or name in others for name in circle)
+    ]
     assert not new
 
 
 def test_no_function_is_too_long() -> None:
-    wrong = [f"{short(path)}:{node.lineno} {node.name}" for path in MODULES for node in ast.walk(tree_of(path))
-             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES]
+    wrong = [
+        f"{short(path)}:{node.lineno} {node.name}"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
     assert not wrong
 
 
@@ -277,12 +383,25 @@ def test_no_module_is_too_long() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    empty = [short(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(tree_of(path))]
+    empty = [
+        short(path)
+        for path in MODULES
+        if path.stat().st_size and not ast.get_docstring(tree_of(path))
+    ]
     assert not empty
 
 
-@pytest.mark.parametrize("module", ["taskd", "taskd.core", "taskd.core.job.machine", "taskd.core.node", "taskd.replay"])
+@pytest.mark.parametrize(
+    "module", ["taskd", "taskd.core", "taskd.core.job.machine", "taskd.core.node", "taskd.replay"]
+)
 def test_importing_it_loads_neither_torch_nor_zmq(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'zmq'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"

@@ -16,7 +16,9 @@ def tables(heading: str) -> list[list[str]]:
     """Rows of all tables whose first heading cell is `heading`."""
     found, inside = [], False
     for line in PAGE.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
+        cells = (
+            [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
+        )
         if cells is None:
             inside = False
         elif cells[0] == heading:
@@ -32,8 +34,10 @@ def names(cell: str) -> list[str]:
 
 def test_every_message_is_listed_with_its_code_and_fields() -> None:
     listed = {names(row[0])[0]: (int(row[1]), names(row[3])) for row in tables("type")}
-    registered = {cls.__name__: (code, [field.name for field in dataclasses.fields(cls)])
-                  for code, cls in messages.MESSAGE_BY_CODE.items()}
+    registered = {
+        cls.__name__: (code, [field.name for field in dataclasses.fields(cls)])
+        for code, cls in messages.MESSAGE_BY_CODE.items()
+    }
     assert listed == registered
 
 
@@ -45,7 +49,9 @@ def test_every_message_has_a_direction_and_an_occasion() -> None:
 
 def test_the_envelope_is_described() -> None:
     listed = [names(row[0])[0] for row in tables("field")]
-    assert sorted(listed) == sorted(["version", "type", "body", *(field.name for field in dataclasses.fields(codec.Envelope))])
+    assert sorted(listed) == sorted(
+        ["version", "type", "body", *(field.name for field in dataclasses.fields(codec.Envelope))]
+    )
 
 
 def test_the_limits_on_the_page_are_those_of_the_code() -> None:

@@ -86,8 +86,13 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     ranks = [
-        harness.Output([sys.executable, str(script), str(rank), str(tmp_path / "store")], harness.environment(),
-                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
+        harness.Output(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            harness.environment(),
+            tmp_path / f"rank{rank}.out",
+            tmp_path,
+            warm=True,
+        )
         for rank in range(2)
     ]
     try:
@@ -95,4 +100,6 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
     finally:
         for rank in ranks:
             rank.end()
-    assert [output.strip().splitlines()[-1] for output in outputs] == ["well", "well"], "\n".join(outputs)
+    assert [output.strip().splitlines()[-1] for output in outputs] == ["well", "well"], "\n".join(
+        outputs
+    )
