@@ -3,7 +3,7 @@
 The only reader of the environment.
 
 (Torch's own variables are written and read where workers are started: `taskd.torchrun`,
-`taskd.agent.spawn`.) Every error is a `ConfigError` that names the key, the value and what is
+`taskd.agent.spawning.child`.) Every error is a `ConfigError` that names the key, the value and what is
 accepted. Nothing here opens a socket or logs.
 """
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.multiprocessing import PContext
 
-    from taskd.agent.spawner import Spawner
+    from taskd.agent.spawning.spawner import Spawner
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the agent's loop (`taskd.agent.host.Host`) needs of torchrun, over our elastic agent and its context.
+"""What the agent's loop (`taskd.agent.workers.host.Host`) needs of torchrun, over our elastic agent and its context.
 
 Translates local ranks to global ones and slots to workers. Decides nothing.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from taskd.agent.host import ProcessEvent
-from taskd.agent.spawn_protocol import Exited, Started
+from taskd.agent.spawning.protocol import Exited, Started
+from taskd.agent.workers.host import ProcessEvent
 from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:

@@ -105,8 +105,8 @@ def make_agent_class(_original: type) -> type:
 
 def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of launch_agent: the original, with a forkserver around it."""
-    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415
-    from taskd.agent.spawner import Spawner  # noqa: PLC0415
+    from taskd.agent.spawning.forkserver import Forkserver  # noqa: PLC0415
+    from taskd.agent.spawning.spawner import Spawner  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 

@@ -37,7 +37,7 @@ FORBIDDEN = {
     "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native", "taskd.testing"),
 }  # fmt: skip
 # The forkserver's child becomes a worker: it imports the runtime, lazily, in its last function.
-EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawn.py"}}
+EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawning/program.py"}}
 
 IMPURE = {
     "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading", "multiprocessing", "queue",
@@ -45,7 +45,7 @@ IMPURE = {
 }  # fmt: skip
 # taskd.run is torchrun itself, with the patch: it hands over to torch.distributed.run.
 TORCH_ALLOWED = (
-    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py", "taskd/agent/spawn.py", "taskd/run.py",
+    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/forkserver.py", "taskd/agent/spawning/program.py", "taskd/run.py",
 )  # fmt: skip
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}

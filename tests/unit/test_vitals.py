@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent import activity as kernel
-from taskd.agent import vitals
-from taskd.agent.vitals import Vitals
+from taskd.agent.vitals import activity as kernel
+from taskd.agent.vitals import progress as vitals
+from taskd.agent.vitals.progress import Vitals
 from taskd.core import marks
 from taskd.native.black_box import BlackBox, Phase
 from taskd.wire import messages, translate

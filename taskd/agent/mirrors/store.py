@@ -2,7 +2,7 @@
 
 Owns that memory: an arena for each rank, with two buffers as on its own node, so that the newest
 whole mirror survives whatever becomes of the next one. Frames come in and answers go out in the
-thread of `taskd.agent.mirroring`, which alone touches arenas; what the agent's loop asks is
+thread of `taskd.agent.mirrors.mirroring`, which alone touches arenas; what the agent's loop asks is
 answered from a table under a lock that is never held for longer than a look at it.
 
 Between `freeze` and `thaw` no mirror is begun, as a plan may count on the older one, which it would

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from taskd.agent import activity as kernel
+from taskd.agent.vitals import activity as kernel
 from taskd.core import marks
 from taskd.core.marks import GroupMark, Mark
 from taskd.log import SayOnce
@@ -103,7 +103,7 @@ class Vitals:
             life: activity for life, activity in self._activity.items() if life in lives
         }
         self._held_at = {life: held_at for life, held_at in self._held_at.items() if life in lives}
-        self.is_urgent = self.sees_standing(now, workers)
+        self.is_urgent = self.sees_no_progress(now, workers)
         return found
 
     def doubt(self, rank: int, incarnation: int, box: BlackBox) -> None:
@@ -120,7 +120,7 @@ class Vitals:
                 damage,
             )
 
-    def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
+    def sees_no_progress(self, now: float, workers: Mapping[int, Watched]) -> bool:
         """Whether a worker has come to a stand lately.
 
         A few words of memory, for between two looks.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from taskd.agent.host import Worker
+    from taskd.agent.workers.host import Worker
     from taskd.core import commands
 
 
-def with_remains(
+def with_left_memory(
     order: commands.Dump,
     rank: int,
     workers: Mapping[int, Worker],

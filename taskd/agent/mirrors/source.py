@@ -5,7 +5,7 @@ mirror to wait for, ranks replace no snapshot before all of them have theirs
 (`taskd.worker.snapshots`). A buddy that is not heard, or has no memory, is not waited for.
 
 One snapshot at a time: offered, sent in pieces of which only a few are under way, verified by the
-buddy, kept. Runs in the thread of `taskd.agent.mirroring`.
+buddy, kept. Runs in the thread of `taskd.agent.mirrors.mirroring`.
 """
 
 from __future__ import annotations

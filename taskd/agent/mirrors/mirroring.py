@@ -17,8 +17,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from taskd.agent.mirror_source import MirrorSource
-from taskd.agent.mirror_store import MirrorStore
+from taskd.agent.mirrors.source import MirrorSource
+from taskd.agent.mirrors.store import MirrorStore
 from taskd.config import join_address
 from taskd.core import commands, events
 from taskd.errors import RemoteProtocolError, TransportError
@@ -30,7 +30,7 @@ from taskd.wire import mirroring
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from taskd.agent.host import Worker
+    from taskd.agent.workers.host import Worker
     from taskd.clock import Clock
     from taskd.config import AgentConfig
 
