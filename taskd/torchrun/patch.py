@@ -11,13 +11,13 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from taskd.config import AgentConfig
+from taskd.config_launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENABLE_ENV = "TASKD_PROCESS_ENABLE"
-UNLIMITED_RESTARTS = 32767  # what max_restarts 0 has always meant in taskd
-
 _originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
-
-
-def is_enabled() -> bool:
-    """Whether the user asked for taskd."""
-    return os.environ.get(ENABLE_ENV, "").strip().lower() == "on"
 
 
 def is_applied() -> bool:
@@ -129,7 +121,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             lambda: Forkserver.start("exec", settings.preload),
         )
         raised = copy(config)
-        raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
+        raised.max_restarts = restart_limit(config.max_restarts)
         token = elastic_agent.CURRENT_LAUNCH.set(
             elastic_agent.Launch(spawner, config.rdzv_endpoint)
         )

@@ -84,7 +84,7 @@ CLOCK_ALLOWED = {
     "depends on that",
 }
 # Modules that import each other for their annotations only; at run time there is no circle at all.
-TYPING_CIRCLES = ({"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},)
+TYPING_CIRCLES: tuple[set[str], ...] = ()
 # the worker's modules know their Runtime; `taskd` has its names
 TYPING_CIRCLES_WITHIN = ("taskd.worker", {"taskd", "taskd.config"})
 

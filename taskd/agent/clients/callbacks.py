@@ -21,6 +21,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from taskd.agent.link.connection import ManagerConnection
+from taskd.config_launcher import restart_limit
 from taskd.core import commands, events
 from taskd.core.exits import exit_fault
 from taskd.core.timeouts import Timeouts
@@ -45,7 +46,6 @@ DEFAULTS = {
 }
 OPERATORS = (*DEFAULTS, "START_WORKER_LIST")
 _NEEDED = ("_worker_group", "_remaining_restarts", *DEFAULTS.values())
-_UNLIMITED_RESTARTS = 32767  # what max_restarts 0 means, here as under the patch
 
 
 class CallbackAgent:
@@ -270,7 +270,7 @@ class CallbackAgent:
             self._incarnation,
             int(group.group_world_size),
             int(group.workers[0].world_size),
-            group.spec.max_restarts or _UNLIMITED_RESTARTS,
+            restart_limit(group.spec.max_restarts),
             self._generation,
             self._restarts_used,
             reports,

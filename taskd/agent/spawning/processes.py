@@ -49,7 +49,7 @@ def thread_count() -> int:
 
 
 def open_descriptors() -> list[int]:
-    """Every open descriptor of this process, in order (the one used for looking is already closed)."""
+    """Every open descriptor of this process, in order, without the one used for looking."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -133,7 +133,8 @@ def _without_our_frames(error: BaseException) -> types.TracebackType | None:
 def _end_by_sigint() -> int:
     """Arrange that this process ends by SIGINT, as an interpreter does that Ctrl-C ended.
 
-    So its parent sees why. glibc's on_exit() calls raise(status, NULL) inside exit(status): with status SIGINT that is it.
+    So its parent sees why. glibc's on_exit() calls raise(status, NULL) inside exit(status), and the
+    status that is returned here is SIGINT.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     libc = ctypes.CDLL(None)

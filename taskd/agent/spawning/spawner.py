@@ -165,7 +165,7 @@ class Spawner:
         return replies
 
     def _is_owed(self) -> bool:
-        """Whether it has been asked and has not answered, or has a worker that ended and has not told."""
+        """Whether it has to say something: the answer to a request, or the end of a worker."""
         if self._asked is not None or self._waiting:
             return True
         poll = select.poll()

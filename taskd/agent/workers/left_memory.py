@@ -1,4 +1,8 @@
-"""What dead workers have left in the memory of this node, for those that write the last checkpoint of the job: their own, and mirrors of others."""
+"""Adds the memory that dead workers have left on this node to a `Dump` order.
+
+For those that write the last checkpoint of the job: memory of dead ranks of this node, and mirrors
+of ranks of others.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +23,33 @@ def with_left_memory(
     workers: Mapping[int, Worker],
     find_mirror: Callable[[int, int], int | None],
 ) -> commands.Dump:
-    """The order for `rank`, with what is left of the dead.
+    """The order for `rank`, with the paths of what dead workers have left.
 
-    One that sees to an orphaned part gets the memory that holds it; the first writer here gets the
-    black boxes of the other dead, and their memory, in which there are versions that a black box
-    has no longer. `find_mirror(rank, version)`: of a rank of another node, the descriptor of an
-    arena.
+    Whoever writes an orphaned part gets the memory that holds it. The first writer of this node
+    gets the black boxes of the other dead, and their memory, in which there are versions that a
+    black box has no longer.
+
+    `find_mirror(rank, version)`: the descriptor of an arena that mirrors a rank of another node.
     """
     orphaned = dict(order.orphaned)
+    own = [other for other, writer in orphaned.items() if writer == rank]
     is_first = rank == min((writer for writer in order.writers if writer in workers), default=None)
-    gone = (
-        [other for other in sorted(workers) if other not in order.writers and other not in orphaned]
-        if is_first
-        else []
-    )
-    arenas: list[tuple[int, str]] = []
-    for other in (*(other for other, writer in orphaned.items() if writer == rank), *gone):
-        arena = workers[other].arenas.find(order.version) if other in workers else None
-        descriptor = (
-            find_mirror(other, order.version)
-            if other not in workers
-            else None
-            if arena is None
-            else arena.fd
-        )
-        if descriptor is not None:
-            arenas.append((other, _path(descriptor)))
+    gone = [
+        other
+        for other in sorted(workers)
+        if is_first and other not in order.writers and other not in orphaned
+    ]
+
+    def descriptor_of(other: int) -> int | None:
+        if other not in workers:
+            return find_mirror(other, order.version)
+        arena = workers[other].arenas.find(order.version)
+        return None if arena is None else arena.fd
+
+    found = ((other, descriptor_of(other)) for other in (*own, *gone))
     return dataclasses.replace(
         order,
-        arenas=tuple(arenas),
+        arenas=tuple((other, _path(fd)) for other, fd in found if fd is not None),
         legacies=tuple((other, _path(workers[other].box.fd)) for other in gone),
     )
 

@@ -4,12 +4,13 @@ Fixed path, no content of its own.
 """
 
 import logging
-import os
+
+from taskd.config_launcher import is_wanted
 
 
 def install() -> bool:
     """True if the seams are in place. Never raises: torchrun must start."""
-    if os.environ.get("TASKD_PROCESS_ENABLE", "").strip().lower() != "on":
+    if not is_wanted():
         return False
     try:
         from taskd.torchrun import patch  # noqa: PLC0415
