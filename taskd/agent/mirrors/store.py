@@ -109,7 +109,7 @@ class MirrorStore:
                 }
 
     def serve(self, sources: Mapping[int, str]) -> None:
-        """Keep the snapshots of these nodes and of no others. Values: their agents' incarnations."""
+        """Keep the snapshots of these nodes only. Values: the incarnations of their agents."""
         with self._lock:
             self._sources, self._is_swept = dict(sources), False
             for mirror in self._mirrors.values():
