@@ -102,7 +102,7 @@ def library() -> Extension:
 
 
 def binding() -> list[Extension]:
-    """The Cython module, or nothing if it cannot be made here (taskd then reaches the library through ctypes)."""
+    """The Cython module, or nothing if it cannot be made here: taskd then uses ctypes."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return []
     try:

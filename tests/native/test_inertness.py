@@ -22,9 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # handlers and mask.
 LOOK = """
 import os
-print(len(os.listdir('/proc/self/task')), sorted(os.readlink(f'/proc/self/fd/{n}').split(':')[0] for n in '012'))
+streams = sorted(os.readlink(f'/proc/self/fd/{n}').split(':')[0] for n in '012')
+print(len(os.listdir('/proc/self/task')), streams)
 print(len(os.listdir('/proc/self/fd')))
-print(sorted({line.split()[-1] for line in open('/proc/self/maps') if ' rw-s' in line or 'memfd' in line}))
+maps = [line for line in open('/proc/self/maps') if ' rw-s' in line or 'memfd' in line]
+print(sorted({line.split()[-1] for line in maps}))
 print([line for line in open('/proc/self/status') if line.startswith(('Sig', 'Shd', 'Threads'))])
 """
 

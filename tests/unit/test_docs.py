@@ -35,7 +35,7 @@ def page(name: str) -> str:
 
 
 def section(name: str, title: str) -> str:
-    """The text under one heading of a page, up to the next heading of the same or a higher level."""
+    """The text under a heading of a page, up to the next one of the same or a higher level."""
     found = re.search(rf"(?m)^(#+) {re.escape(title)}\n", page(name))
     assert found, f"{name} has no section {title!r}"
     rest = page(name)[found.end() :]

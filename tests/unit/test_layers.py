@@ -23,29 +23,36 @@ VENEER = ("taskd.api", "taskd.python")
 FORBIDDEN = {
     "taskd.errors": ("taskd",),
     "taskd.clock": ("taskd",),
-    "taskd.core": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.checkpoint", "taskd.native", "taskd.testing",
+    "taskd.core": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.checkpoint",
+    "taskd.native", "taskd.testing",
                    "taskd.config", "taskd.clock", "taskd.log"),
-    "taskd.wire": (*SHELLS, *VENEER, "taskd.transport", "taskd.checkpoint", "taskd.native", "taskd.testing"),
-    "taskd.transport": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.checkpoint", "taskd.native", "taskd.testing"),
+    "taskd.wire": (*SHELLS, *VENEER, "taskd.transport", "taskd.checkpoint", "taskd.native",
+    "taskd.testing"),
+    "taskd.transport": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.checkpoint",
+    "taskd.native", "taskd.testing"),
     "taskd.checkpoint": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.testing"),
-    "taskd.native": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport", "taskd.checkpoint", "taskd.testing"),
+    "taskd.native": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport",
+    "taskd.checkpoint", "taskd.testing"),
     "taskd.manager": ("taskd.agent", "taskd.worker", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.agent": ("taskd.manager", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.worker": ("taskd.manager", "taskd.agent", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.torchrun": ("taskd.manager", *VENEER, "taskd.testing"),
     "taskd.testing": (*SHELLS, *VENEER, "taskd.config", "taskd.log"),
-    "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native", "taskd.testing"),
+    "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native",
+    "taskd.testing"),
 }  # fmt: skip
 # The forkserver's child becomes a worker: it imports the runtime, lazily, in its last function.
 EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawn.py"}}
 
 IMPURE = {
-    "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading", "multiprocessing", "queue",
+    "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading",
+    "multiprocessing", "queue",
     "logging", "asyncio", "uuid", "subprocess", "signal", "pathlib", "io", "tempfile", "sys",
 }  # fmt: skip
 # taskd.run is torchrun itself, with the patch: it hands over to torch.distributed.run.
 TORCH_ALLOWED = (
-    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py", "taskd/agent/spawn.py", "taskd/run.py",
+    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py",
+    "taskd/agent/spawn.py", "taskd/run.py",
 )  # fmt: skip
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
@@ -115,7 +122,7 @@ def typing_only(tree: ast.Module) -> set[int]:
 
 
 def imports_of(path: Path, *, at_run_time: bool = False) -> Iterator[str]:
-    """Full names of everything imported anywhere in the file, `from a import b` as both a and a.b."""
+    """Full names of all that the file imports anywhere, `from a import b` as both a and a.b."""
     tree = tree_of(path)
     skipped = typing_only(tree) if at_run_time else set()
     for node in ast.walk(tree):

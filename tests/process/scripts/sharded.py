@@ -1,9 +1,9 @@
 """A small training whose state is sharded in one of many ways. Hurts itself as train.py does.
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided
-between 2 ranks, twice), stages (plain
-         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or
-         another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
+         between 2 ranks, twice), stages (plain tensors that differ: two parts of a model, each on
+         2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or another
+         strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come
 to their places; "stop": by SIGSTOP; "late": when half of the ranks have committed this step; or, at
 place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
@@ -106,7 +106,10 @@ class Net(torch.nn.Module):
 
 
 def build():
-    """The model, its optimizer, the number of this rank's part of the model (None: DTensors or torch's optimizer tell), and that of its data."""
+    """The model, its optimizer, and the numbers of this rank's part of the model and of its data.
+
+    The part is None where DTensors or torch's optimizer tell.
+    """
     layout = os.environ["LAYOUT"]
     pairs = (
         [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]

@@ -1,11 +1,11 @@
 """A small DDP training that can hurt itself at a named place, once. Used by the crash matrix.
 
-FACTS   directory for what happened (one file per rank, one JSON line per fact) FAULTS
-"rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that),
-unless `how` begins with
-        "always-". "last-" waits until every other rank has committed the step.
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP  knobs
-of the workload
+FACTS   directory for what happened (one file per rank, one JSON line per fact)
+FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure
+        of that), unless `how` begins with "always-". "last-" waits until every other rank has
+        committed the step.
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
+        knobs of the workload
 """
 
 import collections
@@ -85,7 +85,10 @@ def crash():
 
 
 def damage(*words):
-    """Overwrite words of this process's own black box (offsets of csrc/include/taskd.h) with a number that none of them can be."""
+    """Overwrite words of this process's own black box with a number that none of them can be.
+
+    The offsets are those of csrc/include/taskd.h.
+    """
     for name in os.listdir("/proc/self/fd"):
         if (
             "taskd-black-box" in os.readlink(f"/proc/self/fd/{name}")
