@@ -57,7 +57,7 @@ def library() -> Extension:
     """libtaskd.so: plain C, no Python in it. An Extension only because setuptools knows where to put those."""
     return Extension(
         LIBRARY,
-        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.c"))],
+        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.c"))],
         depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hmd]*"))],
         extra_compile_args=["-std=c11", "-Wall", "-Wextra", "-Werror=implicit", "-fvisibility=hidden", "-pthread", "-g1"],
         extra_link_args=[

@@ -1,14 +1,18 @@
-/* The stacks in the last words: the Python stacks as text, the native frames, their names, the type of an uncaught exception of C++.
+/* The stacks in the last words: the Python stacks as text, the native frames, their names, the type
+ * of an uncaught exception of C++.
  *
- * Each is a stage of its own. What is less likely to go wrong comes first: the Python stacks need no lock, and names take one of
- * the dynamic linker. A stage that crashes is left by siglongjmp(), and so is one that lasts too long (a timer sends a signal to this
- * very thread), so a stage costs at most its limit.
+ * Each is a stage of its own. What is less likely to go wrong comes first: the Python stacks need
+ * no lock, and names take one of the dynamic linker. A stage that crashes is left by siglongjmp(),
+ * and so is one that lasts too long (a timer sends a signal to this very thread), so a stage costs
+ * at most its limit.
  *
- * Called besides system calls: backtrace() and backtrace_symbols_fd(), loaded and used once at the start so that they allocate
- * nothing later; _Py_DumpTracebackThreads() and _Py_DumpTraceback(), made for that purpose by faulthandler;
- * __cxa_current_exception_type(), which reads thread-local storage.
+ * Called besides system calls: backtrace() and backtrace_symbols_fd(), loaded and used once at the
+ * start so that they allocate nothing later; _Py_DumpTracebackThreads() and _Py_DumpTraceback(),
+ * made for that purpose by faulthandler; __cxa_current_exception_type(), which reads thread-local
+ * storage.
  */
 #define _GNU_SOURCE /* REG_RIP, RTLD_DEFAULT, SIGEV_THREAD_ID */
+#include "../descriptor.h"
 #include "last_words.h"
 
 #include <dlfcn.h>
@@ -20,22 +24,21 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 #include <time.h>
 
-#define PYTHON_LIMIT (1000 * TASKD_MILLISECOND)   /* a hundred threads with a hundred frames each, on a busy machine */
+#define PYTHON_LIMIT                                                                               \
+    (1000 * TASKD_MILLISECOND) /* a hundred threads of a hundred frames, CPU busy */
 #define NATIVE_LIMIT (500 * TASKD_MILLISECOND)
 #define TYPE_LIMIT (100 * TASKD_MILLISECOND)
-#define PATIENCE 10 /* times as long if the process is to go on: whoever is torn out of the dynamic linker may leave it locked */
-#define OWN_FRAMES 12                       /* of the handler, above those of interest */
+/* Limits are so many times as long if the process is to go on: whoever is torn out of the dynamic
+ * linker may leave it locked. */
+#define PATIENCE 10
+#define OWN_FRAMES 12 /* of the handler, above those of interest */
 
-/* What a stage may do that goes wrong. */
+/* How a stage may go wrong. */
 static const int fault_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 
-/* Written once, at the start. */
-static int text_fd;
-static dev_t text_device;
-static ino_t text_inode;
+static struct taskd_descriptor text; /* written once, at the start */
 
 /* Of the thread that writes, alone. */
 static struct taskd_last_words *words;
@@ -53,66 +56,59 @@ static const char *(*python_dump_threads)(int fd, void *interpreter, void *curre
 static void (*python_dump)(int fd, void *thread);
 static void *(*exception_type)(void);
 
-/* A program may close descriptors that it does not know, and the number may then stand for something else. And where the size
- * of files is limited (ulimit -f), a write behind the limit would end the process by SIGXFSZ. */
+/* Where the size of files is limited (ulimit -f), a write behind the limit would end the process by
+ * SIGXFSZ. */
 static bool can_write_text(void)
 {
-    struct stat status;
     struct rlimit limit;
-    if (fstat(text_fd, &status) != 0 || status.st_dev != text_device || status.st_ino != text_inode) {
-        return false;
-    }
-    return getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur >= TASKD_BOX_BYTES;
+    return taskd_is_intact(&text) && getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+           limit.rlim_cur >= TASKD_BOX_BYTES &&
+           lseek(text.fd, TASKD_TEXT_OFFSET, SEEK_SET) == TASKD_TEXT_OFFSET;
 }
 
-static void say(const char *text)
+static void say(const char *line)
 {
-    ssize_t ignored = write(text_fd, text, strlen(text));
+    ssize_t ignored = write(text.fd, line, strlen(line));
     (void)ignored;
 }
 
 static void note_text_length(void)
 {
-    if (is_text_open) {
-        off_t end = lseek(text_fd, 0, SEEK_CUR);
-        taskd_set_word(&words->text_bytes, end > TASKD_TEXT_OFFSET ? end - TASKD_TEXT_OFFSET : 0);
-    }
+    if (!is_text_open)
+        return;
+    int64_t end = lseek(text.fd, 0, SEEK_CUR);
+    atomic_store(TASKD_ATOMIC(words->text_bytes),
+                 end > TASKD_TEXT_OFFSET ? end - TASKD_TEXT_OFFSET : 0);
 }
 
 static void start_timer(int limit_signal)
 {
-    has_timer = false;
-    if (limit_signal == 0) {
-        return;
-    }
-    struct sigevent event;
-    memset(&event, 0, sizeof event);
-    event.sigev_notify = SIGEV_THREAD_ID;
-    event.sigev_signo = limit_signal;
+    struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = limit_signal};
     event._sigev_un._tid = taskd_thread_id();
     /* The C library's functions for it allocate. */
-    has_timer = syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &timer_id) == 0;
+    has_timer =
+        limit_signal != 0 && syscall(SYS_timer_create, CLOCK_MONOTONIC, &event, &timer_id) == 0;
 }
 
 static void set_timer(int64_t limit_ns)
 {
-    if (has_timer) {
-        /* Again and again: the first time may come before the stage has begun, where the process was held up for so long. */
-        struct timespec limit = {.tv_sec = limit_ns / 1000000000, .tv_nsec = limit_ns % 1000000000};
-        struct itimerspec time = {.it_value = limit, .it_interval = limit};
+    /* Again and again: the first may come before the stage has begun, if the process was held up.
+     */
+    struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
+    struct itimerspec time = {.it_value = limit, .it_interval = limit};
+    if (has_timer)
         syscall(SYS_timer_settime, timer_id, 0, &time, NULL);
-    }
 }
 
 static void stop_timer(void)
 {
-    if (has_timer) {
+    if (has_timer)
         syscall(SYS_timer_delete, timer_id);
-    }
 }
 
-/* Runs `stage`; comes back even if it crashes or does not end. */
-static void attempt(void (*stage)(const struct taskd_subject *), const struct taskd_subject *subject, int64_t limit_ns)
+/* Runs `stage`; returns even if it crashes or does not end. */
+static void attempt(void (*stage)(const struct taskd_subject *),
+                    const struct taskd_subject *subject, int64_t limit_ns)
 {
     if (sigsetjmp(escape, 1) == 0) {
         set_timer(limit_ns);
@@ -126,17 +122,20 @@ static void attempt(void (*stage)(const struct taskd_subject *), const struct ta
 
 static void write_python_stacks(const struct taskd_subject *subject)
 {
-    if (!is_text_open || python_is_initialized == NULL || python_thread_state == NULL || !python_is_initialized()) {
+    if (!is_text_open || python_is_initialized == NULL || python_thread_state == NULL ||
+        !python_is_initialized()) {
         return;
     }
     void *state = python_thread_state();
     if (!subject->is_exit && python_dump_threads != NULL) {
         say("[python]\n");
-        python_dump_threads(text_fd, NULL, state);
-    } else if (python_dump != NULL && state != NULL && (python_is_finalizing == NULL || !python_is_finalizing())) {
-        /* Who ended the process is of interest, not what the others were doing meanwhile; and one's own stack stands still. */
+        python_dump_threads(text.fd, NULL, state);
+    } else if (python_dump != NULL && state != NULL &&
+               (python_is_finalizing == NULL || !python_is_finalizing())) {
+        /* Of interest is who ended the process, not the others; and one's own stack stands still.
+         */
         say("[python]\n");
-        python_dump(text_fd, state);
+        python_dump(text.fd, state);
     }
 }
 
@@ -169,28 +168,27 @@ static void write_frames(const struct taskd_subject *subject)
         }
     }
     int kept = 0;
-    for (int i = first; i < count && kept < TASKD_FRAMES; i++) {
+    for (int i = first; i < count && kept < TASKD_FRAMES; i++)
         words->frames[kept++] = (uint64_t)(uintptr_t)found[i];
-    }
-    taskd_set_word(&words->frame_count, kept);
+    atomic_store(TASKD_ATOMIC(words->frame_count), kept);
 }
 
-/* After a jump into nowhere there is no code from which the unwinder could go on, and it crashes itself. */
+/* After a jump to an address without code the unwinder cannot go on, and crashes itself. */
 static void write_jump(const struct taskd_subject *subject)
 {
     words->frames[0] = (uint64_t)subject->start;
-    taskd_set_word(&words->frame_count, 1);
+    atomic_store(TASKD_ATOMIC(words->frame_count), 1);
     words->frames[1] = (uint64_t)caller_in(subject->context);
-    taskd_set_word(&words->frame_count, 2);
+    atomic_store(TASKD_ATOMIC(words->frame_count), 2);
 }
 
 static void write_names(const struct taskd_subject *subject)
 {
     int count = (int)words->frame_count;
-    if (!is_text_open || count <= 0 || count > TASKD_FRAMES) {
+    if (!is_text_open || count <= 0 || count > TASKD_FRAMES)
         return;
-    }
-    /* A return address may be the first of the next function, behind a call that never comes back: look up the call itself. */
+    /* A return address may be the first of the next function, behind a call that never returns:
+     * look up the call itself. */
     void *places[TASKD_FRAMES];
     bool is_return = subject->is_exit;
     for (int i = 0; i < count; i++) {
@@ -199,96 +197,78 @@ static void write_names(const struct taskd_subject *subject)
         is_return = !is_trampoline;
     }
     say("\n[native]\n");
-    backtrace_symbols_fd(places, count, text_fd);
+    backtrace_symbols_fd(places, count, text.fd);
 }
 
 static void find_exception_type(void)
 {
     *(void **)&exception_type = dlsym(RTLD_DEFAULT, "__cxa_current_exception_type");
-    void *library = exception_type == NULL ? dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD) : NULL;
-    if (library != NULL) {
+    void *library =
+        exception_type == NULL ? dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD) : NULL;
+    if (library != NULL)
         *(void **)&exception_type = dlsym(library, "__cxa_current_exception_type");
-    }
 }
 
 static void write_exception_type(const struct taskd_subject *subject)
 {
-    if (subject->number != SIGABRT) {
+    if (subject->number != SIGABRT)
         return;
-    }
     if (exception_type == NULL && has_timer) {
-        find_exception_type(); /* loaded since the start. It may allocate, and so wait for ever; this stage is the last one */
+        /* Loaded since the start. It may allocate, and so wait for ever; this stage is the last. */
+        find_exception_type();
     }
-    /* std::type_info of every C++ library on Linux: the pointer to its functions, then the pointer to its name. */
+    /* std::type_info of every C++ library on Linux: a pointer to its functions, one to its name. */
     const char *const *type = exception_type != NULL ? exception_type() : NULL;
-    if (type == NULL || type[1] == NULL) {
+    if (type == NULL || type[1] == NULL)
         return;
-    }
     const char *name = type[1] + (type[1][0] == '*');
-    for (size_t i = 0; i + 1 < sizeof words->detail && name[i] != '\0'; i++) {
+    for (size_t i = 0; i + 1 < sizeof words->detail && name[i] != '\0'; i++)
         words->detail[i] = name[i];
-    }
 }
 
-void taskd_write_stacks(struct taskd_last_words *record, int kind, const struct taskd_subject *subject, int limit_signal)
+void taskd_write_stacks(struct taskd_last_words *record, int kind,
+                        const struct taskd_subject *subject, int limit_signal)
 {
     words = record;
-    is_text_open = can_write_text() && lseek(text_fd, TASKD_TEXT_OFFSET, SEEK_SET) == TASKD_TEXT_OFFSET;
+    is_text_open = can_write_text();
     sigset_t mine;
     sigset_t before;
     sigemptyset(&mine);
-    for (size_t i = 0; i < sizeof fault_signals / sizeof fault_signals[0]; i++) {
-        sigaddset(&mine, fault_signals[i]); /* one that is blocked ends the process at once: a crash in a stage must reach us */
-    }
-    if (limit_signal != 0) {
+    for (size_t i = 0; i < sizeof fault_signals / sizeof fault_signals[0]; i++)
+        sigaddset(&mine, fault_signals[i]); /* blocked, it would end the process at once */
+    if (limit_signal != 0)
         sigaddset(&mine, limit_signal);
-    }
     pthread_sigmask(SIG_UNBLOCK, &mine, &before);
     start_timer(limit_signal);
     int64_t patience = kind == TASKD_WORDS_STACKS ? PATIENCE : 1;
     attempt(write_python_stacks, subject, PYTHON_LIMIT * patience);
     attempt(write_frames, subject, NATIVE_LIMIT * patience);
-    if (words->frame_count < 2 && subject->context != NULL && words->address == subject->start) {
+    if (words->frame_count < 2 && subject->context != NULL && words->address == subject->start)
         attempt(write_jump, subject, NATIVE_LIMIT);
-    }
     attempt(write_names, subject, NATIVE_LIMIT * patience);
-    if (kind == TASKD_WORDS_SIGNAL) {
+    if (kind == TASKD_WORDS_SIGNAL)
         attempt(write_exception_type, subject, TYPE_LIMIT);
-    }
     stop_timer();
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 void taskd_leave_stage(void)
 {
-    if (is_in_stage) {
+    if (is_in_stage)
         siglongjmp(escape, 1);
-    }
 }
 
-/* A description of its own, so that its position is its own. 0 or -errno. */
+/* Opened anew, so that its position is its own. 0 or -errno. */
 static int open_text(int box_fd)
 {
     char path[32];
-    struct stat status;
-    if (fstat(box_fd, &status) != 0) {
-        return -errno;
-    }
     snprintf(path, sizeof path, "/proc/self/fd/%d", box_fd);
     int opened = open(path, O_WRONLY | O_CLOEXEC);
-    if (opened < 0) {
+    if (opened < 0)
         return -errno;
-    }
-    int fd = fcntl(opened, F_DUPFD_CLOEXEC, 3); /* the first three belong to the program, open or not */
-    int error = errno;
+    int result = taskd_duplicate(&text, opened);
     close(opened);
-    if (fd < 0) {
-        return -error;
-    }
-    text_device = status.st_dev;
-    text_inode = status.st_ino;
-    text_fd = fd;
-    return 0;
+    return result;
 }
 
 static void find_helpers(void)
@@ -297,9 +277,8 @@ static void find_helpers(void)
     backtrace(frame, 1); /* the first call loads the unwinder */
     *(void **)&python_is_initialized = dlsym(RTLD_DEFAULT, "Py_IsInitialized");
     *(void **)&python_is_finalizing = dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
-    if (python_is_finalizing == NULL) {
+    if (python_is_finalizing == NULL)
         *(void **)&python_is_finalizing = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
-    }
     *(void **)&python_thread_state = dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
     *(void **)&python_dump_threads = dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads");
     *(void **)&python_dump = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
@@ -309,13 +288,12 @@ static void find_helpers(void)
 int taskd_prepare_stacks(int box_fd)
 {
     int result = open_text(box_fd);
-    if (result == 0) {
+    if (result == 0)
         find_helpers();
-    }
     return result;
 }
 
 void taskd_close_stacks(void)
 {
-    close(text_fd);
+    close(text.fd);
 }
