@@ -362,12 +362,9 @@ static struct record *get_record(int *error)
         return NULL;
     }
     /* Fails before Linux 4.14: better no record than one that children write to. */
-    if (madvise(made, sizeof *made, MADV_WIPEONFORK) != 0) {
+    if (madvise(made, sizeof *made, MADV_WIPEONFORK) != 0)
         *error = -errno;
-        munmap(made, sizeof *made);
-        return NULL;
-    }
-    if (atomic_compare_exchange_strong(&record, &self, made))
+    else if (atomic_compare_exchange_strong(&record, &self, made))
         return made;
     munmap(made, sizeof *made);
     return self;
@@ -438,13 +435,10 @@ int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t
     struct taskd_collectives *area = area_of(atomic_load(&record));
     if (area == NULL)
         return -ENOENT;
-    struct taskd_call call = {.communicator = id,
-                              .number = number,
-                              .bytes = bytes,
-                              .dtype = -1,
-                              .peer = -1,
-                              .enter_ns = enter_ns,
-                              .leave_ns = leave_ns};
+    struct taskd_call call = {.communicator = id, .number = number, .bytes = bytes};
+    call.dtype = call.peer = -1;
+    call.enter_ns = enter_ns;
+    call.leave_ns = leave_ns;
     strncpy(call.name, name, sizeof call.name - 1);
     uint64_t index;
     append(area, &call, &index);

@@ -92,26 +92,16 @@ static void keep_loaded(void *address)
         dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-static void remember_site(uint64_t key, void *original)
-{
-    for (size_t probe = 0; probe < PROBES; probe++) {
-        struct site *site = &sites[(key + probe) % SITES];
-        uint64_t none = 0;
-        if (atomic_compare_exchange_strong(&site->key, &none, key) || none == key) {
-            atomic_store(&site->original, original);
-            return;
-        }
-    }
-    /* No room: this one is searched for each time. */
-}
-
-static void *recall_site(uint64_t key)
+/* The entry of this key; NULL: it has none, and cannot have one if `is_new`. */
+static struct site *site_of(uint64_t key, bool is_new)
 {
     for (size_t probe = 0; probe < PROBES; probe++) {
         struct site *site = &sites[(key + probe) % SITES];
         uint64_t seen = atomic_load(&site->key);
+        if (seen == 0 && is_new && atomic_compare_exchange_strong(&site->key, &seen, key))
+            return site;
         if (seen == key)
-            return atomic_load(&site->original);
+            return site;
         if (seen == 0)
             return NULL;
     }
@@ -132,8 +122,9 @@ static void *search(enum taskd_hook_number hook, const void *own, const void *ca
             found = find_in(map->l_name, hook, own);
         if (found == NULL)
             found = find_anywhere(hook, own);
-        if (found != NULL)
-            remember_site(key, found);
+        struct site *site = found != NULL ? site_of(key, true) : NULL;
+        if (site != NULL) /* else the call is searched for each time */
+            atomic_store(&site->original, found);
     }
     if (found != NULL)
         keep_loaded(found);
@@ -148,7 +139,8 @@ void *taskd_linked_original(enum taskd_hook_number hook, const void *own, const 
         return found;
     /* Not the address alone: one place in a program may call several functions by a pointer. */
     uint64_t key = (uint64_t)(uintptr_t)caller * 64 + hook;
-    found = recall_site(key);
+    struct site *site = site_of(key, false);
+    found = site != NULL ? atomic_load(&site->original) : NULL;
     return found != NULL ? found : search(hook, own, caller, key);
 }
 _Static_assert(HOOK_COUNT <= 64, "a key has six bits for it");

@@ -99,9 +99,8 @@ enum taskd_words_kind {
     TASKD_WORDS_STACKS = 3  /* stacks on demand: the process goes on */
 };
 
-/* What a process wrote when it crashed, or when it was asked for its stacks. The text is at
- * TASKD_TEXT_OFFSET. Here and below the number in front of a comment is the offset in the struct.
- */
+/* What a process wrote when it crashed, or when it was asked for its stacks. Here and below the
+ * number at the beginning of a comment is the offset in the struct. */
 struct taskd_last_words {
     int64_t state;    /*   0: enum taskd_words_state */
     int64_t kind;     /*   8: enum taskd_words_kind */
@@ -205,7 +204,7 @@ struct taskd_death {
 /* TASKD_ABI_VERSION of the library, as against that of the header it is compared with. */
 TASKD_API int taskd_abi_version(void);
 
-/* A constant or offset of the layout by name ("box_bytes", "offset_phase"), -1 if unknown. */
+/* A constant or offset of the layout by its name in layout.c ("box_bytes"), -1 if unknown. */
 TASKD_API int64_t taskd_layout_value(const char *name);
 
 /* Worker side: arms the alarm, once per black box. Maps its own view of `box_fd` and duplicates
@@ -228,9 +227,8 @@ TASKD_API int taskd_watch(int box_fd, uint64_t token, int pipe_fd);
 TASKD_API int taskd_unwatch(int box_fd);
 
 /* The calling thread, which waits most of the time, runs soon after it is woken even where others
- * compute on every core. Needs no privilege; threads and processes that it starts are as ever.
- * Kernels before 6.12 ignore it: then a wake-up on a busy machine takes some milliseconds longer.
- */
+ * compute on every core. Needs no privilege; not inherited by threads and processes that it starts.
+ * Kernels before 6.12 ignore it: a wake-up on a busy machine then takes some milliseconds. */
 TASKD_API int taskd_prefer_soon(void);
 
 /* Worker side: prepares `library` ("libtorch_cpu.so", already loaded) so that timed waits in it can

@@ -6,13 +6,6 @@
 
 #include <dlfcn.h>
 
-#define EXPORTED __attribute__((visibility("default"), noreturn))
-
-EXPORTED void exit(int status);
-EXPORTED void _exit(int status);
-EXPORTED void _Exit(int status);
-EXPORTED void quick_exit(int status);
-
 typedef void ending(int status);
 
 static _Atomic(ending *) original_exit;
@@ -56,26 +49,15 @@ static __attribute__((noreturn)) void call(ending *known, const char *name, int 
     end_process(status);
 }
 
-void exit(int status)
-{
-    tell(status, __builtin_return_address(0));
-    call(atomic_load(&original_exit), "exit", status);
-}
+#define ENDING(name, body)                                                                         \
+    __attribute__((visibility("default"), noreturn)) void name(int status);                        \
+    void name(int status)                                                                          \
+    {                                                                                              \
+        tell(status, __builtin_return_address(0));                                                 \
+        body;                                                                                      \
+    }
 
-void quick_exit(int status)
-{
-    tell(status, __builtin_return_address(0));
-    call(atomic_load(&original_quick_exit), "quick_exit", status);
-}
-
-void _exit(int status)
-{
-    tell(status, __builtin_return_address(0));
-    end_process(status);
-}
-
-void _Exit(int status)
-{
-    tell(status, __builtin_return_address(0));
-    end_process(status);
-}
+ENDING(exit, call(atomic_load(&original_exit), "exit", status))
+ENDING(quick_exit, call(atomic_load(&original_quick_exit), "quick_exit", status))
+ENDING(_exit, end_process(status))
+ENDING(_Exit, end_process(status))

@@ -28,9 +28,8 @@
 
 #define WAIT_FOR_OTHER (3000 * TASKD_MILLISECOND) /* more than all stages together */
 #define LET_OTHER_DIE (100 * TASKD_MILLISECOND)
-#define STALE (5000 * TASKD_MILLISECOND) /* who lives that long did not die of what is written */
-#define ALTERNATE_STACK_BYTES                                                                      \
-    (256 * 1024) /* room for nested frames with all registers of a large CPU */
+#define STALE (5000 * TASKD_MILLISECOND)   /* who lives that long did not die of what is written */
+#define ALTERNATE_STACK_BYTES (256 * 1024) /* room for nested frames of signals */
 
 static const int crash_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGSYS, SIGTRAP};
 #define CRASH_SIGNALS (sizeof crash_signals / sizeof crash_signals[0])

@@ -26,8 +26,7 @@
 #include <sys/resource.h>
 #include <time.h>
 
-#define PYTHON_LIMIT                                                                               \
-    (1000 * TASKD_MILLISECOND) /* a hundred threads of a hundred frames, CPU busy */
+#define PYTHON_LIMIT (1000 * TASKD_MILLISECOND) /* a hundred threads of a hundred frames */
 #define NATIVE_LIMIT (500 * TASKD_MILLISECOND)
 #define TYPE_LIMIT (100 * TASKD_MILLISECOND)
 /* Limits are so many times as long if the process is to go on: whoever is torn out of the dynamic
@@ -92,8 +91,7 @@ static void start_timer(int limit_signal)
 
 static void set_timer(int64_t limit_ns)
 {
-    /* Again and again: the first may come before the stage has begun, if the process was held up.
-     */
+    /* Again and again: the first may come before the stage begins, if the process was held up. */
     struct timespec limit = {limit_ns / 1000000000, limit_ns % 1000000000};
     struct itimerspec time = {.it_value = limit, .it_interval = limit};
     if (has_timer)
@@ -123,17 +121,15 @@ static void attempt(void (*stage)(const struct taskd_subject *),
 static void write_python_stacks(const struct taskd_subject *subject)
 {
     if (!is_text_open || python_is_initialized == NULL || python_thread_state == NULL ||
-        !python_is_initialized()) {
+        !python_is_initialized())
         return;
-    }
     void *state = python_thread_state();
     if (!subject->is_exit && python_dump_threads != NULL) {
         say("[python]\n");
         python_dump_threads(text.fd, NULL, state);
     } else if (python_dump != NULL && state != NULL &&
                (python_is_finalizing == NULL || !python_is_finalizing())) {
-        /* Of interest is who ended the process, not the others; and one's own stack stands still.
-         */
+        /* Of interest is who ended the process, whose own stack does not change meanwhile. */
         say("[python]\n");
         python_dump(text.fd, state);
     }
@@ -156,17 +152,15 @@ static void write_frames(const struct taskd_subject *subject)
 {
     void *found[TASKD_FRAMES + OWN_FRAMES];
     int count = backtrace(found, TASKD_FRAMES + OWN_FRAMES);
+    void *const start = (void *)subject->start;
+    void *const trampoline = (void *)subject->trampoline;
     int first = 0;
-    for (int i = 0; i < count; i++) {
-        if ((uintptr_t)found[i] == subject->start) {
-            first = i;
-            break;
-        }
-        if ((uintptr_t)found[i] == subject->trampoline) {
-            first = i + 1; /* of the handlers on the stack, the first one passed is ours */
-            break;
-        }
-    }
+    while (first < count && found[first] != start && found[first] != trampoline)
+        first++;
+    if (first == count)
+        first = 0;
+    else if (found[first] != start)
+        first++; /* of the handlers on the stack, the first one passed is ours */
     int kept = 0;
     for (int i = first; i < count && kept < TASKD_FRAMES; i++)
         words->frames[kept++] = (uint64_t)(uintptr_t)found[i];
@@ -213,15 +207,15 @@ static void write_exception_type(const struct taskd_subject *subject)
 {
     if (subject->number != SIGABRT)
         return;
-    if (exception_type == NULL && has_timer) {
-        /* Loaded since the start. It may allocate, and so wait for ever; this stage is the last. */
+    /* Loaded since the start. To look may allocate, and so wait for ever; this stage is the last.
+     */
+    if (exception_type == NULL && has_timer)
         find_exception_type();
-    }
     /* std::type_info of every C++ library on Linux: a pointer to its functions, one to its name. */
     const char *const *type = exception_type != NULL ? exception_type() : NULL;
     if (type == NULL || type[1] == NULL)
         return;
-    const char *name = type[1] + (type[1][0] == '*');
+    const char *name = type[1][0] == '*' ? type[1] + 1 : type[1];
     for (size_t i = 0; i + 1 < sizeof words->detail && name[i] != '\0'; i++)
         words->detail[i] = name[i];
 }
