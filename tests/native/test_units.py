@@ -88,18 +88,17 @@ def test_no_c_files_depend_on_each_other(symbols):
 
 
 def test_private_headers_say_in_which_unit_a_name_is_defined(symbols):
+    section = re.compile(r"---- (\w+)\.c -|[Dd]efined in (\w+)\.c")
+    declaration = re.compile(r"(?!static|typedef|[#/ _]|.*\{$).*?\b(taskd_\w+)(?:\(|\[\w*\];|;)")
     stated = {}
     for header in HEADERS:
         if header.name == "taskd.h":
             continue
         unit = None
         for line in header.read_text().splitlines():
-            if named := re.search(r"---- (\w+)\.c -|[Dd]efined in (\w+)\.c", line):
+            if named := section.search(line):
                 unit = named[1] or named[2]
-            elif declared := re.match(
-                r"(?:extern )?(?!static|typedef|struct \w+ {|#|_S|/| |enum).*?\b(taskd_\w+)(?:\(|\[\w*\];|;)",
-                line,
-            ):
+            elif declared := declaration.match(line):
                 stated[declared[1]] = unit
     assert len(stated) > 20
     wrong = {
