@@ -216,15 +216,6 @@ static struct taskd_collectives *begin(struct taskd_passage *passage, struct rec
     return area;
 }
 
-/* A call that begins now. */
-static struct taskd_call call_of(enum taskd_hook_number hook, int64_t dtype, int64_t peer)
-{
-    struct taskd_call call = {
-        .dtype = dtype, .peer = peer, .bytes = -1, .enter_ns = taskd_monotonic_ns()};
-    memcpy(call.name, taskd_hooks[hook].name, sizeof call.name);
-    return call;
-}
-
 /* -1: not known. */
 static int64_t bytes_of(enum taskd_hook_number hook, int64_t count, int64_t dtype, int64_t ranks,
                         enum taskd_share share)
@@ -252,7 +243,9 @@ void taskd_enter_call(struct taskd_passage *passage, enum taskd_hook_number hook
     enum taskd_hook_kind kind = taskd_hooks[hook].kind;
     uint32_t place =
         kind == END && handle != NULL ? find(self, handle) : meet(self, area, handle, hook);
-    struct taskd_call call = call_of(hook, dtype, peer);
+    struct taskd_call call = {
+        .dtype = dtype, .peer = peer, .bytes = -1, .enter_ns = taskd_monotonic_ns()};
+    memcpy(call.name, taskd_hooks[hook].name, sizeof call.name);
     if (place == NOWHERE) {
         call.communicator = handle == NULL ? 0 : id_of_unknown(handle);
         call.bytes = bytes_of(hook, count, dtype, -1, share);
@@ -298,8 +291,10 @@ void taskd_leave_call(struct taskd_passage *passage)
 static void record_making(struct taskd_passage *passage, struct taskd_collectives *area,
                           enum taskd_hook_number hook, uint64_t id)
 {
-    struct taskd_call call = call_of(hook, -1, -1);
-    call.communicator = passage->id = id;
+    struct taskd_call call = {.communicator = id, .bytes = -1, .dtype = -1, .peer = -1};
+    call.enter_ns = taskd_monotonic_ns();
+    memcpy(call.name, taskd_hooks[hook].name, sizeof call.name);
+    passage->id = id;
     passage->is_recorded = append(area, &call, &passage->index);
 }
 
