@@ -1,27 +1,32 @@
-/* Ending timed waits of chosen threads: how a gloo operation that would never be woken is made to time out at once.
+/* Ending timed waits of chosen threads: a gloo operation that nobody would wake times out at once.
  *
- * When a connection breaks, gloo (torch 2.13) tells the waiters of operations that it still holds in a list. An operation whose
- * first or remaining bytes are just being written or read is in no list: its waiter sleeps until the timeout of the process group,
- * half an hour by default. That timeout is the one way out that works for every waiter, so it is made to be over now, and
- * only in the threads of groups that are being aborted.
+ * When a connection breaks, gloo (torch 2.13) tells the waiters of operations that it still holds
+ * in a list. An operation whose first or remaining bytes are just being written or read is in no
+ * list: its waiter sleeps until the timeout of the process group, half an hour by default. That
+ * timeout is the one way out that works for every waiter, so it is made to be over now, and only in
+ * the threads of groups that are being aborted.
  *
- * libtorch_cpu.so waits with pthread_cond_timedwait (or clockwait) and then compares std::chrono clocks. Its table of imported
- * functions is pointed at the three or four functions below; no code is changed, and nobody else's imports are. They pass through to
- * the originals unless the calling thread is expired: then a wait returns at once, and each look at a clock finds it a month later.
+ * libtorch_cpu.so waits with pthread_cond_timedwait (or clockwait) and then compares std::chrono
+ * clocks. Its imports of those are redirected to the functions below. They pass through to the
+ * originals unless the calling thread is expired: then a wait returns at once, and each look at a
+ * clock finds it a month later.
  */
-#define _GNU_SOURCE
-#include "internal.h"
+#define _GNU_SOURCE /* RTLD_DEFAULT, pthread_cond_clockwait */
+#include "../include/taskd.h"
+#include "imports.h"
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#define MAX_EXPIRED 1024                            /* threads of aborted groups that have not been freed yet */
-#define LEAP_NS (30LL * 24 * 3600 * 1000000000LL)   /* longer than any timeout; 2,800 of them fit before an overflow */
+#define MAX_EXPIRED 1024 /* threads of aborted groups that have not been freed yet */
+/* Longer than any timeout; 2,800 of them fit before an overflow. */
+#define LEAP_NS (30LL * 24 * 3600 * 1000000000LL)
 
 struct waiter {
     struct waiter *next;
@@ -33,14 +38,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct waiter *waiters;
 static pid_t expired[MAX_EXPIRED];
 static int expired_count;
-static _Atomic uint32_t epoch;      /* changes with `expired` */
+static _Atomic uint32_t changes; /* of `expired` */
 
-static _Thread_local uint32_t seen_epoch;   /* what `is_expired` was learnt from */
+static _Thread_local uint32_t seen_changes; /* of which `is_expired` knows */
 static _Thread_local bool is_expired;
 static _Thread_local int64_t leaps;
 
 static int (*original_timedwait)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-static int (*original_clockwait)(pthread_cond_t *, pthread_mutex_t *, clockid_t, const struct timespec *);
+static int (*original_clockwait)(pthread_cond_t *, pthread_mutex_t *, clockid_t,
+                                 const struct timespec *);
 static int64_t (*original_steady_now)(void);
 static int64_t (*original_system_now)(void);
 
@@ -55,7 +61,7 @@ static int find_expired(pid_t tid)
 /* Called with the lock held. */
 static void learn(pid_t tid)
 {
-    seen_epoch = atomic_load(&epoch);
+    seen_changes = atomic_load(&changes);
     is_expired = find_expired(tid) >= 0;
 }
 
@@ -74,12 +80,11 @@ static bool enter(struct waiter *self, pthread_cond_t *cond)
 static void leave(struct waiter *self)
 {
     pthread_mutex_lock(&lock);
-    for (struct waiter **link = &waiters; *link; link = &(*link)->next) {
-        if (*link == self) {
-            *link = self->next;
-            break;
-        }
-    }
+    struct waiter **link = &waiters;
+    while (*link != NULL && *link != self)
+        link = &(*link)->next;
+    if (*link != NULL) /* else a fork has emptied the list */
+        *link = self->next;
     learn(self->tid);
     pthread_mutex_unlock(&lock);
 }
@@ -94,7 +99,8 @@ static int timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct 
     return is_expired ? ETIMEDOUT : result;
 }
 
-static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clock, const struct timespec *until)
+static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clock,
+                     const struct timespec *until)
 {
     struct waiter self;
     int result = ETIMEDOUT;
@@ -104,11 +110,12 @@ static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clo
     return is_expired ? ETIMEDOUT : result;
 }
 
-/* Each look finds the clock a leap further on: a deadline that was computed from the last look is over at the next. A thread that was
- * forgiven finds the true time again. One that was never expired does not look: it may do this very often. */
+/* Each look finds the clock a leap further on: a deadline that was computed from the last look is
+ * over at the next. A thread that was forgiven finds the true time again. One that was never
+ * expired does not look for changes: it may do this very often. */
 static int64_t leap(void)
 {
-    if (is_expired && seen_epoch != atomic_load(&epoch)) {
+    if (is_expired && seen_changes != atomic_load(&changes)) {
         pthread_mutex_lock(&lock);
         learn((pid_t)syscall(SYS_gettid));
         pthread_mutex_unlock(&lock);
@@ -130,7 +137,7 @@ static const struct hooked {
     const char *name;
     void *replacement;
     void **original;
-    int group;      /* one of each group must be imported, or nothing is changed: 0 a wait, 1 a clock */
+    int group; /* one of each must be imported, or nothing is changed: 0 a wait, 1 a clock */
 } hooks[] = {
     {"pthread_cond_timedwait", (void *)timedwait, (void **)&original_timedwait, 0},
     {"pthread_cond_clockwait", (void *)clockwait, (void **)&original_clockwait, 0},
@@ -142,14 +149,13 @@ static const struct hooked {
 static void *find_original(const char *name)
 {
     void *found = dlsym(RTLD_DEFAULT, name);
-    if (found)
-        return found;
-    void *library = dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD);
-    return library ? dlsym(library, name) : NULL;
+    void *library = found == NULL ? dlopen("libstdc++.so.6", RTLD_LAZY | RTLD_NOLOAD) : NULL;
+    return library != NULL ? dlsym(library, name) : found;
 }
 
-/* In a forked child: the threads that wait are its parent's, and so is whoever had the lock. Nothing is locked before the fork: handlers
- * of others that run then may wait for threads that wait here. */
+/* In a forked child: the threads that wait are its parent's, and so is whoever had the lock.
+ * Nothing is locked before the fork: handlers of others that run then may wait for threads that
+ * wait here. */
 static void forget_all(void)
 {
     static const pthread_mutex_t fresh = PTHREAD_MUTEX_INITIALIZER;
@@ -167,26 +173,22 @@ static int hook(const char *library)
     int result = taskd_find_imports(library, imports, HOOK_COUNT);
     if (result != 0)
         return result;
-    int found[2] = {0, 0};
+    bool is_imported[2] = {false, false};
     for (size_t k = 0; k < HOOK_COUNT; k++) {
-        if (!imports[k].slot)
+        if (imports[k].slot == NULL)
             continue;
         *hooks[k].original = find_original(hooks[k].name);
-        if (!*hooks[k].original)
+        if (*hooks[k].original == NULL)
             return -ENOSYS;
-        found[hooks[k].group]++;
+        is_imported[hooks[k].group] = true;
     }
-    if (!found[0] || !found[1])
+    if (!is_imported[0] || !is_imported[1])
         return -ENOSYS;
-    result = pthread_atfork(NULL, NULL, forget_all);
-    if (result != 0)
-        return -result;
-    for (size_t k = 0; k < HOOK_COUNT; k++) {
-        result = imports[k].slot ? taskd_redirect_import(&imports[k], hooks[k].replacement) : 0;
-        if (result != 0)
-            return result;
-    }
-    return 0;
+    result = -pthread_atfork(NULL, NULL, forget_all);
+    for (size_t k = 0; k < HOOK_COUNT && result == 0; k++)
+        if (imports[k].slot != NULL)
+            result = taskd_redirect_import(&imports[k], hooks[k].replacement);
+    return result;
 }
 
 int taskd_waits_hook(const char *library)
@@ -207,8 +209,8 @@ int taskd_waits_expire(const int32_t *tids, int count)
     for (int i = 0; i < count; i++)
         if (find_expired(tids[i]) < 0 && expired_count < MAX_EXPIRED)
             expired[expired_count++] = tids[i];
-    atomic_fetch_add(&epoch, 1);
-    for (struct waiter *waiter = waiters; waiter; waiter = waiter->next) {
+    atomic_fetch_add(&changes, 1);
+    for (struct waiter *waiter = waiters; waiter != NULL; waiter = waiter->next) {
         if (find_expired(waiter->tid) >= 0) {
             pthread_cond_broadcast(waiter->cond);
             woken++;
@@ -226,7 +228,7 @@ int taskd_waits_forgive(const int32_t *tids, int count)
         if (index >= 0)
             expired[index] = expired[--expired_count];
     }
-    atomic_fetch_add(&epoch, 1);
+    atomic_fetch_add(&changes, 1);
     pthread_mutex_unlock(&lock);
     return 0;
 }
