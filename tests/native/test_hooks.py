@@ -118,8 +118,14 @@ def reduce(comm):
 
 
 def test_the_list_has_the_functions_with_their_signatures():
-    listed = re.findall(r"^HOOK_\w+\((\w+), (?:[A-Z]+, )?(\w+),", (ROOT / "csrc/collectives/hooks.def").read_text(), re.MULTILINE)
-    assert sorted(name for _, name in listed) == sorted(name for family in FAMILIES for name in SIGNATURES[family])
+    listed = re.findall(
+        r"^HOOK_\w+\((\w+), (?:[A-Z]+, )?(\w+),",
+        (ROOT / "csrc/collectives/hooks.def").read_text(),
+        re.MULTILINE,
+    )
+    assert sorted(name for _, name in listed) == sorted(
+        name for family in FAMILIES for name in SIGNATURES[family]
+    )
     assert all(name in SIGNATURES[family.lower()] for family, name in listed)
 
 
