@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 from typing import TYPE_CHECKING
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 MANUAL = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+# Files of other projects that a page names.
+ELSEWHERE = {
+    "torch/distributed/run.py",
+    "examples/fault_tolerance/deployment/README.md",
+    "docs/blogs/flash_checkpoint.md",
+}
 # Passed between taskd's own processes: nobody sets it by hand.
 INTERNAL = {"TASKD_WORKER"}
 
@@ -236,6 +243,20 @@ def test_the_supported_torch_versions_are_those_of_the_patch() -> None:
 
 
 # ---------------------------------------------------------------------- all pages
+
+
+@pytest.mark.parametrize("path", MANUAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(path: pathlib.Path) -> None:
+    named = {
+        span
+        for span in code_spans(path.read_text())
+        if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|c|h|def|md|json|yaml|sh)", span)
+    }
+    places = (ROOT, ROOT / "taskd", ROOT / "tests", path.parent)
+    gone = [name for name in named if not any((place / name).exists() for place in places)]
+    assert set(gone) <= ELSEWHERE
+    modules = re.findall(r"`python -m (taskd[\w.]*)", path.read_text())
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
