@@ -1,4 +1,7 @@
-"""The documentation says what the code does: variables, log lines, record fields, timeouts, names, links."""
+"""The documentation says what the code does: variables, log lines, records, timeouts, names, links.
+
+And it can be read in a window of 100 columns.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 from typing import TYPE_CHECKING
@@ -22,6 +26,13 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+MANUAL = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+# Files of other projects that a page names.
+ELSEWHERE = {
+    "torch/distributed/run.py",
+    "examples/fault_tolerance/deployment/README.md",
+    "docs/blogs/flash_checkpoint.md",
+}
 # Passed between taskd's own processes: nobody sets it by hand.
 INTERNAL = {"TASKD_WORKER"}
 
@@ -32,25 +43,39 @@ def page(name: str) -> str:
 
 
 def section(name: str, title: str) -> str:
-    """The text under one heading of a page, up to the next heading of the same or a higher level."""
+    """The text under one heading, up to the next heading of the same or a higher level."""
     found = re.search(rf"(?m)^(#+) {re.escape(title)}\n", page(name))
     assert found, f"{name} has no section {title!r}"
-    rest = page(name)[found.end():]
+    rest = page(name)[found.end() :]
     end = re.search(rf"(?m)^#{{1,{len(found[1])}}} ", rest)
-    return rest[:end.start()] if end else rest
+    return rest[: end.start()] if end else rest
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of all tables in `text`, without headings; a cell is its plain text."""
+    """The rows of tables, without headings, and the items of lists, `- term: meaning`."""
     found: list[list[str]] = []
     in_body = False
-    for line in text.splitlines():
-        if not line.startswith("|"):
+    for line in re.sub(r"\n  (?=\S)", " ", text).splitlines():
+        item = re.match(r"- ((?:`[^`]*`|[^`])*?): (.*)", line)
+        if item:
+            found.append([item[1], item[2]])
+        elif not line.startswith("|"):
             in_body = False
         elif re.fullmatch(r"[|\s:-]+", line):
             in_body = True
         elif in_body:
-            found.append([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+            found.append(
+                [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            )
+    return found
+
+
+def lines_of_trouble() -> list[tuple[str, str]]:
+    """(level, text) of each line that docs/operations.md explains."""
+    found = re.findall(
+        r"(?m)^- (WARNING|ERROR) `([^`]+)`", section("docs/operations.md", "Log lines")
+    )
+    assert len(found) > 100
     return found
 
 
@@ -85,14 +110,24 @@ def log_calls() -> Iterator[tuple[str, str, str]]:
     """(level, text, place) of every log call whose level users see as trouble."""
     for path, tree in sources():
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+            ):
                 continue
             owner = node.func.value
             is_logger = (isinstance(owner, ast.Name) and owner.id in {"log", "logger", "_log"}) or (
-                isinstance(owner, ast.Call) and ast.unparse(owner.func).endswith("getLogger"))
-            level = {"warning": "WARNING", "error": "ERROR", "exception": "ERROR", "critical": "ERROR"}.get(node.func.attr)
+                isinstance(owner, ast.Call) and ast.unparse(owner.func).endswith("getLogger")
+            )
+            level = {
+                "warning": "WARNING",
+                "error": "ERROR",
+                "exception": "ERROR",
+                "critical": "ERROR",
+            }.get(node.func.attr)
             text = text_of(node.args[0])
-            if is_logger and level and re.search(r"[a-z]{2}", text):     # "%s: %s" is somebody else's text
+            if (
+                is_logger and level and re.search(r"[a-z]{2}", text)
+            ):  # "%s: %s" is somebody else's text
                 yield level, text, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -100,44 +135,73 @@ def log_calls() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_variable_that_the_code_knows_is_documented_and_the_other_way_round() -> None:
-    known = {text for _, tree in sources() for text in strings(tree) if re.fullmatch(r"TASKD_[A-Z_]+", text)} - INTERNAL
-    documented = {name for row in rows(section("docs/operations.md", "Environment")) for name in code_spans(row[0])
-                  if name.startswith("TASKD_")}
+    known = {
+        text
+        for _, tree in sources()
+        for text in strings(tree)
+        if re.fullmatch(r"TASKD_[A-Z_]+", text)
+    } - INTERNAL
+    documented = {
+        name
+        for row in rows(section("docs/operations.md", "Environment"))
+        for name in code_spans(row[0])
+        if name.startswith("TASKD_")
+    }
     assert documented == known
 
 
 def test_every_line_of_trouble_is_documented_with_its_level() -> None:
-    documented = [(row[0], code_spans(row[1])[0]) for row in rows(section("docs/operations.md", "Log lines"))]
-    missing = [f"{place} {level} {text}" for level, text, place in log_calls()
-               if not any(level == known_level and known in text for known_level, known in documented)]
+    documented = lines_of_trouble()
+    missing = [
+        f"{place} {level} {text}"
+        for level, text, place in log_calls()
+        if not any(level == known_level and known in text for known_level, known in documented)
+    ]
     assert not missing, "\n".join(missing)
 
 
 def test_every_documented_line_of_trouble_is_in_the_code() -> None:
     existing = [(level, text) for level, text, _ in log_calls()]
-    stale = [row for row in rows(section("docs/operations.md", "Log lines"))
-             if not any(row[0] == level and code_spans(row[1])[0] in text for level, text in existing)]
+    stale = [
+        (level, known)
+        for level, known in lines_of_trouble()
+        if not any(level == existing_level and known in text for existing_level, text in existing)
+    ]
     assert not stale
 
 
 def test_the_reasons_for_an_end_are_those_of_the_code() -> None:
-    texts = [text_of(node) for _, tree in sources() for node in ast.walk(tree)
-             if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    texts = [
+        text_of(node)
+        for _, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Constant, ast.JoinedStr))
+    ]
     for row in rows(section("docs/operations.md", "Why a job ends")):
         reason = code_spans(row[0])[0]
         assert any(reason in text for text in texts), reason
 
 
 def test_the_record_is_described_field_by_field() -> None:
-    documented = {name for row in rows(section("docs/operations.md", "The record of a recovery")) for name in code_spans(row[0])}
+    documented = {
+        name
+        for row in rows(section("docs/operations.md", "The record of a recovery"))
+        for name in code_spans(row[0])
+    }
     assert {field.name for field in dataclasses.fields(RecoveryRecord)} <= documented
-    described = {name for row in rows(section("docs/operations.md", "A fault in the record")) for name in code_spans(row[0])}
+    described = {
+        name
+        for row in rows(section("docs/operations.md", "A fault in the record"))
+        for name in code_spans(row[0])
+    }
     assert {field.name for field in dataclasses.fields(Fault)} == described
 
 
 def test_the_timeouts_are_those_that_are_derived() -> None:
     derived = dataclasses.asdict(Timeouts.derive())
-    documented = {code_spans(row[0])[0]: row[2] for row in rows(section("docs/operations.md", "Timeouts"))}
+    documented = {
+        code_spans(row[0])[0]: row[2] for row in rows(section("docs/operations.md", "Timeouts"))
+    }
     assert {f"{name}_s" for name in documented} == set(derived)
     for name, value in documented.items():
         assert value == f"{derived[f'{name}_s']:g} s", name
@@ -147,7 +211,9 @@ def test_the_timeouts_are_those_that_are_derived() -> None:
 
 
 def promised() -> list[str]:
-    names = [name for row in rows(section("docs/compat.md", "Names")) for name in code_spans(row[0])]
+    names = [
+        name for row in rows(section("docs/compat.md", "Names")) for name in code_spans(row[0])
+    ]
     assert len(names) >= 20
     return names
 
@@ -179,6 +245,20 @@ def test_the_supported_torch_versions_are_those_of_the_patch() -> None:
 # ---------------------------------------------------------------------- all pages
 
 
+@pytest.mark.parametrize("path", MANUAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(path: pathlib.Path) -> None:
+    named = {
+        span
+        for span in code_spans(path.read_text())
+        if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|c|h|def|md|json|yaml|sh)", span)
+    }
+    places = (ROOT, ROOT / "taskd", ROOT / "tests", path.parent)
+    gone = [name for name in named if not any((place / name).exists() for place in places)]
+    assert set(gone) <= ELSEWHERE
+    modules = re.findall(r"`python -m (taskd[\w.]*)", path.read_text())
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
@@ -189,21 +269,56 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
         assert there.exists(), target
         if anchor:
             headings = re.findall(r"(?m)^#+ (.*)$", there.read_text())
-            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}, target
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings
+            }, target
+
+
+def visible(line: str) -> str:
+    """A line without what cannot be broken: targets of links, and names in backquotes in tables."""
+    shown = re.sub(r"\]\([^)\s]+\)", "]", line)
+    return re.sub(r"`[^`]*`", "", shown) if line.startswith("|") else shown
+
+
+@pytest.mark.parametrize("path", MANUAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_have_at_most_100_characters(path: pathlib.Path) -> None:
+    copied = {"sed -i '/import os/i import taskd.python.adaptor.patch'"}  # a command of one line
+    drawn = set(diagram.mermaid().splitlines())  # by a program
+    long = [
+        f"{number}: {line}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(visible(line)) > 100
+        and line not in drawn
+        and not any(line.startswith(text) for text in copied)
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_the_contents_of_operations_are_its_sections() -> None:
+    listed = re.findall(r"(?m)^- \[(.*)\]\(#", page("docs/operations.md").partition("\n## ")[0])
+    assert listed == re.findall(r"(?m)^## (.*)$", page("docs/operations.md"))
 
 
 def test_the_diff_in_the_readme_is_the_minimal_example() -> None:
     diff = page("README.md").partition("```diff\n")[2].partition("```")[0].splitlines()
     with_taskd = [line[1:].rstrip() for line in diff if not line.startswith("-")]
-    example = [re.sub(r"\s*# \+ \d.*$", "", line) for line in page("examples/minimal_ddp.py").splitlines()]
+    example = [
+        re.sub(r"\s*# \+ \d.*$", "", line) for line in page("examples/minimal_ddp.py").splitlines()
+    ]
     start = example.index("import torch")
-    shown = [line for line in example[start:start + len(example)] if line]
-    assert [line for line in with_taskd if line] == shown[:len([line for line in with_taskd if line])]
+    shown = [line for line in example[start : start + len(example)] if line]
+    assert [line for line in with_taskd if line] == shown[
+        : len([line for line in with_taskd if line])
+    ]
 
 
 def test_every_example_is_in_the_list() -> None:
     examples = ROOT / "examples"
-    files = {str(path.relative_to(examples)) for path in examples.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    files = {
+        str(path.relative_to(examples))
+        for path in examples.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     listed = set(re.findall(r"\]\(([^)\s]+)\)", page("examples/README.md").partition("\n## ")[0]))
     assert files - {"README.md", "digits_resnet.py"} == listed
 
@@ -212,12 +327,22 @@ def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
     home = re.compile(r"(?<![\w.*$}/])/(?:root|home|work|Users)/\w")
     suffixes = {".md", ".py", ".pyx", ".c", ".h", ".sh", ".toml", ".in", ".map", ""}
     folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "tests", ".ci")
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
-    guilty = [str(path.relative_to(ROOT)) for path in files
-              if path.is_file() and path.suffix in suffixes and home.search(path.read_text(errors="replace"))]
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(
+        ROOT.iterdir()
+    )
+    guilty = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.is_file()
+        and path.name != ".git"
+        and path.suffix in suffixes
+        and home.search(path.read_text(errors="replace"))
+    ]
     assert not guilty
 
 
 def test_the_picture_of_the_phases_is_that_of_the_tables() -> None:
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    assert f"```mermaid\n{diagram.mermaid()}\n```" in text, "put there what `python -m taskd.testing.diagram` prints"
+    assert f"```mermaid\n{diagram.mermaid()}\n```" in text, (
+        "put there what `python -m taskd.testing.diagram` prints"
+    )
