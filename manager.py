@@ -1,7 +1,7 @@
 """Starts the manager of a job on node 0:  python manager.py &  before torchrun. Ends with the job.
 
-The job id is MINDX_TASK_ID, the port TASKD_PORT (9601). Exit code: 0 the job succeeded (or SIGTERM ended the manager), 1 it
-failed, 2 the configuration is wrong or the port is taken.
+The job id is MINDX_TASK_ID, the port TASKD_PORT (9601). Exit code: 0 the job succeeded (or SIGTERM
+ended the manager), 1 it failed, 2 the configuration is wrong or the port is taken.
 """
 
 import argparse
@@ -11,10 +11,18 @@ from taskd.api import init_taskd_manager, start_taskd_manager
 
 
 def main() -> int:
-    """Options are promises that registrations are held against; left out, the agents' registrations say it."""
+    """Options are promises that registrations are held against.
+
+    Left out, the agents' registrations say it.
+    """
     parser = argparse.ArgumentParser(description="The manager of a taskd job.")
     parser.add_argument("--nnodes", type=int, help="number of nodes (default: as the agents say)")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, help="processes per node (default: as the agents say)")
+    parser.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        help="processes per node (default: as the agents say)",
+    )
     options = parser.parse_args()
     config: dict[str, object] = {}
     if options.nnodes is not None:

@@ -1,8 +1,11 @@
-"""Builds csrc/ into libtaskd.so and the Cython binding to it. Nothing else: the rest is in pyproject.toml.
+"""Builds csrc/ into libtaskd.so and the Cython binding to it.
 
-Both are optional: without a C compiler the build warns once and goes on, and taskd works without them; without Cython or
-Python's headers only the binding is left out, and taskd reaches the library through ctypes.
-TASKD_BUILD_NATIVE=off leaves them out on purpose, TASKD_BUILD_NATIVE=required makes a failure fatal (for continuous integration).
+Nothing else: the rest is in pyproject.toml.
+
+Both are optional: without a C compiler the build warns once and goes on, and taskd works without
+them; without Cython or Python's headers only the binding is left out, and taskd reaches the library
+through ctypes. TASKD_BUILD_NATIVE=off leaves them out on purpose, TASKD_BUILD_NATIVE=required makes
+a failure fatal (for continuous integration).
 """
 
 from __future__ import annotations
@@ -25,12 +28,19 @@ LIBRARY = "taskd.python.cython_api.libs.libtaskd"
 BINDING = "taskd.native._binding"
 
 # What a probe must be able to do: the headers of the C library, threads, a shared object.
-PROBE = "#include <pthread.h>\n#include <linux/futex.h>\nint taskd_probe(void) { return (int)pthread_self(); }\n"
+PROBE = (
+    "#include <pthread.h>\n#include <linux/futex.h>\nint taskd_probe(void) { return "
+    "(int)pthread_self(); }\n"
+)
 
 
 def warn(missing: str) -> None:
     """Say once what is left out and what that costs; stop the build if the caller insists."""
-    text = f"taskd: {missing}. Deaths will be noticed through pidfd only: slower by 0.1 s and more per GB of a worker."
+    text = (
+        f"taskd: {missing}. Deaths will be noticed through pidfd only: slower by 0.1 s and "
+        "more "
+        "per GB of a worker."
+    )
     if MODE == "required":
         raise SystemExit(text)
     sys.stderr.write(f"warning: {text}\n")
@@ -44,7 +54,15 @@ def compiler_works() -> bool:
         source.write_text(PROBE)
         try:
             done = subprocess.run(
-                [*command, "-fPIC", "-shared", "-pthread", str(source), "-o", str(source.with_suffix(".so"))],
+                [
+                    *command,
+                    "-fPIC",
+                    "-shared",
+                    "-pthread",
+                    str(source),
+                    "-o",
+                    str(source.with_suffix(".so")),
+                ],
                 capture_output=True,
                 check=False,
             )
@@ -54,12 +72,23 @@ def compiler_works() -> bool:
 
 
 def library() -> Extension:
-    """libtaskd.so: plain C, no Python in it. An Extension only because setuptools knows where to put those."""
+    """libtaskd.so: plain C, no Python in it.
+
+    An Extension only because setuptools knows where to put those.
+    """
     return Extension(
         LIBRARY,
         sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.c"))],
         depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hmd]*"))],
-        extra_compile_args=["-std=c11", "-Wall", "-Wextra", "-Werror=implicit", "-fvisibility=hidden", "-pthread", "-g1"],
+        extra_compile_args=[
+            "-std=c11",
+            "-Wall",
+            "-Wextra",
+            "-Werror=implicit",
+            "-fvisibility=hidden",
+            "-pthread",
+            "-g1",
+        ],
         extra_link_args=[
             "-pthread",
             "-ldl",  # a part of the C library that was a file of its own before glibc 2.34
@@ -73,11 +102,11 @@ def library() -> Extension:
 
 
 def binding() -> list[Extension]:
-    """The Cython module, or nothing if it cannot be made here (taskd then reaches the library through ctypes)."""
+    """The Cython module, or nothing if it cannot be made here: taskd then uses ctypes."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return []
     try:
-        from Cython.Build import cythonize  # noqa: PLC0415 - optional, and only wanted when there is a compiler
+        from Cython.Build import cythonize  # noqa: PLC0415
     except ImportError:
         return []
     extension = Extension(

@@ -1,9 +1,12 @@
-"""What the step boundary costs: `commit()` and the captures around it, in one process, with a real black box.
+"""What the step boundary costs.
+
+`commit()` and the captures around it, in one process, with a real black box.
 
     python benchmarks/commit_cost.py [--commits 20000] [--steps 600]
 
-Prints one table and one line of JSON. The rows of the first kind are the median over batches of 200 calls, one after the other. Those
-"in a step" are the median over the steps of a real training (the model of benchmarks/workload.py), which has emptied the caches before.
+Prints one table and one line of JSON. The rows of the first kind are the median over batches of 200
+calls, one after the other. Those "in a step" are the median over the steps of a real training (the
+model of benchmarks/workload.py), which has emptied the caches before.
 """
 
 from __future__ import annotations
@@ -29,8 +32,13 @@ if TYPE_CHECKING:
 BATCH = 200
 
 
-def median_us(call: Callable[[], Any], calls: int, before: Callable[[], Any] | None = None) -> float:
-    """Median over batches of the time of one call; `before` runs ahead of each and its own time is taken off."""
+def median_us(
+    call: Callable[[], Any], calls: int, before: Callable[[], Any] | None = None
+) -> float:
+    """Median over batches of the time of one call.
+
+    `before` runs ahead of each and its own time is taken off.
+    """
     times = []
     for _ in range(max(1, calls // BATCH)):
         start = time.perf_counter()
@@ -43,11 +51,17 @@ def median_us(call: Callable[[], Any], calls: int, before: Callable[[], Any] | N
     return round(statistics.median(times) - own, 2)
 
 
-def make_state(layers: int, *, norm: bool = False) -> tuple[TrainState, torch.nn.Module, torch.optim.Optimizer]:
+def make_state(
+    layers: int, *, norm: bool = False
+) -> tuple[TrainState, torch.nn.Module, torch.optim.Optimizer]:
     """A TrainState over a small network of `layers` layers, with AdamW and a scheduler, restored."""
     life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
     life_module.set_current(life)
-    parts = [part for _ in range(layers) for part in (torch.nn.Linear(64, 64), *([torch.nn.BatchNorm1d(64)] if norm else []))]
+    parts = [
+        part
+        for _ in range(layers)
+        for part in (torch.nn.Linear(64, 64), *([torch.nn.BatchNorm1d(64)] if norm else []))
+    ]
     model = torch.nn.Sequential(*parts)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
@@ -57,18 +71,26 @@ def make_state(layers: int, *, norm: bool = False) -> tuple[TrainState, torch.nn
 
 
 def in_steps(steps: int, *, draws: bool) -> dict[str, float]:
-    """Median time of commit() and of each hook between the parts of a real step; `draws`: which uses torch's generator (dropout)."""
+    """Median time of commit() and of each hook between the parts of a real step.
+
+    `draws`: which uses torch's generator (dropout).
+    """
     life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
     life_module.set_current(life)
-    model = torch.nn.Sequential(*(part for _ in range(5) for part in (torch.nn.Linear(512, 512), torch.nn.GELU())))
+    model = torch.nn.Sequential(
+        *(part for _ in range(5) for part in (torch.nn.Linear(512, 512), torch.nn.GELU()))
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     state = TrainState(model=model, optimizer=optimizer)
     state.restore()
-    holding = state._holding  # noqa: SLF001 - the hooks are called here, where they can be timed
+    holding = state._holding  # noqa: SLF001
     holding.detach()
     where = "in a step that draws" if draws else "in a step"
-    calls = {f"forward hook, {where}": functools.partial(holding.capture_pending, life),
-             f"optimizer hook, {where}": holding.begin_update, f"commit, {where}": state.commit}
+    calls = {
+        f"forward hook, {where}": functools.partial(holding.capture_pending, life),
+        f"optimizer hook, {where}": holding.begin_update,
+        f"commit, {where}": state.commit,
+    }
     forward, update, commit = calls
     times: dict[str, list[float]] = {name: [] for name in calls}
 
@@ -97,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     calls = options.commits
     torch.set_num_threads(1)
-    import numpy as np  # noqa: PLC0415 - a job with numpy loaded is the dearer case
+    import numpy as np  # noqa: PLC0415
 
     rows = {}
     state, _, _ = make_state(4)

@@ -2,8 +2,9 @@
 
     python benchmarks/cut.py [--ranks 1024 8192 65536] [--repeats 5] [--json FILE]
 
-`replicated`: one shard. `hsdp`: two replicas of each shard. `fsdp`: one shard per rank, and two snapshots of each in node memory, one of
-which everybody goes back to. Seconds, median of the repeats; `writers`: the plan of a dump from that state. Eight ranks per node.
+`replicated`: one shard. `hsdp`: two replicas of each shard. `fsdp`: one shard per rank, and two
+snapshots of each in node memory, one of which everybody goes back to. Seconds, median of the
+repeats; `writers`: the plan of a dump from that state. Eight ranks per node.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ PER_NODE = 8
 
 def replicated(ranks: int) -> list[Copy]:
     """Every rank holds everything; rank 1 is new."""
-    return [Copy(rank, None if rank == 1 else NEWEST, replaced=rank == 1, node=rank // PER_NODE) for rank in range(ranks)]
+    return [
+        Copy(rank, None if rank == 1 else NEWEST, replaced=rank == 1, node=rank // PER_NODE)
+        for rank in range(ranks)
+    ]
 
 
 def hsdp(ranks: int) -> list[Copy]:
     """The second half of the world holds what the first holds; rank 1 is new."""
     return [
-        Copy(rank, None if rank == 1 else NEWEST, replaced=rank == 1, shard=str(rank % (ranks // 2)), node=rank // PER_NODE)
+        Copy(
+            rank,
+            None if rank == 1 else NEWEST,
+            replaced=rank == 1,
+            shard=str(rank % (ranks // 2)),
+            node=rank // PER_NODE,
+        )
         for rank in range(ranks)
     ]
 
@@ -37,7 +47,12 @@ def fsdp(ranks: int) -> list[Copy]:
     """Every rank holds a part; rank 1 is new."""
     return [
         Copy(
-            rank, None if rank == 1 else NEWEST, replaced=rank == 1, shard=str(rank), snapshots=SNAPSHOTS, node=rank // PER_NODE
+            rank,
+            None if rank == 1 else NEWEST,
+            replaced=rank == 1,
+            shard=str(rank),
+            snapshots=SNAPSHOTS,
+            node=rank // PER_NODE,
         )
         for rank in range(ranks)
     ]
@@ -57,26 +72,42 @@ def measure(copies: list[Copy], repeats: int) -> tuple[float, float]:
         written = plan_writers(copies, cut.version)
         writers.append(time.perf_counter() - start)
         assert isinstance(written, dict)
-        assert sum(len(shards) for shards in written.values()) == len({copy.shard for copy in copies})
+        assert sum(len(shards) for shards in written.values()) == len(
+            {copy.shard for copy in copies}
+        )
     return statistics.median(cuts), statistics.median(writers)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows = []
-    print(f"{'ranks':>8}" + "".join(f"{name:>12}{'writers':>10}" for name in ("replicated", "hsdp", "fsdp")))
+    print(
+        f"{'ranks':>8}"
+        + "".join(f"{name:>12}{'writers':>10}" for name in ("replicated", "hsdp", "fsdp"))
+    )
     for ranks in options.ranks:
         row = {"ranks": ranks}
         for world in (replicated, hsdp, fsdp):
             cut_s, writers_s = measure(world(ranks), options.repeats)
-            row |= {f"{world.__name__}_s": round(cut_s, 4), f"{world.__name__}_writers_s": round(writers_s, 4)}
+            row |= {
+                f"{world.__name__}_s": round(cut_s, 4),
+                f"{world.__name__}_writers_s": round(writers_s, 4),
+            }
         rows.append(row)
-        print(f"{ranks:>8}" + "".join(f"{row[f'{name}_s']:>12.3f}{row[f'{name}_writers_s']:>10.3f}" for name in ("replicated", "hsdp", "fsdp")))
+        print(
+            f"{ranks:>8}"
+            + "".join(
+                f"{row[f'{name}_s']:>12.3f}{row[f'{name}_writers_s']:>10.3f}"
+                for name in ("replicated", "hsdp", "fsdp")
+            )
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

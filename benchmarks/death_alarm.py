@@ -1,11 +1,15 @@
-"""How soon a death is known: the alarm against a pidfd, on the same deaths, by size of the victim and load of the machine.
+"""How soon a death is known.
+
+The alarm against a pidfd, on the same deaths, by size of the victim and load of the machine.
 
     python benchmarks/death_alarm.py [--rss-gb 0 1 4 8] [--n 30] [--busy 0 2] [--huge-pages] [--json FILE]
 
-Each round starts a victim that touches so much memory (4 KiB pages unless `--huge-pages`; training processes have both), kills it
-with SIGKILL, and waits in one poll() for the alarm's pipe and for the pidfd. Times run from just before kill() to the moment at which
-this process, in the agent's place, has read the news. `--busy`: so many spinning processes compete for the cores; they are stopped
-while a victim prepares itself. "seen" is the part of the alarm's time until libtaskd's thread wrote the record.
+Each round starts a victim that touches so much memory (4 KiB pages unless `--huge-pages`; training
+processes have both), kills it with SIGKILL, and waits in one poll() for the alarm's pipe and for
+the pidfd. Times run from just before kill() to the moment at which this process, in the agent's
+place, has read the news. `--busy`: so many spinning processes compete for the cores; they are
+stopped while a victim prepares itself. "seen" is the part of the alarm's time until libtaskd's
+thread wrote the record.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ class Load:
     """Spinning processes, stopped until they are wanted."""
 
     def __init__(self, count: int) -> None:
-        self._processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+        self._processes = [
+            subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)
+        ]
         self.stop()
 
     def stop(self) -> None:
@@ -68,7 +74,8 @@ class Load:
 
     @staticmethod
     def _cpu_s(pid: int) -> float:
-        return time.clock_gettime((~pid << 3) | 2)      # the CPU clock of another process, see clock_getcpuclockid(3)
+        # the CPU clock of another process, see clock_getcpuclockid(3)
+        return time.clock_gettime((~pid << 3) | 2)
 
     def end(self) -> None:
         """Kill and reap them."""
@@ -77,13 +84,20 @@ class Load:
             process.wait()
 
 
-def one_death(alarm: DeathAlarm, token: int, size: int, load: Load, *, huge_pages: bool) -> tuple[float, float, float]:
+def one_death(
+    alarm: DeathAlarm, token: int, size: int, load: Load, *, huge_pages: bool
+) -> tuple[float, float, float]:
     """Seconds from kill() to the alarm, to libtaskd's knowledge, and to the pidfd."""
     box = BlackBox.create()
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(box.fd), str(size), str(int(huge_pages))],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[box.fd],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[box.fd],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
     )
     with victim:
         if victim.stdout is None or victim.stdout.readline() != b"ready\n":
@@ -122,16 +136,23 @@ def summary(values: list[float]) -> dict[str, float]:
     """In milliseconds."""
     return {
         name: round(value * 1e3, 3)
-        for name, value in (("p50_ms", percentile(values, 0.5)), ("p99_ms", percentile(values, 0.99)), ("max_ms", max(values)))
+        for name, value in (
+            ("p50_ms", percentile(values, 0.5)),
+            ("p99_ms", percentile(values, 0.99)),
+            ("max_ms", max(values)),
+        )
     }
 
 
-def case(alarm: DeathAlarm, rss_gb: float, busy: int, options: argparse.Namespace) -> dict[str, object]:
+def case(
+    alarm: DeathAlarm, rss_gb: float, busy: int, options: argparse.Namespace
+) -> dict[str, object]:
     """All deaths of one size under one load."""
     load = Load(busy)
     try:
         times = [
-            one_death(alarm, token, int(rss_gb * (1 << 30)), load, huge_pages=options.huge_pages) for token in range(options.n)
+            one_death(alarm, token, int(rss_gb * (1 << 30)), load, huge_pages=options.huge_pages)
+            for token in range(options.n)
         ]
     finally:
         load.end()
@@ -140,12 +161,18 @@ def case(alarm: DeathAlarm, rss_gb: float, busy: int, options: argparse.Namespac
         "busy_processes": busy,
         "deaths": options.n,
         "within_target": sum(alarm_s <= TARGET_S for alarm_s, _, _ in times),
-        **{name: summary(list(values)) for name, values in zip(NEWS, zip(*times, strict=True), strict=True)},
+        **{
+            name: summary(list(values))
+            for name, values in zip(NEWS, zip(*times, strict=True), strict=True)
+        },
     }
 
 
 def main() -> int:
-    """Measure and print; a missed target is a figure, not a failure: the machine may be busy with something else."""
+    """Measure and print.
+
+    A missed target is a figure, not a failure: the machine may be busy with something else.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rss-gb", type=float, nargs="+", default=[0, 1, 4, 8])
     parser.add_argument("--n", type=int, default=30)
@@ -155,24 +182,36 @@ def main() -> int:
     options = parser.parse_args()
 
     alarm = DeathAlarm()
-    alarm.wake_soon()       # as the agent does
-    print(f"deaths by SIGKILL, {options.n} a row, on {os.cpu_count()} cores, kernel {os.uname().release}; milliseconds")
+    alarm.wake_soon()  # as the agent does
+    print(
+        f"deaths by SIGKILL, {options.n} a row, on {os.cpu_count()} cores, kernel "
+        f"{os.uname().release}; milliseconds"
+    )
     print(f"{'':10}{'':6}{'alarm':^27}{'seen':^27}{'pidfd':^27}{'within':>8}")
-    print(f"{'rss':>7}{'busy':>9}" + f"{'p50':>9}{'p99':>9}{'max':>9}" * len(NEWS) + f"{TARGET_S * 1e3:>6.0f} ms")
+    print(
+        f"{'rss':>7}{'busy':>9}"
+        + f"{'p50':>9}{'p99':>9}{'max':>9}" * len(NEWS)
+        + f"{TARGET_S * 1e3:>6.0f} ms"
+    )
     cases = []
     for rss_gb in options.rss_gb:
         for busy in options.busy:
             result = case(alarm, rss_gb, busy, options)
             figures = "".join(f"{value:>9.2f}" for name in NEWS for value in result[name].values())
-            print(f"{rss_gb:>4g} GB{busy:>9}{figures}{result['within_target']:>5}/{options.n}", flush=True)
+            print(
+                f"{rss_gb:>4g} GB{busy:>9}{figures}{result['within_target']:>5}/{options.n}",
+                flush=True,
+            )
             cases.append(result)
-    text = json.dumps({
-        "huge_pages": options.huge_pages,
-        "cores": os.cpu_count(),
-        "kernel": os.uname().release,
-        "target_ms": TARGET_S * 1e3,
-        "cases": cases,
-    })
+    text = json.dumps(
+        {
+            "huge_pages": options.huge_pages,
+            "cores": os.cpu_count(),
+            "kernel": os.uname().release,
+            "target_ms": TARGET_S * 1e3,
+            "cases": cases,
+        }
+    )
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

@@ -2,9 +2,11 @@
 
     python benchmarks/dump.py [--megabytes 400] [--ranks 3] [--pairs 7] [--directory DIR] [--json FILE]
 
-A replicated state is written and published by as many processes as are said, which share its bytes; `dd conv=fsync` writes the same bytes from one
-file to another. Both alternate in one run, on the disk of DIR; the time of a dump is from the moment at which all processes are told to begin to
-the return of publish(), with everything on the disk. Figure: the ratio of the rates of each pair, median over the pairs.
+A replicated state is written and published by as many processes as are said, which share its bytes;
+`dd conv=fsync` writes the same bytes from one file to another. Both alternate in one run, on the
+disk of DIR; the time of a dump is from the moment at which all processes are told to begin to the
+return of publish(), with everything on the disk. Figure: the ratio of the rates of each pair,
+median over the pairs.
 """
 
 from __future__ import annotations
@@ -23,27 +25,32 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-TENSORS = 48     # weights and Adam's moments of a small transformer: some large, many small
+TENSORS = 48  # weights and Adam's moments of a small transformer: some large, many small
 SMALL = 100
 
 
 def draft_of(directory: pathlib.Path, version: int, ranks: int):
-    from taskd.checkpoint.draft import Draft  # noqa: PLC0415 - in the writers alone
-    from taskd.checkpoint.names import Kind  # noqa: PLC0415 - in the writers alone
+    from taskd.checkpoint.draft import Draft  # noqa: PLC0415
+    from taskd.checkpoint.names import Kind  # noqa: PLC0415
 
-    return Draft(directory, "benchmark", Kind.DUMP, version, "benchmark", tuple(range(ranks)), 0, ranks)
+    return Draft(
+        directory, "benchmark", Kind.DUMP, version, "benchmark", tuple(range(ranks)), 0, ranks
+    )
 
 
 def writer(rank: int, options: argparse.Namespace, directory: pathlib.Path, pipe) -> None:
-    import torch  # noqa: PLC0415 - in the writers alone
+    import torch  # noqa: PLC0415
 
-    from taskd.checkpoint.publish import publish  # noqa: PLC0415 - in the writers alone
-    from taskd.checkpoint.save import write  # noqa: PLC0415 - in the writers alone
+    from taskd.checkpoint.publish import publish  # noqa: PLC0415
+    from taskd.checkpoint.save import write  # noqa: PLC0415
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
     elements = options.megabytes * 1_000_000 // 4 // TENSORS
-    state = {f"large.{number}": torch.randn(elements // 512, 512, generator=generator) for number in range(TENSORS)}
+    state = {
+        f"large.{number}": torch.randn(elements // 512, 512, generator=generator)
+        for number in range(TENSORS)
+    }
     state |= {f"small.{number}": torch.randn(512, generator=generator) for number in range(SMALL)}
     pipe.send(sum(tensor.nbytes for tensor in state.values()))
     while (order := pipe.recv()) is not None:
@@ -72,7 +79,11 @@ def dump(pipes: list, directory: pathlib.Path, version: int) -> float:
 def dd(source: pathlib.Path, directory: pathlib.Path) -> float:
     target = directory / "dd"
     began = time.perf_counter()
-    subprocess.run(["dd", f"if={source}", f"of={target}", "bs=1M", "conv=fsync"], check=True, capture_output=True)
+    subprocess.run(
+        ["dd", f"if={source}", f"of={target}", "bs=1M", "conv=fsync"],
+        check=True,
+        capture_output=True,
+    )
     took = time.perf_counter() - began
     target.unlink()
     return took
@@ -80,7 +91,9 @@ def dd(source: pathlib.Path, directory: pathlib.Path) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=7)
@@ -91,7 +104,10 @@ def main() -> None:
         directory = pathlib.Path(name)
         context = multiprocessing.get_context("spawn")
         ends = [context.Pipe() for _ in range(options.ranks)]
-        processes = [context.Process(target=writer, args=(rank, options, directory, end[1])) for rank, end in enumerate(ends)]
+        processes = [
+            context.Process(target=writer, args=(rank, options, directory, end[1]))
+            for rank, end in enumerate(ends)
+        ]
         for process in processes:
             process.start()
         pipes = [end[0] for end in ends]
@@ -101,7 +117,8 @@ def main() -> None:
             for _ in range(size >> 20):
                 file.write(bytes(range(256)) * 4096)
             file.write(bytes(size & 0xFFFFF))
-        dump(pipes, directory, 0), dd(source, directory)     # not counted: the first allocation of blocks is slower
+        # not counted: the first allocation of blocks is slower
+        dump(pipes, directory, 0), dd(source, directory)
         pairs = []
         for number in range(1, options.pairs + 1):
             times = {"dump": dump(pipes, directory, number)} if number % 2 else {}

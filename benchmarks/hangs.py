@@ -2,12 +2,13 @@
 
     python benchmarks/hangs.py [--times 10] [--steps 10000]
 
-Hangs: the ways are SIGSTOP, an endless loop in C that keeps the interpreter lock, and sleep in Python before the all-reduce, on
-alternating ranks, with steps of 50 ms and default limits. Measured from the hang to every rank's first new commit; the record must name
-the rank, and the final digest must be that of a run without a hang.
+Hangs: the ways are SIGSTOP, an endless loop in C that keeps the interpreter lock, and sleep in
+Python before the all-reduce, on alternating ranks, with steps of 50 ms and default limits. Measured
+from the hang to every rank's first new commit; the record must name the rank, and the final digest
+must be that of a run without a hang.
 
-False alarms: `--steps` steps of 50 ms of which 1 % take 20 times as long on one rank, a first step of 20 s, and two checkpoints of 60 s. Any
-recovery is a false alarm.
+False alarms: `--steps` steps of 50 ms of which 1 % take 20 times as long on one rank, a first step
+of 20 s, and two checkpoints of 60 s. Any recovery is a false alarm.
 
 `--output FILE` writes the figures as JSON.
 """
@@ -26,7 +27,11 @@ from benchmarks.recovery import conditions, percentile
 from tests.process.harness import Job
 
 STEPS, STEP_S, HANG_AT = 60, "0.05", 30
-WAYS = {"stop": "SIGSTOP", "spin": "endless loop in C with the interpreter lock", "sleep": "asleep before its all-reduce"}
+WAYS = {
+    "stop": "SIGSTOP",
+    "spin": "endless loop in C with the interpreter lock",
+    "sleep": "asleep before its all-reduce",
+}
 
 
 def run(faults: str) -> tuple[list[dict], list[dict], str]:
@@ -62,28 +67,47 @@ def measure_hangs(times: int) -> dict[str, dict]:
         took = []
         for number in range(times):
             rank = number % 4
-            facts, records, digest = run(f"{rank}@{HANG_AT}:{('step', 'forward')[number % 2]}:{how}")
+            facts, records, digest = run(
+                f"{rank}@{HANG_AT}:{('step', 'forward')[number % 2]}:{how}"
+            )
             (record,) = records
-            assert [(fault["rank"], fault["kind"]) for fault in record["faults"]] == [(rank, "hang")], record
+            assert [(fault["rank"], fault["kind"]) for fault in record["faults"]] == [
+                (rank, "hang")
+            ], record
             assert record["steps_redone"] == 0
             assert digest == expected
             took.append(standstill_s(facts))
         found[text] = {"times": times, "p50_s": percentile(took, 0.5), "max_s": max(took)}
-        print(f"{text}: {times} hangs, all named, digest equal; p50 {percentile(took, 0.5):.2f} s, max {max(took):.2f} s", flush=True)
+        print(
+            f"{text}: {times} hangs, all named, digest equal; p50 {percentile(took, 0.5):.2f} s, "
+            f"max {max(took):.2f} s",
+            flush=True,
+        )
     return found
 
 
 def measure_false_alarms(steps: int) -> dict:
     """One long run that is only slow."""
     with tempfile.TemporaryDirectory(prefix="taskd-slow-") as name:
-        job = Job(pathlib.Path(name), STEPS=str(steps), STEP_S=STEP_S, SLOW_SHARE="0.01", FIRST_S="20",
-                  SAVE_AT=f"{steps // 3},{2 * steps // 3}", SAVE_S="60")
+        job = Job(
+            pathlib.Path(name),
+            STEPS=str(steps),
+            STEP_S=STEP_S,
+            SLOW_SHARE="0.01",
+            FIRST_S="20",
+            SAVE_AT=f"{steps // 3},{2 * steps // 3}",
+            SAVE_S="60",
+        )
         try:
             finished = job.run("slow.py", timeout_s=600 + steps * 0.2)
             if finished.returncode != 0:
                 raise SystemExit(finished.output[-4000:])
-            found = {"steps": steps, "slow_steps": len(job.facts("slow")), "checkpoints_of_60_s": len(job.facts("saved")),
-                     "false_alarms": len(job.recoveries())}
+            found = {
+                "steps": steps,
+                "slow_steps": len(job.facts("slow")),
+                "checkpoints_of_60_s": len(job.facts("saved")),
+                "false_alarms": len(job.recoveries()),
+            }
         finally:
             job.close()
     print(f"{found}", flush=True)
@@ -92,7 +116,9 @@ def measure_false_alarms(steps: int) -> dict:
 
 def main() -> None:
     """Measure, and say whether the targets are met."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--output", type=pathlib.Path)

@@ -2,9 +2,10 @@
 
     python benchmarks/hooks.py [--blocks 301] [--starts 400] [--json FILE]
 
-Calls: a C program calls a function of a stand-in library that does nothing, by turns a block of calls under a hooked name and a block under
-one that is not hooked, both through the dynamic linker; the figure is the median over blocks of the difference. Starts: /bin/true by
-turns with and without the library preloaded, from a C program (posix_spawn to wait), the same way.
+Calls: a C program calls a function of a stand-in library that does nothing, by turns a block of
+calls under a hooked name and a block under one that is not hooked, both through the dynamic linker;
+the figure is the median over blocks of the difference. Starts: /bin/true by turns with and without
+the library preloaded, from a C program (posix_spawn to wait), the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from taskd.native.collectives import Collectives
 TARGET_CALL_NS = 150
 TARGET_START_MS = 0.3
 TARGET_KB = 200
-CALLS = 10_000     # per block
+CALLS = 10_000  # per block
 
 STAND_IN = """
 #include <stddef.h>
@@ -93,15 +94,34 @@ int main(int words, char **argv)
 def compiled(directory: Path, name: str, source: str, *options: str) -> Path:
     file = directory / f"{name}.c"
     file.write_text(source)
-    subprocess.run(["gcc", "-O2", "-w", str(file), "-o", str(directory / name), *options], check=True, cwd=directory)
+    subprocess.run(
+        ["gcc", "-O2", "-w", str(file), "-o", str(directory / name), *options],
+        check=True,
+        cwd=directory,
+    )
     return directory / name
 
 
-def table(command: list[str], directory: Path, preload: str = "", fds: tuple[int, ...] = ()) -> list[list[float]]:
+def table(
+    command: list[str], directory: Path, preload: str = "", fds: tuple[int, ...] = ()
+) -> list[list[float]]:
     """The columns of what the command prints."""
-    done = subprocess.run(command, check=True, cwd=directory, pass_fds=fds, capture_output=True, text=True,
-                          env={**os.environ, "LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(directory)})
-    return [list(column) for column in zip(*([float(word) for word in line.split()] for line in done.stdout.splitlines()), strict=True)]
+    done = subprocess.run(
+        command,
+        check=True,
+        cwd=directory,
+        pass_fds=fds,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(directory)},
+    )
+    return [
+        list(column)
+        for column in zip(
+            *([float(word) for word in line.split()] for line in done.stdout.splitlines()),
+            strict=True,
+        )
+    ]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -112,41 +132,65 @@ def percentile(values: list[float], share: float) -> float:
 def calls(directory: Path, blocks: int, communicators: int, *, recorded: bool) -> dict[str, float]:
     """Nanoseconds per call beyond the plain one."""
     box = BlackBox.create()
-    command = [str(directory / "program"), str(blocks), str(box.fd if recorded else -1), str(communicators)]
+    command = [
+        str(directory / "program"),
+        str(blocks),
+        str(box.fd if recorded else -1),
+        str(communicators),
+    ]
     plain, linked, looked_up = table(command, directory, str(LIBRARY_PATH), (box.fd,))
     counted = sum(communicator.entered for communicator in Collectives(box).communicators())
     if counted != (2 * blocks * CALLS if recorded else 0):
         raise SystemExit(f"{counted} calls were recorded: the hooks are not what was measured")
     box.close()
     return {
-        "communicators": communicators, "recorded": recorded, "plain_ns": round(statistics.median(plain), 1),
+        "communicators": communicators,
+        "recorded": recorded,
+        "plain_ns": round(statistics.median(plain), 1),
         "linked_ns": round(statistics.median(b - a for a, b in zip(plain, linked, strict=True)), 1),
-        "looked_up_ns": round(statistics.median(b - a for a, b in zip(plain, looked_up, strict=True)), 1),
+        "looked_up_ns": round(
+            statistics.median(b - a for a, b in zip(plain, looked_up, strict=True)), 1
+        ),
     }
 
 
 def starts(directory: Path, count: int) -> dict[str, float]:
     """Milliseconds from posix_spawn to the end of /bin/true."""
-    without, with_it = table([str(directory / "starter"), str(count), f"LD_PRELOAD={LIBRARY_PATH}"], directory)
+    without, with_it = table(
+        [str(directory / "starter"), str(count), f"LD_PRELOAD={LIBRARY_PATH}"], directory
+    )
     return {
-        "starts": count, "without_p50_ms": round(statistics.median(without), 3), "with_p50_ms": round(statistics.median(with_it), 3),
-        "without_p99_ms": round(percentile(without, 0.99), 3), "with_p99_ms": round(percentile(with_it, 0.99), 3),
-        "more_p50_ms": round(statistics.median(b - a for a, b in zip(without, with_it, strict=True)), 3),
+        "starts": count,
+        "without_p50_ms": round(statistics.median(without), 3),
+        "with_p50_ms": round(statistics.median(with_it), 3),
+        "without_p99_ms": round(percentile(without, 0.99), 3),
+        "with_p99_ms": round(percentile(with_it, 0.99), 3),
+        "more_p50_ms": round(
+            statistics.median(b - a for a, b in zip(without, with_it, strict=True)), 3
+        ),
     }
 
 
 def sizes(directory: Path) -> dict[str, object]:
     """As built, and without what only a debugger reads."""
     subprocess.run(["strip", "-o", str(directory / "stripped"), str(LIBRARY_PATH)], check=True)
-    listing = subprocess.run(["readelf", "-d", str(LIBRARY_PATH)], check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        ["readelf", "-d", str(LIBRARY_PATH)], check=True, capture_output=True, text=True
+    ).stdout
     return {
-        "bytes": LIBRARY_PATH.stat().st_size, "stripped_bytes": (directory / "stripped").stat().st_size,
-        "needed": [line.split("[")[1].rstrip("]") for line in listing.splitlines() if "(NEEDED)" in line],
+        "bytes": LIBRARY_PATH.stat().st_size,
+        "stripped_bytes": (directory / "stripped").stat().st_size,
+        "needed": [
+            line.split("[")[1].rstrip("]") for line in listing.splitlines() if "(NEEDED)" in line
+        ],
     }
 
 
 def main() -> int:
-    """Measure and print; a missed target is a figure, not a failure: the machine may be busy with something else."""
+    """Measure and print.
+
+    A missed target is a figure, not a failure: the machine may be busy with something else.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--blocks", type=int, default=301)
     parser.add_argument("--starts", type=int, default=400)
@@ -154,14 +198,21 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
         directory = Path(name)
-        compiled(directory, "libnccl.so.2", STAND_IN, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2")
+        compiled(
+            directory, "libnccl.so.2", STAND_IN, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"
+        )
         compiled(directory, "program", PROGRAM % {"calls": CALLS}, "./libnccl.so.2", "-ldl")
         compiled(directory, "starter", STARTER)
         result = {
-            "cores": os.cpu_count(), "kernel": os.uname().release, "load": os.getloadavg()[0],
-            "calls": [calls(directory, options.blocks, count, recorded=recorded)
-                      for count, recorded in ((1, False), (1, True), (8, True), (64, True))],
-            "start": starts(directory, options.starts), "library": sizes(directory),
+            "cores": os.cpu_count(),
+            "kernel": os.uname().release,
+            "load": os.getloadavg()[0],
+            "calls": [
+                calls(directory, options.blocks, count, recorded=recorded)
+                for count, recorded in ((1, False), (1, True), (8, True), (64, True))
+            ],
+            "start": starts(directory, options.starts),
+            "library": sizes(directory),
             "targets": {"call_ns": TARGET_CALL_NS, "start_ms": TARGET_START_MS, "kb": TARGET_KB},
         }
     print(json.dumps(result, indent=1))

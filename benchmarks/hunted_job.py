@@ -1,6 +1,9 @@
-"""A job that is killed again and again, and what must be true of it: for benchmarks/kill_everything.py.
+"""A job that is killed again and again, and what must be true of it.
 
-Owns the processes of one job, started again by the same command, and the checks. Which kill comes when is its caller's business.
+For benchmarks/kill_everything.py.
+
+Owns the processes of one job, started again by the same command, and the checks. Which kill comes
+when is its caller's business.
 """
 
 from __future__ import annotations
@@ -28,24 +31,44 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-FAULT_TIMEOUT_S = "10"   # a fault waits almost as long for a manager that is dead; the default of 30 would make such kills slow
-LIMIT_S = 90           # for anything that a job must come to: a start takes 3 s, a fault without a manager some more
+# a fault waits almost as long for a manager that is dead; the default of 30 would make such kills
+# slow
+FAULT_TIMEOUT_S = "10"
+# for anything that a job must come to: a start takes 3 s, a fault without a manager some more
+LIMIT_S = 90
 _LOOK_S = 0.01
 _NOT_FINISHED = "was not finished"
 
-Digests = dict[tuple[int, int], str]      # of a run without kills, by rank and version
+Digests = dict[tuple[int, int], str]  # of a run without kills, by rank and version
 
 
 class Hunted:
     """One job in one directory, over all its lives."""
 
-    def __init__(self, directory: pathlib.Path, options: argparse.Namespace, layout: str, expected: Digests, strategy: str = "") -> None:
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        options: argparse.Namespace,
+        layout: str,
+        expected: Digests,
+        strategy: str = "",
+    ) -> None:
         extra = {"TASKD_RECOVER_STRATEGY": strategy} if strategy else {}
-        self.job = Job(directory, LAYOUT=layout, HIDDEN=str(options.hidden), LAYERS=str(options.layers), STEPS=str(options.steps), DIGESTS="1",
-                       SNAPSHOT_EVERY=str(options.snapshot_every), CHECKPOINT_EVERY=str(options.checkpoint_every), TASKD_FAULT_TIMEOUT=FAULT_TIMEOUT_S, **extra)
+        self.job = Job(
+            directory,
+            LAYOUT=layout,
+            HIDDEN=str(options.hidden),
+            LAYERS=str(options.layers),
+            STEPS=str(options.steps),
+            DIGESTS="1",
+            SNAPSHOT_EVERY=str(options.snapshot_every),
+            CHECKPOINT_EVERY=str(options.checkpoint_every),
+            TASKD_FAULT_TIMEOUT=FAULT_TIMEOUT_S,
+            **extra,
+        )
         self.options, self.expected = options, expected
         self.checkpoints = directory / "taskd_checkpoints"
-        self.began = -math.inf          # of the life that is under way
+        self.began = -math.inf  # of the life that is under way
         self.records = 0
         self.strategies: Counter[str] = Counter()
         self._old_partials: set[str] = set()
@@ -87,7 +110,10 @@ class Hunted:
                     return False
                 raise AssertionError(f"the job ended before {what}:\n{self.agent.text[-3000:]}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited in vain for {what}:\n{self.job.directory}: {[self.newest(rank) for rank in range(RANKS)]}")
+                raise TimeoutError(
+                    f"waited in vain for {what}:\n{self.job.directory}: "
+                    f"{[self.newest(rank) for rank in range(RANKS)]}"
+                )
         return True
 
     # ------------------------------------------------------------ what the workers said
@@ -95,14 +121,20 @@ class Hunted:
     def facts(self, what: str, since: float | None = None) -> list[dict]:
         """Those of this life, or since then."""
         since = self.began if since is None else since
-        return [fact for fact in read_facts(self.job) if fact["what"] == what and fact["time"] > since]
+        return [
+            fact for fact in read_facts(self.job) if fact["what"] == what and fact["time"] > since
+        ]
 
     def newest(self, rank: int, since: float | None = None) -> int:
         """The newest version that this rank has committed since then."""
-        return max((fact["step"] for fact in self.facts("committed", since) if fact["rank"] == rank), default=-1)
+        return max(
+            (fact["step"] for fact in self.facts("committed", since) if fact["rank"] == rank),
+            default=-1,
+        )
 
     def wait_for_progress(self, beyond: int, since: float, *, may_end: bool = False) -> bool:
         """Every rank has committed a version above `beyond`, after `since`."""
+
         def everyone() -> bool:
             newest = Counter[int]()
             for fact in self.facts("committed", since):
@@ -112,14 +144,22 @@ class Hunted:
         return self.wait_until(f"a commit above {beyond} by every rank", everyone, may_end=may_end)
 
     def wait_until_settled(self) -> None:
-        """The first snapshot of this life is complete on every rank: the optimizer step of the version after it has waited for that."""
+        """The first snapshot of this life is complete on every rank.
+
+        The optimizer step of the version after it has waited for that.
+        """
         restored = self.wait_for_restored()
         every = self.options.snapshot_every
-        self.wait_for_progress(min((restored // every + 1) * every, self.options.steps - 1), self.began)
+        self.wait_for_progress(
+            min((restored // every + 1) * every, self.options.steps - 1), self.began
+        )
 
     def wait_for_restored(self) -> int:
         """The version that this life began with, the same on every rank."""
-        self.wait_until("every rank's restore()", lambda: len({fact["rank"] for fact in self.facts("restored")}) == RANKS)
+        self.wait_until(
+            "every rank's restore()",
+            lambda: len({fact["rank"] for fact in self.facts("restored")}) == RANKS,
+        )
         (version,) = {fact["step"] for fact in self._first_restored()}
         return int(version)
 
@@ -133,9 +173,13 @@ class Hunted:
         """Every state that any rank ever committed or restored, the last one too, is that of the run without kills."""
         for fact in read_facts(self.job):
             if fact["what"] in ("committed", "restored"):
-                assert fact["digest"] == self.expected[fact["rank"], fact["step"]], f"TORN OR OTHER: {fact}"
+                assert fact["digest"] == self.expected[fact["rank"], fact["step"]], (
+                    f"TORN OR OTHER: {fact}"
+                )
             elif fact["what"] == "returned":
-                assert fact["digest"] == self.expected[fact["rank"], self.options.steps], f"OTHER END: {fact}"
+                assert fact["digest"] == self.expected[fact["rank"], self.options.steps], (
+                    f"OTHER END: {fact}"
+                )
 
     # ------------------------------------------------------------ what is on the disk
 
@@ -145,7 +189,11 @@ class Hunted:
             names = os.listdir(self.checkpoints)
         except FileNotFoundError:
             return set()
-        return {name for name in names if (hidden := parse_hidden(name)) is not None and hidden.is_partial}
+        return {
+            name
+            for name in names
+            if (hidden := parse_hidden(name)) is not None and hidden.is_partial
+        }
 
     def saves_in_progress(self) -> set[str]:
         """Those of this life."""
@@ -157,12 +205,16 @@ class Hunted:
             names = os.listdir(self.checkpoints)
         except FileNotFoundError:
             return 0
-        return max((found[1] for name in names if (found := parse_final(name)) is not None), default=0)
+        return max(
+            (found[1] for name in names if (found := parse_final(name)) is not None), default=0
+        )
 
     def newest_whole(self) -> int:
         """Every byte is read. Asserts that nothing under a final name is damaged."""
         found = folder.scan(self.checkpoints, "test-job", is_full=True)
-        torn = [(path.name, reason) for path, reason in found.passed_over if reason != _NOT_FINISHED]
+        torn = [
+            (path.name, reason) for path, reason in found.passed_over if reason != _NOT_FINISHED
+        ]
         assert not torn, f"damaged under a final name: {torn}"
         return found.valid[0].manifest.version if found.valid else 0
 
@@ -185,7 +237,10 @@ class Hunted:
                 assert select.select([fd], [], [], LIMIT_S)[0], "SIGKILL did not end a process"
 
     def kill_everything(self, chance: random.Random) -> None:
-        """Manager, torchrun, forkserver, workers, in any order. Raises ProcessLookupError: the job had ended."""
+        """Manager, torchrun, forkserver, workers, in any order.
+
+        Raises ProcessLookupError: the job had ended.
+        """
         deadline = time.monotonic() + LIMIT_S
         pids = sorted({self.agent.process.pid, self.manager.process.pid} | self.job.leftovers())
         while pids:
@@ -205,21 +260,31 @@ class Hunted:
         """The job has replaced these ranks and nobody else, from memory, and gone on."""
         self.wait_for_progress(high, since)
         self.wait_until("the record", lambda: len(self.job.recoveries()) > self.records)
-        records = self.job.recoveries()[self.records:]
+        records = self.job.recoveries()[self.records :]
         self.records += len(records)
         self.strategies.update(record["strategy"] for record in records)
-        assert {fault["rank"] for record in records for fault in record["faults"]} >= ranks, f"not named: {records}"
+        assert {fault["rank"] for record in records for fault in record["faults"]} >= ranks, (
+            f"not named: {records}"
+        )
         for record in records:
-            assert record["strategy"] == "recover-in-place", f"state was in memory, and was not used: {record}"
+            assert record["strategy"] == "recover-in-place", (
+                f"state was in memory, and was not used: {record}"
+            )
             assert record["steps_redone"] <= self.options.snapshot_every, record
         self.check_digests()
 
     def check_restarted(self, high: int, since: float, published: int) -> None:
-        """Without a manager: all processes anew, as plain torchrun does, from the newest on the disk; a save may have ended after the kill."""
+        """Without a manager.
+
+        All processes anew, as plain torchrun does, from the newest on the disk; a save may have
+        ended after the kill.
+        """
         self.wait_for_progress(high, since)
         versions = {fact["step"] for fact in self.facts("restored", since)}
         assert len(versions) == 1, f"ranks restored different versions: {versions}"
-        assert min(versions) >= published, f"restored {versions}, and {published} was published before the kill"
+        assert min(versions) >= published, (
+            f"restored {versions}, and {published} was published before the kill"
+        )
         self.strategies["without a manager"] += 1
         self.began = since
         self.check_digests()
@@ -227,7 +292,9 @@ class Hunted:
     def check_went_on(self, high: int, since: float) -> None:
         """Nobody was interrupted."""
         self.wait_for_progress(high, since)
-        assert not self.facts("restored", since), "a rank was interrupted by the death of the manager"
+        assert not self.facts("restored", since), (
+            "a rank was interrupted by the death of the manager"
+        )
         self.check_digests()
 
     def new_manager(self) -> None:
@@ -236,15 +303,31 @@ class Hunted:
         self.manager.wait_text("node 0 of 1 registered", LIMIT_S)
 
     def check_restart(self, published: int) -> int:
-        """All is dead: what is on the disk is whole, no older than what was there at the kill, and the next start goes on from it. Its version."""
+        """All is dead.
+
+        What is on the disk is whole, no older than what was there at the kill, and the next start
+        goes on from it. Its version.
+        """
         self.check_digests()
         version = self.newest_whole()
-        assert version >= published, f"version {published} was published before the kill; now the newest whole one is {version}"
+        assert version >= published, (
+            f"version {published} was published before the kill; now the "
+            f"newest whole one is {version}"
+        )
         self.records = len(self.job.recoveries())
         self.start()
         restored = self.wait_for_restored()
-        assert restored == version, f"restored version {restored}, and {version} is whole on the disk"
-        wanted = rf"read version {version} from {re.escape(str(self.checkpoints))}/(step|dump)-0*{version}(-\d+)?" if version else "nothing: fresh start"
+        assert restored == version, (
+            f"restored version {restored}, and {version} is whole on the disk"
+        )
+        wanted = (
+            (
+                rf"read version {version} from "
+                rf"{re.escape(str(self.checkpoints))}/(step|dump)-0*{version}(-\d+)?"
+            )
+            if version
+            else "nothing: fresh start"
+        )
         for fact in self._first_restored():
             assert re.fullmatch(wanted, fact["source"]), fact
         self.check_digests()
@@ -270,9 +353,21 @@ def is_dump(name: str) -> bool:
     return hidden is not None and hidden.kind is Kind.DUMP
 
 
-def undisturbed(directory: pathlib.Path, options: argparse.Namespace, layout: str) -> tuple[Digests, float]:
-    """The digest of every rank at every version of a run without kills and without anything saved; seconds per step."""
-    job = Job(directory, LAYOUT=layout, HIDDEN=str(options.hidden), LAYERS=str(options.layers), STEPS=str(options.steps), DIGESTS="1")
+def undisturbed(
+    directory: pathlib.Path, options: argparse.Namespace, layout: str
+) -> tuple[Digests, float]:
+    """The digest of every rank at every version of a run without kills and without anything saved.
+
+    Seconds per step.
+    """
+    job = Job(
+        directory,
+        LAYOUT=layout,
+        HIDDEN=str(options.hidden),
+        LAYERS=str(options.layers),
+        STEPS=str(options.steps),
+        DIGESTS="1",
+    )
     try:
         finished = job.run(str(WORKLOAD), nproc=RANKS, timeout_s=600)
         if finished.returncode != 0:
@@ -280,7 +375,11 @@ def undisturbed(directory: pathlib.Path, options: argparse.Namespace, layout: st
         facts = read_facts(job)
     finally:
         job.close()
-    digests = {(fact["rank"], fact["step"]): fact["digest"] for fact in facts if fact["what"] in ("restored", "committed")}
+    digests = {
+        (fact["rank"], fact["step"]): fact["digest"]
+        for fact in facts
+        if fact["what"] in ("restored", "committed")
+    }
     assert len(digests) == RANKS * (options.steps + 1)
     times = [fact["time"] for fact in facts if fact["what"] == "committed"]
     return digests, (times[-1] - times[0]) / options.steps

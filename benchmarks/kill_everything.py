@@ -1,20 +1,27 @@
-"""SIGKILL at random moments of a job that saves its state in every way: it must go on from the newest that was complete, to the last bit.
+"""SIGKILL at random moments of a job that saves its state in every way.
+
+It must go on from the newest that was complete, to the last bit.
 
     python benchmarks/kill_everything.py [--kills 100] [--seed 1] [--directory DIR] [--json FILE]
     python benchmarks/kill_everything.py --seed 1 --episode 7          the kills of one episode again (their moments are as random as machines are)
 
-4 ranks, gloo, FSDP over all or HSDP 2 x 2, torchrun, manager; snapshots in node memory, and a periodic checkpoint every few steps of a state so large that
-one is being written most of the time. An episode is one job in one directory. In every other one a fault leads to a dump, and the kill comes while it is written.
+4 ranks, gloo, FSDP over all or HSDP 2 x 2, torchrun, manager; snapshots in node memory, and a
+periodic checkpoint every few steps of a state so large that one is being written most of the time.
+An episode is one job in one directory. In every other one a fault leads to a dump, and the kill
+comes while it is written.
 
-writer, two writers   the job must replace them and go on from memory: nothing from disk, at most `--snapshot-every` steps redone
-manager               nobody may be interrupted; a new manager must know the job
-manager, then writer  before there is a new manager: all processes are started anew, from what is on the disk
-everything            manager, torchrun, forkserver and ranks, in any order; also during a start. Then the same command again: restore() must give the newest
+writer, two writers   the job must replace them and go on from memory: nothing from disk, at most
+`--snapshot-every` steps redone manager               nobody may be interrupted; a new manager must
+know the job manager, then writer  before there is a new manager: all processes are started anew,
+from what is on the disk everything            manager, torchrun, forkserver and ranks, in any
+order; also during a start. Then the same command again: restore() must give the newest
                       version that is whole on the disk, which is read in full after the kill, and must not be older than what had been published before it
-... in a dump         one of these while a dying gasp is written. Whatever the job does, it must end or go on; the rest as for `everything`
+... in a dump         one of these while a dying gasp is written. Whatever the job does, it must end
+or go on; the rest as for `everything`
 
-Each commit and each restore carries a SHA-256 of all that the rank holds; all of them, of all lives, must be those of a run without kills. A directory of an
-episode that failed is kept. Exit status 1 if one failed, or if no kill hit a save in progress.
+Each commit and each restore carries a SHA-256 of all that the rank holds; all of them, of all
+lives, must be those of a run without kills. A directory of an episode that failed is kept. Exit
+status 1 if one failed, or if no kill hit a save in progress.
 """
 
 from __future__ import annotations
@@ -37,10 +44,10 @@ from benchmarks.recovery import RANKS, conditions
 KINDS = ("writer", "two writers", "manager", "everything")
 WEIGHTS = (3, 3, 2, 4)
 THEN_WRITER_SHARE = 0.5  # of the kills of the manager
-EARLY_SHARE = 0.2        # of the kills of everything: those during a start
-START_S = 4.0            # a start with a restore takes about as long
-GAP_S = 0.4              # between two writers: both in one recovery, or the second in the recovery of the first
-DUMP_S = 0.35            # a dump takes about as long
+EARLY_SHARE = 0.2  # of the kills of everything: those during a start
+START_S = 4.0  # a start with a restore takes about as long
+GAP_S = 0.4  # between two writers: both in one recovery, or the second in the recovery of the first
+DUMP_S = 0.35  # a dump takes about as long
 LAYOUTS = ("hsdp", "fsdp")
 
 
@@ -49,7 +56,7 @@ class Score:
 
     def __init__(self) -> None:
         self.kills: Counter[str] = Counter()
-        self.hits: Counter[str] = Counter()          # of those, with a save in progress
+        self.hits: Counter[str] = Counter()  # of those, with a save in progress
         self.strategies: Counter[str] = Counter()
         self.restarts = self.fresh = 0
         self.failures: list[dict] = []
@@ -65,7 +72,10 @@ class Score:
         for kind in sorted(+self.kills):
             failed = sum(failure["kind"] == kind for failure in self.failures)
             print(f"{kind:26}{self.kills[kind]:>7}{self.hits[kind]:>11}{failed:>10}")
-        print(f"starts checked against the disk: {self.restarts}, of which nothing whole was there: {self.fresh}; recoveries: {dict(self.strategies)}")
+        print(
+            f"starts checked against the disk: {self.restarts}, of which nothing whole was "
+            f"there: {self.fresh}; recoveries: {dict(self.strategies)}"
+        )
         for failure in self.failures:
             print(f"FAILED: {failure}")
 
@@ -80,12 +90,21 @@ class Score:
 class Episode:
     """The kills of one job."""
 
-    def __init__(self, number: int, directory: pathlib.Path, options: argparse.Namespace, known: dict[str, tuple[Digests, float]], score: Score) -> None:
+    def __init__(
+        self,
+        number: int,
+        directory: pathlib.Path,
+        options: argparse.Namespace,
+        known: dict[str, tuple[Digests, float]],
+        score: Score,
+    ) -> None:
         self.chance = random.Random(f"{options.seed}-{number}")
         self.layout = LAYOUTS[number // 2 % len(LAYOUTS)]
         self.is_dump = number % 2 == 1
         digests, step_s = known[self.layout]
-        self.hunted = Hunted(directory, options, self.layout, digests, "dump" if self.is_dump else "")
+        self.hunted = Hunted(
+            directory, options, self.layout, digests, "dump" if self.is_dump else ""
+        )
         self.window_s = 2 * options.checkpoint_every * step_s
         self.score, self.kind = score, "start"
 
@@ -97,9 +116,14 @@ class Episode:
             self.kind = self.chance.choices(KINDS, WEIGHTS)[0]
             if hunted.is_almost_done():
                 break
-            is_early = not self.is_dump and self.kind == "everything" and self.chance.random() < EARLY_SHARE
+            is_early = (
+                not self.is_dump
+                and self.kind == "everything"
+                and self.chance.random() < EARLY_SHARE
+            )
             if is_early:
-                hunted.kill_everything(self.chance)      # not counted: only the start that follows is wanted
+                # not counted: only the start that follows is wanted
+                hunted.kill_everything(self.chance)
                 hunted.start()
                 time.sleep(self.chance.uniform(0, START_S))
             else:
@@ -114,8 +138,15 @@ class Episode:
 
     def strike(self) -> None:
         """One kill, and the check of what comes of it."""
-        hunted, ranks = self.hunted, self.chance.sample(range(RANKS), 2 if self.kind == "two writers" else 1)
-        high, since, published = max(hunted.newest(rank) for rank in range(RANKS)), time.monotonic(), hunted.published()
+        hunted, ranks = (
+            self.hunted,
+            self.chance.sample(range(RANKS), 2 if self.kind == "two writers" else 1),
+        )
+        high, since, published = (
+            max(hunted.newest(rank) for rank in range(RANKS)),
+            time.monotonic(),
+            hunted.published(),
+        )
         self.hit(ranks)
         if self.kind == "everything":
             self.score.restarted(hunted.check_restart(published))
@@ -123,11 +154,16 @@ class Episode:
             hunted.check_went_on(high, since)
             if self.chance.random() < THEN_WRITER_SHARE:
                 self.kind = "manager, then writer"
-                high, since, published = max(hunted.newest(rank) for rank in range(RANKS)), time.monotonic(), hunted.published()
+                high, since, published = (
+                    max(hunted.newest(rank) for rank in range(RANKS)),
+                    time.monotonic(),
+                    hunted.published(),
+                )
                 self.hit(ranks)
                 hunted.check_restarted(high, since, published)
                 published = hunted.published()
-                hunted.kill_everything(self.chance)      # it goes on without recovery: this life is over
+                # it goes on without recovery: this life is over
+                hunted.kill_everything(self.chance)
                 self.score.restarted(hunted.check_restart(published))
             else:
                 hunted.new_manager()
@@ -136,7 +172,9 @@ class Episode:
 
     def saving(self) -> set[str]:
         """What is being written: in an episode of dumps, only those."""
-        return {name for name in self.hunted.saves_in_progress() if is_dump(name) or not self.is_dump}
+        return {
+            name for name in self.hunted.saves_in_progress() if is_dump(name) or not self.is_dump
+        }
 
     def hit(self, ranks: list[int]) -> None:
         """Count it, and whether a save was being written before it and still was behind it."""
@@ -145,7 +183,7 @@ class Episode:
         saving = self.saving()
         if self.kind.startswith("everything"):
             hunted.kill_everything(self.chance)
-            saving = self.saving()                   # nobody is left who could have removed it
+            saving = self.saving()  # nobody is left who could have removed it
         elif self.kind in ("manager", "manager in a dump"):
             hunted.kill([hunted.manager.process.pid])
         else:
@@ -172,9 +210,10 @@ class Episode:
         if not hunted.has_ended():
             try:
                 self.hit(order[1:3] if self.kind.startswith("two") else order[1:2])
-            except ProcessLookupError:       # it had ended by itself, a moment before
+            except ProcessLookupError:  # it had ended by itself, a moment before
                 self.score.kills[self.kind] -= 1
-        if hunted.wait_for_progress(high, since, may_end=True):      # without its manager a job goes on as plain torchrun does
+        # without its manager a job goes on as plain torchrun does
+        if hunted.wait_for_progress(high, since, may_end=True):
             hunted.check_restarted(high, since, published)
             hunted.kill_everything(self.chance)
         self.check_end()
@@ -184,14 +223,23 @@ class Episode:
         """All of it has ended, and what it said last is true."""
         hunted = self.hunted
         hunted.manager.wait(60)
-        hunted.wait_until("the end of all processes", lambda: not hunted.job.leftovers(), may_end=True)
+        hunted.wait_until(
+            "the end of all processes", lambda: not hunted.job.leftovers(), may_end=True
+        )
         last = hunted.agent.text.rstrip().rpartition("\n")[2]
         if " was saved in " in last:
             path = pathlib.Path(last.rpartition(" was saved in ")[2])
             assert path.is_dir(), f"{last}: and there is nothing"
 
 
-def play(number: int, kills: int, base: pathlib.Path, options: argparse.Namespace, known: dict, score: Score) -> None:
+def play(
+    number: int,
+    kills: int,
+    base: pathlib.Path,
+    options: argparse.Namespace,
+    known: dict,
+    score: Score,
+) -> None:
     """One episode; its directory is kept if it fails."""
     directory = base / f"episode-{number}"
     episode = Episode(number, directory, options, known, score)
@@ -200,20 +248,35 @@ def play(number: int, kills: int, base: pathlib.Path, options: argparse.Namespac
         episode.play(kills)
     except (AssertionError, TimeoutError, ValueError, KeyError, OSError) as error:
         problem = f"{type(error).__name__}: {error}"
-        score.failures.append({"seed": options.seed, "episode": number, "layout": episode.layout, "kind": episode.kind, "directory": str(directory),
-                               "problem": problem})
+        score.failures.append(
+            {
+                "seed": options.seed,
+                "episode": number,
+                "layout": episode.layout,
+                "kind": episode.kind,
+                "directory": str(directory),
+                "problem": problem,
+            }
+        )
     finally:
         episode.hunted.close()
     score.strategies.update(episode.hunted.strategies)
-    print(f"episode {number}, {episode.layout}{', dump' if episode.is_dump else ''}: {score.kills.total() - before} kills in "
-          f"{time.monotonic() - began:.0f} s{': FAILED ' + problem[:300] if problem else ''}", flush=True)
+    print(
+        f"episode {number}, {episode.layout}{', dump' if episode.is_dump else ''}: "
+        f"{score.kills.total() - before} kills in "
+        f"{time.monotonic() - began:.0f} "
+        f"s{': FAILED ' + problem[:300] if problem else ''}",
+        flush=True,
+    )
     if not problem:
         shutil.rmtree(directory)
 
 
 def main() -> None:
     """Kill, check, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=60, help="of a job; an episode ends with it")
     parser.add_argument("--checkpoint-every", type=int, default=2)
@@ -222,18 +285,30 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--episode", type=int, help="this one only")
-    parser.add_argument("--directory", type=pathlib.Path, help="where checkpoints are written; default: that for temporary files")
+    parser.add_argument(
+        "--directory",
+        type=pathlib.Path,
+        help="where checkpoints are written; default: that for temporary files",
+    )
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     base = pathlib.Path(tempfile.mkdtemp(prefix="taskd-kill-", dir=options.directory))
     result: dict = {"conditions": conditions()}
     began = time.monotonic()
-    known = {layout: undisturbed(base / f"undisturbed-{layout}", options, layout) for layout in LAYOUTS}
-    print(f"undisturbed: {', '.join(f'{layout} {1e3 * step_s:.0f} ms a step' for layout, (_, step_s) in known.items())}", flush=True)
+    known = {
+        layout: undisturbed(base / f"undisturbed-{layout}", options, layout) for layout in LAYOUTS
+    }
+    print(
+        "undisturbed: "
+        f"{', '.join(f'{layout} {1e3 * step_s:.0f} ms a step' for layout, (_, step_s) in known.items())}",
+        flush=True,
+    )
     for layout in LAYOUTS:
         shutil.rmtree(base / f"undisturbed-{layout}")
     score, number = Score(), options.episode or 0
-    while score.kills.total() < options.kills and (options.episode is None or number == options.episode):
+    while score.kills.total() < options.kills and (
+        options.episode is None or number == options.episode
+    ):
         play(number, options.kills - score.kills.total(), base, options, known, score)
         number += 1
     if not score.failures:

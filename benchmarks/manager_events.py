@@ -1,8 +1,11 @@
-"""What one recovery of a large job costs the manager's machine, without network: seconds for each kind of report of all ranks.
+"""What one recovery of a large job costs the manager's machine, without network.
+
+Seconds for each kind of report of all ranks.
 
     python benchmarks/manager_events.py [--ranks 1024 4096 65536] [--per-node 64] [--json FILE]
 
-Pure computation in one process. The events are those of a job that starts, loses a rank, recovers and ends.
+Pure computation in one process. The events are those of a job that starts, loses a rank, recovers
+and ends.
 """
 
 from __future__ import annotations
@@ -35,8 +38,13 @@ def phases_of(ranks: int, per_node: int) -> Iterator[tuple[str, Callable[[], Ite
 
     def registrations() -> Iterator[ev.Event]:
         for node in range(nodes):
-            reports = tuple(ev.WorkerReport(rank, 0, "running") for rank in range(node * per_node, (node + 1) * per_node))
-            yield ev.AgentRegistered(0.0, "r", node, f"agent {node}", nodes, ranks, 100, 0, 0, reports)
+            reports = tuple(
+                ev.WorkerReport(rank, 0, "running")
+                for rank in range(node * per_node, (node + 1) * per_node)
+            )
+            yield ev.AgentRegistered(
+                0.0, "r", node, f"agent {node}", nodes, ranks, 100, 0, 0, reports
+            )
 
     def life(rank: int) -> int:
         return int(rank == VICTIM)
@@ -46,9 +54,24 @@ def phases_of(ranks: int, per_node: int) -> Iterator[tuple[str, Callable[[], Ite
     yield "declared", lambda: (ev.WorkerDeclared(0.0, "d", rank, 0, True) for rank in range(ranks))
     yield "holds", lambda: (ev.WorkerHolds(0.0, "h", rank, 0, "") for rank in range(ranks))
     yield "lost", lambda: iter([ev.WorkerLost(1.0, "l", VICTIM, 0, killed, 0.01, (5,))])
-    yield "stopped", lambda: (ev.WorkerPaused(2.0, "p", rank, life(rank), 1, None if life(rank) else 5, True) for rank in range(ranks))
-    yield "recovered", lambda: (ev.WorkerRecovered(3.0, "c", rank, life(rank), 1, 6, 0.1, 0.1, 0.1) for rank in range(ranks))
-    yield "returned", lambda: (ev.WorkerReturned(4.0, "t", rank, life(rank), 1, 10) for rank in range(ranks))
+    yield (
+        "stopped",
+        lambda: (
+            ev.WorkerPaused(2.0, "p", rank, life(rank), 1, None if life(rank) else 5, True)
+            for rank in range(ranks)
+        ),
+    )
+    yield (
+        "recovered",
+        lambda: (
+            ev.WorkerRecovered(3.0, "c", rank, life(rank), 1, 6, 0.1, 0.1, 0.1)
+            for rank in range(ranks)
+        ),
+    )
+    yield (
+        "returned",
+        lambda: (ev.WorkerReturned(4.0, "t", rank, life(rank), 1, 10) for rank in range(ranks)),
+    )
 
 
 def measure(ranks: int, per_node: int) -> dict[str, float]:
@@ -72,7 +95,10 @@ def main() -> None:
     options = parser.parse_args()
     rows = {ranks: measure(ranks, options.per_node) for ranks in options.ranks}
     for ranks, row in rows.items():
-        print(f"{ranks:6d} ranks: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in row.items()))
+        print(
+            f"{ranks:6d} ranks: "
+            + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in row.items())
+        )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

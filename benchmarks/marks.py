@@ -2,10 +2,12 @@
 
     python benchmarks/marks.py [--steps 8000] [--json FILE]
 
-One run of the DDP workload (4 ranks, gloo) in which blocks of 25 steps with marks and pulse alternate with blocks without. Three figures, of all ranks:
-the ratio of the median step times of neighbouring blocks (median over the pairs, with its 95 % interval by resampling); the time that
-the marks of one step take, measured in the step, where caches are cold; and the processor time of the two threads that libtaskd and the
-runtime have in each worker. The first shows whether there is anything that the other two miss; they are the precise ones.
+One run of the DDP workload (4 ranks, gloo) in which blocks of 25 steps with marks and pulse
+alternate with blocks without. Three figures, of all ranks: the ratio of the median step times of
+neighbouring blocks (median over the pairs, with its 95 % interval by resampling); the time that the
+marks of one step take, measured in the step, where caches are cold; and the processor time of the
+two threads that libtaskd and the runtime have in each worker. The first shows whether there is
+anything that the other two miss; they are the precise ones.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
@@ -59,19 +63,31 @@ def main() -> None:
         ranks = [read(facts / f"{rank}.txt") for rank in range(recovery.RANKS)]
     ratios, step_ms = [], []
     for blocks, _, _ in ranks:
-        medians = [statistics.median(b - a for a, b in itertools.pairwise(times)) for _, times in sorted(blocks.items())][2:]
+        medians = [
+            statistics.median(b - a for a, b in itertools.pairwise(times))
+            for _, times in sorted(blocks.items())
+        ][2:]
         ratios += [on / off for on, off in zip(medians[::2], medians[1::2], strict=False)]
         step_ms += [median / 1e6 for median in medians[1::2]]
     step = statistics.median(step_ms)
     marks_us = statistics.median(each for _, per_step, _ in ranks for each in per_step) / 1e3
     low, high = interval(ratios)
-    threads = {name: max(shares.get(name, 0.0) for _, _, shares in ranks) for name in {name for _, _, shares in ranks for name in shares}}
+    threads = {
+        name: max(shares.get(name, 0.0) for _, _, shares in ranks)
+        for name in {name for _, _, shares in ranks for name in shares}
+    }
     result = {
-        "conditions": recovery.conditions(), "steps": options.steps, "step_ms": round(step, 2),
-        "pairs_of_blocks": len(ratios), "paired_percent_median": round(100 * (statistics.median(ratios) - 1), 2),
+        "conditions": recovery.conditions(),
+        "steps": options.steps,
+        "step_ms": round(step, 2),
+        "pairs_of_blocks": len(ratios),
+        "paired_percent_median": round(100 * (statistics.median(ratios) - 1), 2),
         "paired_percent_interval": [round(100 * (low - 1), 2), round(100 * (high - 1), 2)],
-        "marks_us_per_step": round(marks_us, 2), "marks_percent_of_step": round(marks_us / step / 10, 3),
-        "thread_percent_of_a_core": {name: round(100 * share, 3) for name, share in sorted(threads.items())},
+        "marks_us_per_step": round(marks_us, 2),
+        "marks_percent_of_step": round(marks_us / step / 10, 3),
+        "thread_percent_of_a_core": {
+            name: round(100 * share, 3) for name, share in sorted(threads.items())
+        },
     }
     print(json.dumps(result, indent=1))
     if options.json:

@@ -2,14 +2,16 @@
 
     python benchmarks/overhead.py [--pairs 8] [--steps 150] [--bare] [--json FILE]
 
-In-step cost: one run under taskd in which blocks of 25 steps with its hooks and commit() alternate with blocks without them; the
-figure is the median over neighbouring blocks of the ratio of their median step times.
+In-step cost: one run under taskd in which blocks of 25 steps with its hooks and commit() alternate
+with blocks without them; the figure is the median over neighbouring blocks of the ratio of their
+median step times.
 
-Step time: pairs of runs of the same DDP workload (4 ranks, gloo), once under taskd (manager, agent, black box, commit at each
-step) and once under plain torchrun, order alternating; the figure is the median over the pairs of the ratio of median step
-times. The first steps of each run are left out. With --bare the script under taskd uses nothing of it, so that the steps are the
-same on both sides: what is left is the spread of whole runs. Idle cost: CPU seconds of the manager and of the torchrun process over a
-window in which 4 workers sleep, and resident memory of the manager.
+Step time: pairs of runs of the same DDP workload (4 ranks, gloo), once under taskd (manager, agent,
+black box, commit at each step) and once under plain torchrun, order alternating; the figure is the
+median over the pairs of the ratio of median step times. The first steps of each run are left out.
+With --bare the script under taskd uses nothing of it, so that the steps are the same on both sides:
+what is left is the spread of whole runs. Idle cost: CPU seconds of the manager and of the torchrun
+process over a window in which 4 workers sleep, and resident memory of the manager.
 """
 
 from __future__ import annotations
@@ -44,9 +46,23 @@ def step_times(facts: pathlib.Path) -> list[float]:
 def plain(directory: pathlib.Path, steps: int) -> list[float]:
     facts = directory / "facts"
     facts.mkdir(parents=True)
-    env = environment(MODE="checkpoint", STEPS=str(steps), FACTS=str(facts), CHECKPOINT_EVERY="1000000")
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={recovery.RANKS}",
-                    recovery.WORKLOAD], env=env, check=True, capture_output=True, timeout=600)
+    env = environment(
+        MODE="checkpoint", STEPS=str(steps), FACTS=str(facts), CHECKPOINT_EVERY="1000000"
+    )
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={recovery.RANKS}",
+            recovery.WORKLOAD,
+        ],
+        env=env,
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
     return step_times(facts)
 
 
@@ -58,7 +74,10 @@ def alternating(directory: pathlib.Path, steps: int) -> list[float]:
         kind, block, when = line.split()
         assert kind == "block"
         blocks.setdefault(int(block), []).append(int(when))
-    medians = [statistics.median(b - a for a, b in itertools.pairwise(times)) for _, times in sorted(blocks.items())][2:]
+    medians = [
+        statistics.median(b - a for a, b in itertools.pairwise(times))
+        for _, times in sorted(blocks.items())
+    ][2:]
     return [on / off for on, off in zip(medians[::2], medians[1::2], strict=False)]
 
 
@@ -73,11 +92,22 @@ def idle(directory: pathlib.Path, window_s: float) -> dict:
     try:
         manager = job.start_manager()
         agent = job.start_agent("sleeper.py")
-        bare = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-                                 str(SCRIPTS / "sleeper.py")], env=environment(), stdout=subprocess.DEVNULL,
-                                stderr=subprocess.DEVNULL, start_new_session=True)
+        bare = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=4",
+                str(SCRIPTS / "sleeper.py"),
+            ],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         agent.wait_text("asleep", 60)
-        time.sleep(15)          # let start-up end on all sides before the window begins
+        time.sleep(15)  # let start-up end on all sides before the window begins
         pids = {"manager": manager.process.pid, "agent": agent.process.pid, "torchrun": bare.pid}
         before = {name: cpu_s(pid) for name, pid in pids.items()}
         time.sleep(window_s)
@@ -88,14 +118,20 @@ def idle(directory: pathlib.Path, window_s: float) -> dict:
         bare.wait(60)
     finally:
         job.close()
-    return {"manager_cpu_percent": round(used["manager"], 2), "agent_cpu_percent": round(used["agent"], 2),
-            "torchrun_cpu_percent": round(used["torchrun"], 2),
-            "agent_beyond_torchrun_percent": round(used["agent"] - used["torchrun"], 2), "manager_rss_mb": round(rss_mb, 1),
-            "window_s": window_s}
+    return {
+        "manager_cpu_percent": round(used["manager"], 2),
+        "agent_cpu_percent": round(used["agent"], 2),
+        "torchrun_cpu_percent": round(used["torchrun"], 2),
+        "agent_beyond_torchrun_percent": round(used["agent"] - used["torchrun"], 2),
+        "manager_rss_mb": round(rss_mb, 1),
+        "window_s": window_s,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--ranks", type=int, default=recovery.RANKS)
@@ -113,17 +149,25 @@ def main() -> None:
             order = ["on", "off"] if i % 2 == 0 else ["off", "on"]
             for which in order:
                 where = base / f"{which}{i}"
-                times = (step_times(recovery.run_taskd(where, options.steps + WARM_UP, "", mode)) if which == "on"
-                         else plain(where, options.steps + WARM_UP))
+                times = (
+                    step_times(recovery.run_taskd(where, options.steps + WARM_UP, "", mode))
+                    if which == "on"
+                    else plain(where, options.steps + WARM_UP)
+                )
                 medians[which].append(statistics.median(times))
             ratios.append(medians["on"][-1] / medians["off"][-1])
         inside = alternating(base / "alternating", options.alternating_steps)
         result = {
             "in_step_overhead_percent_median": round(100 * (statistics.median(inside) - 1), 2),
-            "in_step_overhead_percent_quartiles": [round(100 * (q - 1), 2) for q in statistics.quantiles(inside, n=4)],
+            "in_step_overhead_percent_quartiles": [
+                round(100 * (q - 1), 2) for q in statistics.quantiles(inside, n=4)
+            ],
             "in_step_pairs_of_blocks": len(inside),
-            "conditions": recovery.conditions(), "pairs": options.pairs, "steps_per_run": options.steps,
-            "step_ms_on": round(statistics.median(medians["on"]), 3), "step_ms_off": round(statistics.median(medians["off"]), 3),
+            "conditions": recovery.conditions(),
+            "pairs": options.pairs,
+            "steps_per_run": options.steps,
+            "step_ms_on": round(statistics.median(medians["on"]), 3),
+            "step_ms_off": round(statistics.median(medians["off"]), 3),
             "overhead_percent_median": round(100 * (statistics.median(ratios) - 1), 2),
             "overhead_percent_each": [round(100 * (ratio - 1), 2) for ratio in ratios],
             "idle": idle(base / "idle", options.window_s),

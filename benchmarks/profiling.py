@@ -1,4 +1,6 @@
-"""What a mark costs the training thread: black box alone, profiling off, profiling on; and what the profiler's thread costs per mark.
+"""What a mark costs the training thread: black box alone, profiling off, profiling on.
+
+And what the profiler's thread costs per mark.
 
 python benchmarks/profiling.py [MARKS]
 """
@@ -78,10 +80,21 @@ def main() -> None:
                 if code == 710:
                     took.append((time.perf_counter_ns() - began) / 1e6)
         profiler.close()
-    print(json.dumps({
-        "marks": count, "black_box_ns": round(box_ns), "off_ns": round(off_ns), "off_adds_ns": round(off_ns - box_ns),
-        "on_ns": round(on_ns), "on_adds_ns": round(on_ns - off_ns), "encode_ns_per_mark": round(encode_ns),
-        "bytes_per_mark": round(len(lines) / count), "switch_on_ms": round(statistics.median(took), 2)}))
+    print(
+        json.dumps(
+            {
+                "marks": count,
+                "black_box_ns": round(box_ns),
+                "off_ns": round(off_ns),
+                "off_adds_ns": round(off_ns - box_ns),
+                "on_ns": round(on_ns),
+                "on_adds_ns": round(on_ns - off_ns),
+                "encode_ns_per_mark": round(encode_ns),
+                "bytes_per_mark": round(len(lines) / count),
+                "switch_on_ms": round(statistics.median(took), 2),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

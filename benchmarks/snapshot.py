@@ -1,12 +1,18 @@
-"""What a snapshot costs: rate of the copy against memcpy, what commit() blocks, memory, and the time of a training step with and without.
+"""What a snapshot costs.
+
+Rate of the copy against memcpy, what commit() blocks, memory, and the time of a training step with
+and without.
 
     python benchmarks/snapshot.py [--mb 200] [--rounds 40] [--tensors 160] [--blocks 60] [--batch 64] [--json FILE]
 
-Copy: rounds that alternate between memcpy of all tensors into an arena's buffer (C, one call per tensor, nothing else) and a snapshot of the same
-tensors into the same kind of memory; each touches more than the caches hold, so both are cold. `copy` is the time in the copying thread,
-`whole` that from the beginning of commit() to the end of wait(). Step time: blocks of steps with a snapshot at each step alternate with blocks
-without, in one process; the figure is the ratio of the medians of neighbouring blocks, of the time on the wall and of the CPU time of the
-training thread. The copying thread wants a core: where all are busy with others, it takes its time from the training. The load is stated.
+Copy: rounds that alternate between memcpy of all tensors into an arena's buffer (C, one call per
+tensor, nothing else) and a snapshot of the same tensors into the same kind of memory; each touches
+more than the caches hold, so both are cold. `copy` is the time in the copying thread, `whole` that
+from the beginning of commit() to the end of wait(). Step time: blocks of steps with a snapshot at
+each step alternate with blocks without, in one process; the figure is the ratio of the medians of
+neighbouring blocks, of the time on the wall and of the CPU time of the training thread. The copying
+thread wants a core: where all are busy with others, it takes its time from the training. The load
+is stated.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import torch
 from taskd.native.arena import PAGE_BYTES, Arena
 from taskd.worker.snapshot import Snapshotter
 
-STEPS = 6       # of a block
+STEPS = 6  # of a block
 PRECISION = 4
 
 
@@ -35,7 +41,10 @@ def p99(values: list[float]) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(values), PRECISION), "p99": round(p99(values), PRECISION)}
+    return {
+        "median": round(statistics.median(values), PRECISION),
+        "p99": round(p99(values), PRECISION),
+    }
 
 
 def state_of(mb: int, count: int) -> dict[str, torch.Tensor]:
@@ -70,17 +79,31 @@ def copying(mb: int, rounds: int, count: int) -> dict:
     arena = snapshotter.arena
     memory = os.fstat(arena.fd).st_blocks * 512
     snapshotter.close()
-    skip = 2        # the first rounds meet pages that this process has not mapped
-    memcpy_s, copy_s, whole_s, blocked_s = memcpy_s[skip:], copy_s[skip:], whole_s[skip:], blocked_s[skip:]
+    skip = 2  # the first rounds meet pages that this process has not mapped
+    memcpy_s, copy_s, whole_s, blocked_s = (
+        memcpy_s[skip:],
+        copy_s[skip:],
+        whole_s[skip:],
+        blocked_s[skip:],
+    )
     ratios = [plain_s / ours_s for plain_s, ours_s in zip(memcpy_s, copy_s, strict=True)]
     result = {
-        "state_mb": round(total / 1e6, 1), "tensors": count, "rounds": rounds,
+        "state_mb": round(total / 1e6, 1),
+        "tensors": count,
+        "rounds": rounds,
         "memcpy_gb_per_s": spread([total / 1e9 / value for value in memcpy_s])["median"],
         "copy_gb_per_s": spread([total / 1e9 / value for value in copy_s])["median"],
-        "copy_rate_of_memcpy_percent": {"median": round(100 * statistics.median(ratios), 1), "p1": round(100 * sorted(ratios)[len(ratios) // 100], 1)},
-        "memcpy_ms": spread([1e3 * value for value in memcpy_s]), "copy_ms": spread([1e3 * value for value in copy_s]),
-        "whole_ms": spread([1e3 * value for value in whole_s]), "blocked_ms": spread([1e3 * value for value in blocked_s]),
-        "blocked_percent_of_copy": round(100 * statistics.median(blocked_s) / statistics.median(copy_s), 2),
+        "copy_rate_of_memcpy_percent": {
+            "median": round(100 * statistics.median(ratios), 1),
+            "p1": round(100 * sorted(ratios)[len(ratios) // 100], 1),
+        },
+        "memcpy_ms": spread([1e3 * value for value in memcpy_s]),
+        "copy_ms": spread([1e3 * value for value in copy_s]),
+        "whole_ms": spread([1e3 * value for value in whole_s]),
+        "blocked_ms": spread([1e3 * value for value in blocked_s]),
+        "blocked_percent_of_copy": round(
+            100 * statistics.median(blocked_s) / statistics.median(copy_s), 2
+        ),
         "memory_percent_of_two_shards": round(100 * memory / (2 * total), 2),
     }
     plain.close()
@@ -90,23 +113,28 @@ def copying(mb: int, rounds: int, count: int) -> dict:
 
 def overhead(on: list[list[float]], off: list[list[float]]) -> dict:
     ratios = [statistics.median(a) / statistics.median(b) for a, b in zip(on, off, strict=True)]
-    return {"median": round(100 * (statistics.median(ratios) - 1), 2),
-            "quartiles": [round(100 * (value - 1), 2) for value in statistics.quantiles(ratios, n=4)], "pairs": len(ratios)}
+    return {
+        "median": round(100 * (statistics.median(ratios) - 1), 2),
+        "quartiles": [round(100 * (value - 1), 2) for value in statistics.quantiles(ratios, n=4)],
+        "pairs": len(ratios),
+    }
 
 
 def training(mb: int, blocks: int, batch: int) -> dict:
     """AdamW keeps three copies of the parameters: those of `mb` / 3 MB."""
     width = 1024
     layers = max(1, round(mb * 1e6 / 3 / 4 / width**2))
-    model = torch.nn.Sequential(*(part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.GELU())))
+    model = torch.nn.Sequential(
+        *(part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.GELU()))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     snapshotter = Snapshotter(Arena.create, every=1)
     optimizer.register_step_pre_hook(lambda *_: snapshotter.wait())
-    snapshotter.prepare(mb * 10**6 + layers * width * 12)       # biases come on top
+    snapshotter.prepare(mb * 10**6 + layers * width * 12)  # biases come on top
     walls: dict[bool, list[list[float]]] = {True: [], False: []}
     threads: dict[bool, list[list[float]]] = {True: [], False: []}
     copies, version, is_on = [], 0, False
-    for _ in range(blocks + 2):         # the first two warm up
+    for _ in range(blocks + 2):  # the first two warm up
         is_on = not is_on
         wall, thread = [], []
         for _ in range(STEPS):
@@ -126,22 +154,31 @@ def training(mb: int, blocks: int, batch: int) -> dict:
         assert not snapshotter.problem, snapshotter.problem
         if is_on:
             copies.append(snapshotter.copy_s)
-        walls[is_on].append(wall[1:])       # the first of a block follows one of the other kind
+        walls[is_on].append(wall[1:])  # the first of a block follows one of the other kind
         threads[is_on].append(thread[1:])
         if version == 2 * STEPS:
             snapshotter.waited_s = 0.0
     size = snapshotter.newest.data_bytes
     snapshotter.close()
     snapshotter.arena.close()
-    steps = {name: spread([1e3 * value for took in walls[which][1:] for value in took]) for name, which in (("on", True), ("off", False))}
-    return {"state_mb": round(size / 1e6, 1), "step_ms": steps, "copy_ms": spread([1e3 * value for value in copies[1:]]),
-            "waited_ms_per_step": round(1e3 * snapshotter.waited_s / (len(copies[1:]) * STEPS), 3),
-            "overhead_percent": overhead(walls[True][1:], walls[False][1:]),
-            "overhead_of_the_thread_percent": overhead(threads[True][1:], threads[False][1:])}
+    steps = {
+        name: spread([1e3 * value for took in walls[which][1:] for value in took])
+        for name, which in (("on", True), ("off", False))
+    }
+    return {
+        "state_mb": round(size / 1e6, 1),
+        "step_ms": steps,
+        "copy_ms": spread([1e3 * value for value in copies[1:]]),
+        "waited_ms_per_step": round(1e3 * snapshotter.waited_s / (len(copies[1:]) * STEPS), 3),
+        "overhead_percent": overhead(walls[True][1:], walls[False][1:]),
+        "overhead_of_the_thread_percent": overhead(threads[True][1:], threads[False][1:]),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tensors", type=int, default=160)
@@ -151,8 +188,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
-    result = {"benchmark": "snapshot", "torch": torch.__version__, "cores": os.cpu_count(),
-              "copy": copying(options.mb, options.rounds, options.tensors), "training": training(options.mb, options.blocks, options.batch)}
+    result = {
+        "benchmark": "snapshot",
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "copy": copying(options.mb, options.rounds, options.tensors),
+        "training": training(options.mb, options.blocks, options.batch),
+    }
     result["load_before_and_after"] = [*load, os.getloadavg()[0]]
     text = json.dumps(result, indent=1)
     print(text)

@@ -1,4 +1,6 @@
-"""What a snapshot costs `TrainState.commit()`, in one process: the commits that begin one beside those that do not.
+"""What a snapshot costs `TrainState.commit()`, in one process.
+
+The commits that begin one beside those that do not.
 
     python benchmarks/snapshot_commit.py --tensors 400 --mb 200
 
@@ -25,16 +27,30 @@ from taskd.worker.state import TrainState
 
 def main() -> None:
     """Print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, default=400, help="of the state, a quarter of them parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tensors", type=int, default=400, help="of the state, a quarter of them parameters"
+    )
     parser.add_argument("--mb", type=int, default=200, help="of the state")
     parser.add_argument("--commits", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), job_id="benchmark", arenas=Arenas.create())
+    life = Life(
+        rank=0,
+        world_size=1,
+        incarnation=0,
+        box=BlackBox.create(),
+        job_id="benchmark",
+        arenas=Arenas.create(),
+    )
     life_module.set_current(life)
     life.in_recoverable = True
-    parameters = nn.ParameterList(torch.zeros(options.mb * 1_000_000 * 4 // 3 // 4 // options.tensors) for _ in range(options.tensors // 4))
+    parameters = nn.ParameterList(
+        torch.zeros(options.mb * 1_000_000 * 4 // 3 // 4 // options.tensors)
+        for _ in range(options.tensors // 4)
+    )
     optimizer = torch.optim.Adam(parameters.parameters())
     state = TrainState(model=parameters, optimizer=optimizer, snapshot_every=2)
     state.restore()
@@ -50,9 +66,18 @@ def main() -> None:
         life.snapshots.wait()
     made = life.snapshot_versions()
     assert made, "no snapshot was made"
-    print(json.dumps({
-        "tensors": options.tensors, "mb": options.mb, "snapshots": list(made), "commit_with_ms": round(statistics.median(taken[True][2:]) * 1e3, 3),
-        "commit_without_ms": round(statistics.median(taken[False][2:]) * 1e3, 3)}, indent=1))
+    print(
+        json.dumps(
+            {
+                "tensors": options.tensors,
+                "mb": options.mb,
+                "snapshots": list(made),
+                "commit_with_ms": round(statistics.median(taken[True][2:]) * 1e3, 3),
+                "commit_without_ms": round(statistics.median(taken[False][2:]) * 1e3, 3),
+            },
+            indent=1,
+        )
+    )
     park_all(life)
 
 

@@ -2,12 +2,15 @@
 
     python benchmarks/soak.py [--recoveries 3000] [--layouts ddp=4 hsdp=2 fsdp-snapshots=2 fsdp1-hybrid=1] [--seed N] [--busy N] [--json FILE]
 
-4 ranks, gloo, torchrun, manager; one job for each layout, with its share of the recoveries. In each job one rank is spared, another one in each layout;
-all others end themselves with SIGKILL at places drawn from the seed, every third step, a third of them at any moment of a step. It fails if
+4 ranks, gloo, torchrun, manager; one job for each layout, with its share of the recoveries. In each
+job one rank is spared, another one in each layout; all others end themselves with SIGKILL at places
+drawn from the seed, every third step, a third of them at any moment of a step. It fails if
 - a job comes no further for 60 s, or does not end well;
 - a process ends that was not to die, or a recovery is anything but `recover-in-place`;
-- a rank's final digest (its part of weights and optimizer memory, its generator) is not that of a run without deaths;
-- from the 100th recovery to the last, memory, descriptors or threads of the manager, the agent, the forkserver or the spared rank grow (memory of manager
+- a rank's final digest (its part of weights and optimizer memory, its generator) is not that of a
+  run without deaths;
+- from the 100th recovery to the last, memory, descriptors or threads of the manager, the agent, the
+  forkserver or the spared rank grow (memory of manager
   and agent: from the 500th, when their stories are full; in a job that is shorter than 1.5 times that it is written down, and not judged).
 A job that fails is kept, and its directory printed.
 """
@@ -37,14 +40,16 @@ from benchmarks.soak_plan import plan_kills, size_of
 from tests.process.harness import Job
 
 WORKLOAD = str(ROOT / "benchmarks" / "soak_workload.py")
-SILENCE_S = 60.0         # between two recoveries: a hundred times what one takes
+SILENCE_S = 60.0  # between two recoveries: a hundred times what one takes
 LOOK_S = 0.2
-SETTLED = 100            # recoveries after which nothing grows any more
-# But the stories of manager and agent, rings of 10,000 entries, whose memory is their own; with fewer than half as many recoveries again nothing can be said.
+SETTLED = 100  # recoveries after which nothing grows any more
+# But the stories of manager and agent, rings of 10,000 entries, whose memory is their own; with
+# fewer than half as many recoveries again nothing can be said.
 STORY_IS_FULL = {"manager": 500, "agent": 500}
-# What is allowed to grow in 1,000 recoveries, in kB. glibc's heap is in pieces after a while; a leak of one process group has 100 kB and more.
+# What is allowed to grow in 1,000 recoveries, in kB. glibc's heap is in pieces after a while; a
+# leak of one process group has 100 kB and more.
 RSS_SLOPE_KB = 4096
-_WINDOW = 25             # samples whose median is compared
+_WINDOW = 25  # samples whose median is compared
 
 
 class Layout(NamedTuple):
@@ -58,7 +63,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "ddp": Layout("ddp", 0), "hsdp": Layout("hsdp", 3), "fsdp-snapshots": Layout("fsdp", 1, snapshot_every=2), "fsdp1-hybrid": Layout("flat-HYBRID_SHARD-orig", 2),
 }  # fmt: skip
-Sample = tuple[int, dict[str, int]]      # after so many recoveries: what `size_of` says
+Sample = tuple[int, dict[str, int]]  # after so many recoveries: what `size_of` says
 
 
 # ---------------------------------------------------------------- one job
@@ -84,7 +89,10 @@ class Watch:
             if self._take():
                 last = time.monotonic()
             elif time.monotonic() - last > SILENCE_S:
-                raise TimeoutError(f"no recovery and no end for {SILENCE_S} s after {len(self.records)} recoveries: {self._job.directory}")
+                raise TimeoutError(
+                    f"no recovery and no end for {SILENCE_S} s after "
+                    f"{len(self.records)} recoveries: {self._job.directory}"
+                )
 
     def _take(self) -> bool:
         if not self._path.exists():
@@ -101,29 +109,47 @@ class Watch:
 
     def _sample(self) -> None:
         if not self._pids:
-            worker = next(int(path.stem.partition("-")[2]) for path in self._job.facts_dir.glob(f"{self._spared()}-*.jsonl"))
+            worker = next(
+                int(path.stem.partition("-")[2])
+                for path in self._job.facts_dir.glob(f"{self._spared()}-*.jsonl")
+            )
             stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
             assert self._job.manager is not None
-            self._pids = {"manager": self._job.manager.process.pid, "agent": self._job.agents[0].process.pid,
-                          "forkserver": int(stat.rpartition(")")[2].split()[1])}
+            self._pids = {
+                "manager": self._job.manager.process.pid,
+                "agent": self._job.agents[0].process.pid,
+                "forkserver": int(stat.rpartition(")")[2].split()[1]),
+            }
         for name, pid in self._pids.items():
-            with contextlib.suppress(OSError):           # the job has just ended
+            with contextlib.suppress(OSError):  # the job has just ended
                 self.samples[name].append((len(self.records), size_of(pid)))
 
     def _spared(self) -> int:
         return int(self._job.env["SPARED"])
 
 
-def start(directory: pathlib.Path, layout: Layout, kills: int, planned: int, seed: str, step_s: float) -> Job:
+def start(
+    directory: pathlib.Path, layout: Layout, kills: int, planned: int, seed: str, step_s: float
+) -> Job:
     """The job; nobody waits for it yet."""
-    job = Job(directory, LAYOUT=layout.workload, SNAPSHOT_EVERY=str(layout.snapshot_every), SPARED=str(layout.spared), SEED=seed,
-              KILLS=str(kills), KILLS_PLANNED=str(planned), STEP_S=str(step_s))
+    job = Job(
+        directory,
+        LAYOUT=layout.workload,
+        SNAPSHOT_EVERY=str(layout.snapshot_every),
+        SPARED=str(layout.spared),
+        SEED=seed,
+        KILLS=str(kills),
+        KILLS_PLANNED=str(planned),
+        STEP_S=str(step_s),
+    )
     job.start_manager()
     job.start_agent(WORKLOAD, nproc=RANKS, options=(f"--max-restarts={kills or 1}",))
     return job
 
 
-def undisturbed(directory: pathlib.Path, layout: Layout, planned: int) -> tuple[dict[int, str], float]:
+def undisturbed(
+    directory: pathlib.Path, layout: Layout, planned: int
+) -> tuple[dict[int, str], float]:
     """Digests by rank, and seconds per step."""
     job = start(directory, layout, 0, planned, "", 0.0)
     try:
@@ -146,15 +172,22 @@ def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
     try:
         watch.follow()
         took = time.monotonic() - began
-        codes = job.agents[0].wait(0).returncode, job.manager.wait(20).returncode if job.manager else None
+        codes = (
+            job.agents[0].wait(0).returncode,
+            job.manager.wait(20).returncode if job.manager else None,
+        )
         facts, left = read_facts(job), job.leftovers()
     finally:
         job.close()
     samples = watch.samples | {"survivor": survivor_sizes(facts, layout.spared)}
     (directory / name / "sizes.json").write_text(json.dumps(samples))
-    growth = {who: growth_of(sizes, STORY_IS_FULL.get(who, SETTLED)) for who, sizes in samples.items()}
+    growth = {
+        who: growth_of(sizes, STORY_IS_FULL.get(who, SETTLED)) for who, sizes in samples.items()
+    }
     problems = unplanned(facts, watch.records, plan_kills(kills, RANKS, layout.spared, seed))
-    problems += [f"{who}: {problem}" for who, grown in growth.items() for problem in grown.pop("problems")]
+    problems += [
+        f"{who}: {problem}" for who, grown in growth.items() for problem in grown.pop("problems")
+    ]
     if codes != (0, 0):
         problems.append(f"torchrun and manager ended with {codes}")
     if {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"} != expected:
@@ -183,38 +216,67 @@ def unplanned(facts: list[dict], records: list[dict], kills: list) -> list[str]:
         if lives[rank] != wanted:
             problems.append(f"rank {rank} had {lives[rank]} lives instead of {wanted}")
     for record in records:
-        strange = [fault for fault in record["faults"] if fault["kind"] != "killed" or not fault["detail"].startswith("SIGKILL")]
+        strange = [
+            fault
+            for fault in record["faults"]
+            if fault["kind"] != "killed" or not fault["detail"].startswith("SIGKILL")
+        ]
         if strange or record["strategy"] != "recover-in-place":
-            problems.append(f"generation {record['generation']}, {record['strategy']}: " + "; ".join(
-                f"rank {fault['rank']} {fault['kind']} ({fault['detail']})" for fault in record["faults"]))
+            problems.append(
+                f"generation {record['generation']}, "
+                f"{record['strategy']}: "
+                + "; ".join(
+                    f"rank {fault['rank']} {fault['kind']} ({fault['detail']})"
+                    for fault in record["faults"]
+                )
+            )
     return problems
 
 
 def survivor_sizes(facts: list[dict], spared: int) -> list[Sample]:
     """Of the spared rank, after each of its entries."""
     entries = [fact for fact in facts if fact["what"] == "restored" and fact["rank"] == spared]
-    return [(number, {key: entry[key] for key in ("rss_kb", "fds", "threads")}) for number, entry in enumerate(entries)]
+    return [
+        (number, {key: entry[key] for key in ("rss_kb", "fds", "threads")})
+        for number, entry in enumerate(entries)
+    ]
 
 
 def growth_of(samples: list[Sample], memory_settled: int) -> dict:
-    """First, settled and last size of a process, its slope, and what of that is too much. `memory_settled`: after so many recoveries its memory is.
+    """First, settled and last size of a process, its slope, and what of that is too much.
 
-    Descriptors and threads of a recovery that is under way come on top of what stays, so of them the fewest in a window count; memory: the median.
+    `memory_settled`: after so many recoveries its memory is.
+
+    Descriptors and threads of a recovery that is under way come on top of what stays, so of them
+    the fewest in a window count; memory: the median.
     """
     total = samples[-1][0]
     found: dict = {"first": samples[0][1], "problems": []}
     for key in ("rss_kb", "fds", "threads"):
         since = memory_settled if key == "rss_kb" else SETTLED
         is_long = total >= since * 3 // 2
-        settled = [(number, size[key]) for number, size in samples if number >= (since if is_long else total // 3)]
+        settled = [
+            (number, size[key])
+            for number, size in samples
+            if number >= (since if is_long else total // 3)
+        ]
         values = [value for _, value in settled]
         typical = statistics.median if key == "rss_kb" else min
         before, after = typical(values[:_WINDOW]), typical(values[-_WINDOW:])
         slope = statistics.linear_regression([number for number, _ in settled], values).slope * 1000
-        found[key] = {"since": settled[0][0], "settled": before, "last": after, "max": max(values), "per_1000": round(slope, 1), "is_judged": is_long}
+        found[key] = {
+            "since": settled[0][0],
+            "settled": before,
+            "last": after,
+            "max": max(values),
+            "per_1000": round(slope, 1),
+            "is_judged": is_long,
+        }
         bound = RSS_SLOPE_KB * max(1.0, (total - since) / 1000) if key == "rss_kb" else 0
         if is_long and after - before > bound:
-            found["problems"].append(f"{key} grew from {before} to {after} from recovery {settled[0][0]} to {total}")
+            found["problems"].append(
+                f"{key} grew from {before} to {after} from recovery {settled[0][0]} to {total}"
+            )
     return found
 
 
@@ -227,15 +289,22 @@ def shares(words: list[str], total: int) -> dict[str, int]:
     for word in words:
         name, _, weight = word.partition("=")
         if name not in LAYOUTS or not (weight or "1").isdigit():
-            raise SystemExit(f"--layouts: {word} is none of {', '.join(LAYOUTS)}, with =WEIGHT or without")
+            raise SystemExit(
+                f"--layouts: {word} is none of {', '.join(LAYOUTS)}, with =WEIGHT or without"
+            )
         weights[name] = int(weight or 1)
-    return {name: max(1, -(-total * weight // sum(weights.values()))) for name, weight in weights.items()}
+    return {
+        name: max(1, -(-total * weight // sum(weights.values())))
+        for name, weight in weights.items()
+    }
 
 
 @contextlib.contextmanager
 def load(processes: int):
     """So many processes that take all the time that they get."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
+    ]
     try:
         yield
     finally:
@@ -246,12 +315,21 @@ def load(processes: int):
 
 def main() -> None:
     """Run all of it, print it, write it, and end with 1 if anything went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recoveries", type=int, default=3000)
-    parser.add_argument("--layouts", nargs="+", default=["ddp=4", "hsdp=2", "fsdp-snapshots=2", "fsdp1-hybrid=1"], metavar="NAME[=WEIGHT]")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["ddp=4", "hsdp=2", "fsdp-snapshots=2", "fsdp1-hybrid=1"],
+        metavar="NAME[=WEIGHT]",
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--busy", type=int, default=0, help="processes that compete for the cores")
-    parser.add_argument("--json", type=pathlib.Path, default=ROOT / "docs" / "measured" / "soak.json")
+    parser.add_argument(
+        "--json", type=pathlib.Path, default=ROOT / "docs" / "measured" / "soak.json"
+    )
     options = parser.parse_args()
     planned = shares(options.layouts, options.recoveries)
     print(f"seed {options.seed}", flush=True)
@@ -280,7 +358,12 @@ def main() -> None:
 
 def torch_version() -> str:
     """Of the interpreter that runs the jobs."""
-    return subprocess.run([sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Who dies when in benchmarks/soak.py: drawn from a seed, the same for the driver and for every rank. Imports no torch."""
+"""Who dies when in benchmarks/soak.py.
+
+Drawn from a seed, the same for the driver and for every rank. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ import os
 import random
 from typing import NamedTuple
 
-SPACING = 3          # steps from one death to the next, so that one is over when the next comes
-_PLACES = ("step", "forward", "backward-begin", "backward-end", "before-vote", "optimizer", "before-commit")
-ANY = "any"          # at any moment of a step, by a timer of the kernel: a third of all deaths
+SPACING = 3  # steps from one death to the next, so that one is over when the next comes
+_PLACES = (
+    "step",
+    "forward",
+    "backward-begin",
+    "backward-end",
+    "before-vote",
+    "optimizer",
+    "before-commit",
+)
+ANY = "any"  # at any moment of a step, by a timer of the kernel: a third of all deaths
 
 
 class Kill(NamedTuple):
@@ -18,7 +29,7 @@ class Kill(NamedTuple):
     rank: int
     step: int
     place: str
-    moment: float        # place ANY: which part of a step after its begin
+    moment: float  # place ANY: which part of a step after its begin
 
 
 def plan_kills(count: int, world_size: int, spared: int, seed: str) -> list[Kill]:
@@ -28,7 +39,9 @@ def plan_kills(count: int, world_size: int, spared: int, seed: str) -> list[Kill
     found = []
     for number in range(count):
         place = ANY if chance.random() < 1 / 3 else chance.choice(_PLACES)
-        found.append(Kill(number, chance.choice(ranks), SPACING * (number + 1), place, chance.random()))
+        found.append(
+            Kill(number, chance.choice(ranks), SPACING * (number + 1), place, chance.random())
+        )
     return found
 
 
@@ -43,4 +56,8 @@ def size_of(pid: int) -> dict[str, int]:
         fields = dict(line.split(":", 1) for line in status)
     if "VmRSS" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
-    return {"rss_kb": int(fields["VmRSS"].split()[0]), "fds": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(fields["Threads"])}
+    return {
+        "rss_kb": int(fields["VmRSS"].split()[0]),
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "threads": int(fields["Threads"]),
+    }

@@ -1,13 +1,13 @@
 """The training that benchmarks/soak.py runs: tiny steps, and a death every few of them.
 
-LAYOUT       ddp, hsdp (2 x half of the ranks), fsdp (all ranks), or FSDP1: flat-FULL_SHARD, flat-HYBRID_SHARD (2 x half), with -orig for use_orig_params
-SNAPSHOT_EVERY
-KILLS        how many deaths there are (0: none) in a training that is long enough for KILLS_PLANNED
-SEED, SPARED what the deaths are drawn from, and the rank that never dies
-STEP_S       how long a step takes: for deaths at any moment of it
-FACTS        directory: <rank>-<pid>.jsonl, one JSON line per fact, in one write
+LAYOUT       ddp, hsdp (2 x half of the ranks), fsdp (all ranks), or FSDP1: flat-FULL_SHARD,
+flat-HYBRID_SHARD (2 x half), with -orig for use_orig_params SNAPSHOT_EVERY KILLS        how many
+deaths there are (0: none) in a training that is long enough for KILLS_PLANNED SEED, SPARED what the
+deaths are drawn from, and the rank that never dies STEP_S       how long a step takes: for deaths
+at any moment of it FACTS        directory: <rank>-<pid>.jsonl, one JSON line per fact, in one write
 
-A rank ends itself with SIGKILL, once per death. After each restore() a process notes its memory, descriptors and threads.
+A rank ends itself with SIGKILL, once per death. After each restore() a process notes its memory,
+descriptors and threads.
 """
 
 from __future__ import annotations
@@ -33,25 +33,47 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FACTS, LAYOUT = os.environ["FACTS"], os.environ["LAYOUT"]
 SNAPSHOT_EVERY, STEP_S = int(os.environ["SNAPSHOT_EVERY"]), float(os.environ["STEP_S"])
 STEPS = steps_for(int(os.environ["KILLS_PLANNED"]))
-MINE = {kill.step: kill for kill in plan_kills(int(os.environ["KILLS"]), WORLD, int(os.environ["SPARED"]), os.environ["SEED"]) if kill.rank == RANK}
+MINE = {
+    kill.step: kill
+    for kill in plan_kills(
+        int(os.environ["KILLS"]), WORLD, int(os.environ["SPARED"]), os.environ["SEED"]
+    )
+    if kill.rank == RANK
+}
 HIDDEN, LAYERS = 16, 4
-NOTES = os.open(f"{FACTS}/{RANK}-{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+NOTES = os.open(
+    f"{FACTS}/{RANK}-{os.getpid()}.jsonl",
+    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+    0o644,
+)
 
 
 def fact(what: str, **fields: object) -> None:
-    os.write(NOTES, (json.dumps({"what": what, "time": time.monotonic(), **fields}) + "\n").encode())
+    os.write(
+        NOTES, (json.dumps({"what": what, "time": time.monotonic(), **fields}) + "\n").encode()
+    )
 
 
 class SignalEvent(ctypes.Structure):
     """struct sigevent of <signal.h>: its head, and room for the rest."""
 
-    _fields_ = (("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int), ("rest", ctypes.c_byte * 48))
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_byte * 48),
+    )
 
 
 class TimerSpec(ctypes.Structure):
     """struct itimerspec of <time.h>."""
 
-    _fields_ = (("interval_s", ctypes.c_long), ("interval_ns", ctypes.c_long), ("value_s", ctypes.c_long), ("value_ns", ctypes.c_long))
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
 
 
 def die_in(delay_s: float) -> None:
@@ -60,7 +82,9 @@ def die_in(delay_s: float) -> None:
     timer = ctypes.c_void_p()
     event = SignalEvent(signo=signal.SIGKILL, notify=0)
     spec = TimerSpec(value_ns=1 + int(delay_s * 1e9))
-    if libc.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)) or libc.timer_settime(timer, 0, ctypes.byref(spec), None):
+    if libc.timer_create(
+        time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)
+    ) or libc.timer_settime(timer, 0, ctypes.byref(spec), None):
         raise OSError(ctypes.get_errno(), "timer_create or timer_settime")
 
 
@@ -102,7 +126,11 @@ def wrap(net: Net) -> torch.nn.Module:
     if LAYOUT == "ddp":
         return DistributedDataParallel(net, bucket_cap_mb=0.001)
     replicated = LAYOUT == "hsdp" or "HYBRID" in LAYOUT
-    mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard")) if replicated else None
+    mesh = (
+        init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+        if replicated
+        else None
+    )
     if LAYOUT.startswith("flat-"):
         return wrap_flat(net, mesh)
     mesh = mesh or init_device_mesh("cpu", (WORLD,), mesh_dim_names=("shard",))
@@ -114,7 +142,12 @@ def wrap(net: Net) -> torch.nn.Module:
 def wrap_flat(net: Net, mesh: DeviceMesh | None) -> torch.nn.Module:
     """FSDP1: a unit for every layer but the last, and one for that."""
     _, strategy, *orig = LAYOUT.split("-")
-    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": bool(orig), "device_id": torch.device("cpu"), "device_mesh": mesh}
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": bool(orig),
+        "device_id": torch.device("cpu"),
+        "device_mesh": mesh,
+    }
     for index in range(LAYERS - 1):
         net.layers[index] = FullyShardedDataParallel(net.layers[index], **options)
     return FullyShardedDataParallel(net, **options)
@@ -139,7 +172,8 @@ def train() -> str:
     torch.manual_seed(99 + RANK)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     net.layers[0].register_full_backward_hook(lambda *_: here("backward-end", net.step))
-    optimizer.register_step_pre_hook(lambda *_: here("before-vote", net.step))       # before TrainState's own hook, which votes
+    # before TrainState's own hook, which votes
+    optimizer.register_step_pre_hook(lambda *_: here("before-vote", net.step))
     state = taskd.TrainState(model=model, optimizer=optimizer, snapshot_every=SNAPSHOT_EVERY)
     state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
@@ -150,7 +184,9 @@ def train() -> str:
         here("step", state.step)
         generator = torch.Generator().manual_seed(1000 * state.step + RANK)
         optimizer.zero_grad()
-        model(torch.randn(8, HIDDEN, generator=generator) * (1 + 0.01 * torch.rand(()))).square().mean().backward()
+        model(
+            torch.randn(8, HIDDEN, generator=generator) * (1 + 0.01 * torch.rand(()))
+        ).square().mean().backward()
         if isinstance(model, FullyShardedDataParallel):
             model.clip_grad_norm_(1.0)
         optimizer.step()

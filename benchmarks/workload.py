@@ -1,13 +1,14 @@
 """The training that benchmarks/recovery.py runs, under taskd and under plain torchrun alike.
 
-A DDP multi-layer perceptron (5 x 512 x 512, Adam: about 14 MB of state) on gloo. It writes one line per commit into
-FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says: "rank@step:place" separated by ";",
-place one of forward, backward, optimizer, before-commit, step. Each kill happens once per job.
+A DDP multi-layer perceptron (5 x 512 x 512, Adam: about 14 MB of state) on gloo. It writes one line
+per commit into FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says:
+"rank@step:place" separated by ";", place one of forward, backward, optimizer, before-commit, step.
+Each kill happens once per job.
 
-MODE=taskd        taskd.recoverable and TrainState
-MODE=checkpoint   neither: a checkpoint every 50 steps by rank 0, loaded at start (what a plain torchrun job does)
-MODE=alternating  blocks of steps with and without taskd's part in them, for benchmarks/overhead.py
-MODE=marks        blocks of steps with and without marks and the runtime's pulse, for benchmarks/marks.py
+MODE=taskd        taskd.recoverable and TrainState MODE=checkpoint   neither: a checkpoint every 50
+steps by rank 0, loaded at start (what a plain torchrun job does) MODE=alternating  blocks of steps
+with and without taskd's part in them, for benchmarks/overhead.py MODE=marks        blocks of steps
+with and without marks and the runtime's pulse, for benchmarks/marks.py
 """
 
 import hashlib
@@ -33,7 +34,7 @@ for number, spec in enumerate(KILLS):
     rank, step = (int(part) for part in where.split("@"))
     if rank == RANK:
         MINE[step, place] = number
-BLOCK = 25      # steps; benchmarks/overhead.py pairs neighbouring blocks
+BLOCK = 25  # steps; benchmarks/overhead.py pairs neighbouring blocks
 out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
 
 
@@ -87,7 +88,7 @@ def note(step):
 
 
 def prepare_state():
-    import taskd  # noqa: PLC0415 - not there, and not wanted, under plain torchrun
+    import taskd  # noqa: PLC0415
 
     model, optimizer, position = prepare()
     ddp = DistributedDataParallel(model)
@@ -97,7 +98,7 @@ def prepare_state():
 
 
 def with_taskd():
-    import taskd  # noqa: PLC0415 - as above
+    import taskd  # noqa: PLC0415
 
     @taskd.recoverable
     def train():
@@ -126,7 +127,10 @@ def with_checkpoints():
         note(step)
         if RANK == 0 and step % CHECKPOINT_EVERY == 0:
             temporary = CHECKPOINT.with_suffix(".tmp")
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+                temporary,
+            )
             temporary.rename(CHECKPOINT)
     finish(model)
     dist.destroy_process_group()
@@ -134,12 +138,12 @@ def with_checkpoints():
 
 def alternating():
     """Blocks of steps with taskd's hooks and commit, and without them, in turn, in the same processes."""
-    import taskd  # noqa: PLC0415 - as above
+    import taskd  # noqa: PLC0415
 
     @taskd.recoverable
     def train():
         _, optimizer, position, ddp, state = prepare_state()
-        holding = state._holding  # noqa: SLF001 - there is no public way to leave the hooks out
+        holding = state._holding  # noqa: SLF001
         for step in range(STEPS):
             is_on = step // BLOCK % 2 == 0
             if step and step % BLOCK == 0:
@@ -153,9 +157,14 @@ def alternating():
 
 
 def with_and_without_marks():
-    from benchmarks import marks_blocks  # noqa: PLC0415 - as above
+    from benchmarks import marks_blocks  # noqa: PLC0415
 
     marks_blocks.run(prepare_state, one_step, out, STEPS, BLOCK)
 
 
-{"taskd": with_taskd, "checkpoint": with_checkpoints, "alternating": alternating, "marks": with_and_without_marks}[MODE]()
+{
+    "taskd": with_taskd,
+    "checkpoint": with_checkpoints,
+    "alternating": alternating,
+    "marks": with_and_without_marks,
+}[MODE]()

@@ -1,4 +1,6 @@
-"""A character-level GPT, trained with DDP on the Python standard library's own sources. Survives kill -9 of any rank.
+"""A character-level GPT, trained with DDP on the Python standard library's own sources.
+
+Survives kill -9 of any rank.
 
     TASKD_PROCESS_ENABLE=on python manager.py &
     TASKD_PROCESS_ENABLE=on python -m taskd.run --nproc-per-node=4 examples/char_gpt.py --steps 60
@@ -28,12 +30,18 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, WIDTH)
+        attended = (
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, length, WIDTH)
+        )
         x = x + self.out(attended)
         return x + self.mlp(self.norm2(x))
 
@@ -61,17 +69,20 @@ def load_text(limit: int = 1_000_000) -> tuple[torch.Tensor, int]:
     return torch.tensor([alphabet[char] for char in text]), len(alphabet)
 
 
-TEXT, VOCABULARY = load_text()          # outside train(): survivors of a fault keep it
+TEXT, VOCABULARY = load_text()  # outside train(): survivors of a fault keep it
 
 
 @taskd.recoverable
 def train(steps: int) -> tuple[float, str]:
-    """Entered again in every surviving process after a fault; continues at the step where the job was."""
+    """Entered again in every surviving process after a fault.
+
+    Continues at the step where the job was.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = CharGPT(VOCABULARY)
-    torch.manual_seed(1000 + rank)      # from here on each rank draws its own batches and dropout masks
+    torch.manual_seed(1000 + rank)  # from here on each rank draws its own batches and dropout masks
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -80,7 +91,7 @@ def train(steps: int) -> tuple[float, str]:
     print(f"rank {rank} (pid {os.getpid()}) starts at step {state.step}: {restored}", flush=True)
     while state.step < steps:
         offsets = torch.randint(len(TEXT) - CONTEXT - 1, (BATCH,)).tolist()
-        batch = torch.stack([TEXT[offset:offset + CONTEXT + 1] for offset in offsets])
+        batch = torch.stack([TEXT[offset : offset + CONTEXT + 1] for offset in offsets])
         optimizer.zero_grad()
         loss = functional.cross_entropy(ddp(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -90,7 +101,9 @@ def train(steps: int) -> tuple[float, str]:
         state.commit()
         if rank == 0 and state.step % 5 == 0:
             print(f"step {state.step:4d}  loss {state.loss:.4f}", flush=True)
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()[:16]
     return state.loss, digest
 
 

@@ -1,10 +1,13 @@
-"""A small ResNet that learns handwritten digits, in one process or in several. A script as it is usually written: no word of taskd.
+"""A small ResNet that learns handwritten digits, in one process or in several.
+
+A script as it is usually written: no word of taskd.
 
     python examples/digits_plain.py
     torchrun --nproc-per-node=2 examples/digits_plain.py --resume checkpoint.pth.tar
 
-After each epoch it writes checkpoint.pth.tar, and a copy as model_best.pth.tar if no epoch was better; --resume begins with one of
-them. The images come with scikit-learn. `diff examples/digits_plain.py examples/digits.py` shows what taskd takes.
+After each epoch it writes checkpoint.pth.tar, and a copy as model_best.pth.tar if no epoch was
+better; --resume begins with one of them. The images come with scikit-learn. `diff
+examples/digits_plain.py examples/digits.py` shows what taskd takes.
 """
 
 import argparse
@@ -19,16 +22,41 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--epochs", default=5, type=int, metavar="N", help="number of epochs in all")
-parser.add_argument("--start-epoch", default=0, type=int, metavar="N", help="number of the first one")
-parser.add_argument("-b", "--batch-size", default=32, type=int, metavar="N", help="images per process and step")
-parser.add_argument("--lr", "--learning-rate", default=0.1, type=float, metavar="LR", help="learning rate of the first epoch")
+parser.add_argument(
+    "--start-epoch", default=0, type=int, metavar="N", help="number of the first one"
+)
+parser.add_argument(
+    "-b", "--batch-size", default=32, type=int, metavar="N", help="images per process and step"
+)
+parser.add_argument(
+    "--lr",
+    "--learning-rate",
+    default=0.1,
+    type=float,
+    metavar="LR",
+    help="learning rate of the first epoch",
+)
 parser.add_argument("--momentum", default=0.9, type=float, metavar="M")
-parser.add_argument("--wd", "--weight-decay", default=1e-4, type=float, metavar="W", dest="weight_decay")
-parser.add_argument("-p", "--print-freq", default=10, type=int, metavar="N", help="steps between two lines")
-parser.add_argument("--resume", default="", metavar="PATH", help="checkpoint to begin with, if it is there")
-parser.add_argument("--save-path", default=".", type=pathlib.Path, metavar="DIR", help="where checkpoints are written")
+parser.add_argument(
+    "--wd", "--weight-decay", default=1e-4, type=float, metavar="W", dest="weight_decay"
+)
+parser.add_argument(
+    "-p", "--print-freq", default=10, type=int, metavar="N", help="steps between two lines"
+)
+parser.add_argument(
+    "--resume", default="", metavar="PATH", help="checkpoint to begin with, if it is there"
+)
+parser.add_argument(
+    "--save-path",
+    default=".",
+    type=pathlib.Path,
+    metavar="DIR",
+    help="where checkpoints are written",
+)
 parser.add_argument("--dist-backend", default="gloo")
 parser.add_argument("--seed", default=0, type=int)
 
@@ -36,12 +64,14 @@ TRAIN_SET, VAL_SET = load_images()
 
 
 def main(args):
-    if "WORLD_SIZE" in os.environ:                # started by torchrun
+    if "WORLD_SIZE" in os.environ:  # started by torchrun
         dist.init_process_group(args.dist_backend)
     torch.manual_seed(args.seed)
     model = resnet()
     parallel = DistributedDataParallel(model) if dist.is_initialized() else model
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.1)
     best_acc1 = 0.0
     if os.path.isfile(args.resume):
@@ -53,7 +83,9 @@ def main(args):
         print(f"=> loaded {args.resume} (epoch {args.start_epoch})", flush=True)
     train_sampler = DistributedSampler(TRAIN_SET, seed=args.seed) if dist.is_initialized() else None
     val_sampler = DistributedSampler(VAL_SET, shuffle=False) if dist.is_initialized() else None
-    train_loader = DataLoader(TRAIN_SET, args.batch_size, shuffle=train_sampler is None, sampler=train_sampler)
+    train_loader = DataLoader(
+        TRAIN_SET, args.batch_size, shuffle=train_sampler is None, sampler=train_sampler
+    )
     val_loader = DataLoader(VAL_SET, args.batch_size, sampler=val_sampler)
     for epoch in range(args.start_epoch, args.epochs):
         if train_sampler is not None:
@@ -63,8 +95,17 @@ def main(args):
         scheduler.step()
         is_best, best_acc1 = acc1 > best_acc1, max(acc1, best_acc1)
         if is_first():
-            save_checkpoint({"epoch": epoch + 1, "state_dict": model.state_dict(), "best_acc1": best_acc1,
-                             "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, is_best, args.save_path)
+            save_checkpoint(
+                {
+                    "epoch": epoch + 1,
+                    "state_dict": model.state_dict(),
+                    "best_acc1": best_acc1,
+                    "optimizer": optimizer.state_dict(),
+                    "scheduler": scheduler.state_dict(),
+                },
+                is_best,
+                args.save_path,
+            )
 
 
 def is_first():
@@ -84,7 +125,7 @@ def train(loader, model, optimizer, epoch, args):
 
 def validate(loader, model):
     model.eval()
-    count = torch.zeros(2)                        # right answers, images
+    count = torch.zeros(2)  # right answers, images
     with torch.no_grad():
         for images, target in loader:
             count += torch.tensor([(model(images).argmax(1) == target).sum(), len(target)])
@@ -99,7 +140,8 @@ def validate(loader, model):
 def save_checkpoint(checkpoint, is_best, directory):
     path = directory / "checkpoint.pth.tar"
     torch.save(checkpoint, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)         # a process that is killed while it writes leaves the checkpoint before
+    # a process that is killed while it writes leaves the checkpoint before
+    path.with_suffix(".tmp").rename(path)
     if is_best:
         shutil.copyfile(path, directory / "model_best.pth.tar")
 

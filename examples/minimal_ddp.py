@@ -1,4 +1,7 @@
-"""The smallest recoverable DDP script. A comment marks each of the six lines that taskd adds to a plain one."""
+"""The smallest recoverable DDP script.
+
+A comment marks each of the six lines that taskd adds to a plain one.
+"""
 
 import torch
 import torch.distributed as dist
@@ -6,20 +9,20 @@ import torch.distributed as dist
 import taskd  # + 1
 
 
-@taskd.recoverable                                                       # + 2
+@taskd.recoverable  # + 2
 def train() -> torch.nn.Module:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = taskd.TrainState(model=model, optimizer=optimizer)           # + 3
-    state.restore()                                                      # + 4
-    while state.step < 100:                                              # + 5  for step in range(100):
+    state = taskd.TrainState(model=model, optimizer=optimizer)  # + 3
+    state.restore()  # + 4
+    while state.step < 100:  # + 5  for step in range(100):
         optimizer.zero_grad()
         ddp(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()
-        state.commit()                                                   # + 6
+        state.commit()  # + 6
     return model
 
 

@@ -1,6 +1,9 @@
-"""A script without one word of taskd: checkpoints of its own, as it would have under plain torchrun.
+"""A script without one word of taskd.
 
-Under taskd a death restarts all ranks warm, within about a second, and the script resumes from its newest checkpoint.
+Checkpoints of its own, as it would have under plain torchrun.
+
+Under taskd a death restarts all ranks warm, within about a second, and the script resumes from its
+newest checkpoint.
 """
 
 import os
@@ -34,8 +37,10 @@ while step < STEPS:
     step += 1
     if step % EVERY == 0:
         if rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
-                       CHECKPOINT.with_suffix(".tmp"))
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+                CHECKPOINT.with_suffix(".tmp"),
+            )
             CHECKPOINT.with_suffix(".tmp").rename(CHECKPOINT)
         dist.barrier()
 print(f"rank {rank}: weight sum {model.weight.sum().item():.6f}", flush=True)

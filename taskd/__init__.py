@@ -1,4 +1,6 @@
-"""Keeps a torchrun job alive when a process dies. See README.md; the names below load what they need when first used.
+"""Keeps a torchrun job alive when a process dies.
+
+See README.md; the names below load what they need when first used.
 
 Importing this package loads neither torch nor zmq: it happens in processes that never train.
 """

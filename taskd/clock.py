@@ -1,4 +1,6 @@
-"""The only caller of time.monotonic and time.time: everything else is handed a `Clock`, a `now`, or a function that tells the time.
+"""The only caller of time.monotonic and time.time.
+
+Everything else is handed a `Clock`, a `now`, or a function that tells the time.
 
 tests/unit/test_layers.py lists who else may look at a clock, and why.
 """
@@ -8,7 +10,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of monotonic seconds; on Linux CLOCK_MONOTONIC, shared by all processes of a host."""
+    """A source of monotonic seconds.
+
+    On Linux CLOCK_MONOTONIC, shared by all processes of a host.
+    """
 
     def now(self) -> float:
         """Seconds since an arbitrary point in the past."""
@@ -24,5 +29,8 @@ class MonotonicClock:
 
 
 def wall_time() -> float:
-    """Seconds since 1970: for people and files. Jumps when the clock of the host is set, so that nothing is ever decided by it."""
+    """Seconds since 1970: for people and files.
+
+    Jumps when the clock of the host is set, so that nothing is ever decided by it.
+    """
     return time.time()

@@ -1,7 +1,10 @@
-"""Config dict and environment to frozen, validated dataclasses, once, at start. The only reader of the environment.
+"""Config dict and environment to frozen, validated dataclasses, once, at start.
 
-(Torch's own variables are written and read where workers are started: `taskd.torchrun`, `taskd.agent.spawn`.)
-Every error is a `ConfigError` that names the key, the value and what is accepted. Nothing here opens a socket or logs.
+The only reader of the environment.
+
+(Torch's own variables are written and read where workers are started: `taskd.torchrun`,
+`taskd.agent.spawn`.) Every error is a `ConfigError` that names the key, the value and what is
+accepted. Nothing here opens a socket or logs.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ LOG_PATH_ENV = "TASKD_LOG_PATH"
 FILE_LOG_LEVEL_ENV = "TASKD_FILE_LOG_LEVEL"
 STD_LOG_LEVEL_ENV = "TASKD_STD_LOG_LEVEL"
 LOG_STDOUT_ENV = "TASKD_LOG_STDOUT"
-SECRET_FILE_ENV = "TASKD_SECRET_FILE"  # noqa: S105 - the name of a variable that holds a path
+SECRET_FILE_ENV = "TASKD_SECRET_FILE"  # noqa: S105
 NATIVE_ENV = "TASKD_NATIVE"
 FORKSERVER_ENV = "TASKD_FORKSERVER"
 PRELOAD_ENV = "TASKD_PRELOAD"
@@ -43,7 +46,7 @@ IN_PLACE_ENV = "ENABLE_RESTART_FAULT_PROCESS"
 CHECKPOINT_ENV = "TASKD_CHECKPOINT_DIR"
 GRACE_ENV = "TASKD_GRACE_S"
 DEFAULT_CHECKPOINT_DIR = "./taskd_checkpoints"
-DEFAULT_GRACE_S = 25.0           # Kubernetes gives a pod 30 s
+DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s
 GROUP_BASE_DIR_ENV = "GROUP_BASE_DIR"
 JOB_ID_ENV = "MINDX_TASK_ID"
 POD_IP_ENV = "POD_IP"
@@ -64,9 +67,10 @@ RELAY_PORT = 9602
 DEFAULT_FAULT_TIMEOUT_S = 30.0
 DEFAULT_HANG_FLOOR_S = 2.0
 DEFAULT_HANG_CEILING_S = 1800.0
-MIN_SECRET_BYTES = 16                # 128 bits, if they are random
+MIN_SECRET_BYTES = 16  # 128 bits, if they are random
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
@@ -84,7 +88,8 @@ class LogConfig:
             directory=pathlib.Path(environment.get(LOG_PATH_ENV) or "./taskd_log/"),
             file_level=settings.choice(environment, FILE_LOG_LEVEL_ENV, LEVELS, "INFO"),
             std_level=settings.choice(environment, STD_LOG_LEVEL_ENV, LEVELS, "INFO"),
-            to_std=settings.choice(environment, LOG_STDOUT_ENV, ("True", "False"), "True") == "True",
+            to_std=settings.choice(environment, LOG_STDOUT_ENV, ("True", "False"), "True")
+            == "True",
         )
 
 
@@ -102,13 +107,22 @@ class HangConfig:
         floor_s = settings.seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
         ceiling_s = settings.seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
         if floor_s >= ceiling_s:
-            raise settings.refusal(HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}")
-        return cls(settings.choice(environment, HANG_DETECTION_ENV, ("on", "off"), "on") == "on", floor_s, ceiling_s)
+            raise settings.refusal(
+                HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}"
+            )
+        return cls(
+            settings.choice(environment, HANG_DETECTION_ENV, ("on", "off"), "on") == "on",
+            floor_s,
+            ceiling_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """The manager of one job. `node_count` and `ranks_per_node` None: the agents' registrations give them."""
+    """The manager of one job.
+
+    `node_count` and `ranks_per_node` None: the agents' registrations give them.
+    """
 
     job_id: str
     bind_address: str
@@ -124,7 +138,9 @@ class ManagerConfig:
     grace_s: float = DEFAULT_GRACE_S
 
     @classmethod
-    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> ManagerConfig:
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> ManagerConfig:
         """From the dict of `init_taskd_manager` and the environment.
 
         plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.
@@ -133,7 +149,9 @@ class ManagerConfig:
         for key in ("plugin_dir", "fault_recover", "taskd_enable"):
             settings.typed(config, key, str, "a string")
         if not isinstance(config.get("cluster_infos", {}), dict | list):
-            raise settings.refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
+            raise settings.refusal(
+                "cluster_infos", config["cluster_infos"], "a dict or a list of dicts"
+            )
         return cls(
             job_id=_job_id(config, environment),
             bind_address=_bind_address(environment),
@@ -142,17 +160,26 @@ class ManagerConfig:
             log=LogConfig.load(environment),
             node_count=settings.count(config, "node_nums"),
             ranks_per_node=settings.count(config, "proc_per_node"),
-            is_enabled=settings.choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on") == "on",
+            is_enabled=settings.choice(environment, PROCESS_ENABLE_ENV, ("on", "off"), "on")
+            == "on",
             hang=HangConfig.load(environment),
-            profiling_switch=profiling_switch(environment, settings.typed(config, "profiling_switch", str, "a path")),
-            strategies=strategies(environment, settings.typed(config, "recover_strategy", str, "names separated by commas")),
+            profiling_switch=profiling_switch(
+                environment, settings.typed(config, "profiling_switch", str, "a path")
+            ),
+            strategies=strategies(
+                environment,
+                settings.typed(config, "recover_strategy", str, "names separated by commas"),
+            ),
             grace_s=settings.seconds(environment, GRACE_ENV, DEFAULT_GRACE_S),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """The agent inside torchrun. `wait_for_exit`: a replacement starts only when the device of the dead one is free."""
+    """The agent inside torchrun.
+
+    `wait_for_exit`: a replacement starts only when the device of the dead one is free.
+    """
 
     job_id: str
     manager_address: str
@@ -179,24 +206,34 @@ class AgentConfig:
         wait_for_exit: bool = False,
         own_address: str | None = None,
     ) -> AgentConfig:
-        """From the environment. `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
+        """From the environment.
+
+        `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
 
         `own_address`: of this node for others, if POD_IP does not say it.
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
-        preload = [name.strip() for name in environment.get(PRELOAD_ENV, "").split(",") if name.strip()]
+        preload = [
+            name.strip() for name in environment.get(PRELOAD_ENV, "").split(",") if name.strip()
+        ]
         for name in preload:
             if _MODULE.fullmatch(name) is None:
-                raise settings.refusal(PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas")
+                raise settings.refusal(
+                    PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas"
+                )
         return cls(
             job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
-            manager_address=_manager_address(environment, master_addr or rendezvous_host or DEFAULT_HOST),
+            manager_address=_manager_address(
+                environment, master_addr or rendezvous_host or DEFAULT_HOST
+            ),
             fault_timeout_s=_fault_timeout(environment),
             secret=_secret(environment),
             log=LogConfig.load(environment),
             wait_for_exit=wait_for_exit,
             native=settings.choice(environment, NATIVE_ENV, ("on", "off"), "on") == "on",
-            forkserver=settings.choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
+            forkserver=settings.choice(
+                environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"
+            ),
             preload=tuple(preload),
             strategies=strategies(environment),
             grace_s=settings.seconds(environment, GRACE_ENV, DEFAULT_GRACE_S),
@@ -219,7 +256,11 @@ class WorkerConfig:
 
     @classmethod
     def load(
-        cls, rank_id: object, disk_limit_mb: object, framework: object, environment: Environment = os.environ
+        cls,
+        rank_id: object,
+        disk_limit_mb: object,
+        framework: object,
+        environment: Environment = os.environ,
     ) -> WorkerConfig:
         """From the arguments of `init_taskd_worker` and the environment."""
         rank = settings.natural("rank_id", rank_id)
@@ -237,7 +278,15 @@ class WorkerConfig:
             upstream = _manager_address(environment, DEFAULT_HOST)
         else:
             upstream = f"{DEFAULT_HOST}:{RELAY_PORT}"
-        return cls(_job_id({}, environment), rank, node_rank, disk_limit, framework, upstream, _secret(environment))
+        return cls(
+            _job_id({}, environment),
+            rank,
+            node_rank,
+            disk_limit,
+            framework,
+            upstream,
+            _secret(environment),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +299,9 @@ class RelayConfig:
     secret: bytes | None
 
     @classmethod
-    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> RelayConfig:
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> RelayConfig:
         """From ListenAddr, ListenPort, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = settings.checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
@@ -274,7 +325,9 @@ class CallbackAgentConfig:
     secret: bytes | None
 
     @classmethod
-    def load(cls, config: Settings | None = None, environment: Environment = os.environ) -> CallbackAgentConfig:
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> CallbackAgentConfig:
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = settings.checked(config)
         framework = config.get("Framework")
@@ -300,18 +353,27 @@ def job_id(environment: Environment = os.environ) -> str:
 
 
 def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:
-    """The `recover-strategy` list: TASKD_RECOVER_STRATEGY, else what the operator says in HIGH_AVAILABILITY, else `given`. () if nobody says.
+    """The `recover-strategy` list.
 
-    Names of HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means recover-in-place as well if
-    ENABLE_RESTART_FAULT_PROCESS is on.
+    TASKD_RECOVER_STRATEGY, else what the operator says in HIGH_AVAILABILITY, else `given`. () if
+    nobody says.
+
+    Names of HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means
+    recover-in-place as well if ENABLE_RESTART_FAULT_PROCESS is on.
     """
     for name, text in ((STRATEGY_ENV, environment.get(STRATEGY_ENV)), ("recover_strategy", given)):
         names = tuple(part.strip() for part in (text or "").split(",") if part.strip())
         unknown = sorted(set(names) - set(STRATEGY_NAMES))
         if unknown:
-            raise settings.refusal(name, text, f"names out of {', '.join(STRATEGY_NAMES)}, separated by commas")
+            raise settings.refusal(
+                name, text, f"names out of {', '.join(STRATEGY_NAMES)}, separated by commas"
+            )
         if name == STRATEGY_ENV and not names:
-            names = tuple(part.strip() for part in environment.get(HIGH_AVAILABILITY_ENV, "").split(",") if part.strip() in STRATEGY_NAMES)
+            names = tuple(
+                part.strip()
+                for part in environment.get(HIGH_AVAILABILITY_ENV, "").split(",")
+                if part.strip() in STRATEGY_NAMES
+            )
             if "recover" in names and environment.get(IN_PLACE_ENV) == "on":
                 names = (*names, "recover-in-place")
         if names:
@@ -319,18 +381,27 @@ def strategies(environment: Environment = os.environ, given: str | None = None) 
     return ()
 
 
-def checkpoint_directory(given: str | os.PathLike[str] | None = None, environment: Environment = os.environ) -> pathlib.Path:
-    """Where dumps and periodic checkpoints go: `given`, else TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints."""
+def checkpoint_directory(
+    given: str | os.PathLike[str] | None = None, environment: Environment = os.environ
+) -> pathlib.Path:
+    """Where dumps and periodic checkpoints go.
+
+    `given`, else TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints.
+    """
     return pathlib.Path(given or environment.get(CHECKPOINT_ENV) or DEFAULT_CHECKPOINT_DIR)
 
 
-def profiling_switch(environment: Environment = os.environ, given: str | None = None) -> pathlib.Path:
+def profiling_switch(
+    environment: Environment = os.environ, given: str | None = None
+) -> pathlib.Path:
     """The file that says what is to be profiled; `given`: in the config."""
     return pathlib.Path(given or environment.get(PROFILING_SWITCH_ENV) or DEFAULT_PROFILING_SWITCH)
 
 
 def profiling_base(environment: Environment = os.environ, directory: str = "") -> pathlib.Path:
-    """The folder of all profiles: as the user says, else what the cluster has mounted, else one in the working directory.
+    """The folder of all profiles.
+
+    As the user says, else what the cluster has mounted, else one in the working directory.
 
     `directory`: the working directory, if it may have changed since.
     """
@@ -360,7 +431,10 @@ def _fault_timeout(environment: Environment) -> float:
 
 
 def _name_of_host() -> str:
-    """The same in all containers of a machine, and in no other machine: the kernel's number for its own start."""
+    """The same in all containers of a machine, and in no other machine.
+
+    The kernel's number for its own start.
+    """
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -388,7 +462,11 @@ def _port(key: str, value: object, shown: object = None) -> int:
     """`shown`: what the value was a part of."""
     is_number = isinstance(value, str) and value.isascii() and value.isdigit()
     if not is_number or not 0 < int(str(value)) < 65536:
-        raise settings.refusal(key, shown or value, "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535")
+        raise settings.refusal(
+            key,
+            shown or value,
+            "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535",
+        )
     return int(str(value))
 
 
@@ -427,7 +505,7 @@ def _bind_address(environment: Environment) -> str:
     if not text and not _is_local_proxy(environment):
         key, text = POD_IP_ENV, environment.get(POD_IP_ENV)
     host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
-    host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104 - the user's own wish
+    host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104
     if not _is_literal(host):
         raise settings.refusal(key, text, "an IP address of this host")
     return join_address(host, port)
@@ -461,5 +539,7 @@ def _literal_address(config: Settings, side: str, default_port: int) -> str:
 def _server_rank(config: Settings, default: str | None) -> int:
     value = config.get("ServerRank", default)
     if not isinstance(value, str) or not (value.isascii() and value.isdigit()):
-        raise settings.refusal("ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)")
+        raise settings.refusal(
+            "ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)"
+        )
     return int(value)

@@ -1,4 +1,7 @@
-"""`python -m taskd.dump ls|show|verify PATH`, also `taskd dump ...`: what checkpoints there are, what is in one, and whether it is whole."""
+"""`python -m taskd.dump ls|show|verify PATH`, also `taskd dump ...`.
+
+What checkpoints there are, what is in one, and whether it is whole.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,24 @@ from taskd.errors import CheckpointError, CorruptCheckpointError
 
 
 def main(arguments: list[str], prog: str = "python -m taskd.dump") -> int:
-    """The command line. Exit code: 0 done and all is well, 1 something is not whole or cannot be read, 2 wrong usage."""
+    """The command line.
+
+    Exit code: 0 done and all is well, 1 something is not whole or cannot be read, 2 wrong usage.
+    """
     parser = argparse.ArgumentParser(prog=prog, description="Checkpoints and dumps of taskd.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text, target in (
         ("ls", "one line per checkpoint of a directory, newest first", "the directory"),
         ("show", "what a checkpoint is and which tensors it holds", "the checkpoint's folder"),
-        ("verify", "read a checkpoint, or all of a directory, and compare every checksum", "the checkpoint's folder, or the directory"),
+        (
+            "verify",
+            "read a checkpoint, or all of a directory, and compare every checksum",
+            "the checkpoint's folder, or the directory",
+        ),
     ):
-        commands.add_parser(name, help=help_text).add_argument("path", metavar="PATH", type=Path, help=target)
+        commands.add_parser(name, help=help_text).add_argument(
+            "path", metavar="PATH", type=Path, help=target
+        )
     options = parser.parse_args(arguments)
     try:
         return {"ls": _ls, "show": _show, "verify": _verify}[options.command](options.path)
@@ -40,12 +52,17 @@ def console(arguments: list[str] | None = None) -> int:
 
 def _ls(directory: Path) -> int:
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: " + ("is no folder" if directory.exists() else "is missing"))
+        raise CheckpointError(
+            f"{directory}: " + ("is no folder" if directory.exists() else "is missing")
+        )
     found = folder.scan(directory, None)
     for one in found.valid:
         manifest = one.manifest
-        _say(f"{one.path.name}  {manifest.kind.value}  step {manifest.version}  world {manifest.world_size}  {_size(manifest.size_bytes)}  "
-             f"{_time(manifest.saved_at)}  job {manifest.job}  {manifest.fault or '-'}  ok")
+        _say(
+            f"{one.path.name}  {manifest.kind.value}  step {manifest.version}  world "
+            f"{manifest.world_size}  {_size(manifest.size_bytes)}  "
+            f"{_time(manifest.saved_at)}  job {manifest.job}  {manifest.fault or '-'}  ok"
+        )
     for path, reason in found.passed_over:
         _say(f"{path.name}  NOT WHOLE  {reason}")
     if not found.valid and not found.passed_over:
@@ -54,14 +71,15 @@ def _ls(directory: Path) -> int:
 
 
 def _show(path: Path) -> int:
-    from taskd.checkpoint import load  # noqa: PLC0415 - needs torch, which takes seconds; ls does not
+    from taskd.checkpoint import load  # noqa: PLC0415
 
     manifest = folder.check(path, None).manifest
     held = load.contents(path)
     rows = [
         ("kind", manifest.kind.value), ("job", manifest.job), ("step", manifest.version), ("fault", manifest.fault or "-"),
         ("generation", manifest.generation), ("world", manifest.world_size), ("written by ranks", " ".join(map(str, manifest.writers))),
-        ("saved", f"{_time(manifest.saved_at)} on {manifest.host}"), ("torch", manifest.torch), ("states", ", ".join(manifest.states) or "-"),
+        ("saved", (f"{_time(manifest.saved_at)} on "
+                  f"{manifest.host}")), ("torch", manifest.torch), ("states", ", ".join(manifest.states) or "-"),
         ("files", f"{len(manifest.files)}, {_size(manifest.size_bytes)}"),
     ]  # fmt: skip
     for name, value in rows:
@@ -86,7 +104,7 @@ def _verify(path: Path) -> int:
         wrong = {one.path: folder.problems(one.path, is_full=True) for one in found.valid}
         for other, reason in found.passed_over:
             if other.name.startswith("."):
-                _say(f"{other}: {reason}")       # perhaps it is being written
+                _say(f"{other}: {reason}")  # perhaps it is being written
             else:
                 wrong[other] = folder.problems(other, is_full=True) or [f"{other}: {reason}"]
     for one, problems in wrong.items():

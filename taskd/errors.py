@@ -9,7 +9,10 @@ class TaskdError(Exception):
 
 
 class ConfigError(TaskdError):
-    """A configuration value is wrong. The text names the key, the value and what is accepted: correct it."""
+    """A configuration value is wrong.
+
+    The text names the key, the value and what is accepted: correct it.
+    """
 
 
 class ProtocolError(TaskdError):
@@ -21,7 +24,9 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent something that the protocol forbids. Look for an old version or a stranger on the port.
+    """The peer sent something that the protocol forbids.
+
+    Look for an old version or a stranger on the port.
 
     `reason` is the kind: "size", "malformed", "version", "unknown type" or "foreign".
     """
@@ -31,12 +36,15 @@ class RemoteProtocolError(ProtocolError):
         super().__init__(f"{reason}: {text}")
         self.reason = reason
         self.type_code = type_code
-        self.envelope: object = None         # of the message, if that much of it could be read
+        self.envelope: object = None  # of the message, if that much of it could be read
         self.message_code: int | None = None
 
 
-class InvalidTransition(TaskdError):  # noqa: N818 - the term of the field
-    """A state machine met an event that it has no rule for. The text carries the story: please report it."""
+class InvalidTransition(TaskdError):  # noqa: N818
+    """A state machine met an event that it has no rule for.
+
+    The text carries the story: please report it.
+    """
 
 
 class NativeLibraryError(TaskdError):
@@ -44,23 +52,38 @@ class NativeLibraryError(TaskdError):
 
 
 class UnsupportedTorchError(TaskdError):
-    """The installed torch is not the one that the patch knows. torchrun is left alone; see docs/compat.md."""
+    """The installed torch is not the one that the patch knows. torchrun is left alone.
+
+    See docs/compat.md.
+    """
 
 
 class ArenaError(TaskdError):
-    """Node memory for snapshots cannot be had, or does not hold what is asked for. The text says what is missing and what to do."""
+    """Node memory for snapshots cannot be had, or does not hold what is asked for.
+
+    The text says what is missing and what to do.
+    """
 
 
 class StateError(TaskdError):
-    """TrainState was used in a way that cannot work. The text says what to change in the training script."""
+    """TrainState was used in a way that cannot work.
+
+    The text says what to change in the training script.
+    """
 
 
 class CheckpointError(TaskdError):
-    """A checkpoint could not be written, or does not fit what it is to be loaded into. The text names the file and what to change."""
+    """A checkpoint could not be written, or does not fit what it is to be loaded into.
+
+    The text names the file and what to change.
+    """
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes on disk are not those of a complete checkpoint. Load an older one, and look for the cause: disk, copy, another program."""
+    """The bytes on disk are not those of a complete checkpoint.
+
+    Load an older one, and look for the cause: disk, copy, another program.
+    """
 
 
 class TransportError(TaskdError):
@@ -78,6 +101,6 @@ class InternalError(TaskdError):
 class Interrupted(BaseException):
     """Raised in the main thread of a training process to unwind the function under `taskd.recoverable`.
 
-    It derives from BaseException so that `except Exception` around a training step does not swallow it.
-    Let it pass: the decorator catches it, waits for the recovery and enters the function again.
+    It derives from BaseException so that `except Exception` around a training step does not swallow
+    it. Let it pass: the decorator catches it, waits for the recovery and enters the function again.
     """

@@ -1,7 +1,9 @@
-"""Log set-up for a process that is ours: handlers, the identity prefix, and a helper that says a thing once.
+"""Log set-up for a process that is ours.
 
-Only shells call `setup`, at their start; modules use `logging.getLogger(__name__)`. In the user's training processes
-nothing is set up: a library must not.
+Handlers, the identity prefix, and a helper that says a thing once.
+
+Only shells call `setup`, at their start; modules use `logging.getLogger(__name__)`. In the user's
+training processes nothing is set up: a library must not.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ log = logging.getLogger("taskd")
 
 
 class Identity(logging.Filter):
-    """Puts "job/generation role" before every line. `generation` is kept up to date by the shell."""
+    """Puts "job/generation role" before every line.
+
+    `generation` is kept up to date by the shell.
+    """
 
     def __init__(self, job_id: str, role: str) -> None:
         super().__init__()
@@ -42,12 +47,14 @@ class Identity(logging.Filter):
 
 
 class OneLine(logging.Formatter):
-    """Texts of peers and users must not be able to forge a line of the log: control characters are written out.
+    """Texts of peers and users must not be able to forge a line of the log.
+
+    Control characters are written out.
 
     A traceback that we log ourselves (exc_info) keeps its lines.
     """
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """See logging.Formatter."""
         text = super().formatMessage(record)
         return text if text.isprintable() else "".join(_printable(character) for character in text)
@@ -60,7 +67,7 @@ def _printable(character: str) -> str:
 class PrivateFile(logging.handlers.RotatingFileHandler):
     """A rotating file of mode 0640 that is no symbolic link."""
 
-    def _open(self):  # type: ignore[no-untyped-def] # noqa: ANN202 - logging's own signature
+    def _open(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.fdopen(os.open(self.baseFilename, flags, _FILE_MODE), self.mode, encoding="utf-8")
 
@@ -81,7 +88,9 @@ class SayOnce:
 
 
 def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
-    """Send taskd's log lines to stderr and to <directory>/<role>.log, with a prefix. A file that cannot be written costs a line.
+    """Send taskd's log lines to stderr and to <directory>/<role>.log, with a prefix.
+
+    A file that cannot be written costs a line.
 
     Replaces what an earlier call set up.
     """
@@ -89,7 +98,9 @@ def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    log.setLevel(min(logging.getLevelName(config.file_level), logging.getLevelName(config.std_level)))
+    log.setLevel(
+        min(logging.getLevelName(config.file_level), logging.getLevelName(config.std_level))
+    )
     log.propagate = False
     if config.to_std:
         _add(logging.StreamHandler(sys.stderr), config.std_level, identity)
@@ -105,7 +116,11 @@ def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
     if problem is not None:
         if not log.handlers:
             log.addHandler(logging.NullHandler())
-        log.warning("no log file will be written: %s. Set TASKD_LOG_PATH to a directory that can be written.", problem)
+        log.warning(
+            "no log file will be written: %s. Set TASKD_LOG_PATH to a directory that can "
+            "be written.",
+            problem,
+        )
     return identity
 
 

@@ -1,6 +1,9 @@
-"""`python -m taskd.profiling on|off [NAME ...] | status`: the profiling switch file by hand, for jobs without a cluster service.
+"""`python -m taskd.profiling on|off [NAME ...] | status`.
 
-Writes what the manager of the job reads once a second (`taskd.manager.profiling`), in one step, so that it never sees half a file.
+The profiling switch file by hand, for jobs without a cluster service.
+
+Writes what the manager of the job reads once a second (`taskd.manager.profiling`), in one step, so
+that it never sees half a file.
 """
 
 from __future__ import annotations
@@ -41,7 +44,11 @@ def write_switches(path: pathlib.Path, switches: dict[str, bool]) -> None:
 
 
 def changed(switches: dict[str, bool], names: list[str], *, is_on: bool) -> dict[str, bool]:
-    """The switches after the command. No names: the default domain for "on" (communication costs more and is asked for by name), all for "off"."""
+    """The switches after the command.
+
+    No names: the default domain for "on" (communication costs more and is asked for by name), all
+    for "off".
+    """
     chosen = names or (DEFAULT_DOMAIN if is_on else SWITCHES)
     return {name: is_on if name in chosen else switches.get(name, False) for name in SWITCHES}
 
@@ -52,10 +59,20 @@ def _read(path: pathlib.Path) -> dict[str, bool]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m taskd.profiling", description="Switches the profiling of a running job on and off.")
+    parser = argparse.ArgumentParser(
+        prog="python -m taskd.profiling",
+        description="Switches the profiling of a running job on and off.",
+    )
     parser.add_argument("command", choices=("on", "off", "status"))
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"{', '.join(SWITCHES)}; none: all but {COMMUNICATION} on, or all off")
-    parser.add_argument("--path", help=f"the switch file; else {PROFILING_SWITCH_ENV}, else {profiling_switch({})}")
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help=f"{', '.join(SWITCHES)}; none: all but {COMMUNICATION} on, or all off",
+    )
+    parser.add_argument(
+        "--path", help=f"the switch file; else {PROFILING_SWITCH_ENV}, else {profiling_switch({})}"
+    )
     return parser
 
 
@@ -65,7 +82,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     unknown = [name for name in options.names if name not in SWITCHES]
     if unknown or (options.names and options.command == "status"):
-        parser.error(f"{(unknown or options.names)[0]!r} is not accepted: expected {'nothing' if not unknown else ', '.join(SWITCHES)}")
+        parser.error(
+            f"{(unknown or options.names)[0]!r} is not accepted: expected "
+            f"{'nothing' if not unknown else ', '.join(SWITCHES)}"
+        )
     path = profiling_switch(given=options.path)
     try:
         try:
@@ -74,7 +94,7 @@ def main(arguments: list[str]) -> int:
             if options.command == "status":
                 sys.stderr.write(f"{path}: {error}\n")
                 return 1
-            before = {}                      # it is replaced
+            before = {}  # it is replaced
         switches = before
         if options.command != "status":
             switches = changed(before, options.names, is_on=options.command == "on")

@@ -1,8 +1,8 @@
 """`python -m taskd.replay FILE`: a recorded story through the machine again.
 
-Owns the file format: JSON lines, first a header with what the machine was made of, then one entry of the story per line
-(`taskd.core.story.to_plain`). Imports core only, so that a story can be looked at on any computer. A story that lost its
-beginning cannot be replayed, and says so.
+Owns the file format: JSON lines, first a header with what the machine was made of, then one entry
+of the story per line (`taskd.core.story.to_plain`). Imports core only, so that a story can be
+looked at on any computer. A story that lost its beginning cannot be replayed, and says so.
 """
 
 import json
@@ -23,12 +23,16 @@ FORMAT = 1
 
 
 class StoryWriter:
-    """Writes the story of one machine down again and again. An entry is put into words once: there are thousands, and most were there last time."""
+    """Writes the story of one machine down again and again.
+
+    An entry is put into words once: there are thousands, and most were there last time.
+    """
 
     def __init__(self, machine: RecoveryMachine | NodeMachine) -> None:
         """`machine`: the one whose story it is."""
         self._machine = machine
-        self._known: dict[int, tuple[Entry, str]] = {}     # by id(entry), which is the entry's own as long as it is kept here
+        # by id(entry), which is the entry's own as long as it is kept here
+        self._known: dict[int, tuple[Entry, str]] = {}
 
     def lines(self) -> list[str]:
         """The lines of a story file, as it is now."""
@@ -40,7 +44,10 @@ class StoryWriter:
             "dropped": machine.story.dropped,
         }
         for entry in machine.story:
-            known[id(entry)] = worded = self._known.get(id(entry)) or (entry, json.dumps(to_plain(entry)))
+            known[id(entry)] = worded = self._known.get(id(entry)) or (
+                entry,
+                json.dumps(to_plain(entry)),
+            )
             found.append(worded[1])
         self._known = known
         return [json.dumps(header), *found]
@@ -52,14 +59,19 @@ def dump_lines(machine: RecoveryMachine | NodeMachine) -> list[str]:
 
 
 def load_lines(lines: Iterable[str]) -> tuple[RecoveryMachine | NodeMachine, list[Any]]:
-    """A fresh machine like the recorded one, and the recorded entries. Raises ValueError with the line that is wrong."""
+    """A fresh machine like the recorded one, and the recorded entries.
+
+    Raises ValueError with the line that is wrong.
+    """
     numbered = enumerate((line for line in lines if line.strip()), 1)
     first = next(numbered, None)
     header = {} if first is None else json.loads(first[1])
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"the first line must be a header with format {FORMAT}: is this a story?")
     if header["dropped"]:
-        raise ValueError(f"the first {header['dropped']} entries of this story are gone: it cannot be replayed")
+        raise ValueError(
+            f"the first {header['dropped']} entries of this story are gone: it cannot be replayed"
+        )
     entries = []
     for number, line in numbered:
         try:
@@ -69,13 +81,20 @@ def load_lines(lines: Iterable[str]) -> tuple[RecoveryMachine | NodeMachine, lis
     arguments = dict(header["arguments"])
     arguments["timeouts"] = Timeouts(**arguments["timeouts"])
     if header["machine"] == NodeMachine.__name__:
-        arguments["incarnations"] = {int(rank): value for rank, value in arguments["incarnations"].items()}
+        arguments["incarnations"] = {
+            int(rank): value for rank, value in arguments["incarnations"].items()
+        }
         return NodeMachine(**arguments), entries
     return RecoveryMachine(**arguments), entries
 
 
-def replay(machine: RecoveryMachine | NodeMachine, entries: Iterable[Event | Command | Note]) -> list[str]:
-    """Feed the recorded events to a fresh machine. Returns the differences, none if it decides as it did."""
+def replay(
+    machine: RecoveryMachine | NodeMachine, entries: Iterable[Event | Command | Note]
+) -> list[str]:
+    """Feed the recorded events to a fresh machine.
+
+    Returns the differences, none if it decides as it did.
+    """
     recorded = [entry for entry in entries if not isinstance(entry, Note)]
     differences = []
     for index, entry in enumerate(recorded):
@@ -102,7 +121,10 @@ def _plain_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """The command line. Exit code: 0 the same decisions, 1 others, 2 not a story that can be replayed."""
+    """The command line.
+
+    Exit code: 0 the same decisions, 1 others, 2 not a story that can be replayed.
+    """
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m taskd.replay FILE\n")
         return 2

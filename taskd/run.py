@@ -1,4 +1,7 @@
-"""`python -m taskd.run`: torchrun with the patch, and no edited file. Takes torchrun's own arguments."""
+"""`python -m taskd.run`: torchrun with the patch, and no edited file.
+
+Takes torchrun's own arguments.
+"""
 
 import os
 import sys
@@ -10,7 +13,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run torchrun. taskd is on unless TASKD_PROCESS_ENABLE says otherwise."""
     os.environ.setdefault("TASKD_PROCESS_ENABLE", "on")
     patch.install()
-    from torch.distributed import run as torchrun  # noqa: PLC0415 - after the patch, as with an edited file
+    from torch.distributed import run as torchrun  # noqa: PLC0415
+
     torchrun.main(arguments)
 
 

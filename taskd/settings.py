@@ -1,4 +1,7 @@
-"""Single settings, out of a config dict or the environment, checked. Every error is a `ConfigError` that says what is accepted."""
+"""Single settings, out of a config dict or the environment, checked.
+
+Every error is a `ConfigError` that says what is accepted.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from taskd.errors import ConfigError
 
 Environment = Mapping[str, str]
 Settings = Mapping[str, object]
-MAX_SECONDS = 86400.0        # a day: whoever waits longer for a stuck rank has mistyped
+MAX_SECONDS = 86400.0  # a day: whoever waits longer for a stuck rank has mistyped
 
 T = TypeVar("T")
 

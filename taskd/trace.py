@@ -1,11 +1,15 @@
-"""`python -m taskd.trace DIR [-o trace.json]`: the profiles of all ranks of a job as one trace for Perfetto or chrome://tracing.
+"""`python -m taskd.trace DIR [-o trace.json]`.
 
-Reads what `taskd.worker.profiling` wrote and writes the JSON object form of the Trace Event Format: a process for each rank, a
-thread for each domain (more where collectives overlap), a complete event ("X") for each range. One line is held at a time, and
-the ranges that are open: a profile may be larger than the memory. What cannot be used is counted and told, and never ends it.
+The profiles of all ranks of a job as one trace for Perfetto or chrome://tracing.
 
-Times of day are not trusted across files: a file says what it added to its host's monotonic clock, and all files of one host
-are put on the same offset. Between hosts nothing but the times of day is known.
+Reads what `taskd.worker.profiling` wrote and writes the JSON object form of the Trace Event Format:
+a process for each rank, a thread for each domain (more where collectives overlap), a complete event
+("X") for each range. One line is held at a time, and the ranges that are open: a profile may be
+larger than the memory. What cannot be used is counted and told, and never ends it.
+
+Times of day are not trusted across files: a file says what it added to its host's monotonic clock,
+and all files of one host are put on the same offset. Between hosts nothing but the times of day is
+known.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    Opened = OrderedDict[tuple[int, str, int], tuple[int, dict[str, Any]]]     # (process, domain, id): since when, and the mark
+    # (process, domain, id): since when, and the mark
+    Opened = OrderedDict[tuple[int, str, int], tuple[int, dict[str, Any]]]
 
 MAX_LINE_BYTES = 64 * 1024
-MAX_OPEN = 20_000           # ranges without an end, per rank
+MAX_OPEN = 20_000  # ranges without an end, per rank
 _MAX_LANES = 32
 _INSTANT, _START, _END = 1, 2, 4
-_DOMAINS = {"default": 1, "communication": 100}      # first thread number of each
+_DOMAINS = {"default": 1, "communication": 100}  # first thread number of each
 _OTHER = 200
 
 
@@ -48,7 +53,10 @@ class ProfileFile:
 
 @dataclass
 class Lanes:
-    """Threads of one domain: overlapping ranges need several, a viewer takes ranges of one thread for nested."""
+    """Threads of one domain.
+
+    Overlapping ranges need several, a viewer takes ranges of one thread for nested.
+    """
 
     first: int
     name: str
@@ -69,7 +77,10 @@ class Lanes:
 
 
 def rank_folders(directory: Path) -> list[tuple[int, Path]]:
-    """Folders of ranks in `directory`, or in the only job in it. Raises ValueError with what to do."""
+    """Folders of ranks in `directory`, or in the only job in it.
+
+    Raises ValueError with what to do.
+    """
     found = _ranks_in(directory)
     if found:
         return found
@@ -77,17 +88,29 @@ def rank_folders(directory: Path) -> list[tuple[int, Path]]:
     if len(jobs) == 1:
         return _ranks_in(jobs[0])
     if jobs:
-        raise ValueError(f"{directory} holds {len(jobs)} jobs, name one of them: {', '.join(path.name for path in jobs[:20])}")
-    raise ValueError(f"{directory} holds no profile: expected folders named by rank, with files in them")
+        raise ValueError(
+            f"{directory} holds {len(jobs)} jobs, name one of them: "
+            f"{', '.join(path.name for path in jobs[:20])}"
+        )
+    raise ValueError(
+        f"{directory} holds no profile: expected folders named by rank, with files in them"
+    )
 
 
 def _ranks_in(directory: Path) -> list[tuple[int, Path]]:
-    return sorted((int(path.name), path) for path in directory.iterdir()
-                  if path.name.isascii() and path.name.isdigit() and path.is_dir() and any(_files_in(path)))
+    return sorted(
+        (int(path.name), path)
+        for path in directory.iterdir()
+        if path.name.isascii() and path.name.isdigit() and path.is_dir() and any(_files_in(path))
+    )
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if path.name.isascii() and path.name.isdigit() and path.is_file())
+    return (
+        path
+        for path in folder.iterdir()
+        if path.name.isascii() and path.name.isdigit() and path.is_file()
+    )
 
 
 def lines_of(path: Path, skipped: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -114,7 +137,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         mark = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(mark, dict) or not isinstance(mark.get("Name"), str) or not isinstance(mark.get("Domain"), str):
+    if (
+        not isinstance(mark, dict)
+        or not isinstance(mark.get("Name"), str)
+        or not isinstance(mark.get("Domain"), str)
+    ):
         return None
     for name in ("Flag", "Timestamp", "Id"):
         if type(mark.get(name)) is not int or not 0 <= mark[name] < 1 << 63:
@@ -131,15 +158,29 @@ def survey(folders: Sequence[tuple[int, Path]]) -> list[ProfileFile]:
             clock = first.get("Clock") if first is not None else None
             clock = clock if isinstance(clock, dict) else {}
             offset, host = clock.get("OffsetNs"), clock.get("Host")
-            is_known = type(offset) is int and abs(offset) < 1 << 63 and isinstance(host, str) and bool(host)
-            files.append(ProfileFile(rank, path, first["Timestamp"] if first is not None else -1,
-                                     offset if is_known else 0, host if is_known else ""))       # type: ignore[arg-type]
+            if (
+                type(offset) is not int
+                or abs(offset) >= 1 << 63
+                or not (isinstance(host, str) and host)
+            ):
+                offset, host = 0, ""
+            began = first["Timestamp"] if first is not None else -1
+            files.append(ProfileFile(rank, path, began, offset, host))
     offsets: dict[str, int] = {}
     for file in sorted(files, key=lambda file: file.first_ns):
         if file.host:
             offsets.setdefault(file.host, file.offset_ns)
-    return [ProfileFile(file.rank, file.path, file.first_ns, file.offset_ns, file.host,
-                        offsets[file.host] - file.offset_ns if file.host else 0) for file in files]
+    return [
+        ProfileFile(
+            file.rank,
+            file.path,
+            file.first_ns,
+            file.offset_ns,
+            file.host,
+            offsets[file.host] - file.offset_ns if file.host else 0,
+        )
+        for file in files
+    ]
 
 
 class Merger:
@@ -154,8 +195,14 @@ class Merger:
 
     def merge(self, files: Sequence[ProfileFile]) -> None:
         """All of it. The origin of times is the first mark of all."""
-        self._origin_ns = min((file.first_ns + file.shift_ns for file in files if file.first_ns >= 0), default=0)
-        head = {"displayTimeUnit": "ms", "otherData": {"originUnixNs": str(self._origin_ns)}, "traceEvents": []}
+        self._origin_ns = min(
+            (file.first_ns + file.shift_ns for file in files if file.first_ns >= 0), default=0
+        )
+        head = {
+            "displayTimeUnit": "ms",
+            "otherData": {"originUnixNs": str(self._origin_ns)},
+            "traceEvents": [],
+        }
         self._out.write(json.dumps(head).removesuffix("]}") + "\n")
         ranks: dict[int, list[ProfileFile]] = {}
         for file in files:
@@ -165,8 +212,12 @@ class Merger:
         self._out.write("\n]}\n")
 
     def _merge_rank(self, rank: int, files: Sequence[ProfileFile]) -> None:
-        self._write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        self._write({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        self._write(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        self._write(
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        )
         lanes: dict[str, Lanes] = {}
         opened: Opened = OrderedDict()
         for file in files:
@@ -176,10 +227,24 @@ class Merger:
         for lane in lanes.values():
             for number in range(len(lane.ends)):
                 name = lane.name if number == 0 else f"{lane.name} {number + 1}"
-                self._write({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane.first + number, "args": {"name": name}})
+                self._write(
+                    {
+                        "ph": "M",
+                        "name": "thread_name",
+                        "pid": rank,
+                        "tid": lane.first + number,
+                        "args": {"name": name},
+                    }
+                )
 
-    def _take(self, rank: int, shift_ns: int, mark: dict[str, Any], lanes: dict[str, Lanes],
-              opened: Opened) -> None:
+    def _take(
+        self,
+        rank: int,
+        shift_ns: int,
+        mark: dict[str, Any],
+        lanes: dict[str, Lanes],
+        opened: Opened,
+    ) -> None:
         if "Clock" in mark:
             return
         at_ns, domain, flag = mark["Timestamp"] + shift_ns, mark["Domain"], mark["Flag"]
@@ -201,7 +266,9 @@ class Merger:
             else:
                 lane = self._lane(lanes, domain)
                 tid = lane.take(begun[0], at_ns, nests=domain == "default")
-                self._event("X", rank, tid, begun[0], begun[1], process, duration_ns=at_ns - begun[0])
+                self._event(
+                    "X", rank, tid, begun[0], begun[1], process, duration_ns=at_ns - begun[0]
+                )
         elif flag == _INSTANT:
             lane = self._lane(lanes, domain)
             self._event("i", rank, lane.take(at_ns, at_ns, nests=True), at_ns, mark, process)
@@ -214,15 +281,30 @@ class Merger:
             lanes[domain] = Lanes(_DOMAINS.get(domain, _OTHER + others * _MAX_LANES), domain)
         return lanes[domain]
 
-    def _event(self, phase: str, rank: int, tid: int, at_ns: int, mark: dict[str, Any], process: int,
-               duration_ns: int | None = None) -> None:
+    def _event(
+        self,
+        phase: str,
+        rank: int,
+        tid: int,
+        at_ns: int,
+        mark: dict[str, Any],
+        process: int,
+        duration_ns: int | None = None,
+    ) -> None:
         args: dict[str, Any] = {"process": process}
         if type(mark.get("Version")) is int:
             args["version"] = mark["Version"]
         if isinstance(mark.get("Call"), dict):
             args.update(mark["Call"])
-        event = {"ph": phase, "name": mark["Name"], "cat": mark["Domain"], "pid": rank, "tid": tid,
-                 "ts": (at_ns - self._origin_ns) / 1000, "args": args}
+        event = {
+            "ph": phase,
+            "name": mark["Name"],
+            "cat": mark["Domain"],
+            "pid": rank,
+            "tid": tid,
+            "ts": (at_ns - self._origin_ns) / 1000,
+            "args": args,
+        }
         if duration_ns is not None:
             event["dur"] = duration_ns / 1000
         else:
@@ -231,7 +313,9 @@ class Merger:
         self._write(event)
 
     def _write(self, event: dict[str, Any]) -> None:
-        self._out.write(("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":")))
+        self._out.write(
+            ("" if self._is_first else ",\n") + json.dumps(event, separators=(",", ":"))
+        )
         self._is_first = False
 
 
@@ -243,7 +327,10 @@ def _process(mark: dict[str, Any]) -> int:
 
 
 def write_trace(directory: Path, target: Path) -> Merger:
-    """Merge the profiles of `directory` into `target`, which is complete or not there. Raises OSError, ValueError."""
+    """Merge the profiles of `directory` into `target`, which is complete or not there.
+
+    Raises OSError, ValueError.
+    """
     files = survey(rank_folders(directory))
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -261,9 +348,18 @@ def write_trace(directory: Path, target: Path) -> Merger:
 
 def main(arguments: list[str]) -> int:
     """The command line. Exit code: 0 there is a trace, 1 nothing could be used, 2 wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m taskd.trace", description="Merges the profiles of all ranks into one trace.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the folder of the job, which holds one folder per rank")
-    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json")
+    parser = argparse.ArgumentParser(
+        prog="python -m taskd.trace", description="Merges the profiles of all ranks into one trace."
+    )
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="the folder of the job, which holds one folder per rank",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("trace.json"), help="default: trace.json"
+    )
     options = parser.parse_args(arguments)
     try:
         merger = write_trace(options.directory, options.output)

@@ -1,5 +1,7 @@
-"""What holds for all tests: gloo stays on loopback; what several test processes share; which tests run
-when; and random histories have a seed that everybody can read."""
+"""What holds for all tests: gloo stays on loopback; what several test processes share.
+
+Which tests run when; and random histories have a seed that everybody can read.
+"""
 
 import os
 import pathlib
@@ -9,7 +11,8 @@ import pytest
 
 from tests import lanes
 
-# Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s each time.
+# Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s
+# each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 # Fresh in each run. The processes of xdist inherit it.
@@ -17,7 +20,9 @@ SEED = os.environ.setdefault("TASKD_TEST_SEED", str(secrets.randbits(32)))
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> pathlib.Path:
+def shared_folder(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> pathlib.Path:
     """A folder of this run of the tests, the same for all processes of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if hasattr(request.config, "workerinput") else base) / "shared"
@@ -27,29 +32,46 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What `.ci/run` asks for."""
-    parser.addoption("--slice", metavar="SEED", help="of the extended tests, run some that this text chooses")
-    parser.addoption("--slice-seconds", metavar="S", type=float, default=240.0, help="start no further test of the slice after S seconds")
+    parser.addoption(
+        "--slice", metavar="SEED", help="of the extended tests, run some that this text chooses"
+    )
+    parser.addoption(
+        "--slice-seconds",
+        metavar="S",
+        type=float,
+        default=240.0,
+        help="start no further test of the slice after S seconds",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The parts of this file that are plugins of their own.
 
-    Raises UsageError if groups would be lost: pytest-xdist 3.8 writes them where pytest 9.2 does not look, and then each process
-    makes the fixtures of all groups.
+    Raises UsageError if groups would be lost: pytest-xdist 3.8 writes them where pytest 9.2 does
+    not look, and then each process makes the fixtures of all groups.
     """
     if config.getoption("dist", "no") == "loadgroup" and not hasattr(pytest.Item, "_nodeid"):
-        raise pytest.UsageError("this pytest-xdist and this pytest keep no groups together: install pytest<9.2, as the Makefile does")
+        raise pytest.UsageError(
+            "this pytest-xdist and this pytest keep no groups together: "
+            "install pytest<9.2, as the Makefile does"
+        )
     if config.getoption("--slice") is not None:
-        config.pluginmanager.register(lanes.Slice(config.getoption("--slice"), config.getoption("--slice-seconds")), "slice")
+        config.pluginmanager.register(
+            lanes.Slice(config.getoption("--slice"), config.getoption("--slice-seconds")), "slice"
+        )
 
 
-@pytest.hookimpl(tryfirst=True)                     # before pytest-xdist reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make test-all`, and keep together what shares processes."""
     unused = lanes.mark(items)
     if unused and config.args == ["tests"]:
-        raise pytest.UsageError(f"no test is called {', '.join(sorted(unused))}: see EXTENDED in tests/lanes.py")
+        raise pytest.UsageError(
+            f"no test is called {', '.join(sorted(unused))}: see EXTENDED in tests/lanes.py"
+        )
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    terminalreporter.write_line(f"random histories: TASKD_TEST_SEED={SEED} plays the same ones again")
+    terminalreporter.write_line(
+        f"random histories: TASKD_TEST_SEED={SEED} plays the same ones again"
+    )

@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
     """A file system of its own. Needs root."""
     path.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", ",".join((f"size={kilobytes}k", *options)), "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    command = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        ",".join((f"size={kilobytes}k", *options)),
+        "tmpfs",
+        str(path),
+    ]
+    if (
+        os.geteuid() != 0
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("needs the right to mount")
     try:
         yield

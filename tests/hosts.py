@@ -1,4 +1,7 @@
-"""Hosts of a test's own: network namespaces on one bridge, each with an address and a boot id. Needs root."""
+"""Hosts of a test's own: network namespaces on one bridge, each with an address and a boot id.
+
+Needs root.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ def hosts(directory: pathlib.Path, count: int) -> Iterator[list[Host]]:
     tag = uuid.uuid4().hex[:6]
     bridge = f"br{tag}"
     command = ["ip", "link", "add", bridge, "type", "bridge"]
-    if os.geteuid() != 0 or shutil.which("ip") is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+    if (
+        os.geteuid() != 0
+        or shutil.which("ip") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("needs the right to make network namespaces, and iproute2")
     with contextlib.ExitStack() as stack:
         stack.callback(_ip, "link", "delete", bridge)
@@ -62,6 +69,9 @@ def hosts(directory: pathlib.Path, count: int) -> Iterator[list[Host]]:
                 _ip("-n", name, "link", "set", link, "up")
             boot_id = directory / f"boot_id-{number}"
             boot_id.write_text(f"{uuid.uuid4()}\n")
-            there = f'mount --bind "{boot_id}" {_BOOT_ID} && exec "$@"'          # `ip netns exec` has mounts of its own
-            found.append(Host(name, address, cable, ("ip", "netns", "exec", name, "sh", "-c", there, "sh")))
+            # `ip netns exec` has mounts of its own
+            there = f'mount --bind "{boot_id}" {_BOOT_ID} && exec "$@"'
+            found.append(
+                Host(name, address, cable, ("ip", "netns", "exec", name, "sh", "-c", there, "sh"))
+            )
         yield found

@@ -1,1 +1,4 @@
-"""Node shell: lives in the torchrun process, starts, watches and replaces the workers of one node. No torch."""
+"""Node shell: lives in the torchrun process, starts, watches and replaces the workers of one node.
+
+No torch.
+"""

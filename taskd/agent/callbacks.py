@@ -1,10 +1,13 @@
-"""An agent for launchers that keep their own processes (`init_taskd_agent`): the manager decides, callbacks do it.
+"""An agent for launchers that keep their own processes (`init_taskd_agent`).
+
+The manager decides, callbacks do it.
 
     manager ◄── Upstream ──► CallbackAgent ── KILL_WORKER, START_ALL_WORKER, MONITOR, RESTART ──► the launcher's workers
 
-With "PyTorch" the launcher is a SimpleElasticAgent, and its own methods are the callbacks that are not registered. Its
-workers know nothing of taskd, so any fault restarts the group of all nodes. Without a manager it behaves as torch's own
-loop does. Owns no process; must not import torch: the launcher's objects are used by their documented attributes.
+With "PyTorch" the launcher is a SimpleElasticAgent, and its own methods are the callbacks that are
+not registered. Its workers know nothing of taskd, so any fault restarts the group of all nodes.
+Without a manager it behaves as torch's own loop does. Owns no process; must not import torch: the
+launcher's objects are used by their documented attributes.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ DEFAULTS = {
 }
 OPERATORS = (*DEFAULTS, "START_WORKER_LIST")
 _NEEDED = ("_worker_group", "_remaining_restarts", *DEFAULTS.values())
-_UNLIMITED_RESTARTS = 32767      # what max_restarts 0 means, here as under the patch
+_UNLIMITED_RESTARTS = 32767  # what max_restarts 0 means, here as under the patch
 
 
 class CallbackAgent:
@@ -49,20 +52,23 @@ class CallbackAgent:
         """Raises `ConfigError` if `launcher` is not what the framework needs."""
         missing = [name for name in _NEEDED if not hasattr(launcher, name)]
         if config.framework == "PyTorch" and missing:
-            raise ConfigError(f"cls={launcher!r} is not accepted: expected an instance of torch's SimpleElasticAgent "
-                              f"(it has no {', '.join(missing)})")
+            raise ConfigError(
+                f"cls={launcher!r} is not accepted: expected an instance of torch's "
+                "SimpleElasticAgent "
+                f"(it has no {', '.join(missing)})"
+            )
         self._config = config
         self._launcher = launcher
         self._clock = clock
         self._callbacks: dict[str, Callable[..., Any]] = {}
         self._timeouts = Timeouts.derive(config.fault_timeout_s)
         self._incarnation = uuid.uuid4().hex
-        self._incarnations: dict[int, int] = {}      # of each rank's present process
+        self._incarnations: dict[int, int] = {}  # of each rank's present process
         self._state = "starting"
         self._generation = 0
         self._restarts_used = 0
-        self._reported: set[int] = set()             # ranks whose present process is known to have failed
-        self._failed_at: float | None = None         # since when a failure waits for the manager's answer
+        self._reported: set[int] = set()  # ranks whose present process is known to have failed
+        self._failed_at: float | None = None  # since when a failure waits for the manager's answer
 
     @property
     def framework(self) -> str:
@@ -72,31 +78,47 @@ class CallbackAgent:
     def register(self, operator: str, function: Callable[..., Any]) -> None:
         """Use this callback instead of the launcher's own method."""
         if operator not in OPERATORS:
-            log.warning("register_func: nobody calls %r; known are %s", operator, ", ".join(OPERATORS))
+            log.warning(
+                "register_func: nobody calls %r; known are %s", operator, ", ".join(OPERATORS)
+            )
         self._callbacks[operator] = function
 
     def run(self) -> Any:
         """Start the workers, and return the result when the job is over for this node."""
-        group = self._launcher._worker_group  # noqa: SLF001 - SimpleElasticAgent has no public name for it
+        group = self._launcher._worker_group  # noqa: SLF001
         self._call("START_ALL_WORKER", group)
         self._incarnations = dict.fromkeys(self._ranks(), 0)
         self._state = "running"
         envelope = codec.Envelope(
-            job_id=self._config.job_id, role="agent", node_rank=self._config.node_rank, rank=None,
-            incarnation=self._incarnation, generation=0, sequence=0, cause="",
+            job_id=self._config.job_id,
+            role="agent",
+            node_rank=self._config.node_rank,
+            rank=None,
+            incarnation=self._incarnation,
+            generation=0,
+            sequence=0,
+            cause="",
         )
         upstream = Upstream(
-            self._config.upstream_address, self._config.secret, self._clock, envelope=envelope,
+            self._config.upstream_address,
+            self._config.secret,
+            self._clock,
+            envelope=envelope,
             registration=lambda: translate.event_to_message(self._registration()),
             fault_timeout_s=self._config.fault_timeout_s,
         )
         farewell = ("stopped", "the launcher was interrupted")
         try:
             result = self._loop(upstream, group)
-            farewell = ("failed", "see the launcher's log") if result.is_failed() else ("succeeded", "")
+            farewell = (
+                ("failed", "see the launcher's log") if result.is_failed() else ("succeeded", "")
+            )
             return result
         finally:
-            self._say(upstream, events.AgentLeft(self._clock.now(), "farewell", self._config.node_rank, *farewell))
+            self._say(
+                upstream,
+                events.AgentLeft(self._clock.now(), "farewell", self._config.node_rank, *farewell),
+            )
             upstream.close()
 
     def _loop(self, upstream: Upstream, group: Any) -> Any:
@@ -109,7 +131,8 @@ class CallbackAgent:
                 if result is not None:
                     return result
             if upstream.has_joined and not was_joined:
-                self._reported.clear()       # a manager that has just met us has not heard of the failures
+                # a manager that has just met us has not heard of the failures
+                self._reported.clear()
             was_joined = upstream.has_joined
             result = self._call("MONITOR", group)
             state = str(getattr(result.state, "value", result.state))
@@ -119,21 +142,32 @@ class CallbackAgent:
                 if self._fail(result, upstream, group):
                     return result
             elif state != "HEALTHY":
-                raise ConfigError(f"MONITOR returned state={state!r}: expected HEALTHY, SUCCEEDED, FAILED or UNHEALTHY")
+                raise ConfigError(
+                    f"MONITOR returned state={state!r}: expected HEALTHY, SUCCEEDED, "
+                    "FAILED or UNHEALTHY"
+                )
 
     # ------------------------------------------------------------------ what happened
 
     def _succeed(self, result: Any, upstream: Upstream) -> Any:
         for rank in self._ranks():
-            self._say(upstream, events.WorkerFinished(self._clock.now(), "finished", rank, self._incarnations[rank]))
+            self._say(
+                upstream,
+                events.WorkerFinished(
+                    self._clock.now(), "finished", rank, self._incarnations[rank]
+                ),
+            )
         upstream.turn()
         barrier = getattr(self._launcher, "_exit_barrier", None)
         if barrier is not None:
-            barrier()                        # torch: wait for the agents of the other nodes
+            barrier()  # torch: wait for the agents of the other nodes
         return result
 
     def _fail(self, result: Any, upstream: Upstream, group: Any) -> bool:
-        """Report each failed rank once, then wait for orders. True: nobody will give any, and nothing is left to try."""
+        """Report each failed rank once, then wait for orders.
+
+        True: nobody will give any, and nothing is left to try.
+        """
         now = self._clock.now()
         if self._failed_at is None:
             self._failed_at = now
@@ -143,7 +177,10 @@ class CallbackAgent:
                 self._reported.add(rank)
                 fault = exit_fault(rank, self._incarnations[rank], result.failures[rank].exitcode)
                 age_s = now - self._failed_at
-                self._say(upstream, events.WorkerLost(now, f"exit:{rank}", rank, fault.incarnation, fault, age_s))
+                self._say(
+                    upstream,
+                    events.WorkerLost(now, f"exit:{rank}", rank, fault.incarnation, fault, age_s),
+                )
         if upstream.has_ever_joined:
             limit_s = self._timeouts.fallback_connected_s
         else:
@@ -154,16 +191,22 @@ class CallbackAgent:
 
     def _restart_alone(self, group: Any) -> bool:
         """No manager: as torch's own loop. True: the restarts are used up."""
-        remaining = self._launcher._remaining_restarts  # noqa: SLF001 - as above
+        remaining = self._launcher._remaining_restarts  # noqa: SLF001
         if remaining <= 0:
             self._call("KILL_WORKER", group)
             return True
-        log.warning("no manager answers at %s: restarting the workers of this node as plain torchrun does (%d restarts left)",
-                    self._config.upstream_address, remaining - 1)
+        log.warning(
+            "no manager answers at %s: restarting the workers of this node as plain "
+            "torchrun does (%d restarts left)",
+            self._config.upstream_address,
+            remaining - 1,
+        )
         self._launcher._remaining_restarts = remaining - 1  # noqa: SLF001
         self._restarts_used += 1
         self._call("RESTART", group)
-        self._begin_lives({rank: incarnation + 1 for rank, incarnation in self._incarnations.items()})
+        self._begin_lives(
+            {rank: incarnation + 1 for rank, incarnation in self._incarnations.items()}
+        )
         return False
 
     # ------------------------------------------------------------------ what to do
@@ -179,23 +222,29 @@ class CallbackAgent:
                 self._call("KILL_WORKER", group)
                 return dataclasses.replace(result, state=type(result.state)("FAILED"))
             case _:
-                log.debug("%s does not concern workers that know nothing of taskd", type(order).__name__)
+                log.debug(
+                    "%s does not concern workers that know nothing of taskd", type(order).__name__
+                )
         return None
 
     def _restart(self, order: commands.RestartGroup, upstream: Upstream, group: Any) -> None:
-        incarnations = {rank: number for rank, number in order.incarnations if rank in self._incarnations}
+        incarnations = {
+            rank: number for rank, number in order.incarnations if rank in self._incarnations
+        }
         if incarnations == self._incarnations:
-            return                           # said again after a lost connection; done already
+            return  # said again after a lost connection; done already
         log.info("restarting all workers, generation %d: %s", order.generation, order.reason)
         self._generation, self._restarts_used = order.generation, order.restarts_used
         limit = group.spec.max_restarts
         # torch tells workers their restart count as limit minus remaining.
-        self._launcher._remaining_restarts = limit - order.restarts_used  # noqa: SLF001 - as above
+        self._launcher._remaining_restarts = limit - order.restarts_used  # noqa: SLF001
         self._call("KILL_WORKER", group)
         self._call("START_ALL_WORKER", group)
         self._begin_lives(incarnations)
         for rank in sorted(incarnations):
-            started = events.WorkerStarted(self._clock.now(), order.cause, rank, incarnations[rank], self._pid(rank))
+            started = events.WorkerStarted(
+                self._clock.now(), order.cause, rank, incarnations[rank], self._pid(rank)
+            )
             self._say(upstream, started)
 
     def _begin_lives(self, incarnations: dict[int, int]) -> None:
@@ -213,7 +262,7 @@ class CallbackAgent:
         return function(*arguments)
 
     def _workers(self) -> Iterable[Any]:
-        return self._launcher._worker_group.workers  # type: ignore[no-any-return] # noqa: SLF001 - as above
+        return self._launcher._worker_group.workers  # type: ignore[no-any-return]  # noqa: SLF001
 
     def _ranks(self) -> list[int]:
         return sorted(int(worker.global_rank) for worker in self._workers())
@@ -223,15 +272,26 @@ class CallbackAgent:
         return pids[0] if pids and isinstance(pids[0], int) else 0
 
     def _registration(self) -> events.AgentRegistered:
-        group = self._launcher._worker_group  # noqa: SLF001 - as above
+        group = self._launcher._worker_group  # noqa: SLF001
         reports = tuple(
-            events.WorkerReport(rank, incarnation, WorkerState.LOST if rank in self._reported else WorkerState.RUNNING)
+            events.WorkerReport(
+                rank,
+                incarnation,
+                WorkerState.LOST if rank in self._reported else WorkerState.RUNNING,
+            )
             for rank, incarnation in sorted(self._incarnations.items())
         )
         return events.AgentRegistered(
-            self._clock.now(), "registration", self._config.node_rank, self._incarnation,
-            int(group.group_world_size), int(group.workers[0].world_size),
-            group.spec.max_restarts or _UNLIMITED_RESTARTS, self._generation, self._restarts_used, reports,
+            self._clock.now(),
+            "registration",
+            self._config.node_rank,
+            self._incarnation,
+            int(group.group_world_size),
+            int(group.workers[0].world_size),
+            group.spec.max_restarts or _UNLIMITED_RESTARTS,
+            self._generation,
+            self._restarts_used,
+            reports,
         )
 
     @staticmethod

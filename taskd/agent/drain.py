@@ -1,7 +1,10 @@
-"""SIGTERM to torchrun where the job is to be saved first: a pod is evicted, and the platform waits a while before SIGKILL.
+"""SIGTERM to torchrun where the job is to be saved first.
 
-Owns the handler. The first signal is a wish that the agent passes on to the manager; the second one, and the end of the grace
-period, are what they were without taskd: torchrun's own handler, which stops the workers.
+A pod is evicted, and the platform waits a while before SIGKILL.
+
+Owns the handler. The first signal is a wish that the agent passes on to the manager; the second
+one, and the end of the grace period, are what they were without taskd: torchrun's own handler,
+which stops the workers.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ class Drain:
         self._former: Callable[[int, FrameType | None], Any] | int | None = None
         self._reader, self._writer = socket.socketpair()
         self._asked_at: float | None = None
-        self.is_told = False                 # the manager knows
+        self.is_told = False  # the manager knows
 
-    def __enter__(self) -> Drain:  # noqa: PYI034 - Self comes with Python 3.11
+    def __enter__(self) -> Drain:  # noqa: PYI034
         for end in (self._reader, self._writer):
             end.setblocking(False)
         if self._grace_s is not None:
@@ -53,7 +56,11 @@ class Drain:
     @property
     def deadline(self) -> float | None:
         """Monotonic time at which torchrun's own way begins."""
-        return None if self._asked_at is None or self._grace_s is None else self._asked_at + self._grace_s
+        return (
+            None
+            if self._asked_at is None or self._grace_s is None
+            else self._asked_at + self._grace_s
+        )
 
     def end_at_once(self) -> None:
         """Torchrun's own way: its handler raises."""
@@ -68,4 +75,4 @@ class Drain:
                 self._former(number, frame)
             return
         self._asked_at = MonotonicClock().now()
-        self._writer.send(b"!")              # ends the wait of the loop
+        self._writer.send(b"!")  # ends the wait of the loop

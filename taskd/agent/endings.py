@@ -1,6 +1,9 @@
-"""How a worker's process ended, beyond its exit status: what its script said, what is in its black box, what the kernel counts.
+"""How a worker's process ended, beyond its exit status.
 
-Owns what was heard before the process was reaped. Decides nothing: the result goes into `WorkerExited`.
+What its script said, what is in its black box, what the kernel counts.
+
+Owns what was heard before the process was reaped. Decides nothing: the result goes into
+`WorkerExited`.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ if TYPE_CHECKING:
     from taskd.core.faults import Fault
     from taskd.native.black_box import BlackBox
 
-Life = tuple[int, int]       # rank, incarnation
-_NO_SCRIPT = 2               # how an interpreter ends that cannot open its script; and argparse
+Life = tuple[int, int]  # rank, incarnation
+_NO_SCRIPT = 2  # how an interpreter ends that cannot open its script; and argparse
 
 
 class Endings:
@@ -31,7 +34,11 @@ class Endings:
         self._notes: dict[Life, str] = {}
 
     def started(self, life: Life, note: str) -> None:
-        """It lives. `note`: why it is not a fork of the warm process, which may be why it ends, too: its script is missing."""
+        """It lives.
+
+        `note`: why it is not a fork of the warm process, which may be why it ends, too: its script
+        is missing.
+        """
         if note:
             self._notes[life] = note
 
@@ -45,7 +52,10 @@ class Endings:
             self._killed.add(life)
 
     def words(self, life: Life, status: int, box: BlackBox, now: float) -> Fault | None:
-        """What is known besides the status of a life that is over; None: nothing. Forgets the life."""
+        """What is known besides the status of a life that is over; None: nothing.
+
+        Forgets the life.
+        """
         said, note = self._said.pop(life, None), self._notes.pop(life, "")
         was_killed_by_us = life in self._killed
         self._killed.discard(life)
@@ -53,10 +63,14 @@ class Endings:
         if said is not None and (status >= 0 or written is None or written.kind is not Kind.SIGNAL):
             return said
         if written is not None:
-            return exit_fault(*life, status, detail=_detail(status, written), traceback=written.text() or None)
+            return exit_fault(
+                *life, status, detail=_detail(status, written), traceback=written.text() or None
+            )
         if status == -SIGKILL and not was_killed_by_us:
             reason = self._memory_kills.reason(box.pid, now)
-            return None if reason is None else exit_fault(*life, status, detail=f"SIGKILL, {reason}")
+            return (
+                None if reason is None else exit_fault(*life, status, detail=f"SIGKILL, {reason}")
+            )
         if status == _NO_SCRIPT and note and written is None:
             return exit_fault(*life, status, detail=f"exit {status} of a fresh interpreter: {note}")
         return said
@@ -67,7 +81,14 @@ class Endings:
 
 
 def _detail(status: int, written: last_words.LastWords) -> str:
-    """What was written, and the status if that says something else: a handler may have made an exit of a crash."""
+    """What was written, and the status if that says something else.
+
+    A handler may have made an exit of a crash.
+    """
     is_same = status == (-written.number if written.kind is Kind.SIGNAL else written.number & 0xFF)
     unfinished = "" if written.complete else ", while it wrote its last words"
-    return (written.summary() if is_same else f"{processes.describe_status(status)} after {written.summary()}") + unfinished
+    return (
+        written.summary()
+        if is_same
+        else f"{processes.describe_status(status)} after {written.summary()}"
+    ) + unfinished

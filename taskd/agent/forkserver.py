@@ -3,9 +3,10 @@
       agent ──spawn(request, descriptors)──►  forkserver ──fork──►  worker (taskd.agent.spawn)
             ◄──started, failed, exited──────  (reaps workers, and orphans of workers: it is their subreaper)
 
-It is forked from the torchrun process itself, where torch is already imported, or started as a fresh interpreter. It
-runs no user code (but the modules named in TASKD_PRELOAD), opens no device, starts no thread, and ends when the agent's
-end of the connection closes, taking the workers along. If it dies itself, the workers live on: the agent is subreaper too.
+It is forked from the torchrun process itself, where torch is already imported, or started as a
+fresh interpreter. It runs no user code (but the modules named in TASKD_PRELOAD), opens no device,
+starts no thread, and ends when the agent's end of the connection closes, taking the workers along.
+If it dies itself, the workers live on: the agent is subreaper too.
 """
 
 from __future__ import annotations
@@ -47,16 +48,30 @@ __all__ = ["Exited", "Forkserver", "SpawnRequest", "StartFailed", "Started"]
 
 log = logging.getLogger(__name__)
 
-# What torch imports lazily at the first optimizer, DDP or FSDP: without it a recovery took 2.4 s instead of 0.3 s.
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.distributed.fsdp",
-           "torch.distributed.checkpoint", "torch.utils.data",
-           # What each worker imports of ours: 50 ms of a recovery.
-           "taskd.worker.runtime", "taskd.worker.recoverable", "taskd.worker.state", "taskd.worker.phases")
-_CLOSE_TIMEOUT_S = 10.0       # > _TERM_TIMEOUT_S: time for the forkserver to end workers, and to take torch down
-_TERM_TIMEOUT_S = 5.0         # between SIGTERM and SIGKILL, as the guard in the worker does it
-_SEND_TIMEOUT_S = 10        # one that is ready reads at once
-_TITLE_ROOM = 1024            # bytes of command line kept free, for the titles of workers
-# The same taskd as the agent's, whatever else is installed; then the search path of a program that knows nothing of it.
+# What torch imports lazily at the first optimizer, DDP or FSDP: without it a recovery took 2.4 s
+# instead of 0.3 s.
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.utils.data",
+    # What each worker imports of ours: 50 ms of a recovery.
+    "taskd.worker.runtime",
+    "taskd.worker.recoverable",
+    "taskd.worker.state",
+    "taskd.worker.phases",
+)
+# > _TERM_TIMEOUT_S: time for the forkserver to end workers, and to take torch down
+_CLOSE_TIMEOUT_S = 10.0
+_TERM_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL, as the guard in the worker does it
+_SEND_TIMEOUT_S = 10  # one that is ready reads at once
+_TITLE_ROOM = 1024  # bytes of command line kept free, for the titles of workers
+# The same taskd as the agent's, whatever else is installed; then the search path of a program that
+# knows nothing of it.
 _MAIN = """import sys
 sys.path[0:1] = [sys.argv[2]]
 from taskd.agent.forkserver import main
@@ -68,14 +83,16 @@ main(int(sys.argv[1]), sys.argv[3], int(sys.argv[4]))"""
 class Forkserver:
     """The agent's handle. Not for several threads."""
 
-    def __init__(self, wire: Wire, process: subprocess.Popen[bytes] | int, mode: str, reason: str) -> None:
+    def __init__(
+        self, wire: Wire, process: subprocess.Popen[bytes] | int, mode: str, reason: str
+    ) -> None:
         """Use `start`. `reason` says why this mode was chosen."""
         self._wire = wire
         self._process = process
         self.mode = mode
         self.reason = reason
         self.alive = True
-        self.is_ready = False            # it has imported what it is to import, and answers at once
+        self.is_ready = False  # it has imported what it is to import, and answers at once
         self._is_reaped = False
 
     @classmethod
@@ -83,16 +100,23 @@ class Forkserver:
         """Start one; returns at once, it preloads while the caller goes on.
 
         Args:
-            mode: "fork" this process, "exec" a fresh interpreter, or "auto": fork where that is safe.
+            mode: "fork" this process, "exec" a fresh interpreter, or "auto": fork where that is
+                safe.
             preload: modules to import in addition to torch and what it loads lazily.
         """
         processes.become_subreaper()
         reason = "asked for"
         if mode == "auto":
             obstacle = why_not_fork()
-            mode, reason = ("exec", obstacle) if obstacle else ("fork", "this process has one thread and no device")
+            mode, reason = (
+                ("exec", obstacle)
+                if obstacle
+                else ("fork", "this process has one thread and no device")
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
+        ours.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0)
+        )
         names = ",".join(preload)
         if mode == "fork":
             process: subprocess.Popen[bytes] | int = _fork(ours, theirs, names)
@@ -119,10 +143,15 @@ class Forkserver:
             self._wire.send(message, descriptors)
         except OSError as error:
             self.alive = False
-            raise ForkserverError(f"the forkserver (pid {self.pid}) does not take requests: {error}") from error
+            raise ForkserverError(
+                f"the forkserver (pid {self.pid}) does not take requests: {error}"
+            ) from error
 
     def read(self) -> list[Reply]:
-        """What happened since the last call; never blocks. Sets `alive` to False when the forkserver is gone."""
+        """What happened since the last call; never blocks.
+
+        Sets `alive` to False when the forkserver is gone.
+        """
         if not self.alive:
             return []
         replies: list[Reply] = []
@@ -137,7 +166,10 @@ class Forkserver:
         return replies
 
     def kill(self) -> list[Reply]:
-        """End it alone, at once: its workers become our children. Returns what it had said before."""
+        """End it alone, at once: its workers become our children.
+
+        Returns what it had said before.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._await_end(_CLOSE_TIMEOUT_S)
@@ -146,13 +178,17 @@ class Forkserver:
         return said
 
     def close(self) -> None:
-        """End it, and with it every worker that still lives. Returns when it is gone. Twice is once."""
+        """End it, and with it every worker that still lives. Returns when it is gone.
+
+        Twice is once.
+        """
         self._wire.close()
         self.alive = False
         if self._is_reaped:
             return
         with contextlib.suppress(ProcessLookupError):
-            # While it imports it has no workers, and does not see that we are gone. If it was stopped, it has to go on for that.
+            # While it imports it has no workers, and does not see that we are gone. If it was
+            # stopped, it has to go on for that.
             os.kill(self.pid, signal.SIGCONT if self.is_ready else signal.SIGKILL)
         self._await_end(_CLOSE_TIMEOUT_S)
 
@@ -178,14 +214,17 @@ def _wait_or_kill(pid: int, timeout_s: float) -> None:
         os.close(descriptor)
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
-        pass                                # somebody else has reaped it: gone is gone
+        pass  # somebody else has reaped it: gone is gone
 
 
 def why_not_fork() -> str | None:
     """Why this process must not be forked to make workers of it; None if it may."""
     options = _interpreter_options()
     if options:
-        return f"this interpreter runs with {' '.join(options)}, which torchrun does not hand on to workers"
+        return (
+            f"this interpreter runs with {' '.join(options)}, which torchrun does not hand on "
+            "to workers"
+        )
     devices = processes.device_files()
     if devices:
         return f"this process holds {devices[0]}"
@@ -196,7 +235,10 @@ def why_not_fork() -> str | None:
 
 
 def _interpreter_options() -> list[str]:
-    """Options of this interpreter's command line that change how Python behaves; those from the environment are inherited."""
+    """Options of this interpreter's command line that change how Python behaves.
+
+    Those from the environment are inherited.
+    """
     options = []
     for argument in sys.orig_argv[1:]:
         if not argument.startswith("-") or argument[:2] in ("-m", "-c"):
@@ -209,14 +251,15 @@ def _interpreter_options() -> list[str]:
 def _fork(ours: socket.socket, theirs: socket.socket, preload: str) -> int:
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         if stream is not None:
-            stream.flush()               # else the copy prints it again
+            stream.flush()  # else the copy prints it again
     pid = os.fork()
     if pid:
         return pid
     try:
         ours.close()
         os.setsid()
-        # The first entry belongs to torchrun's own start; a worker gets its script's directory instead.
+        # The first entry belongs to torchrun's own start; a worker gets its script's directory
+        # instead.
         entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
         _serve(theirs, tuple(entries), preload)
     except BaseException:  # the top of a process: torchrun's own code must not run twice
@@ -226,26 +269,45 @@ def _fork(ours: socket.socket, theirs: socket.socket, preload: str) -> int:
 
 
 def _execute(theirs: socket.socket, preload: str) -> subprocess.Popen[bytes]:
-    """If our working directory was removed, it imports elsewhere: MKL (torch 2.13) ends a process that loads it there."""
+    """If our working directory was removed, it imports elsewhere.
+
+    MKL (torch 2.13) ends a process that loads it there.
+    """
     directory = None if processes.has_directory() else os.open(".", os.O_PATH | os.O_DIRECTORY)
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    command = [sys.executable, "-u", "-c", _MAIN, str(theirs.fileno()), root, preload, str(-1 if directory is None else directory),
-               "-" * _TITLE_ROOM]
+    command = [
+        sys.executable,
+        "-u",
+        "-c",
+        _MAIN,
+        str(theirs.fileno()),
+        root,
+        preload,
+        str(-1 if directory is None else directory),
+        "-" * _TITLE_ROOM,
+    ]
     passed = [theirs.fileno(), *([] if directory is None else [directory])]
     try:
-        return subprocess.Popen(command, pass_fds=passed, start_new_session=True, cwd=None if directory is None else "/")
+        return subprocess.Popen(
+            command, pass_fds=passed, start_new_session=True, cwd=None if directory is None else "/"
+        )
     finally:
         _close_all(passed[1:])
 
 
 def main(descriptor: int, preload: str, directory: int) -> NoReturn:
-    """Entry of a forkserver that is a fresh interpreter. `directory`: where it is to work, -1 if it is there."""
+    """Entry of a forkserver that is a fresh interpreter.
+
+    `directory`: where it is to work, -1 if it is there.
+    """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     _serve(connection, tuple(sys.path), preload, directory)
 
 
-def _serve(connection: socket.socket, search_path: tuple[str, ...], preload: str, directory: int = -1) -> NoReturn:
+def _serve(
+    connection: socket.socket, search_path: tuple[str, ...], preload: str, directory: int = -1
+) -> NoReturn:
     server = _Server(Wire(connection), spawn.Baseline(search_path, spawn.initial_environment()))
     server.prepare([name for name in preload.split(",") if name])
     if directory >= 0:
@@ -263,9 +325,9 @@ class _Server:
     def __init__(self, wire: Wire, baseline: spawn.Baseline) -> None:
         self._wire = wire
         self._baseline = baseline
-        self._tokens: dict[int, int] = {}       # pid of a live worker -> token
-        self._blas: dict[str, int] = {}         # OpenBLAS libraries and the threads that they would use
-        self._cold_reason: str | None = None    # why no worker may be forked warm
+        self._tokens: dict[int, int] = {}  # pid of a live worker -> token
+        self._blas: dict[str, int] = {}  # OpenBLAS libraries and the threads that they would use
+        self._cold_reason: str | None = None  # why no worker may be forked warm
         self._wake_read, self._wake_write = socket.socketpair()
 
     def prepare(self, extra: Iterable[str]) -> None:
@@ -273,7 +335,8 @@ class _Server:
         processes.become_subreaper()
         processes.set_title(["taskd-forkserver"])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)       # torchrun gets them too and decides; we end when it closes
+            # torchrun gets them too and decides; we end when it closes
+            signal.signal(number, signal.SIG_IGN)
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -285,7 +348,11 @@ class _Server:
         threads = processes.settle_threads()
         devices = processes.device_files()
         if threads > 1 or devices:
-            self._cold_reason = f"after preloading, the forkserver has {threads} threads and holds {devices or 'no device'}"
+            self._cold_reason = (
+                f"after preloading, the forkserver has {threads} threads and "
+                "holds "
+                f"{devices or 'no device'}"
+            )
             log.warning("%s: workers are started as fresh interpreters", self._cold_reason)
         gc.collect()
         gc.freeze()
@@ -339,7 +406,9 @@ class _Server:
                 signal.pthread_sigmask(signal.SIG_SETMASK, former)
             pidfd = os.pidfd_open(pid)
             try:
-                self._reply({"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,))
+                self._reply(
+                    {"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,)
+                )
             finally:
                 os.close(pidfd)
             self._tokens[pid] = request.token
@@ -347,13 +416,16 @@ class _Server:
         finally:
             _close_all((gate_read, gate_write))
 
-    def _become(self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool) -> NoReturn:
+    def _become(
+        self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool
+    ) -> NoReturn:
         try:
             os.setsid()
             os.close(gate_write)
             if not os.read(gate_read, 1):
-                os._exit(1)                  # nobody knows that we are there
-            # Their numbers are closed below and may be given out again: these objects must not close them later.
+                os._exit(1)  # nobody knows that we are there
+            # Their numbers are closed below and may be given out again: these objects must not
+            # close them later.
             self._wire.detach()
             self._wake_read.detach()
             self._wake_write.detach()
@@ -373,22 +445,33 @@ class _Server:
                 return
             token = self._tokens.pop(found.si_pid, None)
             if token is not None:
-                # Before the number is free again: nothing of the worker (data loaders) may outlive it.
+                # Before the number is free again: nothing of the worker (data loaders) may outlive
+                # it.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(found.si_pid, signal.SIGKILL)
             os.waitpid(found.si_pid, 0)
             if token is not None:
-                self._reply({"reply": "exited", "token": token, "pid": found.si_pid,
-                             "status": processes.status_of(found)})
+                self._reply(
+                    {
+                        "reply": "exited",
+                        "token": token,
+                        "pid": found.si_pid,
+                        "status": processes.status_of(found),
+                    }
+                )
 
     def _reply(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):    # the next read sees the end
+        # the next read sees the end
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._wire.send(message, descriptors)
 
     def end(self) -> None:
         """The agent is gone: end the workers that still live."""
         clock = MonotonicClock()
-        for number, timeout_s in ((signal.SIGTERM, _TERM_TIMEOUT_S), (signal.SIGKILL, _TERM_TIMEOUT_S)):
+        for number, timeout_s in (
+            (signal.SIGTERM, _TERM_TIMEOUT_S),
+            (signal.SIGKILL, _TERM_TIMEOUT_S),
+        ):
             for pid in sorted(self._tokens):
                 processes.signal_group(pid, number)
             deadline = clock.now() + timeout_s
@@ -407,13 +490,18 @@ def _close_all(descriptors: Iterable[int]) -> None:
 def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - around a user's callback: importing may do anything
+    except Exception as error:  # noqa: BLE001
         if name != "numpy":
-            log.warning("the forkserver could not preload %s: %s: %s", name, type(error).__name__, error)
+            log.warning(
+                "the forkserver could not preload %s: %s: %s", name, type(error).__name__, error
+            )
 
 
 def _warm_optimizers() -> None:
-    """Take the first step of the usual optimizers: what they import lazily, workers find imported."""
+    """Take the first step of the usual optimizers.
+
+    What they import lazily, workers find imported.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return

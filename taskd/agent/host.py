@@ -1,4 +1,7 @@
-"""What the agent's loop needs of torchrun: who we are, and processes. `taskd.torchrun.host` has it."""
+"""What the agent's loop needs of torchrun: who we are, and processes.
+
+`taskd.torchrun.host` has it.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,8 @@ class ProcessEvent:
     pid: int = 0
     status: int = 0
     error: str = ""
-    note: str = ""                       # "started": why it is not a fork of the warm process; "": it is
-    snapshots: tuple[int, ...] = ()      # versions of its state that are left in node memory
+    note: str = ""  # "started": why it is not a fork of the warm process; "": it is
+    snapshots: tuple[int, ...] = ()  # versions of its state that are left in node memory
 
 
 class Host(Protocol):
@@ -75,7 +78,9 @@ class Host(Protocol):
     def read(self) -> Sequence[ProcessEvent]:
         """What happened to processes since the last call; never blocks."""
 
-    def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:
+    def spawn(
+        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
+    ) -> None:
         """Start a process for this incarnation; `Started` or `StartFailed` follows."""
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:

@@ -1,4 +1,6 @@
-"""A worker as a fresh interpreter that is a child of the agent itself: as torchrun starts it, and slower than a fork.
+"""A worker as a fresh interpreter that is a child of the agent itself.
+
+As torchrun starts it, and slower than a fork.
 
 Used where no forkserver is to be had.
 """
@@ -16,7 +18,8 @@ from taskd.agent.spawn import WORKER_ENV
 if TYPE_CHECKING:
     from taskd.agent.spawn_protocol import SpawnRequest
 
-# The bootstrap names the process that it is meant for, so that children of the worker do not take it for theirs.
+# The bootstrap names the process that it is meant for, so that children of the worker do not take
+# it for theirs.
 _WITH_OWN_PID = f"""import json, os, sys
 worker = json.loads(os.environ["{WORKER_ENV}"])
 os.environ["{WORKER_ENV}"] = json.dumps({{**worker, "pid": os.getpid()}})
@@ -36,6 +39,11 @@ def start(request: SpawnRequest) -> subprocess.Popen[bytes]:
             for path in (request.stdout, request.stderr)
         ]
         return subprocess.Popen(
-            command, env=environment, cwd=request.cwd, stdout=streams[0], stderr=streams[1],
-            pass_fds=tuple(request.fds.values()), start_new_session=True,
+            command,
+            env=environment,
+            cwd=request.cwd,
+            stdout=streams[0],
+            stderr=streams[1],
+            pass_fds=tuple(request.fds.values()),
+            start_new_session=True,
         )

@@ -1,8 +1,8 @@
 """What the kernel tells of a death by SIGKILL: whether it killed for lack of memory.
 
-A process cannot say anything about its own SIGKILL. The kernel counts whom it killed for lack of memory: in the control group of
-this process (its workers share it), and on the whole machine; and it names them in its log, if we may read that. Decides
-nothing, and must not know ranks.
+A process cannot say anything about its own SIGKILL. The kernel counts whom it killed for lack of
+memory: in the control group of this process (its workers share it), and on the whole machine; and
+it names them in its log, if we may read that. Decides nothing, and must not know ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import re
 from dataclasses import dataclass, field
 
-_UNCLAIMED_S = 10.0      # a kill that no death has been seen for after so long was somebody else's
-_MAX_RECORDS = 10_000    # of the kernel's log read at one death
+_UNCLAIMED_S = 10.0  # a kill that no death has been seen for after so long was somebody else's
+_MAX_RECORDS = 10_000  # of the kernel's log read at one death
 _KILLED = re.compile(rb"Killed process (\d+) ")
 
 
@@ -43,18 +43,28 @@ class Counter:
 
 
 class MemoryKills:
-    """Begins to count when it is made; ask `reason` after each death by SIGKILL. Whatever cannot be read is left out."""
+    """Begins to count when it is made; ask `reason` after each death by SIGKILL.
 
-    def __init__(self, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup", log: str = "/dev/kmsg") -> None:
+    Whatever cannot be read is left out.
+    """
+
+    def __init__(
+        self, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup", log: str = "/dev/kmsg"
+    ) -> None:
         """The arguments are for tests."""
         found = [("cgroup oom_kill", path) for path in cgroup_files(proc, cgroups)[:1]]
         found.append(("oom_kill of the machine", f"{proc}/vmstat"))
         counters = ((name, path, read_counter(path)) for name, path in found)
-        self._counters = [Counter(name, path, count) for name, path, count in counters if count is not None]
+        self._counters = [
+            Counter(name, path, count) for name, path, count in counters if count is not None
+        ]
         self._log = _open_log(log)
 
     def reason(self, pid: int | None, now: float) -> str | None:
-        """Why the kernel may have killed `pid`, None if nothing says that it did. `now`: monotonic seconds."""
+        """Why the kernel may have killed `pid`, None if nothing says that it did.
+
+        `now`: monotonic seconds.
+        """
         claims = [claim for counter in self._counters if (claim := counter.claim(now)) is not None]
         if pid is not None and pid in self._named():
             return ", ".join(["the kernel killed it for lack of memory", *claims[:1]])
@@ -68,9 +78,9 @@ class MemoryKills:
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._log, 8192)
-            except BrokenPipeError:      # some were overwritten before we came
+            except BrokenPipeError:  # some were overwritten before we came
                 continue
-            except OSError:              # nothing more
+            except OSError:  # nothing more
                 break
             if not record:
                 break
@@ -85,7 +95,10 @@ class MemoryKills:
 
 
 def cgroup_files(proc: str, cgroups: str) -> list[str]:
-    """Files that count the kills in the control group of this process, the nearest first; both versions, both layouts."""
+    """Files that count the kills in the control group of this process, the nearest first.
+
+    Both versions, both layouts.
+    """
     try:
         with open(f"{proc}/self/cgroup", encoding="utf-8", errors="replace") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file if line.count(":") >= 2]
@@ -100,8 +113,11 @@ def cgroup_files(proc: str, cgroups: str) -> list[str]:
             bases, name = [cgroups, f"{cgroups}/unified"], "memory.events"
         else:
             continue
-        # In a container the path may be that of the machine, and what is mounted may be the group itself.
-        found += [os.path.join(base, part, name) for part in dict.fromkeys((inside, "")) for base in bases]
+        # In a container the path may be that of the machine, and what is mounted may be the group
+        # itself.
+        found += [
+            os.path.join(base, part, name) for part in dict.fromkeys((inside, "")) for base in bases
+        ]
     return [path for path in found if read_counter(path) is not None]
 
 

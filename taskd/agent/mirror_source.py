@@ -1,10 +1,11 @@
 """The snapshots of this node's ranks, on their way to the buddy.
 
-Owns what of them has a mirror, and the word in each arena that tells the rank so: while there is a mirror to wait for, ranks replace no snapshot
-before all of them have theirs (`taskd.worker.snapshots`). A buddy that is not heard, or has no memory, is not waited for.
+Owns what of them has a mirror, and the word in each arena that tells the rank so: while there is a
+mirror to wait for, ranks replace no snapshot before all of them have theirs
+(`taskd.worker.snapshots`). A buddy that is not heard, or has no memory, is not waited for.
 
-One snapshot at a time: offered, sent in pieces of which only a few are under way, verified by the buddy, kept. Runs in the thread of
-`taskd.agent.mirroring`.
+One snapshot at a time: offered, sent in pieces of which only a few are under way, verified by the
+buddy, kept. Runs in the thread of `taskd.agent.mirroring`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from typing import TYPE_CHECKING
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.native.arena_copy import AWAITED, UNMIRRORED, Outgoing
 from taskd.wire import mirroring
-from taskd.wire.mirroring import DAMAGED, GO, KEPT, LATER, PIECE_BYTES, REFUSED, TAKEN, Answer, Offer, Piece
+from taskd.wire.mirroring import (
+    DAMAGED,
+    GO,
+    KEPT,
+    LATER,
+    PIECE_BYTES,
+    REFUSED,
+    TAKEN,
+    Answer,
+    Offer,
+    Piece,
+)
 
 if TYPE_CHECKING:
     from taskd.core.commands import Pair
@@ -27,15 +39,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNDER_WAY_BYTES = 8 * PIECE_BYTES   # enough for 1 GB/s at 4 ms; more would only fill buffers
-_LOOK_S = 0.02                       # between two looks for a new snapshot: two words of each rank
-_LATER_S = 0.25                      # after "later", or damage
-SILENT_S = 10.0                      # a buddy that says nothing for so long is not waited for, and asked again
+_UNDER_WAY_BYTES = 8 * PIECE_BYTES  # enough for 1 GB/s at 4 ms; more would only fill buffers
+_LOOK_S = 0.02  # between two looks for a new snapshot: two words of each rank
+_LATER_S = 0.25  # after "later", or damage
+SILENT_S = 10.0  # a buddy that says nothing for so long is not waited for, and asked again
 
 
 @dataclass(slots=True)
 class _Own:
-    """A rank of this node. `mirrored`: seals of snapshots that have a mirror, enough for those that both can hold."""
+    """A rank of this node.
+
+    `mirrored`: seals of snapshots that have a mirror, enough for those that both can hold.
+    """
 
     arenas: Arenas
     mirrored: deque[int] = field(default_factory=lambda: deque(maxlen=4))
@@ -44,7 +59,14 @@ class _Own:
 
     def newest(self) -> tuple[Arena, int] | None:
         """The arena with the newest snapshot, and its seal."""
-        return next(((arena, seal) for arena in reversed(self.arenas.all()) if (seal := arena.newest_seal())), None)
+        return next(
+            (
+                (arena, seal)
+                for arena in reversed(self.arenas.all())
+                if (seal := arena.newest_seal())
+            ),
+            None,
+        )
 
     def mark(self) -> None:
         """Tell the rank."""
@@ -121,7 +143,10 @@ class MirrorSource:
     # ------------------------------------------------------------ the conversation
 
     def turn(self, now: float) -> float | None:
-        """Read what the buddy said, send what is next. Returns when to come again at the latest; None: there is no buddy."""
+        """Read what the buddy said, send what is next.
+
+        Returns when to come again at the latest; None: there is no buddy.
+        """
         if self._link is None:
             return None
         for _, data in self._link.receive():
@@ -130,7 +155,11 @@ class MirrorSource:
             except RemoteProtocolError as error:
                 log.debug("the buddy sent something that is no answer: %s", error)
                 continue
-            if isinstance(frame, Answer) and self._transfer is not None and frame.transfer == self._transfer.number:
+            if (
+                isinstance(frame, Answer)
+                and self._transfer is not None
+                and frame.transfer == self._transfer.number
+            ):
                 self._heard_at = now
                 self._hear(self._transfer, frame, now)
         if self._transfer is not None and now - self._heard_at > SILENT_S:
@@ -145,8 +174,15 @@ class MirrorSource:
         self._transfer = None
         if not self._is_silent:
             self._is_silent = True
-            log.warning("node %d, which is to keep mirrors of node %d at %s, has been silent for %.0f s: snapshots go on without them until it "
-                        "answers", self._pair.buddy, self._node_rank, self._pair.address, SILENT_S)
+            log.warning(
+                "node %d, which is to keep mirrors of node %d at %s, has been silent for "
+                "%.0f s: snapshots go on without them until it "
+                "answers",
+                self._pair.buddy,
+                self._node_rank,
+                self._pair.address,
+                SILENT_S,
+            )
             self.release()
 
     def _offer_next(self, now: float) -> None:
@@ -158,17 +194,27 @@ class MirrorSource:
                 continue
             try:
                 outgoing = Outgoing(newest[0])
-            except ArenaError:           # it is being overwritten just now
+            except ArenaError:  # it is being overwritten just now
                 continue
             outline = outgoing.outline
             if outline.generation < self._floor[0] and outline.version > self._floor[1]:
                 continue
-            self._ranks[rank] = self._ranks.pop(rank)        # next time the others come first
+            self._ranks[rank] = self._ranks.pop(rank)  # next time the others come first
             self._transfers += 1
             self._transfer = _Transfer(self._transfers, rank, outgoing)
             self._heard_at = now
             words = (getattr(outline, item.name) for item in fields(outline))
-            self._send(Offer(self._transfers, self._job_id, self._node_rank, self._incarnation, self._pair.incarnation, rank, *words))
+            self._send(
+                Offer(
+                    self._transfers,
+                    self._job_id,
+                    self._node_rank,
+                    self._incarnation,
+                    self._pair.incarnation,
+                    rank,
+                    *words,
+                )
+            )
             return
 
     def _hear(self, transfer: _Transfer, answer: Answer, now: float) -> None:
@@ -183,15 +229,23 @@ class MirrorSource:
         self._transfer = None
         if answer.stage == KEPT:
             if not own.mirrored or self._is_silent:
-                log.info("snapshots of rank %d are mirrored in the memory of node %d", transfer.rank, self._pair.buddy)
+                log.info(
+                    "snapshots of rank %d are mirrored in the memory of node %d",
+                    transfer.rank,
+                    self._pair.buddy,
+                )
             self._is_silent = False
             own.mirrored.append(transfer.outgoing.outline.seal)
             own.mark()
         elif answer.stage == REFUSED:
             own.is_refused, own.is_active = True, False
             own.mark()
-            log.warning("snapshots of rank %d have no mirror and are lost with this node: node %d says: %s", transfer.rank, self._pair.buddy,
-                        answer.reason)
+            log.warning(
+                "snapshots of rank %d have no mirror and are lost with this node: node %d says: %s",
+                transfer.rank,
+                self._pair.buddy,
+                answer.reason,
+            )
         elif answer.stage in (LATER, DAMAGED):
             self._look_at = now + _LATER_S
 
@@ -200,11 +254,13 @@ class MirrorSource:
         while transfer.sent < size and transfer.sent - taken < _UNDER_WAY_BYTES:
             data = transfer.outgoing.piece(transfer.sent, PIECE_BYTES)
             if not transfer.outgoing.is_intact():
-                self._transfer = None            # the rank has rolled back, or does not wait: there is a newer one, or will be
+                # the rank has rolled back, or does not wait: there is a newer one, or will be
+                self._transfer = None
                 return
             self._send(Piece(transfer.number, transfer.sent, data))
             transfer.sent += len(data)
 
     def _send(self, frame: Offer | Piece) -> None:
         assert self._link is not None
-        self._link.send(None, mirroring.encode(frame))       # what is lost with a connection is sent anew after SILENT_S
+        # what is lost with a connection is sent anew after SILENT_S
+        self._link.send(None, mirroring.encode(frame))

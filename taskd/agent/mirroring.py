@@ -3,9 +3,10 @@
       agent's loop  ── orders ──►  thread "taskd-mirrors"  ── Offer, Piece ──►  the buddy's agent
                     ◄── wake ───    MirrorSource, MirrorStore  ◄── Answer ──
 
-Copies and the network are the thread's, so that a stalled network never delays a death or a heartbeat: the loop leaves orders in a queue, and
-asks the store only for what is in a table. Nothing is started, and no port opened, before a worker of this node asks for mirrors. No part of any
-recovery: whatever fails here costs mirrors and nothing else.
+Copies and the network are the thread's, so that a stalled network never delays a death or a
+heartbeat: the loop leaves orders in a queue, and asks the store only for what is in a table.
+Nothing is started, and no port opened, before a worker of this node asks for mirrors. No part of
+any recovery: whatever fails here costs mirrors and nothing else.
 """
 
 from __future__ import annotations
@@ -39,19 +40,34 @@ log = logging.getLogger(__name__)
 class Mirroring:
     """See the module. All but `_run` and what it calls is for the agent's loop."""
 
-    def __init__(self, config: AgentConfig, clock: Clock, node_rank: int, incarnation: str, *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        clock: Clock,
+        node_rank: int,
+        incarnation: str,
+        *,
+        is_alone: bool = False,
+    ) -> None:
         """`is_alone`: the job has no other node."""
-        self._config, self._clock, self._node_rank, self._incarnation, self._is_alone = config, clock, node_rank, incarnation, is_alone
+        self._config, self._clock, self._node_rank, self._incarnation, self._is_alone = (
+            config,
+            clock,
+            node_rank,
+            incarnation,
+            is_alone,
+        )
         self._store = MirrorStore(config.job_id, node_rank, incarnation, self._tell)
         self._source = MirrorSource(config.job_id, node_rank, incarnation)
-        self._router: zeromq.Router | None = None            # until there is a thread, and then its own
+        self._router: zeromq.Router | None = None  # until there is a thread, and then its own
         self._dealer: zeromq.Dealer | None = None
         self._once = SayOnce()
         self._thread: threading.Thread | None = None
         self._address = ""
         self._is_wanted = self._is_closing = False
         self._pair: commands.Pair | None = None
-        self._followed: dict[int, Arenas] = {}               # the host's own, by rank: to see when they are others
+        # the host's own, by rank: to see when they are others
+        self._followed: dict[int, Arenas] = {}
         self._orders: deque[Callable[[], None]] = deque()
         self._order_fd = self._news_fd = -1
 
@@ -69,19 +85,29 @@ class Mirroring:
         self._is_wanted = True
         if not self._is_alone and not self._open():
             return []
-        log.info("node %d (host %s) asks for a buddy to mirror its snapshots%s", self._node_rank, self._config.host,
-                 f", and takes those of others at {self._address}" if self._address else "")
+        log.info(
+            "node %d (host %s) asks for a buddy to mirror its snapshots%s",
+            self._node_rank,
+            self._config.host,
+            f", and takes those of others at {self._address}" if self._address else "",
+        )
         return self.introduction(now)
 
     def _open(self) -> bool:
         try:
-            self._router = zeromq.Router(join_address(self._config.own_address, 0), secret=self._config.secret)
+            self._router = zeromq.Router(
+                join_address(self._config.own_address, 0), secret=self._config.secret
+            )
         except TransportError as error:
             log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
             return False
         self._address = self._router.address
-        self._order_fd, self._news_fd = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
-        self._thread = threading.Thread(target=self._run, args=(self._router,), name="taskd-mirrors", daemon=True)
+        self._order_fd, self._news_fd = (
+            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(self._router,), name="taskd-mirrors", daemon=True
+        )
         self._thread.start()
         return True
 
@@ -89,7 +115,10 @@ class Mirroring:
         """What a manager that has just accepted this node is to hear."""
         if not self._is_wanted or not (self._is_alone or self._address):
             return []
-        return [events.AgentMirrors(now, "mirrors", self._node_rank, self._config.host, self._address), self._held(now)]
+        return [
+            events.AgentMirrors(now, "mirrors", self._node_rank, self._config.host, self._address),
+            self._held(now),
+        ]
 
     def read(self, now: float) -> list[events.Event]:
         """What the manager is to hear; never blocks."""
@@ -101,8 +130,13 @@ class Mirroring:
             return []
         return [self._held(now)]
 
-    def obey(self, command: commands.Command, workers: Mapping[int, Worker], now: float) -> list[events.Event]:
-        """What an order of the manager means for mirrors. Returns what it is to hear before this node does anything else about it."""
+    def obey(
+        self, command: commands.Command, workers: Mapping[int, Worker], now: float
+    ) -> list[events.Event]:
+        """What an order of the manager means for mirrors.
+
+        Returns what it is to hear before this node does anything else about it.
+        """
         if self._thread is None:
             return []
         match command:
@@ -112,7 +146,9 @@ class Mirroring:
                 self._store.freeze()
                 return [self._held(now)]
             case commands.Resume():
-                self._roll_back(command.generation, -1 if command.version is None else command.version)
+                self._roll_back(
+                    command.generation, -1 if command.version is None else command.version
+                )
             case commands.RestartGroup():
                 self._roll_back(command.generation, -1)
             case _:
@@ -123,10 +159,17 @@ class Mirroring:
         """Ranks that were started anew with all others have other arenas than before."""
         if self._pair is None:
             return
-        changed = {rank: worker.arenas for rank, worker in workers.items() if self._followed.get(rank) is not worker.arenas}
+        changed = {
+            rank: worker.arenas
+            for rank, worker in workers.items()
+            if self._followed.get(rank) is not worker.arenas
+        }
         if changed:
             self._followed.update(changed)
-            copies = {rank: Arenas([os.dup(descriptor) for descriptor in arenas.descriptors]) for rank, arenas in changed.items()}
+            copies = {
+                rank: Arenas([os.dup(descriptor) for descriptor in arenas.descriptors])
+                for rank, arenas in changed.items()
+            }
             self._order(lambda: self._source.follow(copies))
 
     def find(self, rank: int, version: int) -> int | None:
@@ -154,7 +197,11 @@ class Mirroring:
             self._store.serve(dict(pair.sources))
         self._pair = pair
         self.follow(workers)
-        if known is None or (known.buddy, known.address, known.incarnation) != (pair.buddy, pair.address, pair.incarnation):
+        if known is None or (known.buddy, known.address, known.incarnation) != (
+            pair.buddy,
+            pair.address,
+            pair.incarnation,
+        ):
             self._order(lambda: self._connect(pair))
 
     def _roll_back(self, generation: int, version: int) -> None:
@@ -177,7 +224,10 @@ class Mirroring:
                 self._turn(router)
         except Exception:
             # The top of a thread: mirrors are lost, and training goes on.
-            log.exception("a bug in taskd, please report it: node %d mirrors no snapshots any more", self._node_rank)
+            log.exception(
+                "a bug in taskd, please report it: node %d mirrors no snapshots any more",
+                self._node_rank,
+            )
         finally:
             self._source.release()
             self._source.close()
@@ -196,16 +246,27 @@ class Mirroring:
         for peer, data in router.receive():
             try:
                 frame = mirroring.decode(data)
-                answer = None if isinstance(frame, mirroring.Answer) else self._store.hear(peer, frame)
+                answer = (
+                    None if isinstance(frame, mirroring.Answer) else self._store.hear(peer, frame)
+                )
             except RemoteProtocolError as error:
                 if self._once.is_new(peer, error.reason):
-                    log.warning("node %d refused what was to be a mirror (%s): %s", self._node_rank, error.reason, error)
+                    log.warning(
+                        "node %d refused what was to be a mirror (%s): %s",
+                        self._node_rank,
+                        error.reason,
+                        error,
+                    )
                 continue
             if answer is not None:
                 router.send(peer, mirroring.encode(answer))
         for reason in router.take_refused():
             if self._once.is_new("connection", reason):
-                log.warning("node %d let no mirror in: a connection was refused: %s", self._node_rank, reason)
+                log.warning(
+                    "node %d let no mirror in: a connection was refused: %s",
+                    self._node_rank,
+                    reason,
+                )
         router.take_disconnects()
 
     def _connect(self, pair: commands.Pair) -> None:
@@ -214,10 +275,17 @@ class Mirroring:
         assert self._router is not None
         identity = f"mirror-{self._node_rank}-{self._incarnation}-{pair.incarnation}"
         try:
-            self._dealer = zeromq.Dealer(pair.address, identity, secret=self._config.secret, beside=self._router)
+            self._dealer = zeromq.Dealer(
+                pair.address, identity, secret=self._config.secret, beside=self._router
+            )
         except TransportError as error:
             self._dealer = None
             log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
             return
-        log.info("node %d mirrors its snapshots on node %d at %s", self._node_rank, pair.buddy, pair.address)
+        log.info(
+            "node %d mirrors its snapshots on node %d at %s",
+            self._node_rank,
+            pair.buddy,
+            pair.address,
+        )
         self._source.pair(pair, self._dealer)

@@ -1,4 +1,6 @@
-"""Facts about Linux processes: who holds threads or devices, pidfds, signals to a whole worker, how a process ended.
+"""Facts about Linux processes.
+
+Who holds threads or devices, pidfds, signals to a whole worker, how a process ended.
 
 Owns no process and keeps no state. Must not know torch, messages or policy.
 """
@@ -11,12 +13,26 @@ import select
 import signal
 from contextlib import suppress
 
-UNKNOWN_STATUS = -signal.SIGKILL     # of a process whose parent took the truth to its grave: most likely what killed it too
+# of a process whose parent took the truth to its grave: most likely what killed it too
+UNKNOWN_STATUS = -signal.SIGKILL
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_COMM_BYTES = 16            # TASK_COMM_LEN, with the final NUL
-_HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/console", "/dev/kmsg",
-                     "/dev/ptmx", "/dev/pts/", "/dev/shm/", "/dev/fd/", "/dev/std")  # noqa: S108 - names to compare with
+_COMM_BYTES = 16  # TASK_COMM_LEN, with the final NUL
+_HARMLESS_DEVICES = (
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+    "/dev/tty",
+    "/dev/console",
+    "/dev/kmsg",
+    "/dev/ptmx",
+    "/dev/pts/",
+    "/dev/shm/",  # noqa: S108
+    "/dev/fd/",
+    "/dev/std",
+)
 
 
 def _libc() -> ctypes.CDLL:
@@ -39,7 +55,10 @@ def open_descriptors() -> list[int]:
 
 
 def device_files() -> list[str]:
-    """Device files that this process holds open: a process with a device context must not be forked."""
+    """Device files that this process holds open.
+
+    A process with a device context must not be forked.
+    """
     found = []
     for descriptor in open_descriptors():
         with suppress(OSError):
@@ -52,8 +71,8 @@ def device_files() -> list[str]:
 def settle_threads() -> int:
     """Number of threads after those that stop themselves for a fork have done so.
 
-    OpenBLAS (numpy) keeps a pool that its pthread_atfork handler ends before a fork and starts again on demand. A
-    fork whose child leaves at once runs exactly these handlers.
+    OpenBLAS (numpy) keeps a pool that its pthread_atfork handler ends before a fork and starts
+    again on demand. A fork whose child leaves at once runs exactly these handlers.
     """
     if thread_count() > 1:
         pid = os.fork()
@@ -64,7 +83,10 @@ def settle_threads() -> int:
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become our children, not those of pid 1: nothing gets lost when their parent dies."""
+    """Orphaned descendants become our children, not those of pid 1.
+
+    Nothing gets lost when their parent dies.
+    """
     libc = _libc()
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()
@@ -74,17 +96,18 @@ def become_subreaper() -> None:
 def set_title(arguments: list[str]) -> None:
     """What `ps` shows: the name, and the command line as far as the present one leaves room for it.
 
-    The kernel reads the command line from the memory where execve put it (proc(5), arg_start and arg_end).
+    The kernel reads the command line from the memory where execve put it (proc(5), arg_start and
+    arg_end).
     """
-    name = os.path.basename(arguments[0]).encode()[:_COMM_BYTES - 1]
+    name = os.path.basename(arguments[0]).encode()[: _COMM_BYTES - 1]
     _libc().prctl(_PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
-    arg_start, arg_end = int(fields[45]), int(fields[46])      # fields 48 and 49 of proc(5)
+    arg_start, arg_end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5)
     room = arg_end - arg_start
     if room <= 1:
         return
-    text = b"\0".join(os.fsencode(argument) for argument in arguments)[:room - 1]
+    text = b"\0".join(os.fsencode(argument) for argument in arguments)[: room - 1]
     ctypes.memmove(arg_start, text.ljust(room, b"\0"), room)
 
 
@@ -93,7 +116,7 @@ def is_stopped(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):        # it is gone, or /proc cannot be read
+    except (OSError, IndexError):  # it is gone, or /proc cannot be read
         return False
 
 
@@ -107,14 +130,20 @@ def has_directory() -> bool:
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """The signals that this process ignores, as a program that it executes would: what is caught here begins with the default there."""
+    """The signals that this process ignores, as a program that it executes would.
+
+    What is caught here begins with the default there.
+    """
     with open("/proc/self/status", "rb") as file:
         mask = next(int(line.split()[1], 16) for line in file if line.startswith(b"SigIgn:"))
     return tuple(number for number in sorted(signal.valid_signals()) if mask >> (number - 1) & 1)
 
 
 def signal_group(pid: int, signum: int) -> bool:
-    """Send a signal to the worker and to everything in its process group. False: nobody is there any more."""
+    """Send a signal to the worker and to everything in its process group.
+
+    False: nobody is there any more.
+    """
     try:
         os.killpg(pid, signum)
     except ProcessLookupError:
@@ -127,9 +156,12 @@ def signal_group(pid: int, signum: int) -> bool:
 
 
 def reap_group(pid: int, pidfd: int) -> int | None:
-    """Reap an ended child of ours after killing what is left of its process group; None while it lives.
+    """Reap an ended child of ours after killing what is left of its process group.
 
-    The number of an unreaped leader cannot be given to another group: that is why the group goes first.
+    None while it lives.
+
+    The number of an unreaped leader cannot be given to another group: that is why the group goes
+    first.
     """
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -139,7 +171,8 @@ def reap_group(pid: int, pidfd: int) -> int | None:
             os.killpg(pid, signal.SIGKILL)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
     except ChildProcessError:
-        # Reaped by a parent that died before it could tell; or (pidfd not readable) not our child yet.
+        # Reaped by a parent that died before it could tell; or (pidfd not readable) not our child
+        # yet.
         return None if not select.select([pidfd], [], [], 0)[0] else UNKNOWN_STATUS
     return status_of(result)
 

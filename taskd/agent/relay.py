@@ -1,9 +1,12 @@
-"""Passes messages of this node's clients on to the manager and back (`init_taskd_proxy`). Never looks inside.
+"""Passes messages of this node's clients on to the manager and back (`init_taskd_proxy`).
+
+Never looks inside.
 
     clients ── DEALER ──► ROUTER :9602 │ one DEALER per client, with the client's identity ──► manager
 
-Because identity and order are kept, the manager cannot tell a relayed client from a direct one. Owns one thread. Decides
-nothing; a client that has been silent for a while is forgotten, and is picked up again when it speaks.
+Because identity and order are kept, the manager cannot tell a relayed client from a direct one.
+Owns one thread. Decides nothing; a client that has been silent for a while is forgotten, and is
+picked up again when it speaks.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SILENCE_S = 60.0        # clients speak once a second; one that is silent for that long is gone
-_MAX_CLIENTS = 5000      # each costs a connection to the manager
+_SILENCE_S = 60.0  # clients speak once a second; one that is silent for that long is gone
+_MAX_CLIENTS = 5000  # each costs a connection to the manager
 
 
 class Relay:
-    """See the module. Listening when the constructor returns; passes messages between `start` and `close`."""
+    """See the module.
+
+    Listening when the constructor returns; passes messages between `start` and `close`.
+    """
 
     def __init__(self, config: RelayConfig, clock: Clock) -> None:
         """Raises `TransportError` if the port is taken."""
@@ -67,7 +73,9 @@ class Relay:
     def _turn(self) -> bool:
         """One wait and what came of it. False: it is over."""
         now = self._clock.now()
-        silent_at = min((heard_at + _SILENCE_S for heard_at in self._heard_at.values()), default=None)
+        silent_at = min(
+            (heard_at + _SILENCE_S for heard_at in self._heard_at.values()), default=None
+        )
         timeout_s = None if silent_at is None else max(0.0, silent_at - now)
         links = [self._router, *self._dealers.values()]
         if zeromq.poll(links, timeout_s, [self._wake_reader.fileno()]):
@@ -78,8 +86,12 @@ class Relay:
         for peer, dealer in list(self._dealers.items()):
             for _, data in dealer.receive():
                 if not self._router.send(peer, data) and self._once.is_new(peer):
-                    log.info("relay: a client has gone away, what the manager says to it is dropped")
-        for peer in [peer for peer, heard_at in self._heard_at.items() if heard_at + _SILENCE_S <= now]:
+                    log.info(
+                        "relay: a client has gone away, what the manager says to it is dropped"
+                    )
+        for peer in [
+            peer for peer, heard_at in self._heard_at.items() if heard_at + _SILENCE_S <= now
+        ]:
             self._forget(peer)
         self._router.take_refused()
         self._router.take_disconnects()
@@ -92,7 +104,9 @@ class Relay:
                 if self._once.is_new("full"):
                     log.warning("relay: more than %d clients, others are not served", _MAX_CLIENTS)
                 return
-            dealer = zeromq.Dealer(self._config.upstream_address, peer, secret=self._config.secret, beside=self._router)
+            dealer = zeromq.Dealer(
+                self._config.upstream_address, peer, secret=self._config.secret, beside=self._router
+            )
             self._dealers[peer] = dealer
         self._heard_at[peer] = now
         dealer.send(None, data)

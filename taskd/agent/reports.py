@@ -1,7 +1,8 @@
 """What this node says to the manager, and what is done if that cannot be said or is refused.
 
-A report that must not be missing (a death, a registration) is checked as the manager checks it before it goes out, and said in its
-smallest form (`taskd.core.reduced`) if it breaks a rule; once more so if the manager refuses it. Knows no sockets.
+A report that must not be missing (a death, a registration) is checked as the manager checks it
+before it goes out, and said in its smallest form (`taskd.core.reduced`) if it breaks a rule; once
+more so if the manager refuses it. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED = 256        # reports whose answer may be under way: more than a node has deaths within a second
+# reports whose answer may be under way: more than a node has deaths within a second
+_REMEMBERED = 256
 
 
 class Reports:
-    """One per agent. `send` puts a message on its way and returns its number; it raises `LocalProtocolError` for one that is too large."""
+    """One per agent.
+
+    `send` puts a message on its way and returns its number; it raises `LocalProtocolError` for one
+    that is too large.
+    """
 
     def __init__(self, node_rank: int, send: Callable[[Message, str], int]) -> None:
         self._node_rank = node_rank
         self._send = send
-        self._said: dict[int, events.Event] = {}         # by number: those that have a smaller form
+        self._said: dict[int, events.Event] = {}  # by number: those that have a smaller form
         self._once = SayOnce()
 
     def say(self, event: events.Event) -> None:
@@ -44,7 +50,11 @@ class Reports:
                 translate.check(message)
             number = self._send(message, event.cause)
         except ProtocolError as error:
-            self._warn(type(event).__name__, f"it cannot be sent as it is ({error})", is_told=least is not None)
+            self._warn(
+                type(event).__name__,
+                f"it cannot be sent as it is ({error})",
+                is_told=least is not None,
+            )
             if least is not None:
                 self._send(translate.event_to_message(least), event.cause)
             return
@@ -58,7 +68,11 @@ class Reports:
         event = self._said.pop(answer.sequence, None)
         least = None if event is None else reduced(event)
         kind = MESSAGE_BY_CODE.get(answer.type)
-        self._warn("message" if kind is None else kind.__name__, f"the manager refused it ({answer.reason})", is_told=least is not None)
+        self._warn(
+            "message" if kind is None else kind.__name__,
+            f"the manager refused it ({answer.reason})",
+            is_told=least is not None,
+        )
         if least is not None:
             self._send(translate.event_to_message(least), least.cause)
 
@@ -66,6 +80,16 @@ class Reports:
         if not self._once.is_new(what, why, is_told):
             return
         if is_told:
-            log.warning("node %d tells a %s without its details: %s. Please report it", self._node_rank, what, why)
+            log.warning(
+                "node %d tells a %s without its details: %s. Please report it",
+                self._node_rank,
+                what,
+                why,
+            )
         else:
-            log.warning("node %d: the manager goes on without a %s: %s. Please report it", self._node_rank, what, why)
+            log.warning(
+                "node %d: the manager goes on without a %s: %s. Please report it",
+                self._node_rank,
+                what,
+                why,
+            )

@@ -4,9 +4,9 @@
                                  │
                      forkserver, death alarm, black boxes (through `Host`)
 
-Order within one turn: wait, decode, `NodeMachine.handle`, execute each command, feed results back. What workers said is read
-before their deaths, so that a last word counts. Decides nothing about recovery, and must not know torch: `Host` stands
-for torchrun and its processes.
+Order within one turn: wait, decode, `NodeMachine.handle`, execute each command, feed results back.
+What workers said is read before their deaths, so that a last word counts. Decides nothing about
+recovery, and must not know torch: `Host` stands for torchrun and its processes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXAMINE_LOOK_S = 0.005      # between two looks at a box to which stacks are being written
-_CLOSE_LOOK_S = 0.25         # between two glances at the workers, and between two heartbeats while one stands still
+_EXAMINE_LOOK_S = 0.005  # between two looks at a box to which stacks are being written
+# between two glances at the workers, and between two heartbeats while one stands still
+_CLOSE_LOOK_S = 0.25
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the run ended: "succeeded", "failed" or "fallback" (no manager: go on as plain torchrun)."""
+    """How the run ended.
+
+    "succeeded", "failed" or "fallback" (no manager: go on as plain torchrun).
+    """
 
     kind: str
     reason: str
@@ -63,9 +67,21 @@ class Outcome:
 class Service:
     """See the module. `run` returns when this node's part of the job is over."""
 
-    def __init__(self, host: Host, config: AgentConfig, clock: Clock, *, identity: Identity, generation: int,
-                 restarts_used: int, drain: Drain) -> None:
-        """`identity`: the log prefix, kept up to date. `generation` and `restarts_used`: not 0 after a restart without a manager."""
+    def __init__(
+        self,
+        host: Host,
+        config: AgentConfig,
+        clock: Clock,
+        *,
+        identity: Identity,
+        generation: int,
+        restarts_used: int,
+        drain: Drain,
+    ) -> None:
+        """`identity`: the log prefix, kept up to date.
+
+        `generation` and `restarts_used`: not 0 after a restart without a manager.
+        """
         self._identity = identity
         self._drain = drain
         self._host = host
@@ -74,20 +90,34 @@ class Service:
         self._timeouts = Timeouts.derive(config.fault_timeout_s)
         self._incarnation = uuid.uuid4().hex
         self._machine = NodeMachine(
-            host.node_rank, tuple(host.ranks), self._timeouts, node_count=host.node_count, world_size=host.world_size,
-            max_restarts=host.max_restarts, agent_incarnation=self._incarnation, generation=generation,
-            restarts_used=restarts_used, wait_for_exit=config.wait_for_exit,
+            host.node_rank,
+            tuple(host.ranks),
+            self._timeouts,
+            node_count=host.node_count,
+            world_size=host.world_size,
+            max_restarts=host.max_restarts,
+            agent_incarnation=self._incarnation,
+            generation=generation,
+            restarts_used=restarts_used,
+            wait_for_exit=config.wait_for_exit,
             incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
         )
-        self._dealer = zeromq.Dealer(config.manager_address, identity=f"agent-{host.node_rank}-{self._incarnation}",
-                                     secret=config.secret)
+        self._dealer = zeromq.Dealer(
+            config.manager_address,
+            identity=f"agent-{host.node_rank}-{self._incarnation}",
+            secret=config.secret,
+        )
         self._alarm = DeathAlarm()
         self._vitals = Vitals()
-        self._watched: dict[int, tuple[int, int, BlackBox]] = {}     # token of the death alarm -> the life it watches
+        # token of the death alarm -> the life it watches
+        self._watched: dict[int, tuple[int, int, BlackBox]] = {}
         self._endings = Endings()
-        self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}      # lives that write down their stacks
+        # lives that write down their stacks
+        self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}
         self._profiling = Exchange()
-        self._mirroring = Mirroring(config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1)
+        self._mirroring = Mirroring(
+            config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1
+        )
         self._sequence = 0
         self._reports = Reports(host.node_rank, self._send)
         self._outcome: Outcome | None = None
@@ -102,11 +132,14 @@ class Service:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Outcome:
-        """Until the node's work is over. Exceptions of torchrun's signal handlers pass through; the manager is told."""
+        """Until the node's work is over.
+
+        Exceptions of torchrun's signal handlers pass through; the manager is told.
+        """
         farewell = ("stopped", "torchrun was interrupted")
         self._alarm.wake_soon()
         try:
-            self._read_workers()            # what happened while torchrun waited for the start
+            self._read_workers()  # what happened while torchrun waited for the start
             self._read_processes()
             while self._outcome is None:
                 self._turn()
@@ -115,7 +148,9 @@ class Service:
         finally:
             with contextlib.suppress(OSError):
                 # Also of a fallback: a manager that was only stopped finds it when it goes on.
-                self._say(events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell))
+                self._say(
+                    events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell)
+                )
             self._mirroring.close()
             self._dealer.close()
             self._alarm.close()
@@ -125,13 +160,25 @@ class Service:
         now = self._clock.now()
         if now >= self._next_beat or self._sees_standing(now):
             self._beat(now)
-        deadlines = [self._next_beat, self._next_glance, *filter(None, [self._machine.next_deadline()])]
+        deadlines = [
+            self._next_beat,
+            self._next_glance,
+            *filter(None, [self._machine.next_deadline()]),
+        ]
         if self._examined:
             deadlines.append(now + _EXAMINE_LOOK_S)
         if self._drain.deadline is not None:
             deadlines.append(self._drain.deadline)
-        channels = [worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed]
-        fds = [*channels, *self._host.fds, *self._mirroring.fds, *([] if self._drain.is_asked else [self._drain.fd]), *([self._alarm.fd] if self._alarm.available else [])]
+        channels = [
+            worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed
+        ]
+        fds = [
+            *channels,
+            *self._host.fds,
+            *self._mirroring.fds,
+            *([] if self._drain.is_asked else [self._drain.fd]),
+            *([self._alarm.fd] if self._alarm.available else []),
+        ]
         self._dealer.poll(max(0.0, min(deadlines) - now), fds)
         self._read_workers()
         self._read_examined()
@@ -151,9 +198,14 @@ class Service:
             for command in self._machine.handle(event):
                 self._execute(command)
         except _BUGS:
-            # The top of the shell: an event that we cannot digest must not take healthy workers along. Not `Exception`: torchrun's
-            # signal handlers raise one of those wherever the main thread is.
-            log.exception("a bug in taskd, please report it: %s of node %d was dropped", type(event).__name__, self._host.node_rank)
+            # The top of the shell: an event that we cannot digest must not take healthy workers
+            # along. Not `Exception`: torchrun's signal handlers raise one of those wherever the
+            # main thread is.
+            log.exception(
+                "a bug in taskd, please report it: %s of node %d was dropped",
+                type(event).__name__,
+                self._host.node_rank,
+            )
         self._identity.generation = self._machine.generation
 
     # ------------------------------------------------------------------ what happened
@@ -163,7 +215,10 @@ class Service:
             self._read_worker(rank)
 
     def _read_worker(self, rank: int) -> None:
-        """What this worker said. Called before its death is looked at, too: its last word counts."""
+        """What this worker said.
+
+        Called before its death is looked at, too: its last word counts.
+        """
         worker = self._host.workers[rank]
         for data in worker.channel.receive():
             try:
@@ -172,7 +227,10 @@ class Service:
             except RemoteProtocolError as error:
                 log.warning("rank %d sent something that is no message: %s", rank, error)
                 continue
-            if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (rank, worker.incarnation):
+            if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (
+                rank,
+                worker.incarnation,
+            ):
                 log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
             elif isinstance(event, events.WorkerReady):
                 self._watch(rank, worker, guarded=event.guarded)
@@ -195,9 +253,19 @@ class Service:
             rank, incarnation, box = self._watched.pop(token)
             self._read_worker(rank)
             self._vitals.doubt(rank, incarnation, box)
-            self._feed(events.AlarmRang(
-                self._clock.now(), f"alarm:{rank}.{incarnation}", rank, incarnation, died_at, box.version,
-                box.phase.name.lower(), tuple(sorted(box.read_extras())), self._snapshots_of(rank)))
+            self._feed(
+                events.AlarmRang(
+                    self._clock.now(),
+                    f"alarm:{rank}.{incarnation}",
+                    rank,
+                    incarnation,
+                    died_at,
+                    box.version,
+                    box.phase.name.lower(),
+                    tuple(sorted(box.read_extras())),
+                    self._snapshots_of(rank),
+                )
+            )
 
     def _snapshots_of(self, rank: int) -> tuple[int, ...]:
         worker = self._host.workers.get(rank)
@@ -211,11 +279,24 @@ class Service:
         now = self._clock.now()
         if not drain.is_told and self._joined:
             drain.is_told = True
-            log.warning("node %d is to end (SIGTERM): the job is to be saved first, within %.0f s", self._host.node_rank, self._config.grace_s)
-            self._feed(events.AgentDraining(now, "drain", self._host.node_rank, "SIGTERM", self._config.grace_s))
+            log.warning(
+                "node %d is to end (SIGTERM): the job is to be saved first, within %.0f s",
+                self._host.node_rank,
+                self._config.grace_s,
+            )
+            self._feed(
+                events.AgentDraining(
+                    now, "drain", self._host.node_rank, "SIGTERM", self._config.grace_s
+                )
+            )
         if not drain.is_told or (drain.deadline is not None and now >= drain.deadline):
-            log.error("node %d ends without having saved: %s", self._host.node_rank,
-                      f"{self._config.grace_s:.0f} s (TASKD_GRACE_S) are over" if drain.is_told else "it has no manager")
+            log.error(
+                "node %d ends without having saved: %s",
+                self._host.node_rank,
+                f"{self._config.grace_s:.0f} s (TASKD_GRACE_S) are over"
+                if drain.is_told
+                else "it has no manager",
+            )
             drain.end_at_once()
 
     def _read_processes(self) -> None:
@@ -227,13 +308,27 @@ class Service:
                 self._endings.started((rank, incarnation), event.note)
                 self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
             elif event.what == "failed":
-                self._feed(events.WorkerStartFailed(now, cause, rank, incarnation, event.error, event.snapshots))
+                self._feed(
+                    events.WorkerStartFailed(
+                        now, cause, rank, incarnation, event.error, event.snapshots
+                    )
+                )
             else:
                 self._vitals.doubt(rank, incarnation, box)
-                self._feed(events.WorkerExited(
-                    now, cause, rank, incarnation, event.status, box.version, box.phase.name.lower(),
-                    tuple(sorted(box.read_extras())), self._endings.words((rank, incarnation), event.status, box, now),
-                    event.snapshots))
+                self._feed(
+                    events.WorkerExited(
+                        now,
+                        cause,
+                        rank,
+                        incarnation,
+                        event.status,
+                        box.version,
+                        box.phase.name.lower(),
+                        tuple(sorted(box.read_extras())),
+                        self._endings.words((rank, incarnation), event.status, box, now),
+                        event.snapshots,
+                    )
+                )
 
     def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
         """Arm the death alarm of a worker that has a guard."""
@@ -254,7 +349,11 @@ class Service:
                 self._check_manager(envelope)
                 self._hear(envelope, message)
             except RemoteProtocolError as error:
-                log.warning("the manager at %s sent something that is no message: %s", self._config.manager_address, error)
+                log.warning(
+                    "the manager at %s sent something that is no message: %s",
+                    self._config.manager_address,
+                    error,
+                )
 
     def _check_manager(self, envelope: codec.Envelope) -> None:
         if envelope.role != "manager" or envelope.job_id != self._config.job_id:
@@ -264,17 +363,29 @@ class Service:
         now = self._clock.now()
         self._manager_heard_at = now
         if isinstance(message, messages.Accepted):
-            self._joined, self._warned, self._drain.is_told = True, False, False      # it may be a new manager
+            # it may be a new manager
+            self._joined, self._warned, self._drain.is_told = True, False, False
             self._manager_incarnation = message.manager_incarnation
-            log.info("joined the manager at %s as node %d", self._config.manager_address, self._host.node_rank)
-            self._feed(events.ManagerJoined(now, "accepted", message.generation, message.restarts_used))
+            log.info(
+                "joined the manager at %s as node %d",
+                self._config.manager_address,
+                self._host.node_rank,
+            )
+            self._feed(
+                events.ManagerJoined(now, "accepted", message.generation, message.restarts_used)
+            )
             for answer in self._profiling.answers():
                 self._say(events.WorkerProfiling(now, "accepted", *answer))
             self._say_of_mirrors(self._mirroring.introduction(now))
         elif isinstance(message, messages.Refused):
             self._refused = True
-            log.error("node %d: the manager at %s refused us: %s. This torchrun goes on without a manager.",
-                      self._host.node_rank, self._config.manager_address, message.reason)
+            log.error(
+                "node %d: the manager at %s refused us: %s. This torchrun goes on without a "
+                "manager.",
+                self._host.node_rank,
+                self._config.manager_address,
+                message.reason,
+            )
             self._feed(events.ManagerRefused(now, "refused", message.reason))
         elif isinstance(message, messages.HeartbeatAck):
             if not message.known or message.manager_incarnation != self._manager_incarnation:
@@ -283,7 +394,10 @@ class Service:
         elif isinstance(message, messages.Rejected):
             self._reports.rejected(message)
         elif isinstance(message, messages.Unsupported):
-            log.warning("the manager does not know message type %s: it is older than this agent", message.type)
+            log.warning(
+                "the manager does not know message type %s: it is older than this agent",
+                message.type,
+            )
         else:
             command = translate.message_to_command(envelope, message)
             if isinstance(command, commands.SetProfiling):
@@ -295,7 +409,10 @@ class Service:
             self._feed(events.CommandReceived(now, envelope.cause, command))
 
     def _beat(self, now: float) -> None:
-        """Once a second: a sign of life, or another try to register; and notice if the manager has fallen silent."""
+        """Once a second: a sign of life, or another try to register.
+
+        And notice if the manager has fallen silent.
+        """
         self._mirroring.follow(self._host.workers)
         marks = self._vitals.look(now, self._next_beat_s(), self._host.workers)
         self._next_beat = now + self._next_beat_s()
@@ -305,33 +422,53 @@ class Service:
             self._register(now)
             if not self._warned and now - self._started_at > self._timeouts.manager_silence_s:
                 self._warned = True
-                log.warning("no manager answers at %s: training goes on as with plain torchrun. Start one there with "
-                            "`python manager.py`, or set TASKD_MANAGER_ADDR.", self._config.manager_address)
+                log.warning(
+                    "no manager answers at %s: training goes on as with plain torchrun. "
+                    "Start one there with "
+                    "`python manager.py`, or set "
+                    "TASKD_MANAGER_ADDR.",
+                    self._config.manager_address,
+                )
             return
         assert self._manager_heard_at is not None
         if now - self._manager_heard_at > self._timeouts.manager_silence_s:
             self._joined = False
-            log.warning("the manager at %s has been silent for %.0f s: training goes on, a fault waits for it",
-                        self._config.manager_address, now - self._manager_heard_at)
+            log.warning(
+                "the manager at %s has been silent for %.0f s: training goes on, a fault "
+                "waits for it",
+                self._config.manager_address,
+                now - self._manager_heard_at,
+            )
             self._feed(events.ManagerLost(now, "silence"))
             return
         try:
             self._send(messages.Heartbeat(marks), "heartbeat")
-        except LocalProtocolError as error:          # hundreds of workers on one node
+        except LocalProtocolError as error:  # hundreds of workers on one node
             log.warning("node %d: hangs are not looked for here: %s", self._host.node_rank, error)
             self._send(messages.Heartbeat(), "heartbeat")
 
     def _next_beat_s(self) -> float:
         """Sooner while somebody stands: the manager decides by what it knows of all."""
         is_close = self._joined and self._vitals.is_urgent
-        return min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s) if is_close else self._timeouts.heartbeat_s
+        return (
+            min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s)
+            if is_close
+            else self._timeouts.heartbeat_s
+        )
 
     def _sees_standing(self, now: float) -> bool:
-        """Whether a worker has come to a stand since the last heartbeat: then the next one is due at once."""
+        """Whether a worker has come to a stand since the last heartbeat.
+
+        Then the next one is due at once.
+        """
         if now < self._next_glance:
             return False
         self._next_glance = now + _CLOSE_LOOK_S
-        return self._joined and not self._vitals.is_urgent and self._vitals.sees_standing(now, self._host.workers)
+        return (
+            self._joined
+            and not self._vitals.is_urgent
+            and self._vitals.sees_standing(now, self._host.workers)
+        )
 
     def _register(self, now: float) -> None:
         self._say(self._machine.registration(now))
@@ -345,16 +482,24 @@ class Service:
         return self._sequence
 
     def _envelope(self, cause: str) -> codec.Envelope:
-        return codec.Envelope(job_id=self._config.job_id, role="agent", node_rank=self._host.node_rank, rank=None,
-                              incarnation=self._incarnation, generation=self._machine.generation,
-                              sequence=self._sequence, cause=cause)
+        return codec.Envelope(
+            job_id=self._config.job_id,
+            role="agent",
+            node_rank=self._host.node_rank,
+            rank=None,
+            incarnation=self._incarnation,
+            generation=self._machine.generation,
+            sequence=self._sequence,
+            cause=cause,
+        )
 
     def _say_of_mirrors(self, said: Sequence[events.Event]) -> None:
         """Beside the machine, too: a manager that joins later hears it then."""
         for event in said if self._joined else ():
             self._say(event)
 
-    # ------------------------------------------------------------------ profiling, beside the machine: it decides nothing
+    # ------------------------------------------------------------------ profiling, beside the
+    # machine: it decides nothing
 
     def _order_profiling(self, command: commands.SetProfiling) -> None:
         try:
@@ -367,7 +512,9 @@ class Service:
     def _set_profiling(self, rank: int, worker: Worker, wanted: int, cause: str) -> None:
         if not worker.channel.closed:
             command = commands.SetProfiling(cause, self._machine.generation, wanted)
-            self._tell(commands.TellWorker(cause, command.generation, rank, worker.incarnation, command))
+            self._tell(
+                commands.TellWorker(cause, command.generation, rank, worker.incarnation, command)
+            )
 
     def _hear_profiling(self, event: events.WorkerProfiling) -> None:
         try:
@@ -405,13 +552,25 @@ class Service:
 
     def _spawn(self, command: commands.SpawnWorker) -> None:
         try:
-            self._host.spawn(command.rank, command.incarnation, generation=command.generation, gated=command.gated,
-                             restarts_used=command.restarts_used)
-        except OSError as error:             # no descriptors, no memory
-            self._feed(events.WorkerStartFailed(self._clock.now(), command.cause, command.rank, command.incarnation, str(error)))
+            self._host.spawn(
+                command.rank,
+                command.incarnation,
+                generation=command.generation,
+                gated=command.gated,
+                restarts_used=command.restarts_used,
+            )
+        except OSError as error:  # no descriptors, no memory
+            self._feed(
+                events.WorkerStartFailed(
+                    self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
+                )
+            )
 
     def _examine(self, command: commands.ExamineWorker) -> None:
-        """Let a rank that hangs write down its stacks. It does not go on behind them, even if it was only stopped."""
+        """Let a rank that hangs write down its stacks.
+
+        It does not go on behind them, even if it was only stopped.
+        """
         worker = self._host.workers.get(command.rank)
         if worker is None or worker.incarnation != command.incarnation or worker.pid is None:
             return
@@ -432,15 +591,24 @@ class Service:
                 continue
             del self._examined[life]
             if words is not None:
-                self._feed(events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text()))
+                self._feed(
+                    events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text())
+                )
 
     def _tell(self, command: commands.TellWorker) -> None:
         worker = self._host.workers.get(command.rank)
         if worker is None or worker.incarnation != command.incarnation:
             return
         self._sequence += 1
-        order = with_remains(command.command, command.rank, self._host.workers, self._mirroring.find) if isinstance(command.command, commands.Dump) else command.command
+        order = (
+            with_remains(command.command, command.rank, self._host.workers, self._mirroring.find)
+            if isinstance(command.command, commands.Dump)
+            else command.command
+        )
         data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
         if not worker.channel.send(data):
-            log.info("rank %d: %s came too late, the worker has closed its channel", command.rank,
-                     type(command.command).__name__)
+            log.info(
+                "rank %d: %s came too late, the worker has closed its channel",
+                command.rank,
+                type(command.command).__name__,
+            )

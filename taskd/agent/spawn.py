@@ -1,8 +1,11 @@
-"""Child side of the forkserver: how a forked copy of a warm interpreter becomes `python -u script.py`.
+"""Child side of the forkserver.
 
-Owns what happens between fork() and the end of the training script. Imports neither torch nor numpy: it looks at what is
-already loaded. The rule: what a script can observe is what a fresh interpreter would show it, or a fresh interpreter
-is started instead (`why_not_warm` gives the reason).
+How a forked copy of a warm interpreter becomes `python -u script.py`.
+
+Owns what happens between fork() and the end of the training script. Imports neither torch nor
+numpy: it looks at what is already loaded. The rule: what a script can observe is what a fresh
+interpreter would show it, or a fresh interpreter is started instead (`why_not_warm` gives the
+reason).
 """
 
 from __future__ import annotations
@@ -27,23 +30,42 @@ from taskd.agent import processes
 if TYPE_CHECKING:
     from taskd.agent.spawn_protocol import SpawnRequest
 
-WORKER_ENV = "TASKD_WORKER"        # bootstrap as JSON, for a worker that starts as a fresh interpreter
-_SIGNALS_OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)      # what an interpreter ignores from its start
-# Variables that an interpreter or a library reads once, when it starts: a warm process has already read them.
-_READ_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_",
-                  "TORCH", "PYTORCH_")
-# ... except those that torchrun itself writes for each worker, which are read later, and the one applied by hand below.
+WORKER_ENV = "TASKD_WORKER"  # bootstrap as JSON, for a worker that starts as a fresh interpreter
+_SIGNALS_OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # what an interpreter ignores from its start
+# Variables that an interpreter or a library reads once, when it starts: a warm process has already
+# read them.
+_READ_AT_START = (
+    "PYTHON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_",
+    "TORCH",
+    "PYTORCH_",
+)
+# ... except those that torchrun itself writes for each worker, which are read later, and the one
+# applied by hand below.
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS")
-_BLAS_NAMES = ("scipy_openblas_{}_num_threads64_", "scipy_openblas_{}_num_threads", "openblas_{}_num_threads64_",
-               "openblas_{}_num_threads")
+_BLAS_NAMES = (
+    "scipy_openblas_{}_num_threads64_",
+    "scipy_openblas_{}_num_threads",
+    "openblas_{}_num_threads64_",
+    "openblas_{}_num_threads",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """What the forkserver knew of itself before it loaded anything."""
 
-    search_path: tuple[str, ...]     # sys.path without the entry of the launcher's own script
-    environment: dict[str, str]      # as execve handed it over
+    search_path: tuple[str, ...]  # sys.path without the entry of the launcher's own script
+    environment: dict[str, str]  # as execve handed it over
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +109,23 @@ def why_not_warm(request: SpawnRequest, baseline: Baseline) -> str | None:
     if problem is not None:
         return problem
     for name in sorted(set(baseline.environment) | set(request.env)):
-        if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER) \
-                and baseline.environment.get(name) != request.env.get(name):
+        if (
+            name.startswith(_READ_AT_START)
+            and not name.startswith(_READ_LATER)
+            and baseline.environment.get(name) != request.env.get(name)
+        ):
             return f"{name} differs from what the warm process was started with"
     if request.env.get("PYTHONINSPECT"):
         return "PYTHONINSPECT is set"
-    directory = (request.cwd or ".") if program.is_module else os.path.dirname(os.path.realpath(path))
+    directory = (
+        (request.cwd or ".") if program.is_module else os.path.dirname(os.path.realpath(path))
+    )
     shadowed = _shadowed(directory)
-    return f"{directory} has its own {shadowed}, which is already loaded from elsewhere" if shadowed else None
+    return (
+        (f"{directory} has its own {shadowed}, which is already loaded from elsewhere")
+        if shadowed
+        else None
+    )
 
 
 def _program_problem(request: SpawnRequest, program: Program, path: str) -> str | None:
@@ -125,7 +156,9 @@ def _shadowed(directory: str) -> str | None:
         module = sys.modules.get(stem)
         if module is None or stem in sys.builtin_module_names or stem == "__main__":
             continue
-        if not entry.endswith(suffixes) and not os.path.isfile(os.path.join(directory, entry, "__init__.py")):
+        if not entry.endswith(suffixes) and not os.path.isfile(
+            os.path.join(directory, entry, "__init__.py")
+        ):
             continue
         origin = getattr(module, "__file__", None)
         if origin is None or not os.path.realpath(origin).startswith(here + os.sep):
@@ -136,8 +169,13 @@ def _shadowed(directory: str) -> str | None:
 # ---------------------------------------------------------------- in the child
 
 
-def become(request: SpawnRequest, baseline: Baseline, blas: dict[str, int], *, warm: bool) -> NoReturn:
-    """Turn this freshly forked process into the worker. Never returns. `blas`: what `quiet_blas` gave."""
+def become(
+    request: SpawnRequest, baseline: Baseline, blas: dict[str, int], *, warm: bool
+) -> NoReturn:
+    """Turn this freshly forked process into the worker. Never returns.
+
+    `blas`: what `quiet_blas` gave.
+    """
     _keep_only(tuple(request.fds.values()))
     _restore_signals(request)
     for path, target in ((request.stdout, 1), (request.stderr, 2)):
@@ -147,8 +185,15 @@ def become(request: SpawnRequest, baseline: Baseline, blas: dict[str, int], *, w
             os.close(descriptor)
     if request.cwd is not None:
         os.chdir(request.cwd)
-    worker = None if request.worker is None else {
-        **request.worker, "previous_fd": None, **{f"{name}_fd": number for name, number in request.fds.items()}}
+    worker = (
+        None
+        if request.worker is None
+        else {
+            **request.worker,
+            "previous_fd": None,
+            **{f"{name}_fd": number for name, number in request.fds.items()},
+        }
+    )
     if not warm:
         _execute(request, worker)
     os.environ.clear()
@@ -180,11 +225,14 @@ def _keep_only(wanted: tuple[int, ...]) -> None:
 
 
 def _restore_signals(request: SpawnRequest) -> None:
-    """As execve and the start of an interpreter leave them: handlers gone, what torchrun ignores and blocks ignored and blocked."""
+    """As execve and the start of an interpreter leave them.
+
+    Handlers gone, what torchrun ignores and blocks ignored and blocked.
+    """
     signal.set_wakeup_fd(-1)
     faulthandler = sys.modules.get("faulthandler")
     if faulthandler is not None and not os.environ.get("PYTHONFAULTHANDLER"):
-        faulthandler.disable()          # torchrun turns it on for itself
+        faulthandler.disable()  # torchrun turns it on for itself
     ignored = {*request.ignored, *_SIGNALS_OF_PYTHON}
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         former = signal.getsignal(number)
@@ -197,24 +245,39 @@ def _restore_signals(request: SpawnRequest) -> None:
 
 
 def _fresh_streams() -> None:
-    """Make stdin buffered, stdout and stderr as `-u` makes them; encodings as this interpreter chose them."""
+    """Make stdin buffered, stdout and stderr as `-u` makes them.
+
+    Encodings as this interpreter chose them.
+    """
     for name, descriptor, mode in (("stdin", 0, "rb"), ("stdout", 1, "wb"), ("stderr", 2, "wb")):
         previous = getattr(sys, f"__{name}__")
-        stream = None if previous is None else _stream(name, descriptor, mode, previous.encoding, previous.errors)
+        stream = (
+            None
+            if previous is None
+            else _stream(name, descriptor, mode, previous.encoding, previous.errors)
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _stream(name: str, descriptor: int, mode: str, encoding: str, errors: str) -> io.TextIOWrapper | None:
+def _stream(
+    name: str, descriptor: int, mode: str, encoding: str, errors: str
+) -> io.TextIOWrapper | None:
     try:
         binary = open(descriptor, mode, buffering=-1 if mode == "rb" else 0, closefd=False)  # noqa: SIM115
     except OSError:
-        return None                     # closed by whoever started torchrun
+        return None  # closed by whoever started torchrun
     raw = getattr(binary, "raw", binary)
     raw.name = f"<{name}>"  # type: ignore[misc]
     is_output = mode == "wb"
-    text = io.TextIOWrapper(binary, encoding=encoding, errors=errors, newline="\n" if is_output else None,
-                            line_buffering=False, write_through=True)
+    text = io.TextIOWrapper(
+        binary,
+        encoding=encoding,
+        errors=errors,
+        newline="\n" if is_output else None,
+        line_buffering=False,
+        write_through=True,
+    )
     text.mode = mode[0]  # type: ignore[misc]
     return text
 
@@ -243,18 +306,22 @@ def _fresh_libraries(environment: dict[str, str], blas: dict[str, int]) -> None:
 def _skip_inherited_destructors() -> None:
     """End exit() after the handlers of what this worker itself has loaded, and the flush of C streams.
 
-    The static destructors of torch free memory that is shared with the forkserver, page by page: 0.2 s per worker for
-    nothing. Handlers run last in, first out: these stand between the worker's own and the inherited ones.
+    The static destructors of torch free memory that is shared with the forkserver, page by page:
+    0.2 s per worker for nothing. Handlers run last in, first out: these stand between the worker's
+    own and the inherited ones.
     """
     libc = ctypes.CDLL(None)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)                    # _exit(status, NULL)
-    libc.__cxa_atexit(ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)        # fflush(NULL)
+    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)  # _exit(status, NULL)
+    libc.__cxa_atexit(ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)  # fflush(NULL)
 
 
 def quiet_blas() -> dict[str, int]:
-    """Set numpy's OpenBLAS to one thread, so that no worker begins with a pool; returns what each library had.
+    """Set numpy's OpenBLAS to one thread, so that no worker begins with a pool.
 
-    It read OMP_NUM_THREADS when it was loaded. Called in the forkserver; workers get the number that is theirs.
+    Returns what each library had.
+
+    It read OMP_NUM_THREADS when it was loaded. Called in the forkserver; workers get the number
+    that is theirs.
     """
     if "numpy" not in sys.modules:
         return {}
@@ -285,7 +352,8 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
     main.__dict__["__annotations__"] = {}
     sys.modules["__main__"] = main
     if "__mp_main__" in sys.modules:
-        sys.modules["__mp_main__"] = main       # multiprocessing's name for it: what spawned children send back is looked up here
+        # multiprocessing's name for it: what spawned children send back is looked up here
+        sys.modules["__mp_main__"] = main
     sys.argv[:] = [program.target, *program.arguments]
     safe_path = getattr(sys.flags, "safe_path", False)
     first = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
@@ -295,11 +363,12 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
     try:
         if program.is_module:
             sys.argv[0] = "-m"
-            import runpy  # noqa: PLC0415 - only for -m, as the interpreter does
+            import runpy  # noqa: PLC0415
+
             runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]
         else:
             _run_script(program.target, main)
-    except BaseException as error:  # noqa: BLE001 - the top of the process: what no handler took ends it
+    except BaseException as error:  # noqa: BLE001
         uncaught = error
     # Reported outside the handler: a hook must not find this exception as the context of its own.
     code = 0
@@ -317,7 +386,8 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
 def _start_runtime(worker: dict[str, Any] | None) -> Any:
     if worker is None:
         return None
-    from taskd.worker import runtime  # noqa: PLC0415 - of no use to who imports this module
+    from taskd.worker import runtime  # noqa: PLC0415
+
     runtime.start(worker)
     return runtime
 
@@ -328,9 +398,12 @@ def _run_script(target: str, main: types.ModuleType) -> None:
         path = f"{os.getcwd()}/{path}"
     with open(path, "rb") as file:
         source = file.read()
-    main.__dict__.update(__file__=path, __cached__=None,
-                         __loader__=importlib.machinery.SourceFileLoader("__main__", path))
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - this is the program
+    main.__dict__.update(
+        __file__=path,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+    )
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102
 
 
 def _report(error: BaseException) -> int:
@@ -344,7 +417,7 @@ def _report(error: BaseException) -> int:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
-    except BaseException as second:  # noqa: BLE001 - a user's callback
+    except BaseException as second:  # noqa: BLE001
         print("Error in sys.excepthook:", file=sys.stderr)
         sys.__excepthook__(type(second), second, _without_our_frames(second))
         print("\nOriginal exception was:", file=sys.stderr)
@@ -358,7 +431,7 @@ def _without_our_frames(error: BaseException) -> types.TracebackType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    BaseException.__setattr__(error, "__traceback__", trace)     # its class may be frozen
+    BaseException.__setattr__(error, "__traceback__", trace)  # its class may be frozen
     return trace
 
 

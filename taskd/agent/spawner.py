@@ -3,10 +3,11 @@
       context ──spawn──►  Spawner  ──►  forkserver ──►  worker
                              └── none to be had ─────►  worker (a fresh interpreter, our own child)
 
-Owns the present forkserver, the requests that it has not answered, and the pidfds of workers. A forkserver that dies, or does not
-answer in time, is replaced: its workers are our children from then on, and what it was asked for is asked of the next one. A
-worker begins only when its start has been told, so that none can appear later. Every request gets one answer. How long to wait
-and how often to try is decided in `taskd.core.forkservers`. For one thread.
+Owns the present forkserver, the requests that it has not answered, and the pidfds of workers. A
+forkserver that dies, or does not answer in time, is replaced: its workers are our children from
+then on, and what it was asked for is asked of the next one. A worker begins only when its start has
+been told, so that none can appear later. Every request gets one answer. How long to wait and how
+often to try is decided in `taskd.core.forkservers`. For one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_END_TIMEOUT_S = 5.0         # for workers that are left at the end, after SIGKILL
+_END_TIMEOUT_S = 5.0  # for workers that are left at the end, after SIGKILL
 
 
 @dataclass(slots=True)
@@ -43,34 +44,46 @@ class _Worker:
     """A live one, or one whose end has not been told."""
 
     pid: int
-    pidfd: int                                       # -1: there was no descriptor left for it
-    is_ours: bool = False                            # its parent is not the forkserver
-    process: subprocess.Popen[bytes] | None = None   # kept, so that nobody but us waits for it
+    pidfd: int  # -1: there was no descriptor left for it
+    is_ours: bool = False  # its parent is not the forkserver
+    process: subprocess.Popen[bytes] | None = None  # kept, so that nobody but us waits for it
 
 
 class Spawner:
     """See the module."""
 
-    def __init__(self, forkserver: Forkserver, clock: Clock, start: Callable[[], Forkserver]) -> None:
+    def __init__(
+        self, forkserver: Forkserver, clock: Clock, start: Callable[[], Forkserver]
+    ) -> None:
         """`forkserver`: owned from now on. `start` makes another one; it may raise OSError."""
         self.forkserver = forkserver
         self._clock = clock
         self._start = start
         self._limits = Forkservers()
-        self._waiting: deque[SpawnRequest] = deque()     # with descriptors of our own
-        self._asked: SpawnRequest | None = None          # the one that the forkserver is busy with
-        self._workers: dict[int, _Worker] = {}           # by token
-        self._why_none: str | None = None                # said last
+        self._waiting: deque[SpawnRequest] = deque()  # with descriptors of our own
+        self._asked: SpawnRequest | None = None  # the one that the forkserver is busy with
+        self._workers: dict[int, _Worker] = {}  # by token
+        self._why_none: str | None = None  # said last
         self._is_closed = False
 
     @property
     def fds(self) -> list[int]:
-        """Readable when `read` has something to say; it is to be called once a second in any case."""
-        ours = [worker.pidfd for worker in self._workers.values() if worker.is_ours and worker.pidfd >= 0]
+        """Readable when `read` has something to say.
+
+        It is to be called once a second in any case.
+        """
+        ours = [
+            worker.pidfd
+            for worker in self._workers.values()
+            if worker.is_ours and worker.pidfd >= 0
+        ]
         return [*([self.forkserver.fd] if self.forkserver.alive else []), *ours]
 
     def spawn(self, request: SpawnRequest) -> None:
-        """Ask for a worker. `Started` or `StartFailed` follows from `read`, whatever happens. Raises OSError: no descriptors."""
+        """Ask for a worker. `Started` or `StartFailed` follows from `read`, whatever happens.
+
+        Raises OSError: no descriptors.
+        """
         own: dict[str, int] = {}
         try:
             for name, descriptor in request.fds.items():
@@ -88,7 +101,11 @@ class Spawner:
             owes = self._is_owed()
             is_stopped = owes and processes.is_stopped(self.forkserver.pid)
             reason = self._limits.why_replace(
-                self._clock.now(), owes=owes, is_ready=self.forkserver.is_ready, is_stopped=is_stopped)
+                self._clock.now(),
+                owes=owes,
+                is_ready=self.forkserver.is_ready,
+                is_stopped=is_stopped,
+            )
             if reason is not None:
                 found += self._take(self.forkserver.kill())
                 self._lost(f"{reason}: it is killed")
@@ -119,12 +136,17 @@ class Spawner:
 
     def _hand_over(self) -> None:
         """One request at a time: what it has not been asked yet, another one can be asked."""
-        if not (self._waiting and self._asked is None and self._has_forkserver() and self.forkserver.is_ready):
+        if not (
+            self._waiting
+            and self._asked is None
+            and self._has_forkserver()
+            and self.forkserver.is_ready
+        ):
             return
         try:
             self.forkserver.spawn(self._waiting[0])
         except ForkserverError as error:
-            log.debug("%s", error)           # `read` sees the same, and replaces it
+            log.debug("%s", error)  # `read` sees the same, and replaces it
             return
         self._asked = self._waiting.popleft()
 
@@ -173,13 +195,17 @@ class Spawner:
         if reason is None:
             try:
                 self.forkserver = self._start()
-            except OSError as error:         # no descriptors, no memory, no processes
+            except OSError as error:  # no descriptors, no memory, no processes
                 self._limits.died(self._clock.now())
                 reason = f"another one could not be started: {error}"
             else:
                 self._limits.heard()
         if reason is not None and self._why_none is None:
-            log.warning("there is no forkserver (%s): workers are started as fresh interpreters, which takes longer", reason)
+            log.warning(
+                "there is no forkserver (%s): workers are started as fresh interpreters, "
+                "which takes longer",
+                reason,
+            )
         self._why_none = reason
         return reason is None
 
@@ -194,9 +220,13 @@ class Spawner:
                 process = interpreter.start(request)
                 pidfd = _pidfd_of(process.pid)
             except OSError as error:
-                found.append(StartFailed(request.token, f"{self._why_none}; and no interpreter: {error}"))
+                found.append(
+                    StartFailed(request.token, f"{self._why_none}; and no interpreter: {error}")
+                )
             else:
-                self._workers[request.token] = _Worker(process.pid, pidfd, is_ours=True, process=process)
+                self._workers[request.token] = _Worker(
+                    process.pid, pidfd, is_ours=True, process=process
+                )
                 found.append(Started(request.token, process.pid, pidfd, self._why_none))
             _close_all(request.fds)
         return found
@@ -213,7 +243,7 @@ class Spawner:
                 except ProcessLookupError:
                     found.append(self._ended(token, processes.UNKNOWN_STATUS))
                     continue
-                except OSError:              # still none left: the next look
+                except OSError:  # still none left: the next look
                     continue
             status = processes.reap_group(worker.pid, worker.pidfd)
             if status is not None:

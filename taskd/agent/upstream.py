@@ -1,7 +1,9 @@
-"""The link of a client to the manager: registers, gives signs of life, registers again when the manager forgot it.
+"""The link of a client to the manager.
 
-Used by agents without processes of their own (callbacks) and by workers without agent (taskd.api). Owns the dealer and
-the sequence. Decides nothing: what the manager orders is handed to the caller.
+Registers, gives signs of life, registers again when the manager forgot it.
+
+Used by agents without processes of their own (callbacks) and by workers without agent (taskd.api).
+Owns the dealer and the sequence. Decides nothing: what the manager orders is handed to the caller.
 """
 
 from __future__ import annotations
@@ -27,10 +29,19 @@ class Upstream:
     """See the module. The caller waits with `poll`, then calls `turn`."""
 
     def __init__(
-        self, address: str, secret: bytes | None, clock: Clock, *, envelope: codec.Envelope,
-        registration: Callable[[], messages.Message], fault_timeout_s: float,
+        self,
+        address: str,
+        secret: bytes | None,
+        clock: Clock,
+        *,
+        envelope: codec.Envelope,
+        registration: Callable[[], messages.Message],
+        fault_timeout_s: float,
     ) -> None:
-        """`envelope`: what every message of ours carries; `registration` is asked whenever one is needed."""
+        """`envelope`: what every message of ours carries.
+
+        `registration` is asked whenever one is needed.
+        """
         identity = f"{envelope.role}-{envelope.node_rank}-{envelope.rank}-{envelope.incarnation}"
         self._dealer = zeromq.Dealer(address, identity, secret=secret)
         self._address = address
@@ -51,7 +62,9 @@ class Upstream:
     def poll(self, timeout_s: float | None = None, fds: Sequence[int] = ()) -> set[int]:
         """Wait for the manager, for `fds`, or until the next sign of life is due (earlier: `timeout_s`)."""
         until_beat_s = max(0.0, self._next_beat - self._clock.now())
-        return self._dealer.poll(until_beat_s if timeout_s is None else min(until_beat_s, timeout_s), fds)
+        return self._dealer.poll(
+            until_beat_s if timeout_s is None else min(until_beat_s, timeout_s), fds
+        )
 
     def turn(self) -> list[commands.Command]:
         """Read what the manager said, and speak if it is time. Returns its orders."""
@@ -70,9 +83,14 @@ class Upstream:
         """Say something to the manager."""
         self._sequence += 1
         envelope = codec.Envelope(
-            job_id=self._envelope.job_id, role=self._envelope.role, node_rank=self._envelope.node_rank,
-            rank=self._envelope.rank, incarnation=self._envelope.incarnation, generation=self.generation,
-            sequence=self._sequence, cause=cause,
+            job_id=self._envelope.job_id,
+            role=self._envelope.role,
+            node_rank=self._envelope.node_rank,
+            rank=self._envelope.rank,
+            incarnation=self._envelope.incarnation,
+            generation=self.generation,
+            sequence=self._sequence,
+            cause=cause,
         )
         self._dealer.send(None, codec.encode(envelope, message))
 
@@ -95,10 +113,17 @@ class Upstream:
             if not message.known or message.manager_incarnation != self._manager_incarnation:
                 self._register()
         elif isinstance(message, messages.Rejected):
-            log.warning("the manager at %s has not taken in a message of this process (%s)", self._address, message.reason)
+            log.warning(
+                "the manager at %s has not taken in a message of this process (%s)",
+                self._address,
+                message.reason,
+            )
         elif isinstance(message, messages.Unsupported):
-            log.warning("the manager at %s is older than this process: it does not know message type %d", self._address,
-                        message.type)
+            log.warning(
+                "the manager at %s is older than this process: it does not know message type %d",
+                self._address,
+                message.type,
+            )
         else:
             return [translate.message_to_command(envelope, message)]
         return []

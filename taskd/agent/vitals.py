@@ -1,11 +1,13 @@
-"""How far each worker of this node has come: its black box, and what the kernel says of a worker that stands still.
+"""How far each worker of this node has come.
 
-Owns the looking, not the judgement (`taskd.core.progress`). A worker that goes on costs a few words of memory per look; only one
-that stands is looked up in /proc.
+Its black box, and what the kernel says of a worker that stands still.
 
-A process that was itself not running must not take others for hanging: when two looks are further apart than they should be, all
-durations count from the later one. In the same way the durations of a worker that was stopped, or held by a debugger, begin again when it
-is let go.
+Owns the looking, not the judgement (`taskd.core.progress`). A worker that goes on costs a few words
+of memory per look; only one that stands is looked up in /proc.
+
+A process that was itself not running must not take others for hanging: when two looks are further
+apart than they should be, all durations count from the later one. In the same way the durations of
+a worker that was stopped, or held by a debugger, begin again when it is let go.
 """
 
 from __future__ import annotations
@@ -27,18 +29,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STANDING_S = 0.75          # for longer than this without a mark: look closer ...
-HURRY_S = 5.0              # ... and, up to this, more often: the shortest limits end within it
-TIMES_EVERY_S = 10.0       # the time spent in each phase is told this often
-_ACTIVE_SHARE = 0.05       # of the time on a processor: more is no sleep ...
-_ACTIVE_S = 0.05           # ... nor is this much, however long ago the last look was
-_THREADS_SHARE = 0.25      # the same of the other threads: those that only watch (ours, torch's) need some, too
-_THREADS_BYTES = 4096      # ... and read a little: so much per second
-_RUNNABLE_SHARE = 0.5      # of the time a thread has run or waited for a processor: on a machine with too few of them that is work, too
-_MEASURED_S = 0.45         # activity is what happened since a look at least so long ago
-_SLEPT_S = 1.0             # a look that comes so much too late: we did not run ourselves
+STANDING_S = 0.75  # for longer than this without a mark: look closer ...
+HURRY_S = 5.0  # ... and, up to this, more often: the shortest limits end within it
+TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
+_ACTIVE_SHARE = 0.05  # of the time on a processor: more is no sleep ...
+_ACTIVE_S = 0.05  # ... nor is this much, however long ago the last look was
+# the same of the other threads: those that only watch (ours, torch's) need some, too
+_THREADS_SHARE = 0.25
+_THREADS_BYTES = 4096  # ... and read a little: so much per second
+# of the time a thread has run or waited for a processor: on a machine with too few of them that is
+# work, too
+_RUNNABLE_SHARE = 0.5
+_MEASURED_S = 0.45  # activity is what happened since a look at least so long ago
+_SLEPT_S = 1.0  # a look that comes so much too late: we did not run ourselves
 _GROUPS_SHOWN = 8
-_OUTSIDE_STEPS = frozenset({Phase.BOOT, Phase.ENTERED, Phase.RETURNED, Phase.EXITING, Phase.PAUSED, Phase.UNKNOWN})
+_OUTSIDE_STEPS = frozenset(
+    {Phase.BOOT, Phase.ENTERED, Phase.RETURNED, Phase.EXITING, Phase.PAUSED, Phase.UNKNOWN}
+)
 
 
 class Watched(Protocol):
@@ -61,18 +68,25 @@ class Vitals:
     """One per agent. `look` is called about once a second, and more often while `is_urgent`."""
 
     def __init__(self) -> None:
-        self.is_urgent = False               # somebody has come to a stand lately
+        self.is_urgent = False  # somebody has come to a stand lately
         self._times_at = 0.0
-        self._not_before = 0.0                       # we did not run before this moment
+        self._not_before = 0.0  # we did not run before this moment
         self._due_at: float | None = None
-        self._processes: kernel.Processes | None = None       # as they are at this look, if that is wanted
+        # as they are at this look, if that is wanted
+        self._processes: kernel.Processes | None = None
         # Of (rank, incarnation): what to compare with, and what is known.
         self._activity: dict[tuple[int, int], tuple[kernel.Activity, str]] = {}
-        self._held_at: dict[tuple[int, int], float] = {}      # when it was last seen stopped or under a debugger
+        # when it was last seen stopped or under a debugger
+        self._held_at: dict[tuple[int, int], float] = {}
         self._damaged = SayOnce()
 
-    def look(self, now: float, next_look_s: float, workers: Mapping[int, Watched]) -> tuple[Mark, ...]:
-        """The marks of all workers at the monotonic time `now`. The next look is to come in `next_look_s`."""
+    def look(
+        self, now: float, next_look_s: float, workers: Mapping[int, Watched]
+    ) -> tuple[Mark, ...]:
+        """The marks of all workers at the monotonic time `now`.
+
+        The next look is to come in `next_look_s`.
+        """
         if self._due_at is None or now - self._due_at > _SLEPT_S:
             self._not_before = now
         self._due_at = now + next_look_s
@@ -80,9 +94,14 @@ class Vitals:
         with_times = now >= self._times_at
         if with_times:
             self._times_at = now + TIMES_EVERY_S
-        found = tuple(self._mark(now, rank, worker, with_times=with_times) for rank, worker in sorted(workers.items()))
+        found = tuple(
+            self._mark(now, rank, worker, with_times=with_times)
+            for rank, worker in sorted(workers.items())
+        )
         lives = {(mark.rank, mark.incarnation) for mark in found}
-        self._activity = {life: activity for life, activity in self._activity.items() if life in lives}
+        self._activity = {
+            life: activity for life, activity in self._activity.items() if life in lives
+        }
         self._held_at = {life: held_at for life, held_at in self._held_at.items() if life in lives}
         self.is_urgent = self.sees_standing(now, workers)
         return found
@@ -91,24 +110,40 @@ class Vitals:
         """Say once for each life if what its black box says cannot be true."""
         damage = box.damage
         if damage is not None and self._damaged.is_new(rank, incarnation):
-            log.warning("the black box of rank %d (incarnation %d) is damaged: %s cannot be. What makes no sense in it counts as not "
-                        "known; a program that overwrites memory of others is likely: look for one in this worker", rank, incarnation, damage)
+            log.warning(
+                "the black box of rank %d (incarnation %d) is damaged: %s cannot be. What "
+                "makes no sense in it counts as not "
+                "known; a program that overwrites memory of others is likely: look for one "
+                "in this worker",
+                rank,
+                incarnation,
+                damage,
+            )
 
     def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
-        """Whether a worker has come to a stand lately: a few words of memory, for between two looks."""
+        """Whether a worker has come to a stand lately.
+
+        A few words of memory, for between two looks.
+        """
         return any(
-            self._is_standing(now, worker.box) and self._since(now, worker.box.progress_at) < HURRY_S for worker in workers.values()
+            self._is_standing(now, worker.box)
+            and self._since(now, worker.box.progress_at) < HURRY_S
+            for worker in workers.values()
         )
 
     def _is_standing(self, now: float, box: BlackBox) -> bool:
-        is_in_step = box.phase not in _OUTSIDE_STEPS and self._since(now, box.progress_at) > STANDING_S
+        is_in_step = (
+            box.phase not in _OUTSIDE_STEPS and self._since(now, box.progress_at) > STANDING_S
+        )
         return is_in_step or self._since(now, box.alive_at) > STANDING_S
 
     def _mark(self, now: float, rank: int, worker: Watched, *, with_times: bool) -> Mark:
         box, life = worker.box, (rank, worker.incarnation)
         self.doubt(*life, box)
         is_standing = self._is_standing(now, box)
-        activity, active_at = self._look_closer(now, life, worker) if is_standing else (marks.UNKNOWN, 0.0)
+        activity, active_at = (
+            self._look_closer(now, life, worker) if is_standing else (marks.UNKNOWN, 0.0)
+        )
         if not is_standing:
             self._activity.pop(life, None)
         if activity in (marks.STOPPED, marks.TRACED):
@@ -117,12 +152,23 @@ class Vitals:
         else:
             from_s = self._held_at.get(life, 0.0)
         return Mark(
-            rank, worker.incarnation, box.generation or 0, box.version, box.phase.name.lower(),
-            self._since(now, box.progress_at, max(from_s, active_at)), self._since(now, box.alive_at, from_s),
-            self._since(now, box.python_at, from_s), activity,
-            box.is_waiting, box.slowest_step_s, box.slowest_long_s(Phase.CHECKPOINT), box.slowest_long_s(Phase.EVALUATION),
+            rank,
+            worker.incarnation,
+            box.generation or 0,
+            box.version,
+            box.phase.name.lower(),
+            self._since(now, box.progress_at, max(from_s, active_at)),
+            self._since(now, box.alive_at, from_s),
+            self._since(now, box.python_at, from_s),
+            activity,
+            box.is_waiting,
+            box.slowest_step_s,
+            box.slowest_long_s(Phase.CHECKPOINT),
+            box.slowest_long_s(Phase.EVALUATION),
             self._groups(box) if is_standing else (),
-            tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items()) if with_times else (),
+            tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items())
+            if with_times
+            else (),
         )
 
     def _since(self, now: float, moment: float | None, not_before: float = 0.0) -> float:
@@ -132,11 +178,25 @@ class Vitals:
     def _groups(box: BlackBox) -> tuple[GroupMark, ...]:
         """The communicators that the other ranks know, too, and what was begun last in them."""
         collectives = Collectives(box)
-        known = [group for group in collectives.communicators() if group.is_comparable and group.entered > 0]
-        operations = {call.communicator: call.name for call in collectives.calls() if call.number} if known else {}
+        known = [
+            group
+            for group in collectives.communicators()
+            if group.is_comparable and group.entered > 0
+        ]
+        operations = (
+            {call.communicator: call.name for call in collectives.calls() if call.number}
+            if known
+            else {}
+        )
         newest = sorted(known, key=lambda group: group.entered_at or 0.0)[-_GROUPS_SHOWN:]
         return tuple(
-            GroupMark(group.id, group.name, group.entered, max(0, group.left), operations.get(group.id, ""))
+            GroupMark(
+                group.id,
+                group.name,
+                group.entered,
+                max(0, group.left),
+                operations.get(group.id, ""),
+            )
             for group in newest
         )
 
@@ -149,23 +209,30 @@ class Vitals:
             state, tracer = kernel.state_of(pid)
             self._processes = self._processes or kernel.Processes()
             activity = kernel.activity_of(now, pid, self._processes)
-        except (OSError, ValueError, LookupError):       # it has just ended, or /proc is not what it should be
+        # it has just ended, or /proc is not what it should be
+        except (OSError, ValueError, LookupError):
             return marks.UNKNOWN, 0.0
         if tracer or worker.box.is_debugged:
             return marks.TRACED, 0.0
         return (marks.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
 
-    def _compare(self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity) -> tuple[str, float]:
+    def _compare(
+        self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity
+    ) -> tuple[str, float]:
         """What it has done since it was first seen to stand, or since it was last seen to do something."""
         earlier, known = self._activity.setdefault(life, (activity, marks.UNKNOWN))
         elapsed_s = activity.looked_at - earlier.looked_at
         if elapsed_s < _MEASURED_S:
             return known, 0.0
-        if activity.main_s - earlier.main_s > min(_ACTIVE_S, _ACTIVE_SHARE * elapsed_s) or activity.main_io > earlier.main_io \
-                or activity.threads_io - earlier.threads_io > _THREADS_BYTES * elapsed_s \
-                or activity.others_s - earlier.others_s > kernel.TICK_S or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s \
-                or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s:
-            self._activity[life] = (activity, marks.BUSY)        # and is it still?
+        if (
+            activity.main_s - earlier.main_s > min(_ACTIVE_S, _ACTIVE_SHARE * elapsed_s)
+            or activity.main_io > earlier.main_io
+            or activity.threads_io - earlier.threads_io > _THREADS_BYTES * elapsed_s
+            or activity.others_s - earlier.others_s > kernel.TICK_S
+            or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s
+            or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s
+        ):
+            self._activity[life] = (activity, marks.BUSY)  # and is it still?
             return marks.BUSY, 0.0
         if state == "D" or kernel.waits_outside(pid):
             return marks.DISK, 0.0

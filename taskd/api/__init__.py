@@ -1,7 +1,9 @@
-"""Compatibility veneer: the ten documented functions. Exceptions become a bool and a log line here and only here.
+"""Compatibility veneer: the ten documented functions.
 
-Each module here holds what its functions have initialised; shells are imported when they are started, so a training
-process never loads the manager.
+Exceptions become a bool and a log line here and only here.
+
+Each module here holds what its functions have initialised; shells are imported when they are
+started, so a training process never loads the manager.
 """
 
 from taskd.api.agent import init_taskd_agent, register_func, start_taskd_agent

@@ -29,8 +29,11 @@ _held = _Held()
 
 @as_bool
 def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None) -> bool:
-    """Check the configuration. `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent."""
-    from taskd.agent.callbacks import CallbackAgent  # noqa: PLC0415 - a shell is loaded by whoever starts it
+    """Check the configuration.
+
+    `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent.
+    """
+    from taskd.agent.callbacks import CallbackAgent  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
     _held.agent = CallbackAgent(CallbackAgentConfig.load(config), cls, MonotonicClock())
@@ -39,27 +42,40 @@ def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None
 
 @as_bool
 def register_func(operator: str, func: Callable[..., Any]) -> bool:
-    """Use `func` for `operator`, see docs/operations.md. False before init_taskd_agent or if it cannot be called."""
+    """Use `func` for `operator`, see docs/operations.md.
+
+    False before init_taskd_agent or if it cannot be called.
+    """
     if _held.agent is None:
         log.error("register_func: call init_taskd_agent first")
         return False
     if not isinstance(operator, str) or not callable(func):
-        log.error("register_func: operator=%r, func=%r are not accepted: expected a name and a callable", operator, func)
+        log.error(
+            "register_func: operator=%r, func=%r are not accepted: expected a name and a callable",
+            operator,
+            func,
+        )
         return False
     _held.agent.register(operator, func)
     return True
 
 
 def start_taskd_agent() -> Any:
-    """Run the workers until the job is over; returns the launcher's RunResult. None: not initialised, or not possible.
+    """Run the workers until the job is over; returns the launcher's RunResult.
 
-    Exceptions of the launcher and of its callbacks pass, as they do in torch's own loop: torchrun knows what to do with them.
+    None: not initialised, or not possible.
+
+    Exceptions of the launcher and of its callbacks pass, as they do in torch's own loop: torchrun
+    knows what to do with them.
     """
     if _held.agent is None:
         log.error("start_taskd_agent: call init_taskd_agent first")
         return None
     if _held.agent.framework != "PyTorch":
-        log.error("start_taskd_agent: Framework=%r can be configured but not run: only PyTorch is supported",
-                  _held.agent.framework)
+        log.error(
+            "start_taskd_agent: Framework=%r can be configured but not run: only PyTorch is "
+            "supported",
+            _held.agent.framework,
+        )
         return None
     return _held.agent.run()

@@ -30,8 +30,11 @@ _held = _Held()
 
 @as_bool
 def init_taskd_manager(config: Mapping[str, object]) -> bool:
-    """Check the configuration, set up the log and take the port. See docs/operations.md for the keys."""
-    from taskd import log as log_setup  # noqa: PLC0415 - a shell is loaded by whoever starts it
+    """Check the configuration, set up the log and take the port.
+
+    See docs/operations.md for the keys.
+    """
+    from taskd import log as log_setup  # noqa: PLC0415
     from taskd.manager import service  # noqa: PLC0415
 
     loaded = ManagerConfig.load(config)
@@ -47,7 +50,10 @@ def init_taskd_manager(config: Mapping[str, object]) -> bool:
 
 @as_bool
 def start_taskd_manager() -> bool:
-    """Serve until the job is over. True: it succeeded (or the manager was asked to end); False: it failed, or no init."""
+    """Serve until the job is over.
+
+    True: it succeeded (or the manager was asked to end); False: it failed, or no init.
+    """
     if _held.is_off:
         log.info("TASKD_PROCESS_ENABLE is off: there is nothing to manage")
         return True

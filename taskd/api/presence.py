@@ -1,4 +1,7 @@
-"""A training process that no agent of ours started makes itself known to the manager: one background thread."""
+"""A training process that no agent of ours started makes itself known to the manager.
+
+One background thread.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,32 @@ if TYPE_CHECKING:
 
 
 class Presence:
-    """Registers and gives signs of life until `close`. Never in the way of the training: a missing manager is no error."""
+    """Registers and gives signs of life until `close`.
+
+    Never in the way of the training: a missing manager is no error.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         """Starts at once."""
         self._pid = os.getpid()
         envelope = codec.Envelope(
-            job_id=config.job_id, role="worker", node_rank=config.node_rank, rank=config.rank,
-            incarnation=uuid.uuid4().hex, generation=0, sequence=0, cause="",
+            job_id=config.job_id,
+            role="worker",
+            node_rank=config.node_rank,
+            rank=config.rank,
+            incarnation=uuid.uuid4().hex,
+            generation=0,
+            sequence=0,
+            cause="",
         )
         registration = messages.RegisterWorker(config.rank, self._pid, config.framework)
         self._upstream = Upstream(
-            config.upstream_address, config.secret, MonotonicClock(), envelope=envelope,
-            registration=lambda: registration, fault_timeout_s=DEFAULT_FAULT_TIMEOUT_S,
+            config.upstream_address,
+            config.secret,
+            MonotonicClock(),
+            envelope=envelope,
+            registration=lambda: registration,
+            fault_timeout_s=DEFAULT_FAULT_TIMEOUT_S,
         )
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="taskd-presence", daemon=True)
@@ -47,7 +63,11 @@ class Presence:
         return self._upstream.refusal
 
     def close(self) -> None:
-        """Leave. In a forked child, which has neither the thread nor the right to the socket, nothing happens."""
+        """Leave.
+
+        In a forked child, which has neither the thread nor the right to the socket, nothing
+        happens.
+        """
         if os.getpid() != self._pid:
             return
         self._wake_writer.send(b"x")

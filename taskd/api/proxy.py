@@ -30,7 +30,7 @@ _held = _Held()
 @as_bool
 def init_taskd_proxy(config: Mapping[str, object]) -> bool:
     """Listen for this node's clients. Does not wait for the manager: messages wait for it."""
-    from taskd.agent.relay import Relay  # noqa: PLC0415 - a shell is loaded by whoever starts it
+    from taskd.agent.relay import Relay  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
     loaded = RelayConfig.load(config)

@@ -17,7 +17,10 @@ P = ParamSpec("P")
 
 
 def as_bool(function: Callable[P, bool]) -> Callable[P, bool]:
-    """`function` with its exceptions as False. What a user can correct costs one line, anything else a traceback."""
+    """`function` with its exceptions as False.
+
+    What a user can correct costs one line, anything else a traceback.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> bool:

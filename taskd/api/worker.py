@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """What init made. A process that an agent of ours started has no presence of its own: its runtime is there already."""
+    """What init made.
+
+    A process that an agent of ours started has no presence of its own: its runtime is there
+    already.
+    """
 
     is_initialised: bool = False
     presence: Presence | None = None
@@ -29,20 +33,28 @@ _held = _Held()
 
 
 @as_bool
-def init_taskd_worker(rank_id: int, upper_limit_of_disk_in_mb: int = 5000, framework: str = "pt") -> bool:
-    """Make this training process known. Does not wait for anybody. A second call changes nothing."""
-    from taskd.worker import life  # noqa: PLC0415 - a shell is loaded by whoever needs it
+def init_taskd_worker(
+    rank_id: int, upper_limit_of_disk_in_mb: int = 5000, framework: str = "pt"
+) -> bool:
+    """Make this training process known. Does not wait for anybody.
+
+    A second call changes nothing.
+    """
+    from taskd.worker import life  # noqa: PLC0415
 
     config = WorkerConfig.load(rank_id, upper_limit_of_disk_in_mb, framework)
     if _held.is_initialised:
         return True
     current = life.current()
     if current is None:
-        from taskd.api.presence import Presence  # noqa: PLC0415 - loads zmq, which a worker of ours does not need
+        from taskd.api.presence import Presence  # noqa: PLC0415
+
         _held.presence = Presence(config)
         atexit.register(_leave)
     elif current.rank != config.rank:
-        raise ConfigError(f"rank_id={rank_id} is not accepted: this process was started as rank {current.rank}")
+        raise ConfigError(
+            f"rank_id={rank_id} is not accepted: this process was started as rank {current.rank}"
+        )
     else:
         current.profiling_mb = config.disk_limit_mb
     _held.is_initialised = True

@@ -1,12 +1,14 @@
-"""A checkpoint that is being written: its folder, who writes in it, which parts are there, and how it goes if nothing becomes of it.
+"""A checkpoint that is being written.
+
+Its folder, who writes in it, which parts are there, and how it goes if nothing becomes of it.
 
     every writer                                    publisher (the first of the writers)
       | makes the folder, marks itself as owner       | the same
       | __<rank>_0.distcp, on the disk                | its own part
       | rank-<rank>.json: the part is there           | has seen all parts: .metadata, taskd.json, rename
 
-Writers tell each other nothing but by these files, so that a writer's death cannot hold up another one. A part that is there belongs to the
-publisher. Knows nothing of tensors.
+Writers tell each other nothing but by these files, so that a writer's death cannot hold up another
+one. A part that is there belongs to the publisher. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taskd.checkpoint import files, manifest, owners
-from taskd.checkpoint.names import Kind, final_name, job_mark, parse_hidden, partial_name, removed_name
+from taskd.checkpoint.names import (
+    Kind,
+    final_name,
+    job_mark,
+    parse_hidden,
+    partial_name,
+    removed_name,
+)
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -33,21 +42,27 @@ _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
 _LEFT = re.compile(r"left-\d{1,9}")
-_OURS = re.compile(r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?")
-_JOIN_TRIES = 100     # each lost to one sweep that took the folder for an abandoned one while it was empty
+_OURS = re.compile(
+    r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?"
+)
+# each lost to one sweep that took the folder for an abandoned one while it was empty
+_JOIN_TRIES = 100
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What is to become a checkpoint; the same on all its writers, which know it without asking each other.
+    """What is to become a checkpoint.
+
+    The same on all its writers, which know it without asking each other.
 
     Args:
         directory: the folder that holds the job's checkpoints; made if it is missing.
         job: id of the job.
         kind: periodic or dump.
         version: number of committed steps in the state.
-        attempt: stands for one series of writings by these writers, and was never used before by this job: for example a random text that
-            the ranks of a generation share. Within one attempt each version is written once, in ascending order.
+        attempt: stands for one series of writings by these writers, and was never used before by
+            this job: for example a random text that the ranks of a generation share. Within one
+            attempt each version is written once, in ascending order.
         writers: ranks that write a part. The first one publishes.
         generation: of the job, when it was written.
         world_size: number of ranks that trained.
@@ -70,8 +85,14 @@ class Draft:
     def __post_init__(self) -> None:
         """Raises CheckpointError for writers or an attempt that cannot be."""
         if not self.writers or len(set(self.writers)) != len(self.writers):
-            raise CheckpointError(f"job {self.job}: writers {self.writers}: expected at least one rank, each once")
-        object.__setattr__(self, "path", Path(self.directory) / partial_name(self.kind, self.version, self.job, self.attempt))
+            raise CheckpointError(
+                f"job {self.job}: writers {self.writers}: expected at least one rank, each once"
+            )
+        object.__setattr__(
+            self,
+            "path",
+            Path(self.directory) / partial_name(self.kind, self.version, self.job, self.attempt),
+        )
 
     @property
     def publisher(self) -> int:
@@ -80,7 +101,9 @@ class Draft:
 
     def __str__(self) -> str:
         """For messages."""
-        return f"job {self.job}: checkpoint {final_name(self.kind, self.version)} in {self.directory}"
+        return (
+            f"job {self.job}: checkpoint {final_name(self.kind, self.version)} in {self.directory}"
+        )
 
     # ------------------------------------------------------------ writers
 
@@ -101,7 +124,10 @@ class Draft:
                     raise
 
     def hand_over(self, rank: int, part: bytes) -> None:
-        """Tell the publisher that this rank's part is there, or why it never will be. Raises OSError."""
+        """Tell the publisher that this rank's part is there, or why it never will be.
+
+        Raises OSError.
+        """
         path = self.part_path(rank)
         new = path.with_name(path.name + ".new")
         files.write_new(new, part)
@@ -114,21 +140,34 @@ class Draft:
     # ------------------------------------------------------------ publisher
 
     def missing(self) -> list[int]:
-        """Ranks whose part is not there yet. Raises CheckpointError: the folder is gone, another process has taken it for abandoned."""
+        """Ranks whose part is not there yet.
+
+        Raises CheckpointError: the folder is gone, another process has taken it for abandoned.
+        """
         try:
-            found = {int(match[1]) for name in os.listdir(self.path) if (match := _PART.fullmatch(name))}
+            found = {
+                int(match[1]) for name in os.listdir(self.path) if (match := _PART.fullmatch(name))
+            }
         except OSError as error:
-            raise CheckpointError(f"{self}: {self.path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self}: {self.path} cannot be read: {error.strerror}"
+            ) from error
         return [rank for rank in self.writers if rank not in found]
 
     def clear(self) -> None:
         """Remove everything that must not be published. Raises OSError."""
         for name in os.listdir(self.path):
-            if name not in (manifest.FILE_NAME, manifest.USER_FOLDER) and not manifest.is_file_of_checkpoint(name):
+            if name not in (
+                manifest.FILE_NAME,
+                manifest.USER_FOLDER,
+            ) and not manifest.is_file_of_checkpoint(name):
                 files.remove(self.path / name)
 
     def withdraw(self) -> None:
-        """Give it up: nothing of it is left. For the publisher, or when there are no other writers any more. Raises nothing."""
+        """Give it up: nothing of it is left.
+
+        For the publisher, or when there are no other writers any more. Raises nothing.
+        """
         try:
             discard(self.path, self.kind, self.version, self.job)
         except OSError as error:
@@ -136,7 +175,10 @@ class Draft:
 
 
 def discard(path: Path, kind: Kind, version: int, job: str) -> None:
-    """Delete a folder of ours, under a name that nobody loads or publishes. It need not exist. Raises OSError."""
+    """Delete a folder of ours, under a name that nobody loads or publishes. It need not exist.
+
+    Raises OSError.
+    """
     target = path.with_name(removed_name(kind, version, job, secrets.token_hex(8)))
     with suppress(FileNotFoundError):
         os.rename(path, target)
@@ -159,8 +201,9 @@ def sweep(published: Draft) -> list[Path]:
         if not all(_OURS.fullmatch(content) for content in contents):
             continue
         if hidden.attempt == published.attempt:
-            # One publisher publishes in ascending order: an older one will not be finished. A newer one may have been written by ranks that
-            # have ended since, before their publisher came to it.
+            # One publisher publishes in ascending order: an older one will not be finished. A newer
+            # one may have been written by ranks that have ended since, before their publisher came
+            # to it.
             is_over = hidden.kind is published.kind and hidden.version < published.version
         else:
             is_over = not contents or _is_abandoned(path, contents)
@@ -179,16 +222,25 @@ def leave_former(draft: Draft, rank: int) -> None:
     mark = f"writer-{rank}-{owners.myself()}"
     for name in os.listdir(draft.directory) if draft.directory.is_dir() else []:
         hidden = parse_hidden(name)
-        is_former = hidden is not None and hidden.is_partial and (hidden.mark, hidden.kind) == (job_mark(draft.job), draft.kind)
+        is_former = (
+            hidden is not None
+            and hidden.is_partial
+            and (hidden.mark, hidden.kind) == (job_mark(draft.job), draft.kind)
+        )
         if is_former and hidden is not None and hidden.attempt != draft.attempt:
-            with suppress(FileNotFoundError):            # it was not in there, or the folder is gone
+            with suppress(FileNotFoundError):  # it was not in there, or the folder is gone
                 os.rename(draft.directory / name / mark, draft.directory / name / f"left-{rank}")
 
 
 def _is_abandoned(path: Path, contents: list[str]) -> bool:
-    """Whether nobody can publish it any more: its publisher has ended, or no publisher came and all writers have ended or left."""
+    """Whether nobody can publish it any more.
+
+    Its publisher has ended, or no publisher came and all writers have ended or left.
+    """
     found = list(_owners(contents))
-    chosen = [owner for role, owner in found if role == "publisher"] or [owner for _, owner in found]
+    chosen = [owner for role, owner in found if role == "publisher"] or [
+        owner for _, owner in found
+    ]
     if not chosen and any(_LEFT.fullmatch(name) for name in contents):
         return True
     if not chosen and manifest.FILE_NAME in contents:

@@ -1,4 +1,7 @@
-"""System calls for files that must be whole or absent. Knows nothing of what they hold, but refuses links and pipes in their place."""
+"""System calls for files that must be whole or absent.
+
+Knows nothing of what they hold, but refuses links and pipes in their place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_READ_BYTES = 4 << 20       # SHA-256 reaches its full rate far below
+_READ_BYTES = 4 << 20  # SHA-256 reaches its full rate far below
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 # File systems that do not know the flag (NFS), kernels and C libraries that do not know the call.
@@ -35,7 +38,11 @@ def opened(path: Path) -> Iterator[int]:
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{path}: is missing") from None
     except OSError as error:
-        reason = "is a symbolic link" if error.errno == errno.ELOOP else f"cannot be opened: {error.strerror}"
+        reason = (
+            "is a symbolic link"
+            if error.errno == errno.ELOOP
+            else (f"cannot be opened: {error.strerror}")
+        )
         raise CorruptCheckpointError(f"{path}: {reason}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -43,7 +50,9 @@ def opened(path: Path) -> Iterator[int]:
         try:
             yield descriptor
         except OSError as error:
-            raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+            raise CorruptCheckpointError(
+                f"{path}: cannot be read: {error.strerror or error}"
+            ) from error
     finally:
         os.close(descriptor)
 
@@ -53,7 +62,9 @@ def read(path: Path, limit_bytes: int) -> bytes:
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit_bytes:
-            raise CorruptCheckpointError(f"{path}: has {size} bytes, more than the {limit_bytes} that are accepted")
+            raise CorruptCheckpointError(
+                f"{path}: has {size} bytes, more than the {limit_bytes} that are accepted"
+            )
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit_bytes)
 
@@ -75,7 +86,11 @@ def check_content(path: Path, size_bytes: int, sha256: str) -> None:
         while count := file.readinto(buffer):
             digest.update(view[:count])
     if digest.hexdigest() != sha256:
-        raise CorruptCheckpointError(f"{path}: its content has changed since it was written (SHA-256 {digest.hexdigest()[:16]}…, expected {sha256[:16]}…)")
+        raise CorruptCheckpointError(
+            f"{path}: its content has changed since it was written "
+            f"(SHA-256 {digest.hexdigest()[:16]}…, expected "
+            f"{sha256[:16]}…)"
+        )
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -103,21 +118,33 @@ def rename_new(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_SUCH_CALL:
             raise
-        os.mkdir(target)             # whoever makes it owns the name,
-        os.rename(source, target)    # and an empty folder is the only thing that this can replace
+        os.mkdir(target)  # whoever makes it owns the name,
+        os.rename(source, target)  # and an empty folder is the only thing that this can replace
 
 
 def _renameat2(source: Path, target: Path) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(source))
-    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)) != 0:
+    if (
+        call(
+            _AT_FDCWD,
+            os.fsencode(source),
+            _AT_FDCWD,
+            os.fsencode(target),
+            ctypes.c_uint(_RENAME_NOREPLACE),
+        )
+        != 0
+    ):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), os.fspath(source), None, os.fspath(target))
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder with all that is in it; another process may be doing the same. Raises OSError, with whatever is left still there."""
+    """Delete a folder with all that is in it; another process may be doing the same.
+
+    Raises OSError, with whatever is left still there.
+    """
     with suppress(FileNotFoundError):
         for name in os.listdir(path):
             remove(path / name)

@@ -1,6 +1,9 @@
-"""The directory that holds a job's checkpoints: which of them are whole, which is the newest, which are not needed any more.
+"""The directory that holds a job's checkpoints.
 
-Needs no torch: what a file holds is the business of load.py. Never deletes anything but whole periodic checkpoints of the same job.
+Which of them are whole, which is the newest, which are not needed any more.
+
+Needs no torch: what a file holds is the business of load.py. Never deletes anything but whole
+periodic checkpoints of the same job.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Scan:
-    """A directory as it was: `valid` newest first; `passed_over` says why each of the others is not among them."""
+    """A directory as it was: `valid` newest first.
+
+    `passed_over` says why each of the others is not among them.
+    """
 
     valid: list[Checkpoint]
     passed_over: list[tuple[Path, str]]
@@ -45,7 +51,8 @@ def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
     Args:
         directory: as given to the drafts.
         job: whose checkpoints count; None: any.
-        is_full: compare the checksums of all files, which reads all of them; else their presence and sizes.
+        is_full: compare the checksums of all files, which reads all of them; else their presence
+            and sizes.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -67,12 +74,18 @@ def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
             try:
                 found.append(check(path, job, is_full=is_full))
             except CorruptCheckpointError as error:
-                passed_over.append((path, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}{os.sep}")))
+                passed_over.append(
+                    (path, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}{os.sep}"))
+                )
     return Scan(sorted(found, key=Checkpoint.order, reverse=True), passed_over)
 
 
-def newest_valid(directory: Path, job: str | None, *, is_full: bool = False) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
-    """The newest one that is whole, dump or periodic, and what was passed over and why. Only as many are read in full as it takes.
+def newest_valid(
+    directory: Path, job: str | None, *, is_full: bool = False
+) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest one that is whole, dump or periodic, and what was passed over and why.
+
+    Only as many are read in full as it takes.
 
     Raises CheckpointError.
     """
@@ -87,7 +100,10 @@ def newest_valid(directory: Path, job: str | None, *, is_full: bool = False) -> 
 
 
 def check(path: Path, job: str | None, *, is_full: bool = False) -> Checkpoint:
-    """The checkpoint at `path`. Raises CorruptCheckpointError, which names the file and the reason: the first of `problems`."""
+    """The checkpoint at `path`.
+
+    Raises CorruptCheckpointError, which names the file and the reason: the first of `problems`.
+    """
     found = _inspect(path, job)
     for problem in _problems_of_files(found, is_full=is_full):
         raise problem
@@ -95,7 +111,10 @@ def check(path: Path, job: str | None, *, is_full: bool = False) -> Checkpoint:
 
 
 def problems(path: Path, *, is_full: bool) -> list[str]:
-    """Everything that is wrong with the checkpoint at `path`, each with the file's name; empty: it is whole."""
+    """Everything that is wrong with the checkpoint at `path`, each with the file's name.
+
+    Empty: it is whole.
+    """
     try:
         found = _inspect(path, None)
     except CorruptCheckpointError as error:
@@ -108,13 +127,17 @@ def _inspect(path: Path, job: str | None) -> Checkpoint:
     if path.is_symlink():
         raise CorruptCheckpointError(f"{path}: is a symbolic link")
     if not path.is_dir():
-        raise CorruptCheckpointError(f"{path}: " + ("is no folder" if path.exists() else "is missing"))
+        raise CorruptCheckpointError(
+            f"{path}: " + ("is no folder" if path.exists() else "is missing")
+        )
     content = manifest.read(path)
     if job is not None and content.job != job:
         raise CorruptCheckpointError(f"{path}: belongs to job {content.job}")
     named = parse_final(path.name)
     if named is not None and named != (content.kind, content.version):
-        raise CorruptCheckpointError(f"{path}: its manifest is that of version {content.version}, {content.kind.value}")
+        raise CorruptCheckpointError(
+            f"{path}: its manifest is that of version {content.version}, {content.kind.value}"
+        )
     return Checkpoint(path, content)
 
 
@@ -132,7 +155,9 @@ def _problems_of_files(checkpoint: Checkpoint, *, is_full: bool) -> list[Corrupt
 
 
 def retain(directory: Path, job: str, keep: int) -> list[Path]:
-    """Delete the periodic checkpoints of `job` but the newest `keep`; those that are not whole neither count nor are deleted.
+    """Delete the periodic checkpoints of `job` but the newest `keep`.
+
+    Those that are not whole neither count nor are deleted.
 
     Returns what was deleted. Raises CheckpointError, OSError.
     """
@@ -141,10 +166,16 @@ def retain(directory: Path, job: str, keep: int) -> list[Path]:
     periodic = [one for one in scan(directory, job).valid if one.manifest.kind is Kind.PERIODIC]
     removed = []
     for one in periodic[keep:]:
-        if set(os.listdir(one.path)) - {manifest.FILE_NAME, *(file.name for file in one.manifest.files)}:
-            continue         # somebody has put something of his own there
-        hidden = one.path.with_name(removed_name(one.manifest.kind, one.manifest.version, job, secrets.token_hex(8)))
-        os.rename(one.path, hidden)      # in one step: half of a checkpoint is never seen under its name
+        if set(os.listdir(one.path)) - {
+            manifest.FILE_NAME,
+            *(file.name for file in one.manifest.files),
+        }:
+            continue  # somebody has put something of his own there
+        hidden = one.path.with_name(
+            removed_name(one.manifest.kind, one.manifest.version, job, secrets.token_hex(8))
+        )
+        # in one step: half of a checkpoint is never seen under its name
+        os.rename(one.path, hidden)
         files.remove_folder(hidden)
         removed.append(one.path)
     return removed

@@ -1,4 +1,6 @@
-"""Reading a checkpoint into tensors of any world size. Each rank reads what it needs, alone: no collective, no process group.
+"""Reading a checkpoint into tensors of any world size.
+
+Each rank reads what it needs, alone: no collective, no process group.
 
 What is read is verified first, in full; nothing is ever unpickled that could run code.
 """
@@ -12,7 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -40,18 +47,22 @@ def contents(path: Path) -> Contents:
     return _contents(metadata.read(path, folder.check(path, None).manifest))
 
 
-def load(path: Path, state: Mapping[str, torch.Tensor | Piece], names: Collection[str] | None = None) -> dict[str, Any]:
+def load(
+    path: Path, state: Mapping[str, torch.Tensor | Piece], names: Collection[str] | None = None
+) -> dict[str, Any]:
     """Read tensors into `state`, and return plain values.
 
     Args:
         path: of the checkpoint.
-        state: plain tensors, DTensors on any mesh, or Pieces: of each, what this rank holds is overwritten. A subset of the checkpoint's
-            tensors will do.
+        state: plain tensors, DTensors on any mesh, or Pieces: of each, what this rank holds is
+            overwritten. A subset of the checkpoint's tensors will do.
         names: the plain values to return; None: all.
 
     Raises:
-        CorruptCheckpointError: it is not whole. Unless reading itself fails, nothing has been overwritten yet.
-        CheckpointError: it does not fit `state`: a name, shape or dtype differs. Nothing has been overwritten.
+        CorruptCheckpointError: it is not whole. Unless reading itself fails, nothing has been
+            overwritten yet.
+        CheckpointError: it does not fit `state`: a name, shape or dtype differs. Nothing has been
+            overwritten.
     """
     manifest = folder.check(path, None).manifest
     stored = metadata.read(path, manifest)
@@ -59,18 +70,26 @@ def load(path: Path, state: Mapping[str, torch.Tensor | Piece], names: Collectio
     chosen = held.values if names is None else names
     unknown = sorted({*state, *chosen} - held.tensors.keys() - set(held.values))
     if unknown:
-        raise CheckpointError(f"{path}: holds no {', '.join(unknown[:5])}" + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""))
+        raise CheckpointError(
+            f"{path}: holds no "
+            f"{', '.join(unknown[:5])}"
+            + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        )
     targets = {name: _target(path, name, tensor, held) for name, tensor in state.items()}
     items: dict[str, list[ReadItem]] = {}
     for name, target in targets.items():
         for item in _items(path, name, target, stored):
             items.setdefault(stored.storage_data[item.storage_index].relative_path, []).append(item)
-    places = {name: stored.storage_data[MetadataIndex(name)] for name in chosen if name in held.values}
+    places = {
+        name: stored.storage_data[MetadataIndex(name)] for name in chosen if name in held.values
+    }
     needed = {*items, *(place.relative_path for place in places.values())}
     for file in manifest.files:
         if file.name in needed:
             files.check_content(path / file.name, file.size_bytes, file.sha256)
-    loaded = {name: _value(path / place.relative_path, name, place) for name, place in places.items()}
+    loaded = {
+        name: _value(path / place.relative_path, name, place) for name, place in places.items()
+    }
     for file_name, wanted in items.items():
         _fill(path / file_name, wanted, stored, targets)
     return loaded
@@ -96,7 +115,9 @@ def _target(path: Path, name: str, tensor: torch.Tensor | Piece, held: Contents)
     piece = tensor if isinstance(tensor, Piece) else Piece.of(tensor)
     shape, dtype = held.tensors[name]
     if tuple(piece.global_shape) != shape:
-        raise CheckpointError(f"{path}: {name} has shape {shape} there, and {tuple(piece.global_shape)} here")
+        raise CheckpointError(
+            f"{path}: {name} has shape {shape} there, and {tuple(piece.global_shape)} here"
+        )
     if piece.tensor.dtype != dtype:
         raise CheckpointError(f"{path}: {name} is {dtype} there, and {piece.tensor.dtype} here")
     return piece
@@ -107,9 +128,16 @@ def _items(path: Path, name: str, target: Piece | None, stored: Metadata) -> lis
     if target is None:
         return []
     chunk = ChunkStorageMetadata(torch.Size(target.offsets), target.tensor.shape)
-    found = create_read_items_for_chunk_list(name, stored.state_dict_metadata[name], [chunk]) if target.tensor.numel() else []
+    found = (
+        create_read_items_for_chunk_list(name, stored.state_dict_metadata[name], [chunk])
+        if target.tensor.numel()
+        else []
+    )
     if sum(math.prod(item.lengths) for item in found) != target.tensor.numel():
-        raise CorruptCheckpointError(f"{path}: {name}: its pieces do not cover offsets {tuple(target.offsets)}, shape {tuple(target.tensor.shape)}")
+        raise CorruptCheckpointError(
+            f"{path}: {name}: its pieces do not cover offsets "
+            f"{tuple(target.offsets)}, shape {tuple(target.tensor.shape)}"
+        )
     return found
 
 
@@ -121,7 +149,9 @@ def _value(path: Path, name: str, place: Any) -> Any:
             raise CorruptCheckpointError(f"{path}: {name} {error}") from error
 
 
-def _fill(path: Path, wanted: list[ReadItem], stored: Metadata, targets: dict[str, Piece | None]) -> None:
+def _fill(
+    path: Path, wanted: list[ReadItem], stored: Metadata, targets: dict[str, Piece | None]
+) -> None:
     with files.opened(path) as descriptor:
         # In the order of the file, so that a disk or the network reads ahead.
         for item in sorted(wanted, key=lambda item: stored.storage_data[item.storage_index].offset):
@@ -139,7 +169,10 @@ def _fill(path: Path, wanted: list[ReadItem], stored: Metadata, targets: dict[st
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.dtype != target.dtype or source.shape != target.shape:
-        raise CorruptCheckpointError(f"is {source.dtype}, {tuple(source.shape)} in the file; its metadata say {target.dtype}, {tuple(target.shape)}")
+        raise CorruptCheckpointError(
+            f"is {source.dtype}, {tuple(source.shape)} in the file; its "
+            f"metadata say {target.dtype}, {tuple(target.shape)}"
+        )
     with torch.no_grad():
         target.copy_(source)
 

@@ -1,6 +1,9 @@
-"""The manifest of a checkpoint, `taskd.json`: what it is, who wrote it, and the size and checksum of every file.
+"""The manifest of a checkpoint, `taskd.json`.
 
-Owns the format and its strict reading: nothing in a file is believed before its checksum and the type of each value are right. Needs no torch.
+What it is, who wrote it, and the size and checksum of every file.
+
+Owns the format and its strict reading: nothing in a file is believed before its checksum and the
+type of each value are right. Needs no torch.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 FILE_NAME = "taskd.json"
-METADATA_NAME = ".metadata"               # DCP's
-USER_FOLDER = "user"                      # files of the user's own, see user_files.py
+METADATA_NAME = ".metadata"  # DCP's
+USER_FOLDER = "user"  # files of the user's own, see user_files.py
 _MAX_NAME = 1024
-MAX_BYTES = 64 << 20                      # 65,536 writers need 10 MB
+MAX_BYTES = 64 << 20  # 65,536 writers need 10 MB
 # Also what keeps a manifest from pointing outside its folder.
 _DATA_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -40,20 +43,24 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint. `writers` are the ranks that wrote, of `world_size` that trained; `fault` is "" for a periodic one."""
+    """A complete checkpoint.
+
+    `writers` are the ranks that wrote, of `world_size` that trained; `fault` is "" for a periodic
+    one.
+    """
 
     job: str
     kind: Kind
-    version: int              # number of committed steps
+    version: int  # number of committed steps
     generation: int
     world_size: int
     writers: tuple[int, ...]
-    saved_at: str             # UTC, ISO 8601; sorts like time
+    saved_at: str  # UTC, ISO 8601; sorts like time
     fault: str
     torch: str
-    states: tuple[str, ...]   # names of the TrainStates
+    states: tuple[str, ...]  # names of the TrainStates
     host: str
-    publisher: str            # the process that published it, see owners.py
+    publisher: str  # the process that published it, see owners.py
     files: tuple[FileEntry, ...]
 
     @property
@@ -70,7 +77,12 @@ def is_file_of_checkpoint(name: str) -> bool:
 def is_file_of_user(name: str) -> bool:
     """Whether it is the name of a file within the user's own folder."""
     first, *others = name.split("/")
-    return first == USER_FOLDER and bool(others) and len(name) <= _MAX_NAME and all(part not in ("", ".", "..") and "\0" not in part for part in others)
+    return (
+        first == USER_FOLDER
+        and bool(others)
+        and len(name) <= _MAX_NAME
+        and all(part not in ("", ".", "..") and "\0" not in part for part in others)
+    )
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -89,7 +101,9 @@ def decode(data: bytes) -> Manifest:
         raise CorruptCheckpointError("is damaged: no JSON object")
     # First: a later format may have other fields and another checksum.
     if document.get("format") != FORMAT or type(document["format"]) is not int:
-        raise CorruptCheckpointError(f"has format {document.get('format')!r}; this version of taskd reads format {FORMAT}")
+        raise CorruptCheckpointError(
+            f"has format {document.get('format')!r}; this version of taskd reads format {FORMAT}"
+        )
     checksum = document.pop("checksum", None)
     if checksum != _checksum(document):
         raise CorruptCheckpointError("is damaged: its checksum is wrong")
@@ -108,34 +122,60 @@ def read(folder: Path) -> Manifest:
 
 
 def _checksum(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
     expected = {field.name for field in fields(Manifest)}
     if document.keys() != expected:
-        raise CorruptCheckpointError(f"has the fields {sorted(document)}, expected {sorted(expected)}")
+        raise CorruptCheckpointError(
+            f"has the fields {sorted(document)}, expected {sorted(expected)}"
+        )
     for name in ("version", "generation", "world_size"):
         _check(_is_count(document[name]) and document[name] <= MAX_VERSION, name, document[name])
     for name in ("job", "saved_at", "fault", "torch", "host", "publisher"):
         _check(isinstance(document[name], str), name, document[name])
     kinds = {kind.value: kind for kind in Kind}
-    _check(isinstance(document["kind"], str) and document["kind"] in kinds, "kind", document["kind"])
+    _check(
+        isinstance(document["kind"], str) and document["kind"] in kinds, "kind", document["kind"]
+    )
     writers, states, entries = document["writers"], document["states"], document["files"]
-    _check(isinstance(writers, list) and all(_is_count(rank) for rank in writers), "writers", writers)
-    _check(isinstance(states, list) and all(isinstance(name, str) for name in states), "states", states)
+    _check(
+        isinstance(writers, list) and all(_is_count(rank) for rank in writers), "writers", writers
+    )
+    _check(
+        isinstance(states, list) and all(isinstance(name, str) for name in states), "states", states
+    )
     _check(isinstance(entries, list) and len(entries) > 0, "files", entries)
     listed = tuple(_entry(entry) for entry in entries)
     names = [entry.name for entry in listed]
     _check(len(set(names)) == len(names) and METADATA_NAME in names, "files", names)
-    return Manifest(**{**document, "kind": kinds[document["kind"]], "writers": tuple(writers), "states": tuple(states), "files": listed})
+    return Manifest(
+        **{
+            **document,
+            "kind": kinds[document["kind"]],
+            "writers": tuple(writers),
+            "states": tuple(states),
+            "files": listed,
+        }
+    )
 
 
 def _entry(entry: object) -> FileEntry:
-    _check(isinstance(entry, dict) and entry.keys() == {"name", "size_bytes", "sha256"}, "files", entry)
+    _check(
+        isinstance(entry, dict) and entry.keys() == {"name", "size_bytes", "sha256"}, "files", entry
+    )
     assert isinstance(entry, dict)
     _check(isinstance(entry["name"], str) and is_file_of_checkpoint(entry["name"]), "files", entry)
-    _check(_is_count(entry["size_bytes"]) and isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) is not None, "files", entry)
+    _check(
+        _is_count(entry["size_bytes"])
+        and isinstance(entry["sha256"], str)
+        and _SHA256.fullmatch(entry["sha256"]) is not None,
+        "files",
+        entry,
+    )
     return FileEntry(**entry)
 
 

@@ -1,6 +1,7 @@
 """Reading DCP's `.metadata`, which is a pickle, without running what somebody may have put into it.
 
-The unpickler knows the classes that DCP writes there and nothing else; what comes out is then checked value by value.
+The unpickler knows the classes that DCP writes there and nothing else; what comes out is then
+checked value by value.
 """
 
 from __future__ import annotations
@@ -23,18 +24,30 @@ if TYPE_CHECKING:
 
     from taskd.checkpoint.manifest import Manifest
 
-_DCP_CLASSES = ("ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "Metadata", "MetadataIndex", "TensorProperties",
-                "StorageMeta", "_MEM_FORMAT_ENCODING")
+_DCP_CLASSES = (
+    "ChunkStorageMetadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
 _ADMITTED: dict[tuple[str, str], Any] = {
     **{(dcp.__name__, name): getattr(dcp, name) for name in _DCP_CLASSES},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    **{
+        ("torch", name): value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    },
 }
 
 
-class _Refused(Exception):  # noqa: N818 - caught in this module
+class _Refused(Exception):  # noqa: N818
     """The pickle names something that DCP's metadata has no use for."""
 
 
@@ -47,7 +60,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(path: Path, manifest: Manifest) -> dcp.Metadata:
-    """The metadata of the checkpoint at `path`. Its file is verified, and every place that it names lies within a file of the manifest.
+    """The metadata of the checkpoint at `path`.
+
+    Its file is verified, and every place that it names lies within a file of the manifest.
 
     Raises:
         CorruptCheckpointError: names the file.
@@ -60,7 +75,9 @@ def read(path: Path, manifest: Manifest) -> dcp.Metadata:
         metadata = _Unpickler(io.BytesIO(files.read(place, entry.size_bytes))).load()
         reason = _problem(metadata, sizes)
     except _Refused as error:
-        raise CorruptCheckpointError(f"{place}: contains pickled code: refused ({error})") from error
+        raise CorruptCheckpointError(
+            f"{place}: contains pickled code: refused ({error})"
+        ) from error
     # A damaged pickle may raise anything.
     except Exception as error:
         raise CorruptCheckpointError(f"{place}: is damaged: {error!r}") from error
@@ -70,12 +87,22 @@ def read(path: Path, manifest: Manifest) -> dcp.Metadata:
 
 
 def _problem(metadata: Any, sizes: dict[str, int]) -> str:
-    if type(metadata) is not dcp.Metadata or type(metadata.state_dict_metadata) is not dict or type(metadata.storage_data) is not dict:
+    if (
+        type(metadata) is not dcp.Metadata
+        or type(metadata.state_dict_metadata) is not dict
+        or type(metadata.storage_data) is not dict
+    ):
         return "it is no metadata of DCP"
     for index, info in metadata.storage_data.items():
-        if type(index) is not dcp.MetadataIndex or type(info) is not filesystem._StorageInfo or info.transform_descriptors:
+        if (
+            type(index) is not dcp.MetadataIndex
+            or type(info) is not filesystem._StorageInfo
+            or info.transform_descriptors
+        ):
             return f"{index!r} is stored in a way that is not known"
-        is_within = info.relative_path in sizes and _is_count(info.offset) and _is_count(info.length)
+        is_within = (
+            info.relative_path in sizes and _is_count(info.offset) and _is_count(info.length)
+        )
         if not is_within or info.offset + info.length > sizes[info.relative_path]:
             return f"{index.fqn} is said to be outside the files of the manifest"
     for name, content in metadata.state_dict_metadata.items():
@@ -90,14 +117,25 @@ def _problem_of(name: Any, content: Any, storage: dict[Any, Any]) -> str:
         return "is no name"
     if type(content) is dcp.BytesStorageMetadata:
         return "" if dcp.MetadataIndex(name) in storage else "is not stored anywhere"
-    is_tensor = type(content) is dcp.TensorStorageMetadata and type(content.properties) is dcp.TensorProperties
-    if not is_tensor or type(content.size) is not torch.Size or not isinstance(content.properties.dtype, torch.dtype) or type(content.chunks) is not list:
+    is_tensor = (
+        type(content) is dcp.TensorStorageMetadata
+        and type(content.properties) is dcp.TensorProperties
+    )
+    if (
+        not is_tensor
+        or type(content.size) is not torch.Size
+        or not isinstance(content.properties.dtype, torch.dtype)
+        or type(content.chunks) is not list
+    ):
         return "is neither a tensor nor a value"
     for chunk in content.chunks:
-        shapes_fit = type(chunk) is dcp.ChunkStorageMetadata and len(chunk.sizes) == len(chunk.offsets) == len(content.size)
+        shapes_fit = type(chunk) is dcp.ChunkStorageMetadata and len(chunk.sizes) == len(
+            chunk.offsets
+        ) == len(content.size)
         if not shapes_fit or any(
-                offset < 0 or size < 0 or offset + size > whole
-                for offset, size, whole in zip(chunk.offsets, chunk.sizes, content.size, strict=True)):
+            offset < 0 or size < 0 or offset + size > whole
+            for offset, size, whole in zip(chunk.offsets, chunk.sizes, content.size, strict=True)
+        ):
             return f"has a piece outside its shape {tuple(content.size)}"
         if dcp.MetadataIndex(name, chunk.offsets) not in storage:
             return f"has a piece at {tuple(chunk.offsets)} that is not stored anywhere"

@@ -18,18 +18,20 @@ from enum import Enum
 
 from taskd.errors import CheckpointError
 
-MAX_VERSION = 10**12 - 1     # twelve digits, so that names sort like numbers
+MAX_VERSION = 10**12 - 1  # twelve digits, so that names sort like numbers
 _FINAL = re.compile(r"(step|dump|save)-(\d{12})(?:-([2-9]|[1-9]\d{1,3}))?")
-_HIDDEN = re.compile(r"\.(step|dump|save)-(\d{12})\.(partial|removed)-([0-9a-f]{12})-([A-Za-z0-9_-]{1,64})")
+_HIDDEN = re.compile(
+    r"\.(step|dump|save)-(\d{12})\.(partial|removed)-([0-9a-f]{12})-([A-Za-z0-9_-]{1,64})"
+)
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Kind(Enum):
     """Why a checkpoint was written. The values are in manifests."""
 
-    PERIODIC = "periodic"    # every n steps; the older ones are deleted
-    DUMP = "dump"            # because the job had to end; taskd never deletes it
-    SAVED = "saved"          # because the script said so; nor this
+    PERIODIC = "periodic"  # every n steps; the older ones are deleted
+    DUMP = "dump"  # because the job had to end; taskd never deletes it
+    SAVED = "saved"  # because the script said so; nor this
 
 
 _PREFIX = {Kind.PERIODIC: "step", Kind.DUMP: "dump", Kind.SAVED: "save"}
@@ -80,4 +82,8 @@ def removed_name(kind: Kind, version: int, job: str, unique: str) -> str:
 def parse_hidden(name: str) -> Hidden | None:
     """What a name that begins with a dot says, None if it is not ours."""
     found = _HIDDEN.fullmatch(name)
-    return Hidden(_KIND[found[1]], int(found[2]), found[3] == "partial", found[4], found[5]) if found else None
+    return (
+        Hidden(_KIND[found[1]], int(found[2]), found[3] == "partial", found[4], found[5])
+        if found
+        else None
+    )

@@ -1,7 +1,8 @@
 """Which process writes, in a form by which another one can tell that it is certainly gone.
 
-A process is named by the boot of its kernel, its namespace of process ids, its id and its start: `<boot>.<namespace>.<pid>.<start>`. Of
-a process of another machine or container nothing is certain, so it counts as alive.
+A process is named by the boot of its kernel, its namespace of process ids, its id and its start:
+`<boot>.<namespace>.<pid>.<start>`. Of a process of another machine or container nothing is certain,
+so it counts as alive.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _start_of(pid: int) -> str:
     """Clock ticks from the boot to its start, "" if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before may hold spaces and parentheses; the start is field 22, the state behind the name field 3.
+            # The name before may hold spaces and parentheses; the start is field 22, the state
+            # behind the name field 3.
             return file.read().rpartition(b")")[2].split()[19].decode()
     except (FileNotFoundError, ProcessLookupError):
         return ""

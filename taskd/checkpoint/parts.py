@@ -1,4 +1,6 @@
-"""What one writer tells the publisher about its part: where every piece of every tensor lies, and what its file holds.
+"""What one writer tells the publisher about its part.
+
+Where every piece of every tensor lies, and what its file holds.
 
 JSON, because nothing that comes from a file is ever unpickled.
 """
@@ -19,13 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """One piece of a tensor, or one plain value (`offsets` None), in a data file. Shapes and offsets in elements."""
+    """One piece of a tensor, or one plain value (`offsets` None), in a data file.
+
+    Shapes and offsets in elements.
+    """
 
     name: str
     offsets: tuple[int, ...] | None
-    sizes: tuple[int, ...]            # of the piece
+    sizes: tuple[int, ...]  # of the piece
     global_shape: tuple[int, ...]
-    dtype: str                        # "float32"; "" for a plain value
+    dtype: str  # "float32"; "" for a plain value
     file: str
     offset_bytes: int
     length_bytes: int
@@ -40,7 +45,7 @@ class Part:
     files: tuple[FileEntry, ...] = ()
     problem: str = ""
     user_files: tuple[FileEntry, ...] = ()
-    user_problem: str = ""               # why it has none
+    user_problem: str = ""  # why it has none
 
 
 def encode(part: Part) -> bytes:
@@ -49,12 +54,19 @@ def encode(part: Part) -> bytes:
 
 
 def read(path: Path, rank: int) -> Part:
-    """The part that `rank` handed over. Raises CheckpointError: it could not write it, or the file is damaged."""
+    """The part that `rank` handed over.
+
+    Raises CheckpointError: it could not write it, or the file is damaged.
+    """
     try:
         fields = json.loads(files.read(path, MAX_BYTES))
         entries = tuple(_entry(entry) for entry in fields["entries"])
-        written, own = (tuple(FileEntry(**file) for file in fields[name]) for name in ("files", "user_files"))
-        part = Part(fields["rank"], entries, written, fields["problem"], own, fields["user_problem"])
+        written, own = (
+            tuple(FileEntry(**file) for file in fields[name]) for name in ("files", "user_files")
+        )
+        part = Part(
+            fields["rank"], entries, written, fields["problem"], own, fields["user_problem"]
+        )
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise CorruptCheckpointError(f"{path}: is damaged: {error!r}") from error
     if part.problem:

@@ -1,13 +1,17 @@
-"""Which bytes of a state this rank writes: decided by each writer alone, in the same way on all of them.
+"""Which bytes of a state this rank writes.
+
+Decided by each writer alone, in the same way on all of them.
 
     Piece            exactly as given: the caller knows that nobody else writes it
     DTensor          the local shard, shared by rows among the writers that hold it
     plain tensor     on all writers: shared by rows among them
     anything else    a plain value, written by the first writer
-    Held             a plain tensor, Piece or value that only some ranks have: the same, among the writers of these
+    Held             a plain tensor, Piece or value that only some ranks have: the same, among the
+        writers of these
 
-"Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line of bytes is cut into equal parts, at
-the beginning of a row. So the parts are even and no rank needs to ask another one.
+"Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line
+of bytes is cut into equal parts, at the beginning of a row. So the parts are even and no rank needs
+to ask another one.
 """
 
 from __future__ import annotations
@@ -27,13 +31,17 @@ from taskd.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-# A piece is copied off its device, and read back, as a whole: this bounds the memory that saving and loading need beside the state.
+# A piece is copied off its device, and read back, as a whole: this bounds the memory that saving
+# and loading need beside the state.
 MAX_PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor of `global_shape`: the box that begins at `offsets` and has the shape of `tensor`."""
+    """Part of a tensor of `global_shape`.
+
+    The box that begins at `offsets` and has the shape of `tensor`.
+    """
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -41,17 +49,23 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Piece:
-        """What this rank holds of a tensor: the local shard of a DTensor, else all of it. Needs no process group.
+        """What this rank holds of a tensor: the local shard of a DTensor, else all of it.
+
+        Needs no process group.
 
         Raises:
-            CheckpointError: a DTensor whose values are not final (partial sums), or whose mesh this rank is not in.
+            CheckpointError: a DTensor whose values are not final (partial sums), or whose mesh this
+                rank is not in.
         """
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
         if tensor.device_mesh.get_coordinate() is None:
             raise CheckpointError(f"this rank holds nothing of a DTensor on {tensor.device_mesh}")
         if any(placement.is_partial() for placement in tensor.placements):
-            raise CheckpointError(f"a DTensor with placements {tensor.placements} holds partial sums: redistribute it first")
+            raise CheckpointError(
+                f"a DTensor with placements {tensor.placements} holds partial "
+                "sums: redistribute it first"
+            )
         with torch.no_grad():
             local = tensor.detach().to_local()
         (chunk,) = _create_chunk_list(tensor)
@@ -72,8 +86,12 @@ class Held:
     holders: tuple[int, ...]
 
 
-def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
-    """What `rank` writes: pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
+def divide(
+    state: Mapping[str, Any], rank: int, writers: Sequence[int]
+) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
+    """What `rank` writes.
+
+    Pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
 
     Raises:
         CheckpointError: a tensor that cannot be saved, by name.
@@ -97,8 +115,13 @@ def divide(state: Mapping[str, Any], rank: int, writers: Sequence[int]) -> tuple
     return [(name, small) for name, piece in pieces for small in _split(piece)], values
 
 
-def _holders(name: str, value: Any, rank: int, writers: Sequence[int]) -> tuple[tuple[int, ...], Any]:
-    """The writers that have it, and what it is: a Piece if it is a tensor, or None for a DTensor of which this rank has nothing."""
+def _holders(
+    name: str, value: Any, rank: int, writers: Sequence[int]
+) -> tuple[tuple[int, ...], Any]:
+    """The writers that have it, and what it is.
+
+    A Piece if it is a tensor, or None for a DTensor of which this rank has nothing.
+    """
     holders: Collection[int] = writers
     if isinstance(value, Held):
         value, holders = value.value, value.holders
@@ -112,30 +135,53 @@ def _holders(name: str, value: Any, rank: int, writers: Sequence[int]) -> tuple[
 
 def _check(name: str, piece: Piece) -> None:
     tensor = piece.tensor
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError(f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: only dense tensors and DTensors can be saved")
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_quantized
+    ):
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__} with layout {tensor.layout}: "
+            "only dense tensors and DTensors can be saved"
+        )
     if tensor.device.type == "meta":
         raise CheckpointError(f"{name} is on the meta device: it has no values yet")
     shape, offsets = piece.global_shape, piece.offsets
     fits = len(shape) == len(offsets) == tensor.dim() and all(
-        offset >= 0 and offset + size <= whole for offset, size, whole in zip(offsets, tensor.shape, shape, strict=True))
+        offset >= 0 and offset + size <= whole
+        for offset, size, whole in zip(offsets, tensor.shape, shape, strict=True)
+    )
     if not fits:
-        raise CheckpointError(f"{name}: a piece of shape {tuple(tensor.shape)} at {offsets} does not lie in {shape}")
+        raise CheckpointError(
+            f"{name}: a piece of shape {tuple(tensor.shape)} at {offsets} does not lie in {shape}"
+        )
 
 
 def holders_of(name: str, tensor: DTensor, rank: int) -> tuple[int, ...]:
-    """The ranks that have the same shard: those that differ from this one only along the mesh's replicating dimensions."""
+    """The ranks that have the same shard.
+
+    Those that differ from this one only along the mesh's replicating dimensions.
+    """
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    index = tuple(slice(None) if placement.is_replicate() else place for place, placement in zip(coordinate, tensor.placements, strict=True))
+    index = tuple(
+        slice(None) if placement.is_replicate() else place
+        for place, placement in zip(coordinate, tensor.placements, strict=True)
+    )
     numbers = _ranks_on(mesh, rank)
     ranks = set(numbers[index].reshape(-1).tolist())
     if int(numbers[tuple(coordinate)]) != rank:
-        raise CheckpointError(f"{name}: rank {rank} has another number in its mesh {mesh}: give it as Piece.of(tensor)")
+        raise CheckpointError(
+            f"{name}: rank {rank} has another number in its mesh {mesh}: give it "
+            "as Piece.of(tensor)"
+        )
     return tuple(sorted(ranks))
 
 
 def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
-    """The rank at each place of a DeviceMesh. A slice of one needs the default group to say so, which a dump has no more."""
+    """The rank at each place of a DeviceMesh.
+
+    A slice of one needs the default group to say so, which a dump has no more.
+    """
     if dist.is_initialized():
         numbers: torch.Tensor = mesh.mesh
         return numbers
@@ -150,7 +196,8 @@ def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tu
     for name, piece in line:
         size = piece.tensor.nbytes
         if not size:
-            # A whole tensor without elements is written so that it exists; an empty shard of another one is not.
+            # A whole tensor without elements is written so that it exists; an empty shard of
+            # another one is not.
             if index == 0 and not math.prod(piece.global_shape):
                 yield name, piece
             continue
@@ -175,16 +222,25 @@ def _split(piece: Piece) -> Iterator[Piece]:
 def _rows(piece: Piece, first: int, last: int) -> Piece:
     if not piece.tensor.dim() or (first == 0 and last == piece.tensor.shape[0]):
         return piece
-    return Piece(piece.global_shape, (piece.offsets[0] + first, *piece.offsets[1:]), piece.tensor[first:last])
+    return Piece(
+        piece.global_shape, (piece.offsets[0] + first, *piece.offsets[1:]), piece.tensor[first:last]
+    )
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a tensor that has no more memory behind it than its own: torch.save writes, and DCP copies, all that is behind it.
+    """The same values in a tensor that has no more memory behind it than its own.
 
-    On the CPU without a copy where the values are contiguous: the result is valid as long as `tensor` is.
+    Torch.save writes, and DCP copies, all that is behind it.
+
+    On the CPU without a copy where the values are contiguous: the result is valid as long as
+    `tensor` is.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
+    if (
+        tensor.device.type != "cpu"
+        or tensor.untyped_storage().nbytes() == tensor.nbytes
+        or not tensor.nbytes
+    ):
         return tensor
     if not tensor.is_contiguous():
         return tensor.contiguous()

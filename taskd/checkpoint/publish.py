@@ -1,4 +1,7 @@
-"""Turning the parts of all writers into a checkpoint: DCP's metadata, the manifest, and one rename that makes it exist."""
+"""Turning the parts of all writers into a checkpoint.
+
+DCP's metadata, the manifest, and one rename that makes it exist.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_SAME_VERSION = 9999     # names of one version, see names.py
+_MAX_SAME_VERSION = 9999  # names of one version, see names.py
 
 
 def publish(draft: Draft, keep: int | None = None) -> Path:
-    """Publish what all writers have handed over; for the first writer. When it returns, the checkpoint is on the disk.
+    """Publish what all writers have handed over; for the first writer.
+
+    When it returns, the checkpoint is on the disk.
 
     Args:
         draft: whose `missing()` is empty.
         keep: of a periodic checkpoint: how many are left, this one included. None: all.
 
     Raises:
-        CheckpointError: it was not published. Nothing of it is left, and the previous checkpoints are as before.
+        CheckpointError: it was not published. Nothing of it is left, and the previous checkpoints
+            are as before.
     """
     try:
         path = _publish(draft)
@@ -53,7 +59,9 @@ def publish(draft: Draft, keep: int | None = None) -> Path:
     except BaseException as error:
         draft.withdraw()
         if isinstance(error, OSError):
-            raise CheckpointError(f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}") from error
+            raise CheckpointError(
+                f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}"
+            ) from error
         raise
     _tidy(draft, keep)
     return path
@@ -70,7 +78,9 @@ def _publish(draft: Draft) -> Path:
         files.check_size(draft.path / file.name, file.size_bytes)
     files.write_new(draft.path / METADATA_NAME, metadata)
     listed.append(FileEntry(METADATA_NAME, len(metadata), hashlib.sha256(metadata).hexdigest()))
-    files.write_new(draft.path / manifest.FILE_NAME, manifest.encode(_manifest(draft, tuple(listed))))
+    files.write_new(
+        draft.path / manifest.FILE_NAME, manifest.encode(_manifest(draft, tuple(listed)))
+    )
     draft.clear()
     files.sync_folder(draft.path)
     for number in range(1, _MAX_SAME_VERSION + 1):
@@ -86,9 +96,19 @@ def _publish(draft: Draft) -> Path:
 
 def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
     return Manifest(
-        job=draft.job, kind=draft.kind, version=draft.version, generation=draft.generation, world_size=draft.world_size, writers=draft.writers,
-        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"), fault=draft.fault, torch=str(torch.__version__),
-        states=draft.states, host=socket.gethostname(), publisher=owners.myself(), files=listed,
+        job=draft.job,
+        kind=draft.kind,
+        version=draft.version,
+        generation=draft.generation,
+        world_size=draft.world_size,
+        writers=draft.writers,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        fault=draft.fault,
+        torch=str(torch.__version__),
+        states=draft.states,
+        host=socket.gethostname(),
+        publisher=owners.myself(),
+        files=listed,
     )
 
 
@@ -102,10 +122,16 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
         for entry in part.entries:
             kind = (entry.global_shape, entry.dtype, entry.offsets is None)
             if seen.setdefault(entry.name, kind) != kind:
-                raise CheckpointError(f"{draft}: {entry.name} is {kind[:2]} on rank {part.rank} and {seen[entry.name][:2]} on another")
+                raise CheckpointError(
+                    f"{draft}: {entry.name} is {kind[:2]} on rank {part.rank} "
+                    f"and {seen[entry.name][:2]} on another"
+                )
             item = _item(entry)
             if entry.offsets is None and item.index in storage:
-                raise CheckpointError(f"{draft}: {entry.name} was given by two ranks: values of one rank need a name of their own")
+                raise CheckpointError(
+                    f"{draft}: {entry.name} was given by two ranks: values of "
+                    "one rank need a name of their own"
+                )
             # Two ranks may have written the same piece: either will do.
             storage[item.index] = _StorageInfo(entry.file, entry.offset_bytes, entry.length_bytes)
             items.append(item)
@@ -116,9 +142,14 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
         raise CheckpointError(f"{draft}: the pieces do not make up the tensors: {error}") from error
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, BytesStorageMetadata):
-            have, need = sum(math.prod(chunk.sizes) for chunk in tensor.chunks), math.prod(tensor.size)
+            have, need = (
+                sum(math.prod(chunk.sizes) for chunk in tensor.chunks),
+                math.prod(tensor.size),
+            )
             if have != need:
-                raise CheckpointError(f"{draft}: {name} is not whole: {have} of {need} elements were written")
+                raise CheckpointError(
+                    f"{draft}: {name} is not whole: {have} of {need} elements were written"
+                )
     metadata.storage_data = storage
     metadata.storage_meta = StorageMeta()
     metadata.version = CURRENT_DCP_VERSION
@@ -138,7 +169,10 @@ def _item(entry: parts.Entry) -> WriteItem:
 
 
 def _tidy(draft: Draft, keep: int | None) -> None:
-    """Delete what is not needed any more. The checkpoint exists already, so no problem here may look as if it did not."""
+    """Delete what is not needed any more.
+
+    The checkpoint exists already, so no problem here may look as if it did not.
+    """
     try:
         for path in sweep(draft):
             log.info("job %s: %s was never finished and is removed", draft.job, path)
@@ -146,4 +180,9 @@ def _tidy(draft: Draft, keep: int | None) -> None:
             for path in folder.retain(draft.directory, draft.job, keep):
                 log.info("job %s: %s is removed, %d newer ones are kept", draft.job, path, keep)
     except (OSError, CheckpointError) as error:
-        log.warning("job %s: old checkpoints in %s could not be removed: %s", draft.job, draft.directory, error)
+        log.warning(
+            "job %s: old checkpoints in %s could not be removed: %s",
+            draft.job,
+            draft.directory,
+            error,
+        )

@@ -1,10 +1,13 @@
-"""Writing one rank's part of a checkpoint, through DCP's own file writer. No collective, no second copy of the state.
+"""Writing one rank's part of a checkpoint, through DCP's own file writer.
+
+No collective, no second copy of the state.
 
     draft = Draft(directory, job, Kind.DUMP, version, attempt, writers, ...)     the same on all writers
     write(draft, rank, state, own)                                               on each of them
     publish(draft)                                                               on the first, once all have written
 
-A state is a dict from names to tensors, DTensors, Pieces and plain values; who writes what is decided in pieces.py.
+A state is a dict from names to tensors, DTensors, Pieces and plain values; who writes what is
+decided in pieces.py.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from taskd.checkpoint import parts, user_files, values
@@ -52,24 +59,34 @@ class _Plan:
 
     @property
     def size_bytes(self) -> int:
-        return sum(piece.tensor.nbytes for piece in self.pieces.values()) + sum(map(len, self.values.values()))
+        return sum(piece.tensor.nbytes for piece in self.pieces.values()) + sum(
+            map(len, self.values.values())
+        )
 
 
 def write(
-    draft: Draft, rank: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None, fill: Callable[[Path], object] | None = None,
+    draft: Draft,
+    rank: int,
+    state: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+    fill: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write this rank's part and hand it over to the publisher. The tensors must not change meanwhile.
+    """Write this rank's part and hand it over to the publisher.
+
+    The tensors must not change meanwhile.
 
     Args:
         draft: what is being written.
         rank: this one, of `draft.writers`.
-        state: plain tensors and values are the same on all writers; DTensors and Pieces are what this rank has.
-        own: plain values of this rank alone, for example the state of its random generators. No other rank may use their names.
+        state: plain tensors and values are the same on all writers; DTensors and Pieces are what
+            this rank has.
+        own: plain values of this rank alone, for example the state of its random generators. No
+            other rank may use their names.
         fill: writes files of the user's own into a folder, see user_files.py.
 
     Raises:
-        CheckpointError: it cannot be written; nothing of this rank's part is left, and the publisher is told. The publisher itself
-            withdraws the draft.
+        CheckpointError: it cannot be written; nothing of this rank's part is left, and the
+            publisher is told. The publisher itself withdraws the draft.
     """
     if rank not in draft.writers:
         raise CheckpointError(f"{draft}: rank {rank} is none of its writers {draft.writers}")
@@ -81,8 +98,14 @@ def write(
         entries = _write(draft, rank, plan, files)
         own_files, own_problem = ((), "") if fill is None else user_files.collect(draft, rank, fill)
         written = tuple(file.entry for file in files.files)
-        draft.hand_over(rank, parts.encode(parts.Part(rank, entries, written, user_files=own_files, user_problem=own_problem)))
-    # Whatever it was, an interrupt too: what was written is of no use to anybody, and the publisher waits.
+        draft.hand_over(
+            rank,
+            parts.encode(
+                parts.Part(rank, entries, written, user_files=own_files, user_problem=own_problem)
+            ),
+        )
+    # Whatever it was, an interrupt too: what was written is of no use to anybody, and the publisher
+    # waits.
     except BaseException as error:
         known = (files.error if files else None) or error
         problem = f"{draft}: rank {rank}: {_text(known)}"
@@ -107,7 +130,9 @@ def refuse(draft: Draft, rank: int, problem: str) -> None:
 def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> _Plan:
     both = state.keys() & own.keys()
     if both:
-        raise CheckpointError(f"{min(both)} is in the state and in the rank's own values: give it once")
+        raise CheckpointError(
+            f"{min(both)} is in the state and in the rank's own values: give it once"
+        )
     pieces, plain = divide(state, rank, draft.writers)
     plan = _Plan({}, {}, {})
     for name, value in [*plain, *own.items()]:
@@ -128,10 +153,12 @@ def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Dr
 
 
 def _write(draft: Draft, rank: int, plan: _Plan, files: HashedFiles) -> tuple[parts.Entry, ...]:
-    writer = FileSystemWriter(draft.path, sync_files=False)      # our files sync themselves
+    writer = FileSystemWriter(draft.path, sync_files=False)  # our files sync themselves
     writer.fs = files
     with torch.no_grad():
-        results = writer.write_data(SavePlan(list(plan.items.values()), storage_data=_StoragePrefix(f"__{rank}_")), plan).wait()
+        results = writer.write_data(
+            SavePlan(list(plan.items.values()), storage_data=_StoragePrefix(f"__{rank}_")), plan
+        ).wait()
     return tuple(_entry(plan.items[result.index], result.storage_data) for result in results)
 
 
@@ -141,7 +168,14 @@ def _entry(item: WriteItem, place: Any) -> parts.Entry:
     if data is None:
         return parts.Entry(item.index.fqn, None, (), (), "", *where)
     dtype = str(data.properties.dtype).removeprefix("torch.")
-    return parts.Entry(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size), dtype, *where)
+    return parts.Entry(
+        item.index.fqn,
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+        tuple(data.size),
+        dtype,
+        *where,
+    )
 
 
 def _undo(draft: Draft, rank: int, problem: str) -> None:
@@ -150,13 +184,21 @@ def _undo(draft: Draft, rank: int, problem: str) -> None:
         return
     with suppress(OSError):
         for name in os.listdir(draft.path):
-            if name.startswith((f"__{rank}_", f"rank-{rank}.json")) or name == user_files.staging(draft, rank).name:
+            if (
+                name.startswith((f"__{rank}_", f"rank-{rank}.json"))
+                or name == user_files.staging(draft, rank).name
+            ):
                 remove(draft.path / name)
     try:
         # A few bytes, on a disk on which our own file has just made room.
         draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
     except OSError as error:
-        log.warning("%s: rank %d could not tell the publisher that its part will not come: %s", draft, rank, error)
+        log.warning(
+            "%s: rank %d could not tell the publisher that its part will not come: %s",
+            draft,
+            rank,
+            error,
+        )
 
 
 def _text(error: BaseException) -> str:

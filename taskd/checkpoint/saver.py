@@ -1,8 +1,9 @@
 """Periodic checkpoints, written in the background of the training.
 
-Each rank has a Saver; the ranks do not wait for each other. What they write meets in a draft's folder, where the first rank's Saver
-publishes it (see draft.py). A rank that dies leaves a draft that is never published; the next one is another folder, and whoever
-publishes there deletes the former one: its writers have ended, or have said that they left it.
+Each rank has a Saver; the ranks do not wait for each other. What they write meets in a draft's
+folder, where the first rank's Saver publishes it (see draft.py). A rank that dies leaves a draft
+that is never published; the next one is another folder, and whoever publishes there deletes the
+former one: its writers have ended, or have said that they left it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ log = logging.getLogger(__name__)
 
 # How soon the publisher sees that the last part is there. Each look lists one folder.
 _LOOK_S = 0.05
-_LIMIT_S = 1800.0      # a part that has not come by then is not waited for: facts about dumps on shared storage say minutes
+# a part that has not come by then is not waited for: facts about dumps on shared storage say
+# minutes
+_LIMIT_S = 1800.0
 
 
 class Saver:
-    """Writes checkpoints every `every` versions and keeps the newest `keep`; of one rank, in one series of writings.
+    """Writes checkpoints every `every` versions and keeps the newest `keep`.
+
+    Of one rank, in one series of writings.
 
     Args:
-        directory, job, attempt, writers, generation, world_size, states: see Draft. After a fault make a new Saver with a new attempt.
+        directory, job, attempt, writers, generation, world_size, states: see Draft. After a fault
+            make a new Saver with a new attempt.
         rank: this one.
         every: versions between two checkpoints.
         keep: how many periodic ones are left.
@@ -41,40 +47,75 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, *, job: str, rank: int, writers: tuple[int, ...], attempt: str, generation: int, world_size: int,
-        every: int, keep: int, states: tuple[str, ...] = (), limit_s: float = _LIMIT_S,
+        self,
+        directory: Path,
+        *,
+        job: str,
+        rank: int,
+        writers: tuple[int, ...],
+        attempt: str,
+        generation: int,
+        world_size: int,
+        every: int,
+        keep: int,
+        states: tuple[str, ...] = (),
+        limit_s: float = _LIMIT_S,
     ) -> None:
         if every < 1 or keep < 1:
             raise CheckpointError(f"job {job}: every {every}, keep {keep}: expected at least 1")
-        self._draft_of = lambda version: Draft(directory, job, Kind.PERIODIC, version, attempt, writers, generation, world_size, states=states)
+        self._draft_of = lambda version: Draft(
+            directory,
+            job,
+            Kind.PERIODIC,
+            version,
+            attempt,
+            writers,
+            generation,
+            world_size,
+            states=states,
+        )
         self._rank, self._every, self._keep, self._limit_s = rank, every, keep, limit_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._has_left = False                 # the drafts of the attempts before this one
-        self.published: Path | None = None     # the newest, on the rank that publishes
-        self.problem: str = ""                 # why the last one was not written or published, "" if it was
+        self._has_left = False  # the drafts of the attempts before this one
+        self.published: Path | None = None  # the newest, on the rank that publishes
+        self.problem: str = ""  # why the last one was not written or published, "" if it was
 
     def is_due(self, version: int) -> bool:
         """Whether `version` is one to save."""
         return version > 0 and version % self._every == 0
 
-    def save(self, version: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        """Begin to save; as `write`. Waits first until the one before is finished here: training never runs ahead of the disk.
+    def save(
+        self, version: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin to save; as `write`.
+
+        Waits first until the one before is finished here: training never runs ahead of the disk.
 
         The tensors must not change until `wait` returns True: give copies.
         """
         self.wait()
         draft = self._draft_of(version)
-        self._thread = threading.Thread(target=self._run, args=(draft, state, own), name="taskd-saver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(draft, state, own), name="taskd-saver", daemon=True
+        )
         self._thread.start()
 
     def refuse(self, version: int, problem: str) -> None:
-        """Instead of `save`: there is nothing to save on this rank. The others' parts are not waited for then."""
+        """Instead of `save`: there is nothing to save on this rank.
+
+        The others' parts are not waited for then.
+        """
         self.wait()
         try:
             refuse(self._draft_of(version), self._rank, problem)
         except (CheckpointError, OSError) as error:
-            log.warning("rank %d: the publisher could not be told that version %d is not saved: %s", self._rank, version, error)
+            log.warning(
+                "rank %d: the publisher could not be told that version %d is not saved: %s",
+                self._rank,
+                version,
+                error,
+            )
         self.problem = problem
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -87,7 +128,10 @@ class Saver:
         return True
 
     def abandon(self) -> None:
-        """Do not wait for the parts of other ranks any more, as one of them may be dead. The Saver is of no further use. Does not block."""
+        """Do not wait for the parts of other ranks any more, as one of them may be dead.
+
+        The Saver is of no further use. Does not block.
+        """
         self._stop.set()
 
     def _run(self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -102,13 +146,21 @@ class Saver:
         # A user's tensors and a user's disk: whatever it is, training goes on.
         except Exception as error:
             self.problem = str(error)
-            log.warning("rank %d: the checkpoint of version %d could not be saved, the previous ones stay: %s", self._rank, draft.version, error,
-                        exc_info=not isinstance(error, CheckpointError))
+            log.warning(
+                "rank %d: the checkpoint of version %d could not be saved, the previous "
+                "ones stay: %s",
+                self._rank,
+                draft.version,
+                error,
+                exc_info=not isinstance(error, CheckpointError),
+            )
 
     def _publish(self, draft: Draft) -> None:
         deadline = time.monotonic() + self._limit_s
         while missing := draft.missing():
             if self._stop.wait(_LOOK_S) or time.monotonic() > deadline:
                 draft.withdraw()
-                raise CheckpointError(f"{draft}: given up: no part of rank {', '.join(map(str, missing))}")
+                raise CheckpointError(
+                    f"{draft}: given up: no part of rank {', '.join(map(str, missing))}"
+                )
         self.published = publish(draft, self._keep)

@@ -1,4 +1,7 @@
-"""Files that are hashed while they are written, and are on the disk when they are closed; and who says how far the writing is."""
+"""Files that are hashed while they are written, and are on the disk when they are closed.
+
+And who says how far the writing is.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 # The disk is kept busy while the next bytes are hashed, instead of beginning at the end.
 _FLUSH_BYTES = 8 << 20
-# As much is in memory only, at most: what is told as written is then true, and the sync at the end short.
+# As much is in memory only, at most: what is told as written is then true, and the sync at the end
+# short.
 _SYNC_BYTES = 256 << 20
 _SYNC_FILE_RANGE_WRITE = 2
-_BUFFER_BYTES = 1 << 20      # DCP writes small tensors in dozens of smaller writes
+_BUFFER_BYTES = 1 << 20  # DCP writes small tensors in dozens of smaller writes
 
 
 class Progress:
@@ -44,7 +48,13 @@ class Progress:
         if now - self._said >= _PROGRESS_S:
             self._said = now
             rate = self._bytes / (now - self._began) / 1e9
-            log.info("%s: %.2f of %.2f GB written, %.2f GB/s", self._subject, self._bytes / 1e9, self._total_bytes / 1e9, rate)
+            log.info(
+                "%s: %.2f of %.2f GB written, %.2f GB/s",
+                self._subject,
+                self._bytes / 1e9,
+                self._total_bytes / 1e9,
+                rate,
+            )
 
 
 class HashedFile(io.RawIOBase):
@@ -56,7 +66,8 @@ class HashedFile(io.RawIOBase):
         self._progress, self._digest = progress, hashlib.sha256()
         self._name = os.path.basename(path)
         self._size = self._flushed = self._synced = 0
-        self.error: OSError | None = None        # what kept it from being written: DCP turns it into errors of its own
+        # what kept it from being written: DCP turns it into errors of its own
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         """Nothing else."""
@@ -105,10 +116,18 @@ class HashedFile(io.RawIOBase):
 
 
 def _begin_flush(fd: int, offset_bytes: int, count: int) -> None:
-    """Have the kernel begin to write these bytes to the disk. A hint: whether it did is told by the sync at the end."""
+    """Have the kernel begin to write these bytes to the disk.
+
+    A hint: whether it did is told by the sync at the end.
+    """
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
-        call(ctypes.c_int(fd), ctypes.c_int64(offset_bytes), ctypes.c_int64(count), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        call(
+            ctypes.c_int(fd),
+            ctypes.c_int64(offset_bytes),
+            ctypes.c_int64(count),
+            ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
+        )
 
 
 class HashedFiles(FileSystem):

@@ -1,9 +1,12 @@
-"""Files in a format of the user's own, beside the tensors of a checkpoint: they appear with it, all of them, or not at all.
+"""Files in a format of the user's own, beside the tensors of a checkpoint.
+
+They appear with it, all of them, or not at all.
 
     every writer     <draft>/user.<rank>/   a function of the user's writes there; the files are synced and hashed
     publisher        <draft>/user/          all of them, under the names that they have among themselves; listed in the manifest
 
-They must not cost the tensors: if a rank cannot write its own, or two ranks write the same name, none is published, and a warning says why.
+They must not cost the tensors: if a rank cannot write its own, or two ranks write the same name,
+none is published, and a warning says why.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ def staging(draft: Draft, rank: int) -> Path:
     return draft.path / f"{USER_FOLDER}.{rank}"
 
 
-def collect(draft: Draft, rank: int, fill: Callable[[Path], object]) -> tuple[tuple[FileEntry, ...], str]:
+def collect(
+    draft: Draft, rank: int, fill: Callable[[Path], object]
+) -> tuple[tuple[FileEntry, ...], str]:
     """Let `fill` write its files. Returns them, on the disk and hashed, or none and the problem."""
     folder = staging(draft, rank)
     try:
@@ -44,7 +49,13 @@ def collect(draft: Draft, rank: int, fill: Callable[[Path], object]) -> tuple[tu
         fill(folder)
         found = tuple(_entry(folder, path) for path in _walk(folder))
     except Exception as error:  # the user's function: whatever it raises, the tensors are saved
-        log.warning("%s: rank %d: the files of on_dump() could not be written: %s", draft, rank, error, exc_info=not isinstance(error, CheckpointError))
+        log.warning(
+            "%s: rank %d: the files of on_dump() could not be written: %s",
+            draft,
+            rank,
+            error,
+            exc_info=not isinstance(error, CheckpointError),
+        )
         shutil.rmtree(folder, ignore_errors=True)
         return (), f"rank {rank}: {error}"
     return found, ""
@@ -55,7 +66,9 @@ def merge(draft: Draft, parts: Sequence[Part]) -> list[FileEntry]:
     problem = next((part.user_problem for part in parts if part.user_problem), "")
     names = [file.name for part in parts for file in part.user_files]
     if len(set(names)) != len(names):
-        problem = problem or f"{next(name for name in names if names.count(name) > 1)} was written by two ranks"
+        problem = problem or (
+            f"{next(name for name in names if names.count(name) > 1)} was written by two ranks"
+        )
     if not problem:
         try:
             return _move(draft, parts)
@@ -88,7 +101,9 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _entry(folder: Path, path: Path) -> FileEntry:
     name = f"{USER_FOLDER}/{path.relative_to(folder)}"
     if not is_file_of_user(name) or not stat.S_ISREG(os.lstat(path).st_mode):
-        raise CheckpointError(f"{path.relative_to(folder)} is no regular file, or its name is too long")
+        raise CheckpointError(
+            f"{path.relative_to(folder)} is no regular file, or its name is too long"
+        )
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while data := file.read(_READ_BYTES):

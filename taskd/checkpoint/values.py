@@ -1,6 +1,9 @@
-"""Plain values, as bytes that are loaded without running code: numbers, text, bytes, tensors, and lists, tuples and dicts of them.
+"""Plain values, as bytes that are loaded without running code.
 
-Anything else is refused when it is saved, by name and type: what could not be loaded must not look as if it had been saved.
+Numbers, text, bytes, tensors, and lists, tuples and dicts of them.
+
+Anything else is refused when it is saved, by name and type: what could not be loaded must not look
+as if it had been saved.
 """
 
 from __future__ import annotations
@@ -18,8 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-# Numbers and texts of other libraries (numpy's float64, enumerations) become the ones that they are based on.
-_BASES: dict[type, Callable[[Any], Any]] = {int: int, float: float, complex: complex, str: str.__str__, bytes: bytes}
+# Numbers and texts of other libraries (numpy's float64, enumerations) become the ones that they are
+# based on.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    int: int,
+    float: float,
+    complex: complex,
+    str: str.__str__,
+    bytes: bytes,
+}
 
 
 def pack(name: str, value: Any) -> bytes:
@@ -34,7 +44,9 @@ def unpack(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CorruptCheckpointError(f"contains pickled code: refused ({str(error).partition(chr(10))[0][:200]})") from error
+        raise CorruptCheckpointError(
+            f"contains pickled code: refused ({str(error).partition(chr(10))[0][:200]})"
+        ) from error
     # torch tells damage by whatever its parser meets first.
     except Exception as error:
         raise CorruptCheckpointError(f"is damaged: {error}") from error
@@ -48,21 +60,37 @@ def _plain(name: str, value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(f"{name}[{index}]", item) for index, item in enumerate(value))
     if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({_plain(f"{name} (a key)", key): _plain(f"{name}[{key!r}]", item) for key, item in value.items()})
+        return type(value)(
+            {
+                _plain(f"{name} (a key)", key): _plain(f"{name}[{key!r}]", item)
+                for key, item in value.items()
+            }
+        )
     for base, convert in _BASES.items():
         if isinstance(value, base):
             return convert(value)
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if (
+        type(value).__module__ == "numpy"
+        and getattr(value, "shape", None) == ()
+        and hasattr(value, "item")
+    ):
         return value.item()
     raise CheckpointError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which could not be loaded without running code: give numbers, text, "
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which could not be "
+        "loaded without running code: give numbers, text, "
         "bytes, tensors, or lists, tuples and dicts of them",
     )
 
 
 def _own_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, and with no more memory behind it than its own: torch.save writes all that is behind it."""
+    """On the CPU, and with no more memory behind it than its own.
+
+    Torch.save writes all that is behind it.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
-        raise CheckpointError(f"{name} is a {type(tensor).__name__} on {tensor.device} within a value: give it as an entry of its own")
+        raise CheckpointError(
+            f"{name} is a {type(tensor).__name__} on {tensor.device} within a "
+            "value: give it as an entry of its own"
+        )
     plain = tensor.detach().cpu()
     return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()

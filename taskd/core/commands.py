@@ -1,4 +1,7 @@
-"""Outputs of the two machines: what to do, imperative. Each repeats the cause it answers and its generation."""
+"""Outputs of the two machines: what to do, imperative.
+
+Each repeats the cause it answers and its generation.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,16 +16,18 @@ class Command:
     generation: int
 
 
-# ---------------------------------------------------------------- manager to agents (and, where noted, on to workers)
+# ---------------------------------------------------------------- manager to agents (and, where
+# noted, on to workers)
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt(Command):
     """To every agent and worker: leave the step, abort collectives, report `WorkerPaused`.
 
-    `reach`: the newest version that anybody committed, the dead included. Whoever is behind it has all gradients on the way
-    and finishes the step if it can, so that no committed step is lost with its only holder. `finish_step`: nothing is broken,
-    everybody does so, and waits at its end for `Advance`.
+    `reach`: the newest version that anybody committed, the dead included. Whoever is behind it has
+    all gradients on the way and finishes the step if it can, so that no committed step is lost with
+    its only holder. `finish_step`: nothing is broken, everybody does so, and waits at its end for
+    `Advance`.
     """
 
     reason: str
@@ -32,7 +37,10 @@ class Interrupt(Command):
 
 @dataclass(frozen=True, slots=True)
 class Advance(Command):
-    """To the agents of `ranks`, and on to them: commit up to `version`, then leave. The answer to `WorkerMayAdvance`."""
+    """To the agents of `ranks`, and on to them: commit up to `version`, then leave.
+
+    The answer to `WorkerMayAdvance`.
+    """
 
     version: int
     ranks: tuple[int, ...]
@@ -40,7 +48,10 @@ class Advance(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReplaceWorker(Command):
-    """To the agent of `rank`: start `incarnation` of it from the forkserver; it waits at the gate for `Resume`."""
+    """To the agent of `rank`: start `incarnation` of it from the forkserver.
+
+    It waits at the gate for `Resume`.
+    """
 
     node_rank: int
     rank: int
@@ -50,7 +61,10 @@ class ReplaceWorker(Command):
 
 @dataclass(frozen=True, slots=True)
 class KillWorker(Command):
-    """To the agent of `rank`: SIGKILL this incarnation (it did not come when called, or hangs). `examine`: take its stacks first."""
+    """To the agent of `rank`: SIGKILL this incarnation (it did not come when called, or hangs).
+
+    `examine`: take its stacks first.
+    """
 
     node_rank: int
     rank: int
@@ -63,8 +77,8 @@ class KillWorker(Command):
 class Move:
     """What one rank does to reach the cut. Not a command of its own.
 
-    `source`: the rank to receive from, which keeps its own copy or loads its snapshot first. `snapshot`: the version to load from
-    node memory. Neither: keep the live copy.
+    `source`: the rank to receive from, which keeps its own copy or loads its snapshot first.
+    `snapshot`: the version to load from node memory. Neither: keep the live copy.
     """
 
     rank: int
@@ -86,7 +100,9 @@ class Resume(Command):
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup(Command):
-    """To every agent: kill all workers and start them anew (warm) as `generation`: nothing could be kept in place.
+    """To every agent: kill all workers and start them anew (warm) as `generation`.
+
+    Nothing could be kept in place.
 
     `incarnations`: (rank, incarnation) for every rank of the job.
     """
@@ -103,12 +119,15 @@ class Release(Command):
 
 @dataclass(frozen=True, slots=True)
 class Dump(Command):
-    """To every agent and worker: the job ends; those among `writers` write their part of `version` to disk and report `WorkerDumped`.
+    """To every agent and worker: the job ends.
 
-    `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this job. `legacies`: (rank, path of its
-    black box) of those that are gone, put in by the agent of their node for a writer that saves what they alone had. `orphaned`: (rank, writer
-    who sees to it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of its memory), put in likewise, of
-    all that are gone.
+    Those among `writers` write their part of `version` to disk and report `WorkerDumped`.
+
+    `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this
+    job. `legacies`: (rank, path of its black box) of those that are gone, put in by the agent of
+    their node for a writer that saves what they alone had. `orphaned`: (rank, writer who sees to
+    it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of
+    its memory), put in likewise, of all that are gone.
     """
 
     version: int
@@ -123,7 +142,10 @@ class Dump(Command):
 
 @dataclass(frozen=True, slots=True)
 class Publish(Command):
-    """To the agent of `rank`, and on to it: every part of the dump of this generation is on disk; give it its name. `withdraw`: remove it."""
+    """To the agent of `rank`, and on to it: every part of the dump of this generation is on disk.
+
+    Give it its name. `withdraw`: remove it.
+    """
 
     node_rank: int
     rank: int
@@ -133,9 +155,13 @@ class Publish(Command):
 
 @dataclass(frozen=True, slots=True)
 class Pair(Command):
-    """To the agent of `node_rank`: mirror the snapshots of its ranks on the node `buddy`, which takes them at `address`. No part of any recovery.
+    """To the agent of `node_rank`.
 
-    `incarnation`: of the buddy's agent. `sources`: (node, incarnation of its agent) of those whose snapshots it is to keep itself.
+    Mirror the snapshots of its ranks on the node `buddy`, which takes them at `address`. No part of
+    any recovery.
+
+    `incarnation`: of the buddy's agent. `sources`: (node, incarnation of its agent) of those whose
+    snapshots it is to keep itself.
     """
 
     node_rank: int
@@ -147,14 +173,20 @@ class Pair(Command):
 
 @dataclass(frozen=True, slots=True)
 class SetProfiling(Command):
-    """To every agent and worker: `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any recovery."""
+    """To every agent and worker.
+
+    `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any
+    recovery.
+    """
 
     wanted: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Command):
-    """To every agent: end the job as failed. The culprit raises its own exception, the others are stopped.
+    """To every agent: end the job as failed.
+
+    The culprit raises its own exception, the others are stopped.
 
     `dump`: the path of the checkpoint that was left behind, or "".
     """
@@ -170,12 +202,16 @@ class GiveUp(Command):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryRecord:
-    """The story of one recovery, for the log line and the JSON record. Durations in seconds, see docs/operations.md."""
+    """The story of one recovery, for the log line and the JSON record.
+
+    Durations in seconds, see docs/operations.md.
+    """
 
     generation: int
-    strategy: str                        # "retry", "recover-in-place" or "restart"; "dump" or "exit" if the job ended by it
+    # "retry", "recover-in-place" or "restart"; "dump" or "exit" if the job ended by it
+    strategy: str
     faults: tuple[Fault, ...]
-    followers: int                       # others whose communication broke as a consequence
+    followers: int  # others whose communication broke as a consequence
     version: int | None
     sources: tuple[tuple[int, str], ...]  # (rank, "kept" or "rank N" or "snapshot" or "nothing")
     steps_redone: int
@@ -189,8 +225,8 @@ class RecoveryRecord:
     total_s: float
     restarts_used: int
     max_restarts: int
-    reason: str = ""                     # why that strategy
-    not_completed: str = ""              # what came before the last rank's first new commit; "": nothing did
+    reason: str = ""  # why that strategy
+    not_completed: str = ""  # what came before the last rank's first new commit; "": nothing did
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +238,10 @@ class RecordRecovery(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReportStraggler(Command):
-    """Say that a rank is slow. Nothing else is done about it. Seconds per step, its own and the median of the others."""
+    """Say that a rank is slow. Nothing else is done about it.
+
+    Seconds per step, its own and the median of the others.
+    """
 
     rank: int
     phase: str
@@ -212,7 +251,10 @@ class ReportStraggler(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReportNoProgress(Command):
-    """Say that recoveries follow each other and lead nowhere: what keeps happening, and when the job will end because of it."""
+    """Say that recoveries follow each other and lead nowhere.
+
+    What keeps happening, and when the job will end because of it.
+    """
 
     text: str
 
@@ -228,7 +270,8 @@ class ReportNoBuddy(Command):
 class EndJob(Command):
     """The job is over: the manager leaves with success or failure.
 
-    `left_alone`: or agents have gone on without it, and it leaves because there is nothing that it could decide any more.
+    `left_alone`: or agents have gone on without it, and it leaves because there is nothing that it
+    could decide any more.
     """
 
     succeeded: bool
@@ -241,7 +284,10 @@ class EndJob(Command):
 
 @dataclass(frozen=True, slots=True)
 class SpawnWorker(Command):
-    """Start a process for this incarnation. `gated`: it takes part in a recovery and waits for `Resume`."""
+    """Start a process for this incarnation.
+
+    `gated`: it takes part in a recovery and waits for `Resume`.
+    """
 
     rank: int
     incarnation: int
@@ -285,7 +331,10 @@ class TellManager(Command):
 
 @dataclass(frozen=True, slots=True)
 class FinishRun(Command):
-    """The agent loop ends. `outcome`: "succeeded", "failed" or "dumped"; `faults` become torchrun's failures."""
+    """The agent loop ends.
+
+    `outcome`: "succeeded", "failed" or "dumped"; `faults` become torchrun's failures.
+    """
 
     outcome: str
     reason: str

@@ -2,12 +2,13 @@
 
 Pure functions of what every rank holds. They know nothing of processes, phases or time.
 
-The newest version for which every shard has a source wins; a source is a clean live copy, or a snapshot in node memory.
-Replicated training is the case of one shard: survivors may differ by one version (one finished its all-reduce, another did
-not), and as any clean copy is a full source, taking the newest means that nothing is done again. Where the state is sharded,
-all shards must meet in one version. A commit vote keeps live shards at most one version apart, and `who_advances` brings
-those behind to the newer one. A shard of which no live copy is left takes everybody back to a version that it has a snapshot
-of, and that the others have a snapshot of, too.
+The newest version for which every shard has a source wins; a source is a clean live copy, or a
+snapshot in node memory. Replicated training is the case of one shard: survivors may differ by one
+version (one finished its all-reduce, another did not), and as any clean copy is a full source,
+taking the newest means that nothing is done again. Where the state is sharded, all shards must meet
+in one version. A commit vote keeps live shards at most one version apart, and `who_advances` brings
+those behind to the newer one. A shard of which no live copy is left takes everybody back to a
+version that it has a snapshot of, and that the others have a snapshot of, too.
 """
 
 from collections import Counter
@@ -20,17 +21,22 @@ from taskd.core.commands import Move
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What one rank holds. `version` None: nothing. `clean` False: torn between optimizer.step() and commit().
+    """What one rank holds. `version` None: nothing.
+
+    `clean` False: torn between optimizer.step() and commit().
 
     Args:
-        replaced: the process is new, and `box_versions` are those for which its predecessor's black box holds the extras
-            (RNG, sampler) that no other rank has.
-        shard: what part of the state it is. Ranks with an equal shard hold equal content; "": everything (replicated). A
-            replacement that has not said yet has the shard of its predecessor.
+        replaced: the process is new, and `box_versions` are those for which its predecessor's black
+            box holds the extras (RNG, sampler) that no other rank has.
+        shard: what part of the state it is. Ranks with an equal shard hold equal content; "":
+            everything (replicated). A replacement that has not said yet has the shard of its
+            predecessor.
         snapshots: versions of the rank's shard that node memory holds, in any order.
-        may_advance: interrupted inside the commit vote before the optimizer step: the gradients are final, the step can be done.
+        may_advance: interrupted inside the commit vote before the optimizer step: the gradients are
+            final, the step can be done.
         node: whose memory holds the snapshots. A process of that node can read them.
-        alive: there is a process. Of one that is gone, `version` tells only what was committed; `plan_cut` plans for its replacement.
+        alive: there is a process. Of one that is gone, `version` tells only what was committed;
+            `plan_cut` plans for its replacement.
     """
 
     rank: int
@@ -58,9 +64,9 @@ class Copy:
 class Cut:
     """The plan. `version` None: nobody holds state and none was lost, everybody starts afresh.
 
-    `lacking_extras`: replaced ranks whose predecessor left no extras for `version`; they go on with those they have. A rank
-    that loads its own snapshot has them from there.
-    `redone`: committed steps that are newer than `version`, and so are done again.
+    `lacking_extras`: replaced ranks whose predecessor left no extras for `version`; they go on with
+    those they have. A rank that loads its own snapshot has them from there. `redone`: committed
+    steps that are newer than `version`, and so are done again.
     """
 
     version: int | None
@@ -83,7 +89,8 @@ class _Shard:
 
     name: str
     copies: list[Copy] = field(default_factory=list)
-    live: dict[int, list[int]] = field(default_factory=dict)  # version -> ranks with a clean copy of it
+    # version -> ranks with a clean copy of it
+    live: dict[int, list[int]] = field(default_factory=dict)
     snapshots: set[int] = field(default_factory=set)
     receivers: int = 0
 
@@ -93,8 +100,13 @@ class _Shard:
         return self.live.keys() | self.snapshots
 
     def sources(self, version: int) -> list[int]:
-        """The ranks that send `version`: those that have it live, else those that load it from node memory."""
-        return self.live.get(version) or [copy.rank for copy in self.copies if version in copy.snapshots]
+        """The ranks that send `version`.
+
+        Those that have it live, else those that load it from node memory.
+        """
+        return self.live.get(version) or [
+            copy.rank for copy in self.copies if version in copy.snapshots
+        ]
 
     def __str__(self) -> str:
         name = f"shard {self.name}" if self.name else "the whole state"
@@ -106,7 +118,8 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
 
     Args:
         copies: what each rank holds, one of each rank of the job, in any order.
-        committed: the newest version that any process of the job is known to have committed, dead ones included.
+        committed: the newest version that any process of the job is known to have committed, dead
+            ones included.
 
     Returns:
         A `Cut` with one move for each rank, by rank. Its own clean live copy is best, then another rank's, then its own
@@ -133,11 +146,18 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
 
 
 def _newest(held: list[Copy], committed: int | None) -> int:
-    """The newest version known to be committed; 0 if none is. Snapshots tell only where nothing else does."""
+    """The newest version known to be committed; 0 if none is.
+
+    Snapshots tell only where nothing else does.
+    """
     known = [copy.version for copy in held if copy.version is not None]
     if committed is not None:
         known.append(committed)
-    return max(known) if known else max((version for copy in held for version in copy.snapshots), default=0)
+    return (
+        max(known)
+        if known
+        else max((version for copy in held for version in copy.snapshots), default=0)
+    )
 
 
 def _shards(held: list[Copy], newest: int) -> dict[str, _Shard]:
@@ -168,22 +188,28 @@ def _move(copy: Copy, version: int, shard: _Shard, sources: list[int]) -> Move:
 def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[int, ...]:
     """The ranks interrupted in the commit vote that should do their step, because somebody has passed that vote.
 
-    Somebody has if a version newer by one than theirs is held, clean or not, or was `committed`, perhaps by one that is dead
-    now. All gradients were final then, so that the step can be done by all, and none that was committed is lost.
+    Somebody has if a version newer by one than theirs is held, clean or not, or was `committed`,
+    perhaps by one that is dead now. All gradients were final then, so that the step can be done by
+    all, and none that was committed is lost.
     """
     held = sorted(copies, key=lambda copy: copy.rank)
     passed = {copy.version for copy in held} | {committed}
     return tuple(
         copy.rank
         for copy in held
-        if copy.may_advance and copy.version is not None and copy.is_live_at(copy.version) and copy.version + 1 in passed
+        if copy.may_advance
+        and copy.version is not None
+        and copy.is_live_at(copy.version)
+        and copy.version + 1 in passed
     )
 
 
 def plan_writers(
     copies: Iterable[Copy], version: int, sizes: Mapping[str, int] | None = None
 ) -> dict[int, tuple[str, ...]] | NoCut:
-    """Who writes what of a dump of `version`: every shard once, spread over nodes and then over their ranks. O(n log n).
+    """Who writes what of a dump of `version`.
+
+    Every shard once, spread over nodes and then over their ranks. O(n log n).
 
     Args:
         copies: what each rank of the job holds, the dead with `alive` False.
@@ -191,7 +217,8 @@ def plan_writers(
         sizes: bytes of each shard; without, all count as equal.
 
     Returns:
-        The shards of each rank that writes any: a clean live copy of its own, or one of which only snapshots are left, in the
+        The shards of each rank that writes any: a clean live copy of its own, or one of which only
+            snapshots are left, in the
         memory of its node. A `NoCut` if a shard is out of reach.
     """
     held = sorted(copies, key=lambda copy: copy.rank)
@@ -203,12 +230,16 @@ def plan_writers(
     nodes_of = {name: _nodes(shard, version, writers) for name, shard in shards.items()}
     lost = [shards[name] for name, nodes in sorted(nodes_of.items()) if not nodes]
     if lost:
-        return NoCut(f"version {version} cannot be written: no live rank reaches a copy of {_listed(lost)}")
+        return NoCut(
+            f"version {version} cannot be written: no live rank reaches a copy of {_listed(lost)}"
+        )
     size_of = {name: 1 if sizes is None else sizes.get(name, 1) for name in shards}
     return _spread(nodes_of, writers, size_of)
 
 
-def plan_orphans(copies: Iterable[Copy], version: int, writers: Iterable[int]) -> tuple[tuple[int, int], ...] | NoCut:
+def plan_orphans(
+    copies: Iterable[Copy], version: int, writers: Iterable[int]
+) -> tuple[tuple[int, int], ...] | NoCut:
     """Which dead rank's snapshot of `version` which of `writers` sees to, for every shard that none of them has. Pairs, by dead rank.
 
     A `NoCut` if a shard is out of their reach.
@@ -220,25 +251,40 @@ def plan_orphans(copies: Iterable[Copy], version: int, writers: Iterable[int]) -
         return written
     owned = {copy.shard for copy in held if copy.alive}
     node_of = {copy.rank: copy.node for copy in held}
-    seen_to = {shard: rank for rank, shards in written.items() for shard in shards if shard not in owned}
+    seen_to = {
+        shard: rank for rank, shards in written.items() for shard in shards if shard not in owned
+    }
     dead: dict[str, int] = {}
     for copy in sorted(held, key=lambda copy: copy.rank):
-        if copy.shard in seen_to and version in copy.snapshots and copy.node == node_of[seen_to[copy.shard]]:
+        if (
+            copy.shard in seen_to
+            and version in copy.snapshots
+            and copy.node == node_of[seen_to[copy.shard]]
+        ):
             dead.setdefault(copy.shard, copy.rank)
     return tuple(sorted((rank, seen_to[shard]) for shard, rank in dead.items()))
 
 
 def _nodes(shard: _Shard, version: int, writers: Mapping[int, list[int]]) -> dict[int, int | None]:
-    """The nodes that can write a shard, each with the rank that has it live; None: any of its ranks reads the snapshot."""
+    """The nodes that can write a shard, each with the rank that has it live.
+
+    None: any of its ranks reads the snapshot.
+    """
     nodes: dict[int, int | None] = {}
     for copy in shard.copies:
         if copy.is_live_at(version):
             nodes.setdefault(copy.node, copy.rank)
-    return nodes or {copy.node: None for copy in shard.copies if version in copy.snapshots and copy.node in writers}
+    return nodes or {
+        copy.node: None
+        for copy in shard.copies
+        if version in copy.snapshots and copy.node in writers
+    }
 
 
 def _spread(
-    nodes_of: dict[str, dict[int, int | None]], writers: dict[int, list[int]], size_of: dict[str, int]
+    nodes_of: dict[str, dict[int, int | None]],
+    writers: dict[int, list[int]],
+    size_of: dict[str, int],
 ) -> dict[int, tuple[str, ...]]:
     """Give each shard to the node with the least to write for each of its ranks, then to the idlest rank there.
 
@@ -249,7 +295,10 @@ def _spread(
     written: dict[int, list[str]] = {}
     to_load: dict[int, list[str]] = {}  # node -> shards in its memory
     for name in sorted(nodes_of, key=lambda name: (len(nodes_of[name]), -size_of[name], name)):
-        node = min(nodes_of[name], key=lambda node: ((pending[node] + size_of[name]) / len(writers[node]), node))
+        node = min(
+            nodes_of[name],
+            key=lambda node: ((pending[node] + size_of[name]) / len(writers[node]), node),
+        )
         pending[node] += size_of[name]
         rank = nodes_of[name][node]
         if rank is None:
@@ -267,7 +316,8 @@ def _spread(
     return {rank: tuple(sorted(written[rank])) for rank in sorted(written)}
 
 
-# ------------------------------------------------------------------------------------------------------------ reasons
+# ------------------------------------------------------------------------------------------------------------
+# reasons
 
 
 def _reason(version: int, shards: list[_Shard]) -> str:
@@ -275,14 +325,22 @@ def _reason(version: int, shards: list[_Shard]) -> str:
     if len(shards) == 1:
         ranks = _ranks(shards[0].sources(version))
         if loaded:
-            return f"version {version} is the newest snapshot, of {ranks}, and no clean live copy is left"
+            return (
+                f"version {version} is the newest snapshot, of {ranks}, and no clean live copy "
+                "is left"
+            )
         return f"version {version} is the newest with a clean live copy, on {ranks}"
     from_snapshots = f", {len(loaded)} from snapshots: {_listed(loaded)}" if loaded else ""
     from_live = f"{len(shards) - len(loaded)} from live copies"
-    return f"version {version} is the newest that each of {len(shards)} shards has: {from_live}{from_snapshots}"
+    return (
+        f"version {version} is the newest that each of {len(shards)} shards has: "
+        f"{from_live}{from_snapshots}"
+    )
 
 
-def _without_source(held: list[Copy], newest: int, shards: list[_Shard], found: Counter[int]) -> Cut | NoCut:
+def _without_source(
+    held: list[Copy], newest: int, shards: list[_Shard], found: Counter[int]
+) -> Cut | NoCut:
     """No version is complete: afresh if nothing is lost by it, else say why not."""
     if newest == 0 and not any(copy.alive and copy.version is not None for copy in held):
         moves = tuple(Move(copy.rank) for copy in held)
@@ -292,7 +350,10 @@ def _without_source(held: list[Copy], newest: int, shards: list[_Shard], found: 
     torn = [copy.rank for copy in held if copy.is_torn]
     if torn:
         return NoCut(f"no clean copy of the state is left: {_torn(torn)}")
-    return NoCut(f"no live rank holds the state: step {newest} was committed, but every process that held it is gone")
+    return NoCut(
+        f"no live rank holds the state: step {newest} was committed, but every process "
+        "that held it is gone"
+    )
 
 
 def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
@@ -314,14 +375,25 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
 def _left(shard: _Shard) -> str:
     """What there is of a shard that lacks the version in question."""
     clean = "clean " if any(copy.is_torn for copy in shard.copies) else ""
-    live = f"live copies of version {_numbers(shard.live)} only" if shard.live else f"no {clean}live copy"
-    snapshots = f"snapshots of version {_numbers(shard.snapshots)} only" if shard.snapshots else "no snapshot"
+    live = (
+        (f"live copies of version {_numbers(shard.live)} only")
+        if shard.live
+        else f"no {clean}live copy"
+    )
+    snapshots = (
+        (f"snapshots of version {_numbers(shard.snapshots)} only")
+        if shard.snapshots
+        else "no snapshot"
+    )
     return f"{shard} has {live} and {snapshots}"
 
 
 def _torn(ranks: list[int]) -> str:
     was = "was" if len(ranks) == 1 else "were"
-    return f"{_ranks(ranks)} {was} between optimizer.step() and commit() (move collectives after commit())"
+    return (
+        f"{_ranks(ranks)} {was} between optimizer.step() and commit() (move collectives after "
+        "commit())"
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

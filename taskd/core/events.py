@@ -1,7 +1,8 @@
 """Inputs of the two machines: what happened, past tense, with the time at which we learned of it.
 
-`now` is monotonic seconds of the process that runs the machine; `cause` is an id that travels with everything it leads to.
-Events of a worker carry rank and incarnation, so that what an earlier life said is recognised and ignored.
+`now` is monotonic seconds of the process that runs the machine; `cause` is an id that travels with
+everything it leads to. Events of a worker carry rank and incarnation, so that what an earlier life
+said is recognised and ignored.
 """
 
 from dataclasses import dataclass, field
@@ -19,14 +20,18 @@ class Event:
     cause: str
 
 
-# ---------------------------------------------------------------- seen by the manager (RecoveryMachine)
+# ---------------------------------------------------------------- seen by the manager
+# (RecoveryMachine)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedFailure:
-    """How (without the traceback) and how long ago a life failed that is registered as lost. Not an event of its own.
+    """How (without the traceback) and how long ago a life failed that is registered as lost.
 
-    `replaced`: it was the one before, whose place the registered life has taken in a recovery that is not over.
+    Not an event of its own.
+
+    `replaced`: it was the one before, whose place the registered life has taken in a recovery that
+    is not over.
     """
 
     fault: Fault
@@ -60,7 +65,8 @@ class WorkerReport:
 class AgentRegistered(Event):
     """An agent introduced itself, the first time or again after the connection or the manager was lost.
 
-    `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the largest.
+    `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the
+    largest.
     """
 
     node_rank: int
@@ -75,7 +81,9 @@ class AgentRegistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class ManagerBeganAnew(Event):
-    """The machine before this one failed: what it knew comes back with the registrations. Agents of `node_ranks` were there.
+    """The machine before this one failed: what it knew comes back with the registrations.
+
+    Agents of `node_ranks` were there.
 
     A node that does not come back within a lease is lost, as if it had been silent since.
     """
@@ -85,7 +93,11 @@ class ManagerBeganAnew(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentLeft(Event):
-    """An agent said goodbye: `outcome` is "succeeded", "failed", "dumped", "stopped" (SIGTERM, Ctrl-C), or "fallback": it goes on without us."""
+    """An agent said goodbye.
+
+    `outcome` is "succeeded", "failed", "dumped", "stopped" (SIGTERM, Ctrl-C), or "fallback": it
+    goes on without us.
+    """
 
     node_rank: int
     outcome: str
@@ -94,7 +106,10 @@ class AgentLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentHeard(Event):
-    """Anything arrived from the agent: its lease is renewed. With a heartbeat come the marks of its workers."""
+    """Anything arrived from the agent: its lease is renewed.
+
+    With a heartbeat come the marks of its workers.
+    """
 
     node_rank: int
     marks: tuple[Mark, ...] = ()
@@ -119,7 +134,8 @@ class WorkerStarted(WorkerEvent):
 class WorkerDeclared(WorkerEvent):
     """The worker's script uses `taskd.recoverable`: it can be recovered in place.
 
-    `entered`: it has come to its function. Until then it may be busy with anything, and may end well without training.
+    `entered`: it has come to its function. Until then it may be busy with anything, and may end
+    well without training.
     """
 
     entered: bool = False
@@ -129,8 +145,8 @@ class WorkerDeclared(WorkerEvent):
 class WorkerLost(WorkerEvent):
     """The worker is dead or as good as dead. `age_s`: how long ago, as the black box tells.
 
-    `box_versions`: versions for which its black box holds the per-rank extras (RNG, sampler). `snapshots`: versions of its state that
-    are whole in the memory of the node.
+    `box_versions`: versions for which its black box holds the per-rank extras (RNG, sampler).
+    `snapshots`: versions of its state that are whole in the memory of the node.
     """
 
     fault: Fault
@@ -150,8 +166,8 @@ class WorkerExitKnown(WorkerEvent):
 class WorkerPaused(WorkerEvent):
     """The worker left its function (or never entered it) and waits for `Resume`.
 
-    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and commit()). `snapshots`: versions of its
-    state that are whole in the memory of the node.
+    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and
+    commit()). `snapshots`: versions of its state that are whole in the memory of the node.
     """
 
     generation: int
@@ -163,9 +179,12 @@ class WorkerPaused(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMayAdvance(WorkerEvent):
-    """It is called out, could commit one step more than `version`, and waits to be told: by `Advance`, or by whatever ends its entry.
+    """It is called out, could commit one step more than `version`, and waits to be told.
 
-    Its vote before the optimizer step broke; or it finishes the step that it is in (`Interrupt.finish_step`), and waits after that.
+    By `Advance`, or by whatever ends its entry.
+
+    Its vote before the optimizer step broke; or it finishes the step that it is in
+    (`Interrupt.finish_step`), and waits after that.
     """
 
     generation: int
@@ -175,7 +194,9 @@ class WorkerMayAdvance(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRaised(WorkerEvent):
-    """An exception left the recoverable function; the worker waits. It may be a victim (`FaultKind.COMMUNICATION`).
+    """An exception left the recoverable function; the worker waits.
+
+    It may be a victim (`FaultKind.COMMUNICATION`).
 
     `may_advance`: it is still in its function, in a vote that broke (`WorkerMayAdvance`).
     """
@@ -210,33 +231,45 @@ class WorkerReturned(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady(WorkerEvent):
-    """Worker to agent only: the runtime listens. `guarded`: it owns the futex in its black box, so the alarm can be armed."""
+    """Worker to agent only: the runtime listens.
+
+    `guarded`: it owns the futex in its black box, so the alarm can be armed.
+    """
 
     guarded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUncaught(WorkerEvent):
-    """Worker to agent only: the script ends by this exception; the exit that follows is to be described by `fault`."""
+    """Worker to agent only: the script ends by this exception.
+
+    The exit that follows is to be described by `fault`.
+    """
 
     fault: Fault
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExamined(WorkerEvent):
-    """The stacks of a rank that hangs, taken before it was killed: Python's of every thread, the main thread's native one."""
+    """The stacks of a rank that hangs, taken before it was killed.
+
+    Python's of every thread, the main thread's native one.
+    """
 
     traceback: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHolds(WorkerEvent):
-    """Which part of the state it has, from the end of its restore(): ranks with an equal `shard` hold equal content; "" is all of it."""
+    """Which part of the state it has, from the end of its restore().
+
+    Ranks with an equal `shard` hold equal content; "" is all of it.
+    """
 
     shard: str
 
 
-WRITTEN = "written"                  # stages of a writer of an emergency checkpoint
+WRITTEN = "written"  # stages of a writer of an emergency checkpoint
 PUBLISHED = "published"
 WITHDRAWN = "withdrawn"
 FAILED = "failed"
@@ -256,7 +289,10 @@ class WorkerDumped(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class AgentDraining(Event):
-    """This node is to end in `grace_s` seconds (SIGTERM): the job is to be saved at the next step boundary. `detail`: who asked."""
+    """This node is to end in `grace_s` seconds (SIGTERM).
+
+    The job is to be saved at the next step boundary. `detail`: who asked.
+    """
 
     node_rank: int
     detail: str
@@ -267,7 +303,8 @@ class AgentDraining(Event):
 class AgentMirrors(Event):
     """A rank of this node wants mirrors of its snapshots.
 
-    `host`: equal for nodes that fail together, which are never each other's buddy. `address`: where this agent takes snapshots of others.
+    `host`: equal for nodes that fail together, which are never each other's buddy. `address`: where
+    this agent takes snapshots of others.
     """
 
     node_rank: int
@@ -277,7 +314,10 @@ class AgentMirrors(Event):
 
 @dataclass(frozen=True, slots=True)
 class MirrorsHeld(Event):
-    """What this node has of the snapshots of another one: (rank, versions that are whole). From now to the next `Resume` it keeps these."""
+    """What this node has of the snapshots of another one: (rank, versions that are whole).
+
+    From now to the next `Resume` it keeps these.
+    """
 
     node_rank: int
     held: tuple[tuple[int, tuple[int, ...]], ...]
@@ -290,7 +330,10 @@ class WorkerMirrors(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerEvent):
-    """The answer to `SetProfiling`, and any later change: which domains are profiled. No part of any recovery."""
+    """The answer to `SetProfiling`, and any later change: which domains are profiled.
+
+    No part of any recovery.
+    """
 
     status: int
 
@@ -305,12 +348,16 @@ class Tick(Event):
     """A deadline passed."""
 
 
-# ---------------------------------------------------------------- seen by the agent (NodeMachine) only
+# ---------------------------------------------------------------- seen by the agent (NodeMachine)
+# only
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmRang(WorkerEvent):
-    """The robust futex of the worker lost its owner: the worker is dying. `died_at` on this host's monotonic clock."""
+    """The robust futex of the worker lost its owner: the worker is dying.
+
+    `died_at` on this host's monotonic clock.
+    """
 
     died_at: float
     version: int | None
@@ -327,7 +374,8 @@ class WorkerExited(WorkerEvent):
     version: int | None
     phase: str
     box_versions: tuple[int, ...] = ()
-    last_words: Fault | None = None      # the exception that ended the script, a crash, the kernel's reason: if there is word of it
+    # the exception that ended the script, a crash, the kernel's reason: if there is word of it
+    last_words: Fault | None = None
     snapshots: tuple[int, ...] = ()
 
 

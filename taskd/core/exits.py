@@ -1,6 +1,7 @@
 """What an exit status says about how a process ended.
 
-Owns the numbers: Linux signal names are spelt out here, because a decision must not depend on the machine that replays it.
+Owns the numbers: Linux signal names are spelt out here, because a decision must not depend on the
+machine that replays it.
 """
 
 from taskd.core.faults import Fault, FaultKind
@@ -23,8 +24,9 @@ def exit_fault(
 ) -> Fault:  # fmt: skip
     """The fault behind an exit status (exit code, or minus the signal number) that ended a worker too early.
 
-    `words`: what the process itself, or the kernel, left about it. `detail`, `traceback`: the same, where there is no fault
-    yet. Two faults are the same by their status, wherever the address of one lies, unless the words say what makes them so.
+    `words`: what the process itself, or the kernel, left about it. `detail`, `traceback`: the same,
+    where there is no fault yet. Two faults are the same by their status, wherever the address of
+    one lies, unless the words say what makes them so.
     """
     if status < 0:
         kind = FaultKind.KILLED if -status in _FROM_OUTSIDE else FaultKind.CRASHED

@@ -7,17 +7,17 @@ from enum import Enum
 class FaultKind(str, Enum):
     """How a worker failed, from what the kernel or the worker itself told us."""
 
-    LOST = "lost"                        # the death alarm rang; how it died is not known yet
-    KILLED = "killed"                    # SIGKILL, SIGTERM, SIGINT, SIGHUP: somebody outside did it
-    CRASHED = "crashed"                  # any other signal: SIGSEGV, SIGABRT, SIGBUS ...
-    EXITED = "exited"                    # non-zero exit code
-    EXITED_EARLY = "exited early"        # exit code 0 before the job was complete
-    RAISED = "raised"                    # an exception left the recoverable function
-    COMMUNICATION = "communication"      # ... which is what a victim of somebody else's death sees
-    UNRESPONSIVE = "unresponsive"        # did not come when called
-    HANG = "hang"                        # stands still while others wait for it; or all wait for the network
-    START_FAILED = "start failed"        # the replacement could not be started
-    NODE_LOST = "node lost"              # the agent is silent or gone
+    LOST = "lost"  # the death alarm rang; how it died is not known yet
+    KILLED = "killed"  # SIGKILL, SIGTERM, SIGINT, SIGHUP: somebody outside did it
+    CRASHED = "crashed"  # any other signal: SIGSEGV, SIGABRT, SIGBUS ...
+    EXITED = "exited"  # non-zero exit code
+    EXITED_EARLY = "exited early"  # exit code 0 before the job was complete
+    RAISED = "raised"  # an exception left the recoverable function
+    COMMUNICATION = "communication"  # ... which is what a victim of somebody else's death sees
+    UNRESPONSIVE = "unresponsive"  # did not come when called
+    HANG = "hang"  # stands still while others wait for it; or all wait for the network
+    START_FAILED = "start failed"  # the replacement could not be started
+    NODE_LOST = "node lost"  # the agent is silent or gone
 
 
 # Says nothing against the script. LOST: it is not known yet.
@@ -28,11 +28,12 @@ FROM_OUTSIDE = frozenset({FaultKind.LOST, FaultKind.KILLED, FaultKind.NODE_LOST}
 class Fault:
     """One detected cause.
 
-    `version` is the number of committed steps of the worker when it failed (None: it had no TrainState yet), `phase` where
-    in the step it was (see `taskd.native.black_box.Phase`), `detail` the text for the log line ("SIGKILL", "exit 3",
-    "ValueError: bad sample"), `signature` what makes two faults "the same": of an exception its type and where it was raised, never
-    its text, which may hold a time, an address, a pid; else the exit reason. `is_final`: taskd itself refused what the
-    script asked for, so that trying again changes nothing.
+    `version` is the number of committed steps of the worker when it failed (None: it had no
+    TrainState yet), `phase` where in the step it was (see `taskd.native.black_box.Phase`), `detail`
+    the text for the log line ("SIGKILL", "exit 3", "ValueError: bad sample"), `signature` what
+    makes two faults "the same": of an exception its type and where it was raised, never its text,
+    which may hold a time, an address, a pid; else the exit reason. `is_final`: taskd itself refused
+    what the script asked for, so that trying again changes nothing.
     """
 
     kind: FaultKind

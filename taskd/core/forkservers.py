@@ -2,11 +2,14 @@
 
 Owns the limits, and counts silence and deaths. Knows no process: `taskd.agent.spawner` asks it.
 
-- One that owes an answer (a start, or the end of a worker that has ended) and is stopped gives none. After a second that is no
+- One that owes an answer (a start, or the end of a worker that has ended) and is stopped gives
+  none. After a second that is no
   accident of the kernel's.
-- One that runs answers within milliseconds, even on a machine where hundreds of processes wait for each processor within a second.
+- One that runs answers within milliseconds, even on a machine where hundreds of processes wait for
+  each processor within a second.
 - One that still imports what workers need may take minutes on a cold network disk.
-- One that dies again and again dies of something that another one will not cure; but a day later that says nothing any more.
+- One that dies again and again dies of something that another one will not cure; but a day later
+  that says nothing any more.
 """
 
 from collections import deque
@@ -16,7 +19,8 @@ ANSWER_S = 10.0
 PRELOAD_S = 300.0
 DEATHS = 3
 DEATHS_WITHIN_S = 600.0
-_LONGEST_LOOK_S = 2.0        # a longer time between two looks: we did not run ourselves, and neither did it, perhaps
+# a longer time between two looks: we did not run ourselves, and neither did it, perhaps
+_LONGEST_LOOK_S = 2.0
 
 
 class Forkservers:
@@ -33,8 +37,13 @@ class Forkservers:
         """It has answered, or is a new one."""
         self._silent_s = self._stopped_s = 0.0
 
-    def why_replace(self, now: float, *, owes: bool, is_ready: bool, is_stopped: bool) -> str | None:
-        """Why it is not waited for any longer. None: it is, or `owes` nothing. To be asked about once a second, or more often."""
+    def why_replace(
+        self, now: float, *, owes: bool, is_ready: bool, is_stopped: bool
+    ) -> str | None:
+        """Why it is not waited for any longer. None: it is, or `owes` nothing.
+
+        To be asked about once a second, or more often.
+        """
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_LOOK_S)
         self._looked_at = now
         if not owes or is_ready is not self._was_ready:

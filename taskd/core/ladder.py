@@ -1,4 +1,6 @@
-"""Which recovery to try, with the reason for each one skipped; the restart budget; when trying again is pointless.
+"""Which recovery to try, with the reason for each one skipped; the restart budget.
+
+When trying again is pointless.
 
 Owns the policy. Knows nothing of phases, messages or time beyond the durations handed in.
 
@@ -12,14 +14,17 @@ The ladder, from cheap to dear:
 
 Repeat rules (a deterministic failure must not burn the budget):
 - what taskd itself refused (`Fault.is_final`), once: nothing would be different the next time;
-- the same exception at the same version in three recoveries: the first time all processes are kept, the second time that of the rank
+- the same exception at the same version in three recoveries: the first time all processes are kept,
+  the second time that of the rank
   which raised it is replaced, as it may be broken (`taskd.core.job.stopped`), and the third time even a new process has raised it. Where
   no process may be replaced, the second time is the last;
-- the same crash or exit of the same rank, or the same broken communication, at the same version three times;
-- a hang at the same version four times (each has a longer limit than the one before, see `taskd.core.progress`);
-- in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its start.
-Being killed from outside says nothing against the script and does not count here. Whatever is different each time, and leads nowhere all the
-same, is ended by `taskd.core.stagnation`.
+- the same crash or exit of the same rank, or the same broken communication, at the same version
+  three times;
+- a hang at the same version four times (each has a longer limit than the one before, see
+  `taskd.core.progress`);
+- in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its
+  start. Being killed from outside says nothing against the script and does not count here. Whatever
+  is different each time, and leads nowhere all the same, is ended by `taskd.core.stagnation`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,10 +33,13 @@ from enum import Enum
 
 from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
 
-EXCEPTION_LIMIT = 3      # an exception is precise evidence: the second time is no accident, the third time not that process either
-EXIT_LIMIT = 3           # an exit or a signal is weaker evidence: two may be bad luck
-HANG_LIMIT = 4           # and a limit that was too short for something that takes long is not evidence at all
-SHORT_LIFE_S = 60.0      # a script without commits shows progress by living longer than this
+# an exception is precise evidence: the second time is no accident, the third time not that process
+# either
+EXCEPTION_LIMIT = 3
+EXIT_LIMIT = 3  # an exit or a signal is weaker evidence: two may be bad luck
+# and a limit that was too short for something that takes long is not evidence at all
+HANG_LIMIT = 4
+SHORT_LIFE_S = 60.0  # a script without commits shows progress by living longer than this
 
 
 class Strategy(str, Enum):
@@ -44,11 +52,14 @@ class Strategy(str, Enum):
     EXIT = "exit"
 
 
-WITHOUT_DUMP = frozenset({Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART, Strategy.EXIT})
+WITHOUT_DUMP = frozenset(
+    {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART, Strategy.EXIT}
+)
 
 
-# What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace processes; leaving them all alive, or
-# replacing all of them where nothing can be kept, is part of that.
+# What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace
+# processes; leaving them all alive, or replacing all of them where nothing can be kept, is part of
+# that.
 _ALLOWED_BY = {
     "retry": {Strategy.RETRY},
     "recover": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
@@ -61,9 +72,16 @@ STRATEGY_NAMES = tuple(_ALLOWED_BY)
 
 
 def allowed(names: Iterable[str]) -> frozenset[Strategy]:
-    """What these names allow; none at all: everything but a dump. Raises KeyError for a name that is not in `STRATEGY_NAMES`."""
+    """What these names allow; none at all: everything but a dump.
+
+    Raises KeyError for a name that is not in `STRATEGY_NAMES`.
+    """
     named = list(names)
-    return frozenset({Strategy.EXIT}.union(*(_ALLOWED_BY[name] for name in named))) if named else WITHOUT_DUMP
+    return (
+        frozenset({Strategy.EXIT}.union(*(_ALLOWED_BY[name] for name in named)))
+        if named
+        else WITHOUT_DUMP
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +94,11 @@ class Choice:
 
 
 def choose(
-    *, is_declared: bool, lost: Sequence[int], no_cut: str | None = None, allowed: frozenset[Strategy] = WITHOUT_DUMP
+    *,
+    is_declared: bool,
+    lost: Sequence[int],
+    no_cut: str | None = None,
+    allowed: frozenset[Strategy] = WITHOUT_DUMP,
 ) -> Choice:
     """The cheapest strategy that can work.
 
@@ -115,7 +137,8 @@ class Budget:
         """Use one restart for this fault. Returns why the job must end if there is none left."""
         if self.used >= allowed:
             return (
-                f"restart budget spent: {self.used} of {allowed} restarts used (--max_restarts) when {describe(fault)}"
+                f"restart budget spent: {self.used} of {allowed} restarts used (--max_restarts) "
+                f"when {describe(fault)}"
             )
         self.used += 1
         return None
@@ -149,7 +172,10 @@ class RepeatRules:
         return bool(self._exceptions.get((signature(fault), fault.version), set()) - {generation})
 
     def count(self, fault: Fault, generation: int, *, may_replace: bool = True) -> str | None:
-        """Count a fault of a job that uses `taskd.recoverable`. Returns why the job must end, or None."""
+        """Count a fault of a job that uses `taskd.recoverable`.
+
+        Returns why the job must end, or None.
+        """
         if fault.kind in FROM_OUTSIDE:
             return None
         if fault.is_final:
@@ -158,7 +184,9 @@ class RepeatRules:
             seen = self._exceptions.setdefault((signature(fault), fault.version), set())
             seen.add(generation)
             limit = EXCEPTION_LIMIT if may_replace else EXCEPTION_LIMIT - 1
-            return f"the same exception came back: {describe(fault)}" if len(seen) >= limit else None
+            return (
+                (f"the same exception came back: {describe(fault)}") if len(seen) >= limit else None
+            )
         rank = None if fault.kind in (FaultKind.COMMUNICATION, FaultKind.HANG) else fault.rank
         limit = HANG_LIMIT if fault.kind is FaultKind.HANG else EXIT_LIMIT
         key = (fault.kind, rank, signature(fault), fault.version)
@@ -168,8 +196,13 @@ class RepeatRules:
         return f"the same failure came {limit} times: {describe(fault)}"
 
     def forget_unversioned(self) -> None:
-        """There was progress: what failed before any state was there is not what fails there now."""
-        self._exceptions = {key: seen for key, seen in self._exceptions.items() if key[1] is not None}
+        """There was progress.
+
+        What failed before any state was there is not what fails there now.
+        """
+        self._exceptions = {
+            key: seen for key, seen in self._exceptions.items() if key[1] is not None
+        }
         self._exits = {key: count for key, count in self._exits.items() if key[-1] is not None}
 
     def forget_exception(self, fault: Fault, generation: int) -> None:
@@ -177,7 +210,10 @@ class RepeatRules:
         self._exceptions.get((signature(fault), fault.version), set()).discard(generation)
 
     def count_failure(self, fault: Fault, life_s: float) -> str | None:
-        """Count a fault of a job without `taskd.recoverable`. Returns why the job must end, or None."""
+        """Count a fault of a job without `taskd.recoverable`.
+
+        Returns why the job must end, or None.
+        """
         if fault.kind is FaultKind.LOST:
             return None
         self._before = (self._last_failure, self._failures_in_a_row)
@@ -185,11 +221,16 @@ class RepeatRules:
         if fault.kind in FROM_OUTSIDE or life_s >= SHORT_LIFE_S:
             self._last_failure, self._failures_in_a_row = None, 0
             return None
-        self._failures_in_a_row = self._failures_in_a_row + 1 if failure == self._last_failure else 1
+        self._failures_in_a_row = (
+            self._failures_in_a_row + 1 if failure == self._last_failure else 1
+        )
         self._last_failure = failure
         if self._failures_in_a_row < EXIT_LIMIT:
             return None
-        return f"{EXIT_LIMIT} equal failures in a row, each within {SHORT_LIFE_S:g} s of its start: {describe(fault)}"
+        return (
+            f"{EXIT_LIMIT} equal failures in a row, each within {SHORT_LIFE_S:g} s of its "
+            f"start: {describe(fault)}"
+        )
 
     def forget_failure(self) -> None:
         """The last failure turned out to be the consequence of an earlier death, which is counted in its place."""

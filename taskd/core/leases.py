@@ -1,8 +1,9 @@
 """Deadlines as data: who was last heard when, and who is overdue.
 
-Owns no clock: `now` is always handed in. `Deadlines` is the bare table; `Leases` adds the rule for agents: a lease that ran
-out is checked once more after a short while, because a manager that was itself stopped (SIGSTOP, swapping, a paused
-virtual machine) wakes up with every lease overdue and all the heartbeats still in its socket.
+Owns no clock: `now` is always handed in. `Deadlines` is the bare table; `Leases` adds the rule for
+agents: a lease that ran out is checked once more after a short while, because a manager that was
+itself stopped (SIGSTOP, swapping, a paused virtual machine) wakes up with every lease overdue and
+all the heartbeats still in its socket.
 """
 
 from collections.abc import Hashable, Iterator
@@ -15,7 +16,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Deadlines(Generic[Key]):
-    """A table of deadlines by key. `next()` is exact and costs O(log n) amortised, also for thousands of ranks."""
+    """A table of deadlines by key.
+
+    `next()` is exact and costs O(log n) amortised, also for thousands of ranks.
+    """
 
     def __init__(self) -> None:
         self._deadline_by_key: dict[Key, float] = {}

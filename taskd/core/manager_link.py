@@ -1,4 +1,7 @@
-"""The manager as one node sees it: there, away or refusing; and how long a node waits for one that is not there."""
+"""The manager as one node sees it: there, away or refusing.
+
+And how long a node waits for one that is not there.
+"""
 
 from enum import Enum
 
@@ -14,12 +17,15 @@ class Link(Enum):
 
 
 class ManagerLink:
-    """Owns the patience of a node. A manager that had been there is waited for longer: its parent starts it again."""
+    """Owns the patience of a node.
+
+    A manager that had been there is waited for longer: its parent starts it again.
+    """
 
     def __init__(self, timeouts: Timeouts) -> None:
         self.state = Link.AWAY
         self._timeouts = timeouts
-        self._away_since: float | None = None            # None: there has never been a manager
+        self._away_since: float | None = None  # None: there has never been a manager
 
     @property
     def is_present(self) -> bool:
@@ -39,7 +45,10 @@ class ManagerLink:
         self.state = Link.REFUSED
 
     def patience_ends_at(self, needed_since: float) -> float | None:
-        """When a node that has needed the manager since then goes on alone; None while the manager is there."""
+        """When a node that has needed the manager since then goes on alone.
+
+        None while the manager is there.
+        """
         if self.state is Link.PRESENT:
             return None
         if self.state is Link.REFUSED:

@@ -1,25 +1,29 @@
-"""How far a worker has come, as its agent reads it from the black box and from the kernel. Plain data.
+"""How far a worker has come, as its agent reads it from the black box and from the kernel.
 
-All durations are seconds up to the moment at which the agent looked; an agent that was itself not running for a while counts
-only from the moment at which it ran again.
+Plain data.
+
+All durations are seconds up to the moment at which the agent looked; an agent that was itself not
+running for a while counts only from the moment at which it ran again.
 """
 
 from dataclasses import dataclass
 
 # What the kernel says of the main thread and of everything that the worker started.
-ASLEEP = "asleep"          # no processor time, no input or output, nor in its children
+ASLEEP = "asleep"  # no processor time, no input or output, nor in its children
 BUSY = "busy"
-DISK = "disk"              # waits for something outside the job: a disk or a device (state D), a file, a socket, a child
-STOPPED = "stopped"        # by SIGSTOP or the like (state T)
-TRACED = "traced"          # a debugger holds it, or somebody types at it (pdb)
-UNKNOWN = ""               # it went on a moment ago, so that nobody looked
+# waits for something outside the job: a disk or a device (state D), a file, a socket, a child
+DISK = "disk"
+STOPPED = "stopped"  # by SIGSTOP or the like (state T)
+TRACED = "traced"  # a debugger holds it, or somebody types at it (pdb)
+UNKNOWN = ""  # it went on a moment ago, so that nobody looked
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMark:
     """One communicator of a worker. `id` is the same on all its ranks.
 
-    `entered`, `left`: collectives begun, and completed (NCCL, HCCL: calls that came back). `operation`: the one begun last.
+    `entered`, `left`: collectives begun, and completed (NCCL, HCCL: calls that came back).
+    `operation`: the one begun last.
     """
 
     id: int
@@ -34,9 +38,11 @@ class Mark:
     """One worker at one moment.
 
     Args:
-        still_s: since the main thread last marked anything: a phase, a commit. Of one that is asleep: since it was last seen to do something.
+        still_s: since the main thread last marked anything: a phase, a commit. Of one that is
+            asleep: since it was last seen to do something.
         frozen_s: since libtaskd's thread last ran; 0 without libtaskd.
-        python_s: since the runtime's Python thread last ran: whoever keeps the interpreter lock keeps it from running.
+        python_s: since the runtime's Python thread last ran: whoever keeps the interpreter lock
+            keeps it from running.
         is_waiting: a collective was begun and is not complete.
         slowest_s: the longest of the last few hundred steps; 0: not known yet.
         checkpoint_s, evaluation_s: the longest of each so far; 0: there was none.

@@ -1,7 +1,9 @@
-"""Who is in the job: nodes, ranks, the current life (incarnation) of each rank, and what it was last known to do.
+"""Who is in the job.
 
-Owns acceptance: which registration is refused, and which reports come from a life that is over. Does not decide what to do
-about a fault.
+Nodes, ranks, the current life (incarnation) of each rank, and what it was last known to do.
+
+Owns acceptance: which registration is refused, and which reports come from a life that is over.
+Does not decide what to do about a fault.
 """
 
 from collections.abc import Iterable
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
-from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414 - for those who know members
+from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414
 
 
 @dataclass(slots=True)
@@ -22,15 +24,15 @@ class Member:
     state: WorkerState
     born_at: float
     declared: bool = False
-    entered: bool = False                # has come to its recoverable function
-    replaced: bool = False               # this life began in a recovery and has not resumed yet
+    entered: bool = False  # has come to its recoverable function
+    replaced: bool = False  # this life began in a recovery and has not resumed yet
     version: int | None = None
     clean: bool = True
-    box_versions: tuple[int, ...] = ()   # of the life before
-    shard: str = ""                      # what part of the state it has, or had in the life before
-    snapshots: tuple[int, ...] = ()      # versions of that part in the memory of its node
-    is_doomed: bool = False              # it is being killed by our order; what it leaves was not told yet
-    may_advance: bool = False            # it waits within its function, and could commit one step more
+    box_versions: tuple[int, ...] = ()  # of the life before
+    shard: str = ""  # what part of the state it has, or had in the life before
+    snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
+    is_doomed: bool = False  # it is being killed by our order; what it leaves was not told yet
+    may_advance: bool = False  # it waits within its function, and could commit one step more
 
     @property
     def is_live(self) -> bool:
@@ -46,9 +48,21 @@ class Member:
         """It has come to its recoverable function."""
         self.declared = self.entered = True
 
-    def pause(self, version: int | None, clean: bool, snapshots: tuple[int, ...], *, may_advance: bool = False) -> None:
+    def pause(
+        self,
+        version: int | None,
+        clean: bool,
+        snapshots: tuple[int, ...],
+        *,
+        may_advance: bool = False,
+    ) -> None:
         """It waits outside of its function, or, with `may_advance`, in it for word how far to go."""
-        self.state, self.version, self.clean, self.snapshots = WorkerState.PAUSED, version, clean, snapshots
+        self.state, self.version, self.clean, self.snapshots = (
+            WorkerState.PAUSED,
+            version,
+            clean,
+            snapshots,
+        )
         self.may_advance = may_advance
 
     def go_on(self) -> None:
@@ -60,8 +74,13 @@ class Member:
         self.go_on()
         self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
 
-    def lose(self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None) -> None:
-        """Its process is gone or as good as gone. `snapshots` None: nobody has looked since it paused, if it did."""
+    def lose(
+        self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None
+    ) -> None:
+        """Its process is gone or as good as gone.
+
+        `snapshots` None: nobody has looked since it paused, if it did.
+        """
         self.state, self.may_advance = WorkerState.LOST, False
         if snapshots is not None:
             self.snapshots = snapshots
@@ -84,11 +103,13 @@ class Member:
         )  # fmt: skip
 
 
-LOST_NODE = "lost"                       # the outcome of a node that fell silent: the only one that may come back
-MAX_CLAIM = 2**31                        # of what an agent remembers and the job goes on to count from: nobody recovers so often
+LOST_NODE = "lost"  # the outcome of a node that fell silent: the only one that may come back
+# of what an agent remembers and the job goes on to count from: nobody recovers so often
+MAX_CLAIM = 2**31
 _STATES = frozenset(state.value for state in WorkerState)
-FELL_BACK = "fallback"                   # the outcome of a node that goes on as plain torchrun, because nobody answered
-_NO_LIMIT = 2**31                        # the budget of a node that only an earlier manager knew
+# the outcome of a node that goes on as plain torchrun, because nobody answered
+FELL_BACK = "fallback"
+_NO_LIMIT = 2**31  # the budget of a node that only an earlier manager knew
 
 
 @dataclass(slots=True)
@@ -100,7 +121,7 @@ class Node:
     max_restarts: int
     ranks: tuple[int, ...]
     generation: int
-    outcome: str | None = None           # how it left; None: it is there
+    outcome: str | None = None  # how it left; None: it is there
 
     @property
     def is_present(self) -> bool:
@@ -110,22 +131,32 @@ class Node:
 
 @dataclass(slots=True)
 class Membership:
-    """The table of nodes and members. `node_count` and `ranks_per_node` are what the user gave, if anything."""
+    """The table of nodes and members.
+
+    `node_count` and `ranks_per_node` are what the user gave, if anything.
+    """
 
     node_count: int | None = None
     ranks_per_node: int | None = None
     world_size: int | None = None
     joined_node_count: int | None = None  # what the agents say
-    committed: int | None = None         # the newest version that anybody is known to have committed
+    committed: int | None = None  # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
-    ended_early: set[int] = field(default_factory=set)   # ranks that once ended before they came to their function
-    witness: int = -1                    # a rank that has something to do, when that was last looked at
-    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # rank -> node -> versions of its snapshots there
+    # ranks that once ended before they came to their function
+    ended_early: set[int] = field(default_factory=set)
+    witness: int = -1  # a rank that has something to do, when that was last looked at
+    # rank -> node -> versions of its snapshots there
+    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
-        return self._bad_numbers(event) or self._bad_position(event) or self._bad_size(event) or self._bad_ranks(event)
+        return (
+            self._bad_numbers(event)
+            or self._bad_position(event)
+            or self._bad_size(event)
+            or self._bad_ranks(event)
+        )
 
     def _bad_numbers(self, event: AgentRegistered) -> str | None:
         """What no agent of ours says, whatever the job: nothing of it may get into a table."""
@@ -133,7 +164,11 @@ class Membership:
             return f"node {event.node_rank} is outside of a job of {event.node_count} nodes"
         if event.node_count > event.world_size:
             return f"{event.node_count} nodes cannot share a world of {event.world_size}"
-        counts = [event.generation, event.restarts_used, *(report.incarnation for report in event.workers)]
+        counts = [
+            event.generation,
+            event.restarts_used,
+            *(report.incarnation for report in event.workers),
+        ]
         if not all(0 <= count <= MAX_CLAIM for count in counts) or event.max_restarts < 0:
             return f"generation, restarts and incarnations are numbers from 0 to {MAX_CLAIM}"
         if any(report.version is not None and report.version < 0 for report in event.workers):
@@ -144,7 +179,11 @@ class Membership:
 
     def _bad_position(self, event: AgentRegistered) -> str | None:
         node = self.nodes.get(event.node_rank)
-        if node is not None and node.is_present and node.agent_incarnation != event.agent_incarnation:
+        if (
+            node is not None
+            and node.is_present
+            and node.agent_incarnation != event.agent_incarnation
+        ):
             return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
         if node is not None and node.outcome not in (None, LOST_NODE):
             return f"node {event.node_rank} has left this job ({node.outcome})"
@@ -152,9 +191,15 @@ class Membership:
 
     def _bad_size(self, event: AgentRegistered) -> str | None:
         if self.node_count is not None and event.node_count != self.node_count:
-            return f"the manager was started for {self.node_count} nodes, this agent says {event.node_count}"
+            return (
+                f"the manager was started for {self.node_count} nodes, this agent says "
+                f"{event.node_count}"
+            )
         if self.ranks_per_node is not None and len(event.workers) != self.ranks_per_node:
-            return f"the manager was started for {self.ranks_per_node} ranks per node, this agent has {len(event.workers)}"
+            return (
+                f"the manager was started for {self.ranks_per_node} ranks per node, this agent "
+                f"has {len(event.workers)}"
+            )
         if self.world_size is not None and event.world_size != self.world_size:
             return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
         if self.joined_node_count is not None and event.node_count != self.joined_node_count:
@@ -171,12 +216,19 @@ class Membership:
         if len({report.rank for report in event.workers}) != len(event.workers):
             return "the same rank is given twice"
         node = self.nodes.get(event.node_rank)
-        if node is not None and node.ranks and set(node.ranks) != {report.rank for report in event.workers}:
+        if (
+            node is not None
+            and node.ranks
+            and set(node.ranks) != {report.rank for report in event.workers}
+        ):
             return f"node {event.node_rank} had other ranks before"
         return None
 
     def register(self, event: AgentRegistered) -> None:
-        """Take the agent in, and those of its workers that are not known yet. `refusal` has been asked before."""
+        """Take the agent in, and those of its workers that are not known yet.
+
+        `refusal` has been asked before.
+        """
         self.world_size, self.joined_node_count = event.world_size, event.node_count
         ranks = tuple(sorted(report.rank for report in event.workers))
         self.nodes[event.node_rank] = Node(
@@ -200,8 +252,13 @@ class Membership:
         if member is None:
             return f"rank {event.rank} is not known"
         if event.incarnation != member.incarnation:
-            return f"incarnation {event.incarnation} of rank {event.rank} is over, now is {member.incarnation}"
-        if member.state is WorkerState.FINISHED or (not member.is_live and not isinstance(event, WorkerLost)):
+            return (
+                f"incarnation {event.incarnation} of rank {event.rank} is over, now is "
+                f"{member.incarnation}"
+            )
+        if member.state is WorkerState.FINISHED or (
+            not member.is_live and not isinstance(event, WorkerLost)
+        ):
             return f"rank {event.rank} is {member.state.value}"
         return None
 
@@ -219,13 +276,22 @@ class Membership:
                 self.mirrors.setdefault(rank, {})[node_rank] = versions
 
     def copy_of(self, member: Member) -> Copy:
-        """What a member holds. With its node its snapshots are lost; what counts then are their mirrors, and the node that has them."""
+        """What a member holds.
+
+        With its node its snapshots are lost; what counts then are their mirrors, and the node that
+        has them.
+        """
         copy = member.copy()
         if copy.alive or self.nodes[member.node_rank].is_present:
             return copy
-        found = {node_rank: versions for node_rank, versions in self.mirrors.get(member.rank, {}).items()
-                 if node_rank in self.nodes and self.nodes[node_rank].is_present}
-        node_rank = max(sorted(found), key=lambda node_rank: max(found[node_rank]), default=member.node_rank)
+        found = {
+            node_rank: versions
+            for node_rank, versions in self.mirrors.get(member.rank, {}).items()
+            if node_rank in self.nodes and self.nodes[node_rank].is_present
+        }
+        node_rank = max(
+            sorted(found), key=lambda node_rank: max(found[node_rank]), default=member.node_rank
+        )
         return replace(copy, node=node_rank, snapshots=found.get(node_rank, ()))
 
     @property
@@ -259,14 +325,20 @@ class Membership:
             self.ended_early.add(member.rank)
 
     def missing(self) -> list[Member]:
-        """Members that ended well before they came to their function, while others are in theirs: these cannot train alone."""
+        """Members that ended well before they came to their function, while others are in theirs.
+
+        These cannot train alone.
+        """
         ended = [self.members[rank] for rank in sorted(self.ended_early)]
         early = [member for member in ended if member.state is WorkerState.FINISHED]
         early = [member for member in early if member.declared and not member.entered]
         return early if early and any(member.entered for member in self.members.values()) else []
 
     def nobody_works(self) -> bool:
-        """Whether no member has anything more to train. O(1) while the same rank has: it is asked at the end of each."""
+        """Whether no member has anything more to train.
+
+        O(1) while the same rank has: it is asked at the end of each.
+        """
         witness = self.members.get(self.witness)
         if witness is not None and not witness.is_done:
             return False
@@ -278,7 +350,11 @@ class Membership:
 
     def on_node(self, node_rank: int) -> list[Member]:
         """Members of one node, by rank; none of one that has not registered."""
-        return [self.members[rank] for rank in self.nodes[node_rank].ranks] if node_rank in self.nodes else []
+        return (
+            [self.members[rank] for rank in self.nodes[node_rank].ranks]
+            if node_rank in self.nodes
+            else []
+        )
 
     def absent_nodes(self) -> list[Node]:
         """Nodes that left, by rank."""
@@ -288,7 +364,8 @@ class Membership:
     def is_declared(self) -> bool:
         """Whether a worker uses `taskd.recoverable`: then the job can be recovered in place.
 
-        One that has died tells of the others, too: all ranks run the same script, and these may not have come to the decorator yet.
+        One that has died tells of the others, too: all ranks run the same script, and these may not
+        have come to the decorator yet.
         """
         members = self.members.values()
         if any(member.declared and member.is_live for member in members):

@@ -1,21 +1,27 @@
-"""The agent's brain: what one node does about its own workers. Knows processes by rank and incarnation; no sockets, no pids.
+"""The agent's brain: what one node does about its own workers.
 
-It reports to the manager and obeys it; it decides alone only how a process ended, when to use force, and what to do when
-there is no manager.
+Knows processes by rank and incarnation; no sockets, no pids.
+
+It reports to the manager and obeys it; it decides alone only how a process ended, when to use
+force, and what to do when there is no manager.
 
     RUNNING   workers run, pause, die and are replaced
     STOPPING  the job was given up: the culprit raises its own exception, the others are stopped
     DONE      the run is over for this node
 
 Hard cases:
-- The alarm rings before the kernel can say how the worker died. A worker in the middle of its function is lost at once.
+- The alarm rings before the kernel can say how the worker died. A worker in the middle of its
+  function is lost at once.
   One that was leaving, was released, or never came to its function may be ending as it should: the exit code decides.
-- The manager is away. Everything that it must know is kept with the life that it concerns and told when it is back (it
+- The manager is away. Everything that it must know is kept with the life that it concerns and told
+  when it is back (it
   takes repetitions well). A fault that nobody answers for too long ends in `FallBack`: plain torchrun behaviour. If all
   functions here have returned, the workers are released, as nobody else could do it.
-- A replaced worker whose process is still there is killed first: two lives of a rank must not write to the same places.
+- A replaced worker whose process is still there is killed first: two lives of a rank must not write
+  to the same places.
   `wait_for_exit` (accelerators: the old process may still hold the device) also waits until it is gone.
-- A signal to a process that is only being started is lost: it is sent again when the process is there.
+- A signal to a process that is only being started is lost: it is sent again when the process is
+  there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +45,9 @@ Commands = list[do.Command]
 
 
 class NodeMachine:
-    """One node's workers. The shell has started (or is starting) the first life of each rank, ungated.
+    """One node's workers.
+
+    The shell has started (or is starting) the first life of each rank, ungated.
 
     Args:
         incarnations: of the first lives, by rank; 0 where not given.
@@ -86,7 +94,8 @@ class NodeMachine:
         self._now = 0.0
         self._cause = ""
 
-    # ------------------------------------------------------------------------------------------------ for the shell
+    # ------------------------------------------------------------------------------------------------
+    # for the shell
 
     def handle(self, event: ev.Event) -> Commands:
         """Take in one event, return what is to be done about it."""
@@ -110,13 +119,19 @@ class NodeMachine:
 
     def next_deadline(self) -> float | None:
         """When `Tick` is due."""
-        deadlines = [self._alone_at(), self.lives.spacing.next_at(), *(life.kill_at for life in self.lives.all())]
+        deadlines = [
+            self._alone_at(),
+            self.lives.spacing.next_at(),
+            *(life.kill_at for life in self.lives.all()),
+        ]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
         self.lives.check()
-        assert self.phase is not NodePhase.STOPPING or (self._give_up is not None and self.lives.any_process())
+        assert self.phase is not NodePhase.STOPPING or (
+            self._give_up is not None and self.lives.any_process()
+        )
 
     def _is_due(self, now: float) -> bool:
         deadline = self.next_deadline()
@@ -126,14 +141,16 @@ class NodeMachine:
         self.story.note(self._now, f"ignored: {why}", rank)
         return []
 
-    # ------------------------------------------------------------------------------------------------ processes
+    # ------------------------------------------------------------------------------------------------
+    # processes
 
     def _started(self, event: ev.WorkerStarted) -> Commands:
         """There is a process. A signal that it should have got before is sent now."""
         life = self.lives.of(event)
         if life is None or not life.is_live or self.phase is NodePhase.STOPPING:
             known = life or self.lives.former.get((event.rank, event.incarnation))
-            in_time = known is not None and known.kill_at is not None     # else it has been called to end already, and comes late
+            # else it has been called to end already, and comes late
+            in_time = known is not None and known.kill_at is not None
             number = SIGTERM if self.phase is NodePhase.STOPPING and in_time else SIGKILL
             return [self._signal(known, number)] if known is not None and known.has_process else []
         life.started = event
@@ -143,7 +160,13 @@ class NodeMachine:
 
     def _start_failed(self, event: ev.WorkerStartFailed) -> Commands:
         """There is no process, and there will be none."""
-        fault = Fault(FaultKind.START_FAILED, event.rank, event.incarnation, event.detail, signature=event.detail)
+        fault = Fault(
+            FaultKind.START_FAILED,
+            event.rank,
+            event.incarnation,
+            event.detail,
+            signature=event.detail,
+        )
         return self._ended(event, fault, (), event.snapshots, is_success=False)
 
     def _alarm_rang(self, event: ev.AlarmRang) -> Commands:
@@ -162,11 +185,20 @@ class NodeMachine:
     def _exited(self, event: ev.WorkerExited) -> Commands:
         """The process is reaped."""
         fault = exit_fault(
-            event.rank, event.incarnation, event.status, version=event.version, phase=event.phase, words=event.last_words
+            event.rank,
+            event.incarnation,
+            event.status,
+            version=event.version,
+            phase=event.phase,
+            words=event.last_words,
         )
-        return self._ended(event, fault, event.box_versions, event.snapshots, is_success=event.status == 0)
+        return self._ended(
+            event, fault, event.box_versions, event.snapshots, is_success=event.status == 0
+        )
 
-    def _ended(self, event: ev.WorkerEvent, fault: Fault, *left: tuple[int, ...], is_success: bool) -> Commands:
+    def _ended(
+        self, event: ev.WorkerEvent, fault: Fault, *left: tuple[int, ...], is_success: bool
+    ) -> Commands:
         """A life has no process any more. `left`: box_versions and snapshots of `WorkerLost`."""
         former = self.lives.former.pop((event.rank, event.incarnation), None)
         life = former or self.lives.of(event)
@@ -175,23 +207,33 @@ class NodeMachine:
         self.lives.end(life, fault.kind, self._now)
         if self.phase is NodePhase.STOPPING:
             if life.exit_known is None and life.state is WorkerState.LOST:
-                life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
+                life.exit_known = ev.WorkerExitKnown(
+                    self._now, self._cause, life.rank, life.incarnation, fault
+                )
             return self._finish_if_stopped()
         if former is not None or life.state is WorkerState.LOST:
-            # Killed by order and not replaced: what it leaves. Or dying as the group was restarted: perhaps the reason for that.
-            is_news = life.lost is None and (former is None or (life.died_at is not None and not is_success and life.is_live))
+            # Killed by order and not replaced: what it leaves. Or dying as the group was restarted:
+            # perhaps the reason for that.
+            is_news = life.lost is None and (
+                former is None or (life.died_at is not None and not is_success and life.is_live)
+            )
             commands = self._lose(life, fault, *left) if is_news else self._confirm(life, fault)
             return [*commands, *self.lives.next_spawn(event.rank, self._now, at_once=False)]
         if is_success and (self._is_released or not life.is_needed):
             life.state, life.waits_since = WorkerState.FINISHED, None
-            return self._tell(ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation)) + self._finish_if_all_finished()
+            return (
+                self._tell(ev.WorkerFinished(self._now, self._cause, life.rank, life.incarnation))
+                + self._finish_if_all_finished()
+            )
         return self._lose(life, fault, *left)
 
     def _confirm(self, life: Life, fault: Fault) -> Commands:
         """The exit of a life that had been reported as lost."""
         if life.lost is None or life.lost.fault.kind is not FaultKind.LOST:
             return []
-        life.exit_known = ev.WorkerExitKnown(self._now, self._cause, life.rank, life.incarnation, fault)
+        life.exit_known = ev.WorkerExitKnown(
+            self._now, self._cause, life.rank, life.incarnation, fault
+        )
         return self._tell(life.exit_known)
 
     def _lose(self, life: Life, fault: Fault, *left: tuple[int, ...]) -> Commands:
@@ -200,7 +242,9 @@ class NodeMachine:
         life.version = fault.version if fault.version is not None else life.version
         life.died_at = self._now if life.died_at is None else life.died_at
         age_s = max(0.0, self._now - life.died_at)
-        life.lost = ev.WorkerLost(self._now, self._cause, life.rank, life.incarnation, fault, age_s, *left)
+        life.lost = ev.WorkerLost(
+            self._now, self._cause, life.rank, life.incarnation, fault, age_s, *left
+        )
         return self._tell(life.lost)
 
     def _examined(self, event: ev.WorkerExamined) -> Commands:
@@ -215,15 +259,22 @@ class NodeMachine:
         if any(life.state is not WorkerState.FINISHED for life in self.lives.present.values()):
             return []
         self.phase = NodePhase.DONE
-        return [do.FinishRun(self._cause, self.generation, "succeeded", "every worker of this node finished")]
+        return [
+            do.FinishRun(
+                self._cause, self.generation, "succeeded", "every worker of this node finished"
+            )
+        ]
 
     def _pass_on(self, life: Life, command: do.Command) -> do.Command:
-        return do.TellWorker(command.cause, command.generation, life.rank, life.incarnation, command)
+        return do.TellWorker(
+            command.cause, command.generation, life.rank, life.incarnation, command
+        )
 
     def _signal(self, life: Life, number: int) -> do.Command:
         return do.SignalWorker(self._cause, self.generation, life.rank, life.incarnation, number)
 
-    # ------------------------------------------------------------------------------------------------ what workers say
+    # ------------------------------------------------------------------------------------------------
+    # what workers say
 
     def _declared(self, event: ev.WorkerDeclared) -> Commands:
         """It uses `taskd.recoverable`, or has come to its function."""
@@ -233,7 +284,9 @@ class NodeMachine:
         life.is_declared, life.is_entered = True, life.is_entered or event.entered
         return self._tell(event)
 
-    def _stood(self, event: ev.WorkerPaused | ev.WorkerMayAdvance | ev.WorkerRaised | ev.WorkerReturned) -> Commands:
+    def _stood(
+        self, event: ev.WorkerPaused | ev.WorkerMayAdvance | ev.WorkerRaised | ev.WorkerReturned
+    ) -> Commands:
         """It left its function and waits, or asks in it how far to go."""
         life = self.lives.of(event)
         is_answer = isinstance(event, ev.WorkerPaused | ev.WorkerMayAdvance)
@@ -258,11 +311,19 @@ class NodeMachine:
         life.recovered, life.version = event, event.version
         return self._tell(event)
 
-    # ------------------------------------------------------------------------------------------------ the manager
+    # ------------------------------------------------------------------------------------------------
+    # the manager
 
     def _tell(self, event: ev.Event) -> Commands:
-        """Report, if there is somebody to report to. What matters is kept with the life and told again later."""
-        return [do.TellManager(event.cause, self.generation, event)] if self._manager.is_present else []
+        """Report, if there is somebody to report to.
+
+        What matters is kept with the life and told again later.
+        """
+        return (
+            [do.TellManager(event.cause, self.generation, event)]
+            if self._manager.is_present
+            else []
+        )
 
     def _joined(self, event: ev.ManagerJoined) -> Commands:
         """The manager is there: it has our registration, and now hears the details."""
@@ -297,15 +358,19 @@ class NodeMachine:
         self.phase = NodePhase.DONE
         what = "; ".join(describe(fault) for fault in faults) or f"rank {stopped[0].rank} waits"
         reason = f"{what}, and no manager answers"
-        # Those who wait would wait for ever: the one that raised raises, the others end, and torchrun sees failures.
+        # Those who wait would wait for ever: the one that raised raises, the others end, and
+        # torchrun sees failures.
         calls = []
         for life in stopped:
             if life.has_process and life.state is WorkerState.PAUSED:
                 culprit = life.rank if isinstance(life.stand, ev.WorkerRaised) else None
-                calls.append(self._pass_on(life, do.GiveUp(self._cause, self.generation, reason, culprit)))
+                calls.append(
+                    self._pass_on(life, do.GiveUp(self._cause, self.generation, reason, culprit))
+                )
         return [*calls, do.FallBack(self._cause, self.generation, reason)]
 
-    # ------------------------------------------------------------------------------------------------ commands
+    # ------------------------------------------------------------------------------------------------
+    # commands
 
     def _command(self, event: ev.CommandReceived) -> Commands:
         """The manager wants something."""
@@ -314,7 +379,9 @@ class NodeMachine:
         if method is None or not isinstance(command, do.Command):
             return self._ignore(f"{type(command).__name__} is no command for an agent")
         if command.generation < self.generation:
-            return self._ignore(f"{type(command).__name__} of generation {command.generation}, which is over")
+            return self._ignore(
+                f"{type(command).__name__} of generation {command.generation}, which is over"
+            )
         self._cause = command.cause
         commands = method(self, command)
         self.generation = max(self.generation, command.generation)
@@ -328,7 +395,11 @@ class NodeMachine:
                 continue
             if life.spawn is not None:
                 life.spawn = replace(life.spawn, generation=command.generation, gated=True)
-                life.is_gated, life.interrupted, life.resumed = True, command.generation, command.generation - 1
+                life.is_gated, life.interrupted, life.resumed = (
+                    True,
+                    command.generation,
+                    command.generation - 1,
+                )
             elif life.interrupted < command.generation:
                 life.call_out(command.generation)
                 commands.append(self._pass_on(life, command))
@@ -338,7 +409,11 @@ class NodeMachine:
 
     def _advance(self, command: do.Advance) -> Commands:
         """Those who asked go on a step. It may be said twice."""
-        asked = [life for life in self.lives.present.values() if life.rank in command.ranks and life.is_live and life.offer is not None]
+        asked = [
+            life
+            for life in self.lives.present.values()
+            if life.rank in command.ranks and life.is_live and life.offer is not None
+        ]
         for life in asked:
             life.go_on()
         return [self._pass_on(life, command) for life in asked]
@@ -349,9 +424,20 @@ class NodeMachine:
         if life is None or command.incarnation <= life.incarnation:
             return self._ignore(f"incarnation {command.incarnation} is not new here", command.rank)
         self.restarts_used = max(self.restarts_used, command.restarts_used)
-        spawn = do.SpawnWorker(command.cause, command.generation, command.rank, command.incarnation, True, command.restarts_used)
+        spawn = do.SpawnWorker(
+            command.cause,
+            command.generation,
+            command.rank,
+            command.incarnation,
+            True,
+            command.restarts_used,
+        )
         older = [former for former in self.lives.former.values() if former.rank == command.rank]
-        commands: Commands = [self._signal(old, SIGKILL) for old in (*older, life) if old.has_process and not old.is_examined]
+        commands: Commands = [
+            self._signal(old, SIGKILL)
+            for old in (*older, life)
+            if old.has_process and not old.is_examined
+        ]
         self.lives.succeed(life, spawn, self._now + self._timeouts.lost_grace_s)
         return commands if life.is_examined else [*commands, *self._spawn_next(life)]
 
@@ -368,7 +454,9 @@ class NodeMachine:
         if not life.has_process:
             return []
         life.is_examined = command.examine
-        life.kill_at = self._now + (self._timeouts.examine_s if command.examine else self._timeouts.lost_grace_s)
+        life.kill_at = self._now + (
+            self._timeouts.examine_s if command.examine else self._timeouts.lost_grace_s
+        )
         examine = do.ExamineWorker(command.cause, command.generation, life.rank, life.incarnation)
         return [examine if command.examine else self._signal(life, SIGKILL)]
 
@@ -378,8 +466,11 @@ class NodeMachine:
         commands: Commands = []
         for life in self.lives.present.values():
             if life.is_live and life.has_process and life.resumed < command.generation:
-                if life.interrupted < command.generation:      # lost with a connection; a worker needs both
-                    call = do.Interrupt(command.cause, command.generation, "the job is being resumed")
+                # lost with a connection; a worker needs both
+                if life.interrupted < command.generation:
+                    call = do.Interrupt(
+                        command.cause, command.generation, "the job is being resumed"
+                    )
                     commands.append(self._pass_on(life, call))
                 life.resume(command.generation, command.version)
                 commands.append(self._pass_on(life, command))
@@ -395,7 +486,9 @@ class NodeMachine:
                 continue
             if life.has_process:
                 commands.append(self._signal(life, SIGTERM))
-            spawn = do.SpawnWorker(command.cause, command.generation, rank, incarnation, False, command.restarts_used)
+            spawn = do.SpawnWorker(
+                command.cause, command.generation, rank, incarnation, False, command.restarts_used
+            )
             self.lives.succeed(life, spawn, self._now + self._timeouts.restart_grace_s)
             commands += self.lives.next_spawn(rank, self._now, at_once=False)
         return commands
@@ -412,7 +505,11 @@ class NodeMachine:
 
     def _pass_to_all(self, command: do.Command) -> Commands:
         """Each worker knows whether it is meant."""
-        return [self._pass_on(life, command) for life in self.lives.present.values() if life.is_live and life.has_process]
+        return [
+            self._pass_on(life, command)
+            for life in self.lives.present.values()
+            if life.is_live and life.has_process
+        ]
 
     def _stop(self, command: do.GiveUp) -> Commands:
         """The job ends as failed."""
@@ -423,7 +520,11 @@ class NodeMachine:
             if not life.has_process:
                 continue
             life.kill_at = self._now + self._timeouts.give_up_grace_s
-            raises = life.rank == command.culprit and life.is_live and isinstance(life.stand, ev.WorkerRaised)
+            raises = (
+                life.rank == command.culprit
+                and life.is_live
+                and isinstance(life.stand, ev.WorkerRaised)
+            )
             commands.append(self._pass_on(life, command) if raises else self._signal(life, SIGTERM))
         return commands + self._finish_if_stopped()
 
@@ -432,8 +533,23 @@ class NodeMachine:
             return []
         self.phase = NodePhase.DONE
         first = [] if self._give_up.fault is None else [self._give_up.fault]
-        faults = (*first, *(fault for fault in self.lives.faults() if fault.rank not in [other.rank for other in first]))
-        return [do.FinishRun(self._cause, self.generation, "dumped" if self._give_up.dump else "failed", self._give_up.reason, faults)]
+        faults = (
+            *first,
+            *(
+                fault
+                for fault in self.lives.faults()
+                if fault.rank not in [other.rank for other in first]
+            ),
+        )
+        return [
+            do.FinishRun(
+                self._cause,
+                self.generation,
+                "dumped" if self._give_up.dump else "failed",
+                self._give_up.reason,
+                faults,
+            )
+        ]
 
     def _tick(self, event: ev.Tick) -> Commands:
         """Start what has waited; use force on what is overdue; stop waiting for a manager."""
@@ -444,7 +560,11 @@ class NodeMachine:
                 commands += self._spawn_next(life) if life.is_examined else []
                 life.kill_at, life.is_examined = None, False
         alone_at = self._alone_at()
-        return commands + self._go_alone() if alone_at is not None and alone_at <= event.now else commands
+        return (
+            commands + self._go_alone()
+            if alone_at is not None and alone_at <= event.now
+            else commands
+        )
 
     _RUNNING: ClassVar[dict[type[ev.Event], Method]] = {
         ev.WorkerStarted: _started,
@@ -472,11 +592,17 @@ class NodeMachine:
     }  # fmt: skip
     RULES = Table(
         {
-            NodePhase.RUNNING: {event: Rule(move, frozenset(NodePhase)) for event, move in _RUNNING.items()},
-            NodePhase.STOPPING: {event: Rule(move, frozenset(NodePhase)) for event, move in _STOPPING.items()},
+            NodePhase.RUNNING: {
+                event: Rule(move, frozenset(NodePhase)) for event, move in _RUNNING.items()
+            },
+            NodePhase.STOPPING: {
+                event: Rule(move, frozenset(NodePhase)) for event, move in _STOPPING.items()
+            },
         },
         {
-            NodePhase.STOPPING: dict.fromkeys(_RUNNING.keys() - _STOPPING.keys(), "the job is being ended"),
+            NodePhase.STOPPING: dict.fromkeys(
+                _RUNNING.keys() - _STOPPING.keys(), "the job is being ended"
+            ),
             NodePhase.DONE: dict.fromkeys(_RUNNING, "the run is over"),
         },
     )

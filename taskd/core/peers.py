@@ -1,6 +1,7 @@
 """Peer nodes: which node keeps copies of which other node's snapshots.
 
-Owns the rule. The pairs follow from who is on which host alone, so that a manager that was restarted comes to the same ones.
+Owns the rule. The pairs follow from who is on which host alone, so that a manager that was
+restarted comes to the same ones.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ if TYPE_CHECKING:
 
 
 def peers_of(hosts: Mapping[int, str]) -> dict[int, int]:
-    """The peer of each node: the next one in order, around, that is on another host. {}: all are on one."""
+    """The peer of each node: the next one in order, around, that is on another host. {}.
+
+    All are on one.
+    """
     order = sorted(hosts)
     found: dict[int, int] = {}
-    following: dict[int, int] = {}           # index in twice the order -> that of the next node on another host
+    # index in twice the order -> that of the next node on another host
+    following: dict[int, int] = {}
     twice = [*order, *order]
     for index in range(len(twice) - 2, -1, -1):
         is_other = hosts[twice[index + 1]] != hosts[twice[index]]

@@ -21,7 +21,9 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-TRAINING = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED, Phase.RESTARTING})
+TRAINING = frozenset(
+    {Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED, Phase.RESTARTING}
+)
 DUMPING = frozenset({Phase.CONFIRMING, Phase.SAVING, Phase.PUBLISHING, Phase.DISCARDING})
 OVER = frozenset({Phase.ENDING, Phase.ENDED})
 

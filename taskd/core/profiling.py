@@ -1,11 +1,14 @@
-"""Profiling, as far as it is arithmetic: switches to codes, codes to domains, answers of workers to one state, and who is told when.
+"""Profiling, as far as it is arithmetic.
 
-Two domains of marks. "default" holds Step, SaveCheckpoint, FP and DataLoader, "communication" the collectives. The code that is
-asked for is 700, plus 10 with the default domain on, plus 1 with communication on. A worker answers with 1400 + 10 * default +
-communication, where a domain is 0 (off), 1 (on) or 2 (exception).
+Switches to codes, codes to domains, answers of workers to one state, and who is told when.
 
-`Switchboard` is the manager's side, `Exchange` that of a node. Both stand beside the recovery: what is profiled never decides
-what becomes of a job.
+Two domains of marks. "default" holds Step, SaveCheckpoint, FP and DataLoader, "communication" the
+collectives. The code that is asked for is 700, plus 10 with the default domain on, plus 1 with
+communication on. A worker answers with 1400 + 10 * default + communication, where a domain is 0
+(off), 1 (on) or 2 (exception).
+
+`Switchboard` is the manager's side, `Exchange` that of a node. Both stand beside the recovery: what
+is profiled never decides what becomes of a job.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +41,9 @@ class Domains:
     communication: Domain
 
     def __str__(self) -> str:
-        return f"default {self.default.name.lower()}, communication {self.communication.name.lower()}"
+        return (
+            f"default {self.default.name.lower()}, communication {self.communication.name.lower()}"
+        )
 
 
 def code_of(switches: Mapping[str, bool]) -> int:
@@ -54,7 +59,9 @@ def code_of(switches: Mapping[str, bool]) -> int:
 def asked_by(code: int) -> Domains:
     """What a code asks for. Raises ValueError if it is none."""
     if code not in CODES:
-        raise ValueError(f"{code} is no profiling code: expected one of {', '.join(map(str, CODES))}")
+        raise ValueError(
+            f"{code} is no profiling code: expected one of {', '.join(map(str, CODES))}"
+        )
     return Domains(Domain((code - ALL_OFF) // 10), Domain((code - ALL_OFF) % 10))
 
 
@@ -81,15 +88,21 @@ def overall(states: Iterable[Domain]) -> Domain:
 
 
 class Switchboard:
-    """What the manager asks for, and what the workers have answered. Says when it is to be asked again."""
+    """What the manager asks for, and what the workers have answered.
+
+    Says when it is to be asked again.
+    """
 
     def __init__(self) -> None:
-        self.wanted: int | None = None                     # None: nobody has ever asked for anything
-        self._said: dict[int, tuple[int, Domains]] = {}    # rank -> incarnation and answer
+        self.wanted: int | None = None  # None: nobody has ever asked for anything
+        self._said: dict[int, tuple[int, Domains]] = {}  # rank -> incarnation and answer
         self._asked_at = float("-inf")
 
     def ask(self, code: int, now: float) -> bool:
-        """Somebody wants this. True: it is news, all workers are to be told. That all is off is no news at the beginning."""
+        """Somebody wants this. True: it is news, all workers are to be told.
+
+        That all is off is no news at the beginning.
+        """
         asked_by(code)
         if code == (ALL_OFF if self.wanted is None else self.wanted):
             return False
@@ -97,27 +110,35 @@ class Switchboard:
         return True
 
     def heard(self, rank: int, incarnation: int, status: int) -> bool:
-        """A worker's answer. True: it is news. An answer of an earlier life is none. Raises ValueError if it makes no sense."""
+        """A worker's answer. True: it is news. An answer of an earlier life is none.
+
+        Raises ValueError if it makes no sense.
+        """
         domains = said_by(status)
         before = self._said.get(rank)
         if before is not None and (incarnation < before[0] or before == (incarnation, domains)):
             return False
         self._said[rank] = (incarnation, domains)
         if self.wanted is None and domains != asked_by(ALL_OFF):
-            self.wanted = ALL_OFF            # an earlier manager had asked, and the switch has gone since: due at once
+            # an earlier manager had asked, and the switch has gone since: due at once
+            self.wanted = ALL_OFF
         return True
 
     def state(self, ranks: Iterable[int]) -> Domains:
         """Both domains over these ranks."""
         unknown = Domains(Domain.UNKNOWN, Domain.UNKNOWN)
         said = [self._said[rank][1] if rank in self._said else unknown for rank in ranks]
-        return Domains(overall(one.default for one in said), overall(one.communication for one in said))
+        return Domains(
+            overall(one.default for one in said), overall(one.communication for one in said)
+        )
 
     def excepted(self, ranks: Iterable[int]) -> list[int]:
         """Those of these ranks that report an exception in a domain."""
         return [
-            rank for rank in sorted(ranks)
-            if rank in self._said and Domain.EXCEPTION in (self._said[rank][1].default, self._said[rank][1].communication)
+            rank
+            for rank in sorted(ranks)
+            if rank in self._said
+            and Domain.EXCEPTION in (self._said[rank][1].default, self._said[rank][1].communication)
         ]
 
     def is_met(self, ranks: Iterable[int]) -> bool:
@@ -139,11 +160,14 @@ class Switchboard:
 
 
 class Exchange:
-    """What a node knows: the code that its manager asked for last, which new workers are told, and its workers' answers."""
+    """What a node knows.
+
+    The code that its manager asked for last, which new workers are told, and its workers' answers.
+    """
 
     def __init__(self) -> None:
         self.wanted: int | None = None
-        self._said: dict[int, tuple[int, int]] = {}        # rank -> incarnation and status
+        self._said: dict[int, tuple[int, int]] = {}  # rank -> incarnation and status
 
     def ask(self, code: int) -> None:
         """The manager wants this of all workers. Raises ValueError if it is no code."""
@@ -151,14 +175,23 @@ class Exchange:
         self.wanted = code
 
     def for_new_worker(self) -> int | None:
-        """What a worker that has just come up is to be told; None: nothing, it begins with everything off."""
+        """What a worker that has just come up is to be told.
+
+        None: nothing, it begins with everything off.
+        """
         return None if self.wanted == ALL_OFF else self.wanted
 
     def heard(self, rank: int, incarnation: int, status: int) -> None:
-        """A worker's answer, to be told to a manager that comes (back) later. Raises ValueError if it makes no sense."""
+        """A worker's answer, to be told to a manager that comes (back) later.
+
+        Raises ValueError if it makes no sense.
+        """
         said_by(status)
         self._said[rank] = (incarnation, status)
 
     def answers(self) -> list[tuple[int, int, int]]:
         """Rank, incarnation and status of all who have answered."""
-        return [(rank, incarnation, status) for rank, (incarnation, status) in sorted(self._said.items())]
+        return [
+            (rank, incarnation, status)
+            for rank, (incarnation, status) in sorted(self._said.items())
+        ]

@@ -1,22 +1,27 @@
-"""Who hangs, and who only waits for the one that hangs. Pure: the newest marks of all ranks in, a verdict out.
+"""Who hangs, and who only waits for the one that hangs.
 
-A job stands still when one rank does. From outside all ranks look alike, and so do a hang, a slow step and a checkpoint. What
-tells them apart:
+Pure: the newest marks of all ranks in, a verdict out.
+
+A job stands still when one rank does. From outside all ranks look alike, and so do a hang, a slow
+step and a checkpoint. What tells them apart:
 
     stopped     libtaskd's thread does not run, and the kernel says that the process is stopped
     frozen      that thread does not run, whatever the reason
-    locked      the main thread stands, and the interpreter lock is held: the runtime's Python thread does not run
+    locked      the main thread stands, and the interpreter lock is held: the runtime's Python
+        thread does not run
     asleep      the main thread stands outside collectives; neither it nor its children use the processor, read or write
     busy        the main thread stands outside collectives, but something is going on in it (or it waits for something outside the job)
     waiting     it has begun a collective that is not complete: a victim
 
-A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its limit, unless it has itself begun
-what yet another rank has not. When all wait, it is the network, or a program whose ranks call different collectives: nobody is replaced.
-A slow rank that moves is never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
+A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its
+limit, unless it has itself begun what yet another rank has not. When all wait, it is the network,
+or a program whose ranks call different collectives: nobody is replaced. A slow rank that moves is
+never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
 
-Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is that of the rank whose longest is
-shortest, because the steps of the others contain waiting for somebody's checkpoint. Checkpoints, evaluations and the first steps of a
-generation have limits of their own. Each hang at a version that had one already has a limit that is longer by a factor:
+Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is
+that of the rank whose longest is shortest, because the steps of the others contain waiting for
+somebody's checkpoint. Checkpoints, evaluations and the first steps of a generation have limits of
+their own. Each hang at a version that had one already has a limit that is longer by a factor:
 whatever takes long there and is no hang gets its time.
 """
 
@@ -27,13 +32,14 @@ from taskd.core import marks as of
 from taskd.core.marks import GroupMark, Mark
 from taskd.core.timeouts import Timeouts
 
-STEP_FACTOR = 3.0          # limits are so many times what was seen
-AGAIN_FACTOR = 8.0         # ... and longer by this for each hang before at the same version
-LOCKED_S = 1.0             # the runtime's thread runs four times a second
-FRESH_HEARTBEATS = 2.0     # a mark older than so many heartbeats proves nothing
+STEP_FACTOR = 3.0  # limits are so many times what was seen
+AGAIN_FACTOR = 8.0  # ... and longer by this for each hang before at the same version
+LOCKED_S = 1.0  # the runtime's thread runs four times a second
+FRESH_HEARTBEATS = 2.0  # a mark older than so many heartbeats proves nothing
 
 _LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}
-_OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})   # a rank there neither hangs nor waits in a step
+# a rank there neither hangs nor waits in a step
+_OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})
 _SETTING_UP = frozenset({"entered"})
 
 
@@ -57,7 +63,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """A mark, and whether it was taken lately. Its durations are what the agent saw: an agent that is late proves nothing of its ranks."""
+    """A mark, and whether it was taken lately.
+
+    Its durations are what the agent saw: an agent that is late proves nothing of its ranks.
+    """
 
     mark: Mark
     is_fresh: bool
@@ -82,7 +91,7 @@ class Progress:
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self._seen: dict[int, tuple[float, Mark]] = {}
-        self._hangs: dict[int | None, int] = {}      # version -> verdicts so far
+        self._hangs: dict[int | None, int] = {}  # version -> verdicts so far
 
     def note(self, now: float, marks: Iterable[Mark]) -> None:
         """An agent looked at its workers."""
@@ -95,7 +104,9 @@ class Progress:
         self._hangs = {version: self._hangs.get(version, 0) + 1}
         return version
 
-    def judge(self, now: float, generation: int, lives: Iterable[tuple[int, int]]) -> Verdict | None:
+    def judge(
+        self, now: float, generation: int, lives: Iterable[tuple[int, int]]
+    ) -> Verdict | None:
         """Who hangs among these lives (rank, incarnation), all of which train with `taskd.recoverable`.
 
         None: nobody, or not long enough, or it cannot be told, or nobody healthy would be left.
@@ -103,28 +114,48 @@ class Progress:
         wanted = list(lives)
         stands = self._stands(now, generation, wanted)
         culprits = self._frozen(stands, self._timeouts.hang_floor_s)
-        culprits += self._standing([stand for stand in stands if stand.mark.rank not in {culprit.rank for culprit in culprits}])
+        culprits += self._standing(
+            [
+                stand
+                for stand in stands
+                if stand.mark.rank not in {culprit.rank for culprit in culprits}
+            ]
+        )
         if culprits:
             return Verdict(tuple(culprits)) if len(culprits) < len(wanted) else None
         return self._network(stands) if len(stands) == len(wanted) else None
 
     def frozen(
-        self, now: float, generation: int, lives: Iterable[tuple[int, int]], patience_s: float | None = None
+        self,
+        now: float,
+        generation: int,
+        lives: Iterable[tuple[int, int]],
+        patience_s: float | None = None,
     ) -> tuple[Culprit, ...]:
-        """Those of these lives that do not run at all: what can be said of a rank whatever it does."""
+        """Those of these lives that do not run at all.
+
+        What can be said of a rank whatever it does.
+        """
         wanted = list(lives)
         stands = [
-            self._stand(now, seen_at, mark) for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
+            self._stand(now, seen_at, mark)
+            for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
             if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
         ]
         return tuple(self._frozen(stands, patience_s or self._timeouts.hang_floor_s))
 
-    def _stands(self, now: float, generation: int, wanted: Sequence[tuple[int, int]]) -> list[_Stand]:
+    def _stands(
+        self, now: float, generation: int, wanted: Sequence[tuple[int, int]]
+    ) -> list[_Stand]:
         """What is known of this generation."""
         found = []
         for rank, incarnation in wanted:
             seen_at, mark = self._seen.get(rank, (0.0, None))
-            if mark is None or (mark.incarnation, mark.generation) != (incarnation, generation) or mark.phase in _OUTSIDE:
+            if (
+                mark is None
+                or (mark.incarnation, mark.generation) != (incarnation, generation)
+                or mark.phase in _OUTSIDE
+            ):
                 continue
             found.append(self._stand(now, seen_at, mark))
         return found
@@ -141,8 +172,16 @@ class Progress:
             limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_wait_s
             if mark.activity == of.TRACED or mark.frozen_s < limit_s or not stand.is_fresh:
                 continue
-            how = "stopped by a signal" if mark.activity == of.STOPPED else f"not running at all ({mark.activity or 'unknown state'})"
-            found.append(Culprit(mark.rank, f"{how} for {mark.frozen_s:.1f} s in {mark.phase}", mark.frozen_s))
+            how = (
+                "stopped by a signal"
+                if mark.activity == of.STOPPED
+                else (f"not running at all ({mark.activity or 'unknown state'})")
+            )
+            found.append(
+                Culprit(
+                    mark.rank, f"{how} for {mark.frozen_s:.1f} s in {mark.phase}", mark.frozen_s
+                )
+            )
         return found
 
     def _standing(self, stands: Sequence[_Stand]) -> list[Culprit]:
@@ -157,7 +196,8 @@ class Progress:
                 continue
             others = [other for other in stands if other is not stand]
             if any(not other.is_waiting and _is_ahead(stand, other) for other in others):
-                continue                          # a victim itself, in a call that does not tell whether it is complete (NCCL)
+                # a victim itself, in a call that does not tell whether it is complete (NCCL)
+                continue
             victims = [other for other in others if other.is_fresh and _waits_for(other, stand)]
             patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
             if patient:
@@ -167,18 +207,39 @@ class Progress:
     def _network(self, stands: Sequence[_Stand]) -> Verdict | None:
         """Everybody waits."""
         step_s = self._longest_step(stands)
-        if len(stands) < 2 or step_s is None or not all(stand.is_waiting and stand.is_fresh for stand in stands):
+        if (
+            len(stands) < 2
+            or step_s is None
+            or not all(stand.is_waiting and stand.is_fresh for stand in stands)
+        ):
             return None
         # Some may have begun a collective in advance, and be in something that takes long.
-        long = [self._limit(stand, stands, step_s) for stand in stands if stand.mark.phase in _LONG or stand.mark.phase in _SETTING_UP]
-        limit_s = max(self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, stands[0].mark.version), *long, 0.0)
+        long = [
+            self._limit(stand, stands, step_s)
+            for stand in stands
+            if stand.mark.phase in _LONG or stand.mark.phase in _SETTING_UP
+        ]
+        limit_s = max(
+            self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, stands[0].mark.version),
+            *long,
+            0.0,
+        )
         shortest = min(stand.still_s for stand in stands)
         if shortest < limit_s:
             return None
-        where = sorted({_operation(group) for stand in stands for group in stand.mark.groups if group.entered > group.left})
+        where = sorted(
+            {
+                _operation(group)
+                for stand in stands
+                for group in stand.mark.groups
+                if group.entered > group.left
+            }
+        )
         what = "in " + " and ".join(where) if where else "in a collective"
         same = "the same collective" if len(where) <= 1 else "collectives that do not fit together"
-        return Verdict(network=f"all ranks wait {what} for {shortest:.1f} s: {same}", since_s=shortest)
+        return Verdict(
+            network=f"all ranks wait {what} for {shortest:.1f} s: {same}", since_s=shortest
+        )
 
     # ------------------------------------------------------------ limits
 
@@ -198,15 +259,22 @@ class Progress:
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
         is_outside = mark.phase == "data" or mark.activity == of.DISK
-        is_busy = mark.activity in (of.BUSY, of.UNKNOWN) and not stand.is_locked      # unknown: nobody has looked long enough yet
-        # It waited when it last spoke, or nothing in it gets to run: a machine that has too much to do looks like this.
+        # unknown: nobody has looked long enough yet
+        is_busy = mark.activity in (of.BUSY, of.UNKNOWN) and not stand.is_locked
+        # It waited when it last spoke, or nothing in it gets to run: a machine that has too much to
+        # do looks like this.
         is_doubtful = mark.is_waiting or mark.frozen_s >= LOCKED_S
-        at_least = timeouts.hang_busy_s if is_outside or is_busy or is_doubtful else timeouts.hang_floor_s
+        at_least = (
+            timeouts.hang_busy_s if is_outside or is_busy or is_doubtful else timeouts.hang_floor_s
+        )
         return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
 
     def _bound(self, seen_s: float, at_least_s: float, version: int | None) -> float:
         """`version`: of the rank in question."""
-        return min(max(seen_s, at_least_s) * AGAIN_FACTOR ** self._hangs.get(version, 0), self._timeouts.hang_ceiling_s)
+        return min(
+            max(seen_s, at_least_s) * AGAIN_FACTOR ** self._hangs.get(version, 0),
+            self._timeouts.hang_ceiling_s,
+        )
 
 
 def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
@@ -216,7 +284,10 @@ def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
 
 
 def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
-    """Whether `victim` is in a collective that `culprit` has not begun. Where nothing is known of communicators, any will do."""
+    """Whether `victim` is in a collective that `culprit` has not begun.
+
+    Where nothing is known of communicators, any will do.
+    """
     if _common(victim, culprit):
         return _is_ahead(victim, culprit) or (victim.is_waiting and culprit.is_locked)
     return victim.is_waiting
@@ -234,12 +305,22 @@ def _operation(group: GroupMark) -> str:
 def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
     mark = stand.mark
     doing = {
-        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a file, the network or another process", of.STOPPED: "stopped by a signal"
+        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a file, the network or another "
+                                                       "process", of.STOPPED: "stopped by a signal"
     }.get(mark.activity, "standing")  # fmt: skip
     if stand.is_locked and mark.activity != of.STOPPED:
         doing = f"{doing} with the interpreter lock held"
-    ahead = [theirs for victim in victims for theirs, his in _common(victim, stand) if theirs.entered > his.entered]
+    ahead = [
+        theirs
+        for victim in victims
+        for theirs, his in _common(victim, stand)
+        if theirs.entered > his.entered
+    ]
     ranks = sorted(victim.mark.rank for victim in victims)
-    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} wait"
+    who = (
+        f"rank {ranks[0]} waits"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} wait"
+    )
     where = f" in {_operation(ahead[0])}, which it has not begun" if ahead else " in a collective"
     return f"{doing} for {stand.still_s:.1f} s in {mark.phase}; {who} for it{where}"

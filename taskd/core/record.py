@@ -1,8 +1,12 @@
-"""One recovery in the making: its faults, its time stamps, and the `RecoveryRecord` that comes of them.
+"""One recovery in the making.
 
-Owns the meaning of each duration. Decides nothing. A recovery is one generation. A fault while ranks leave their step or start makes it
-longer, not two. One after that, before the last rank's first new commit, begins another: the record of the first says that it was not
-completed, and the time of the second counts from the death with which all began. So a job that goes round and round leaves a record each time.
+Its faults, its time stamps, and the `RecoveryRecord` that comes of them.
+
+Owns the meaning of each duration. Decides nothing. A recovery is one generation. A fault while
+ranks leave their step or start makes it longer, not two. One after that, before the last rank's
+first new commit, begins another: the record of the first says that it was not completed, and the
+time of the second counts from the death with which all began. So a job that goes round and round
+leaves a record each time.
 
     death | detect | manager learned | decide | commands | quiesce | last survivor paused
                                                           | respawn | last replacement at the gate
@@ -26,8 +30,8 @@ class TimedFault:
     died_at: float
     learned_at: float
     life_s: float = 0.0
-    is_declared: bool = False            # the job used `taskd.recoverable` when it happened
-    generation: int | None = None        # of the recovery that counted it
+    is_declared: bool = False  # the job used `taskd.recoverable` when it happened
+    generation: int | None = None  # of the recovery that counted it
 
 
 @dataclass(slots=True)
@@ -35,32 +39,43 @@ class Attempt:
     """The recovery that is under way."""
 
     cause: str
-    began_at: float                      # for a recovery without a fault: when it was seen to be needed
+    began_at: float  # for a recovery without a fault: when it was seen to be needed
     strategy: Strategy = Strategy.RETRY
-    reason: str = ""                     # why that strategy
-    taken_over: str = ""                 # what an earlier manager has to do with it
-    outage_began_at: float | None = None  # the first death of recoveries before this one, none of which was completed
+    reason: str = ""  # why that strategy
+    taken_over: str = ""  # what an earlier manager has to do with it
+    # the first death of recoveries before this one, none of which was completed
+    outage_began_at: float | None = None
     faults: list[TimedFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()
-    redone: int = 0                      # committed steps to be done again, over all plans of this recovery
-    broken: set[int] = field(default_factory=set)      # ranks in which an exception came back, see `taskd.core.job.stopped`
+    redone: int = 0  # committed steps to be done again, over all plans of this recovery
+    # ranks in which an exception came back, see `taskd.core.job.stopped`
+    broken: set[int] = field(default_factory=set)
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
     respawned_at: float = 0.0
     slowest: WorkerRecovered | None = None
-    waiting: set[int] = field(default_factory=set)     # ranks that have not recovered (or started) yet
-    is_restart: bool = False                           # it waits for starts, not for commits
+    waiting: set[int] = field(default_factory=set)  # ranks that have not recovered (or started) yet
+    is_restart: bool = False  # it waits for starts, not for commits
 
     def take_over(self, faults: list[TimedFault], *, is_known: bool) -> None:
-        """These were being answered by a manager that went; their ranks have been replaced, and their restarts counted. Or it is not known what was."""
+        """These were being answered by a manager that went.
+
+        Their ranks have been replaced, and their restarts counted. Or it is not known what was.
+        """
         self.faults += faults
         if faults:
-            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, "the manager was restarted meanwhile"
+            self.strategy, self.taken_over = (
+                Strategy.RECOVER_IN_PLACE,
+                ("the manager was restarted meanwhile"),
+            )
         elif not is_known:
-            self.taken_over = "the manager was restarted meanwhile, and what came before is not known: the time counts from then"
+            self.taken_over = (
+                "the manager was restarted meanwhile, and what came before is not "
+                "known: the time counts from then"
+            )
 
     def commanded(self, now: float) -> None:
         """The commands of a new generation go out."""
@@ -94,12 +109,17 @@ class Attempt:
         if rank not in self.waiting:
             return False
         self.waiting.discard(rank)
-        if event is not None and (self.slowest is None or _duration(event) > _duration(self.slowest)):
+        if event is not None and (
+            self.slowest is None or _duration(event) > _duration(self.slowest)
+        ):
             self.slowest = event
         return not self.waiting
 
     def victims_of(self, death: TimedFault) -> list[TimedFault]:
-        """Exceptions that came after this death: taken for causes so far, they are its consequences."""
+        """Exceptions that came after this death.
+
+        Taken for causes so far, they are its consequences.
+        """
         return [
             known
             for known in self.faults
@@ -114,13 +134,24 @@ class Attempt:
         self.followers.add((known.fault.rank, known.fault.incarnation))
 
     def record(
-        self, now: float, generation: int, restarts_used: int, max_restarts: int, not_completed: str = ""
+        self,
+        now: float,
+        generation: int,
+        restarts_used: int,
+        max_restarts: int,
+        not_completed: str = "",
     ) -> RecoveryRecord:
-        """The finished story. Called when the last rank is back, or, with the reason, when another recovery or the end comes first."""
+        """The finished story.
+
+        Called when the last rank is back, or, with the reason, when another recovery or the end
+        comes first.
+        """
         first = min(self.faults, key=lambda known: known.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at
-        self.outage_began_at = died_at if self.outage_began_at is None else min(self.outage_began_at, died_at)
+        self.outage_began_at = (
+            died_at if self.outage_began_at is None else min(self.outage_began_at, died_at)
+        )
         slowest = self.slowest
         return RecoveryRecord(
             generation=generation,

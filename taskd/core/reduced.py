@@ -1,6 +1,7 @@
 """The least that must be told of an event, for one that cannot be sent as it is, or that was refused: a death is always reported.
 
-Pure. What is left out is what somebody else wrote (a black box, a peer): rank, incarnation and kind are the agent's own knowledge.
+Pure. What is left out is what somebody else wrote (a black box, a peer): rank, incarnation and kind
+are the agent's own knowledge.
 """
 
 from dataclasses import replace
@@ -17,8 +18,17 @@ def reduced(event: ev.Event) -> ev.Event | None:
         case ev.WorkerExitKnown():
             return replace(event, fault=_least(event))
         case ev.AgentRegistered():
-            workers = tuple(ev.WorkerReport(report.rank, report.incarnation, report.state, report.declared, clean=report.clean,
-                                            entered=report.entered) for report in event.workers)
+            workers = tuple(
+                ev.WorkerReport(
+                    report.rank,
+                    report.incarnation,
+                    report.state,
+                    report.declared,
+                    clean=report.clean,
+                    entered=report.entered,
+                )
+                for report in event.workers
+            )
             return replace(event, workers=workers)
     return None
 

@@ -1,15 +1,19 @@
 """How long the next start of a rank waits, if starts before it came to nothing.
 
-A script, a folder or a module that is missing for a moment (network file systems blink), or a system that has no descriptors left, would
-use up all tries of a rank within a second. So the first start that comes to nothing is tried again at once, then after four seconds, then
-after sixteen. Owns these moments. Whether there is a next try at all is decided by the manager (`taskd.core.ladder`).
+A script, a folder or a module that is missing for a moment (network file systems blink), or a
+system that has no descriptors left, would use up all tries of a rank within a second. So the first
+start that comes to nothing is tried again at once, then after four seconds, then after sixteen.
+Owns these moments. Whether there is a next try at all is decided by the manager
+(`taskd.core.ladder`).
 """
 
 from dataclasses import dataclass, field
 
 from taskd.core.faults import FaultKind
 
-SHORT_LIFE_S = 1.5       # what is missing is missed within this time; where that takes longer, the starts are far enough from each other
+# what is missing is missed within this time; where that takes longer, the starts are far enough
+# from each other
+SHORT_LIFE_S = 1.5
 FIRST_S = 4.0
 FACTOR = 4.0
 LONGEST_S = 16.0
@@ -21,16 +25,22 @@ _FAILURES = frozenset({FaultKind.START_FAILED, FaultKind.EXITED})
 class Spacing:
     """Of the ranks of one node."""
 
-    _failures: dict[int, int] = field(default_factory=dict)         # by rank, in a row
-    _not_before: dict[int, float] = field(default_factory=dict)     # by rank
-    _held: dict[int, bool] = field(default_factory=dict)            # ranks that are to start, and `at_once` of `Lives.next_spawn`
+    _failures: dict[int, int] = field(default_factory=dict)  # by rank, in a row
+    _not_before: dict[int, float] = field(default_factory=dict)  # by rank
+    # ranks that are to start, and `at_once` of `Lives.next_spawn`
+    _held: dict[int, bool] = field(default_factory=dict)
 
-    def ended(self, rank: int, kind: FaultKind, now: float, started_at: float | None, *, has_entered: bool) -> None:
-        """A life is over. `started_at`: None if there never was a process; `has_entered`: it came to its function."""
+    def ended(
+        self, rank: int, kind: FaultKind, now: float, started_at: float | None, *, has_entered: bool
+    ) -> None:
+        """A life is over.
+
+        `started_at`: None if there never was a process; `has_entered`: it came to its function.
+        """
         is_short = started_at is None or now - started_at < SHORT_LIFE_S
         if has_entered or kind not in _FAILURES or not is_short:
             self._failures.pop(rank, None)
-            self._not_before[rank] = now        # one that waits already is due, and asks for a Tick
+            self._not_before[rank] = now  # one that waits already is due, and asks for a Tick
             return
         count = self._failures.get(rank, 0)
         self._failures[rank] = count + 1

@@ -1,16 +1,18 @@
 """Recoveries that lead nowhere: how many there were since the newest committed version last grew.
 
-Owns the count and its limits. The repeat rules (`taskd.core.ladder`) know a failure that is the same each time; here it does not
-matter what failed. What counts:
+Owns the count and its limits. The repeat rules (`taskd.core.ladder`) know a failure that is the
+same each time; here it does not matter what failed. What counts:
 
     own failures     recoveries in which something failed that nobody did from outside. A rank that fails again while the others
                      wait for it counts again, although that is one recovery
-    deaths           of the rank that died most often. This is for what is killed from outside: an operator may well kill every rank
-                     of a job once before its next step, but the same rank again and again is killed by what it does (out of memory)
+    deaths           of the rank that died most often. This is for what is killed from outside: an
+        operator may well kill every rank of a job once before its next step, but the same rank
+        again and again is killed by what it does (out of memory)
 
-A new commit sets both to nothing. One that only does again what was lost is none. Where no version is known (no `TrainState`, or
-no `taskd.recoverable`), living longer than `SHORT_LIFE_S` after the last recovery is taken for it; whether such a script makes
-progress cannot be seen, so failures that are equal are told of for ever, and end nothing.
+A new commit sets both to nothing. One that only does again what was lost is none. Where no version
+is known (no `TrainState`, or no `taskd.recoverable`), living longer than `SHORT_LIFE_S` after the
+last recovery is taken for it; whether such a script makes progress cannot be seen, so failures that
+are equal are told of for ever, and end nothing.
 """
 
 from collections import Counter
@@ -20,9 +22,12 @@ from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
 from taskd.core.ladder import SHORT_LIFE_S, describe, signature
 from taskd.core.record import TimedFault
 
-WARN_AFTER = 3           # two in a row may be bad luck; said again each time the count has doubled
-OWN_LIMIT = 6            # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
-DEATH_LIMIT = 32         # at a few seconds each: minutes in which somebody outside may come to an end, or a reader of the warnings act
+WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
+# more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
+OWN_LIMIT = 6
+# at a few seconds each: minutes in which somebody outside may come to an end, or a reader of the
+# warnings act
+DEATH_LIMIT = 32
 
 _SHOWN_RANKS = 8
 
@@ -31,28 +36,35 @@ class Stagnation:
     """One per job."""
 
     def __init__(self) -> None:
-        self._floor = 0                                        # a version above it is progress
-        self._answered_at: float | None = None                 # when training was last told to go on
-        self._faults: dict[int, TimedFault] = {}               # those since the last progress, by id, in order
-        self._times: Counter[tuple[int, int]] = Counter()      # (generation, rank) -> its faults in there
-        self._places: dict[int, tuple[int, int]] = {}          # id of a fault -> (generation, which fault of its rank in there)
-        self._own: Counter[tuple[int, int]] = Counter()        # such places -> faults that nobody caused from outside
+        self._floor = 0  # a version above it is progress
+        self._answered_at: float | None = None  # when training was last told to go on
+        self._faults: dict[int, TimedFault] = {}  # those since the last progress, by id, in order
+        # (generation, rank) -> its faults in there
+        self._times: Counter[tuple[int, int]] = Counter()
+        # id of a fault -> (generation, which fault of its rank in there)
+        self._places: dict[int, tuple[int, int]] = {}
+        # such places -> faults that nobody caused from outside
+        self._own: Counter[tuple[int, int]] = Counter()
         self._deaths: Counter[int] = Counter()
         self._most_deaths = 0
-        self._said = 0                                         # the count at the last warning
+        self._said = 0  # the count at the last warning
         self._equal = _Equal()
 
     # ------------------------------------------------------------------ what happens
 
     def saw(self, now: float, generation: int, newest: int | None) -> bool:
-        """A recovery of this generation is under way; `newest` is the newest version that anybody is known to have committed.
+        """A recovery of this generation is under way.
+
+        `newest` is the newest version that anybody is known to have committed.
 
         Returns whether there was progress since the recovery before.
         """
         if newest is None:
             is_first = not any(known.generation == generation for known in self._faults.values())
             since = self._answered_at
-            has_grown = is_first and not self._floor and since is not None and now - since >= SHORT_LIFE_S
+            has_grown = (
+                is_first and not self._floor and since is not None and now - since >= SHORT_LIFE_S
+            )
         else:
             has_grown = newest > self._floor
             self._floor = max(newest, self._floor)
@@ -66,7 +78,10 @@ class Stagnation:
         return has_grown
 
     def answered(self, now: float, newest: int | None) -> None:
-        """Training goes on. If steps were lost, it is `newest` that is to be exceeded all the same."""
+        """Training goes on.
+
+        If steps were lost, it is `newest` that is to be exceeded all the same.
+        """
         self._answered_at = now
         if newest is not None:
             self._floor = newest
@@ -76,7 +91,10 @@ class Stagnation:
         assert known.generation is not None
         rank, life = known.fault.rank, id(known)
         self._times[known.generation, rank] += 1
-        self._faults[life], self._places[life] = known, (known.generation, self._times[known.generation, rank])
+        self._faults[life], self._places[life] = (
+            known,
+            (known.generation, self._times[known.generation, rank]),
+        )
         self._deaths[rank] += 1
         self._most_deaths = max(self._most_deaths, self._deaths[rank])
         self.explained(known)
@@ -95,14 +113,17 @@ class Stagnation:
             return
         place = self._places.pop(id(known))
         self._own[place] -= known.fault.kind not in FROM_OUTSIDE
-        self._own += Counter()                                 # drops what is zero
+        self._own += Counter()  # drops what is zero
         self._deaths[known.fault.rank] -= 1
         self._most_deaths = max(self._deaths.values(), default=0)
 
     # ------------------------------------------------------------------ what is to be said of it
 
     def verdict(self) -> tuple[str, Fault] | None:
-        """Why the job must end, and the fault that tells most of it; None: it may be tried again."""
+        """Why the job must end, and the fault that tells most of it.
+
+        None: it may be tried again.
+        """
         if len(self._own) < OWN_LIMIT and self._most_deaths < DEATH_LIMIT:
             return None
         telling = self._telling()
@@ -116,8 +137,11 @@ class Stagnation:
         if count < 2 * self._said:
             return None
         self._said = count
-        return (f"{self._told()}; last, {describe(self._telling())}. The job ends after {OWN_LIMIT} failures of its own, or {DEATH_LIMIT} of one "
-                "rank, unless it commits a new step")
+        return (
+            f"{self._told()}; last, {describe(self._telling())}. The job ends after "
+            f"{OWN_LIMIT} failures of its own, or {DEATH_LIMIT} of one "
+            "rank, unless it commits a new step"
+        )
 
     def _told(self) -> str:
         faults = self._faults.values()
@@ -125,13 +149,23 @@ class Stagnation:
         kinds = Counter(known.fault.kind.value for known in faults)
         what = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common())
         since = f"since step {self._floor}" if self._floor else "so far"
-        return (f"no new step {since} in {generations} {'recovery' if generations == 1 else 'recoveries'}: "
-                f"{_ranks(known.fault.rank for known in faults)} {what}")
+        return (
+            f"no new step {since} in {generations} "
+            f"{'recovery' if generations == 1 else 'recoveries'}: "
+            f"{_ranks(known.fault.rank for known in faults)} {what}"
+        )
 
     def _telling(self) -> Fault:
         """The newest with a traceback, else the newest that nobody caused from outside, else the newest."""
         faults = enumerate(known.fault for known in self._faults.values())
-        return max(faults, key=lambda item: (item[1].traceback is not None, item[1].kind not in FROM_OUTSIDE, item[0]))[1]
+        return max(
+            faults,
+            key=lambda item: (
+                item[1].traceback is not None,
+                item[1].kind not in FROM_OUTSIDE,
+                item[0],
+            ),
+        )[1]
 
 
 class _Equal:
@@ -157,11 +191,16 @@ class _Equal:
         if self._known is None or count < max(WARN_AFTER, 2 * self._said):
             return None
         self._said = count
-        return (f"the same failure came {count} times in a row: {describe(self._known.fault)}. Whether the job makes progress in between cannot "
-                "be seen without a TrainState")
+        return (
+            f"the same failure came {count} times in a row: {describe(self._known.fault)}. "
+            "Whether the job makes progress in between cannot "
+            "be seen without a TrainState"
+        )
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(set(ranks))
     names = ", ".join(map(str, found[:_SHOWN_RANKS]))
-    return f"rank{'s' if len(found) > 1 else ''} {names}{' ...' if len(found) > _SHOWN_RANKS else ''}"
+    return (
+        f"rank{'s' if len(found) > 1 else ''} {names}{' ...' if len(found) > _SHOWN_RANKS else ''}"
+    )

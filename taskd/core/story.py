@@ -1,10 +1,12 @@
-"""What a machine met and decided, in order, bounded: events, commands and notes on what was ignored and why.
+"""What a machine met and decided, in order, bounded.
 
-Owns the memory of a machine and its form as plain dicts (for JSON lines and replay). Opens no file. A machine can tell
-from it the story of any rank.
+Events, commands and notes on what was ignored and why.
 
-Heartbeats are kept only as the latest of each node between two other events: they outnumber everything else, and what
-they change is no more than the lease of their node.
+Owns the memory of a machine and its form as plain dicts (for JSON lines and replay). Opens no file.
+A machine can tell from it the story of any rank.
+
+Heartbeats are kept only as the latest of each node between two other events: they outnumber
+everything else, and what they change is no more than the lease of their node.
 """
 
 from collections import deque
@@ -19,7 +21,8 @@ from taskd.core import faults as _faults
 from taskd.core import marks as _marks
 from taskd.core.worker_state import WorkerState
 
-CAPACITY = 10_000  # entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
+# entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
+CAPACITY = 10_000
 
 _CLASSES: dict[str, type] = {
     name: thing
@@ -43,7 +46,10 @@ Entry = _events.Event | _commands.Command | Note
 
 
 class Story:
-    """A ring of entries. `dropped` counts those that fell out at the old end: such a story cannot be replayed."""
+    """A ring of entries.
+
+    `dropped` counts those that fell out at the old end: such a story cannot be replayed.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._entries: deque[Entry] = deque(maxlen=capacity)

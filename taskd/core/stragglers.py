@@ -1,8 +1,10 @@
-"""Who is slow: the time that each rank spends in each phase of its steps, compared with the others. Pure.
+"""Who is slow: the time that each rank spends in each phase of its steps, compared with the others.
 
-A rank that is slow in the forward pass, the optimizer or in waiting for data holds up all others, which then wait for it in the
-backward pass: that phase and the commit say nothing about a rank, and are left out. A slow rank is reported, with its slowdown, and never
-replaced.
+Pure.
+
+A rank that is slow in the forward pass, the optimizer or in waiting for data holds up all others,
+which then wait for it in the backward pass: that phase and the commit say nothing about a rank, and
+are left out. A slow rank is reported, with its slowdown, and never replaced.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,18 +13,21 @@ from statistics import median
 
 from taskd.core.marks import Mark
 
-WINDOW_S = 30.0            # long enough for a hundred steps or so of most jobs
-MIN_VISITS = 10            # fewer tell nothing
-SLOWDOWN = 1.5             # times the median of the others ...
-MIN_SHARE = 0.05           # ... and so much of a step, or nobody would notice it
-AGAIN_S = 600.0            # the same rank and phase are reported this often
+WINDOW_S = 30.0  # long enough for a hundred steps or so of most jobs
+MIN_VISITS = 10  # fewer tell nothing
+SLOWDOWN = 1.5  # times the median of the others ...
+MIN_SHARE = 0.05  # ... and so much of a step, or nobody would notice it
+AGAIN_S = 600.0  # the same rank and phase are reported this often
 
 OWN_PHASES = ("data", "forward", "optimizer", "step")
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """One phase in which one rank is slow. Seconds per step, its own and the median of the others."""
+    """One phase in which one rank is slow.
+
+    Seconds per step, its own and the median of the others.
+    """
 
     rank: int
     phase: str
@@ -47,7 +52,7 @@ class Stragglers:
     def note(self, now: float, marks: Iterable[Mark]) -> list[Straggler]:
         """An agent looked at its workers. Returns what is to be said at the end of a window."""
         for mark in marks:
-            if mark.times:                       # told now and then only
+            if mark.times:  # told now and then only
                 self._now[mark.rank] = mark
         if self._began_at is None and not self._now:
             return []
@@ -57,7 +62,8 @@ class Stragglers:
         if now - self._began_at < WINDOW_S:
             return []
         found = [
-            slow for slow in find(self._before, self._now)
+            slow
+            for slow in find(self._before, self._now)
             if now - self._reported.get((slow.rank, slow.phase), -AGAIN_S) >= AGAIN_S
         ]
         for slow in found:
@@ -67,10 +73,16 @@ class Stragglers:
 
 
 def find(before: dict[int, Mark], after: dict[int, Mark]) -> list[Straggler]:
-    """The slow ones between two marks of each rank. Ranks that were replaced in between are left out."""
+    """The slow ones between two marks of each rank.
+
+    Ranks that were replaced in between are left out.
+    """
     windows = {
-        rank: _window(before[rank], mark) for rank, mark in sorted(after.items())
-        if rank in before and (before[rank].incarnation, before[rank].generation) == (mark.incarnation, mark.generation)
+        rank: _window(before[rank], mark)
+        for rank, mark in sorted(after.items())
+        if rank in before
+        and (before[rank].incarnation, before[rank].generation)
+        == (mark.incarnation, mark.generation)
     }
     windows = {rank: window for rank, window in windows.items() if window}
     found = []

@@ -1,6 +1,9 @@
-"""Transition tables: what is done about which event in which phase, where that leads, and what is known to come late.
+"""Transition tables.
 
-Owns the look-up that both machines share. An event in neither table is a bug, and the error carries the story.
+What is done about which event in which phase, where that leads, and what is known to come late.
+
+Owns the look-up that both machines share. An event in neither table is a bug, and the error carries
+the story.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +24,12 @@ def _always(_state: Any) -> bool:
 
 
 class Rule(NamedTuple):
-    """What is done about an event in some phase; the phases that this alone may lead to, that phase itself aside.
+    """What is done about an event in some phase.
 
-    `follows`: whether anything may follow from it, asked of the state after the move. To look costs O(n) for n ranks, and most events
-    come from each of them.
+    The phases that this alone may lead to, that phase itself aside.
+
+    `follows`: whether anything may follow from it, asked of the state after the move. To look costs
+    O(n) for n ranks, and most events come from each of them.
     """
 
     move: Method
@@ -46,7 +51,10 @@ class FollowUp(NamedTuple):
 
 
 class Table:
-    """`transitions`: (phase, event type) -> rule. `ignored`: (phase, event type) -> why it may come and is not needed."""
+    """`transitions`: (phase, event type) -> rule.
+
+    `ignored`: (phase, event type) -> why it may come and is not needed.
+    """
 
     def __init__(
         self,
@@ -54,17 +62,26 @@ class Table:
         ignored: Mapping[Any, Mapping[type[Event], str]],
     ) -> None:
         self.transitions: dict[Key, Rule] = {
-            (phase, event): rule for phase, by_event in rules.items() for event, rule in by_event.items()
+            (phase, event): rule
+            for phase, by_event in rules.items()
+            for event, rule in by_event.items()
         }
         self.ignored: dict[Key, str] = {
-            (phase, event): why for phase, by_event in ignored.items() for event, why in by_event.items()
+            (phase, event): why
+            for phase, by_event in ignored.items()
+            for event, why in by_event.items()
         }
 
     def rule(self, phase: Enum, event: Event, story: Story) -> Rule | str:
-        """The rule, or the reason to ignore the event. Raises InvalidTransition if there is neither."""
+        """The rule, or the reason to ignore the event.
+
+        Raises InvalidTransition if there is neither.
+        """
         key = (phase, type(event))
         found = self.transitions.get(key) or self.ignored.get(key)
         if found is None:
             name = type(event).__name__
-            raise InvalidTransition(f"no rule for {name} while {phase.value}; the story:\n{story.last()}")
+            raise InvalidTransition(
+                f"no rule for {name} while {phase.value}; the story:\n{story.last()}"
+            )
         return found

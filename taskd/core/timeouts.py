@@ -6,11 +6,15 @@ The required order, and why:
 
     communication_grace <= heartbeat < manager_silence < pause = agent_lease < start
 
-- communication_grace <= heartbeat: a victim waits for the real cause no longer than a healthy node may stay silent;
-- heartbeat < manager_silence, agent_lease: several heartbeats may be lost before anybody is taken for dead;
+- communication_grace <= heartbeat: a victim waits for the real cause no longer than a healthy node
+  may stay silent;
+- heartbeat < manager_silence, agent_lease: several heartbeats may be lost before anybody is taken
+  for dead;
 - manager_silence < agent_lease: an agent knocks again long before the manager gives its node up;
-- pause <= agent_lease: a rank that does not come is replaced by its agent before that agent can be lost through it;
-- pause < start: coming to the gate of a new process takes imports and set-up, leaving a step does not.
+- pause <= agent_lease: a rank that does not come is replaced by its agent before that agent can be
+  lost through it;
+- pause < start: coming to the gate of a new process takes imports and set-up, leaving a step does
+  not.
 """
 
 from dataclasses import dataclass
@@ -24,24 +28,26 @@ DEFAULT_HANG_CEILING_S = 1800.0
 class Timeouts:
     """Durations in seconds. Build with `Timeouts.derive`."""
 
-    communication_grace_s: float         # a broken communication waits this long for its cause
-    heartbeat_s: float                   # an agent speaks at least this often
-    manager_silence_s: float             # an agent takes the manager for lost
-    pause_s: float                       # a live rank must have paused
-    agent_lease_s: float                 # the manager takes a node for lost
-    lease_recheck_s: float               # the end of the lease, kept for what waited while the manager itself slept
-    start_s: float                       # a new process must have come to the gate; ranks that returned must have ended
-    fallback_connected_s: float          # how long a fault waits for a manager that had been there
-    fallback_never_connected_s: float    # ... and for one that never was
-    lost_grace_s: float                  # alarm rang, no exit yet: SIGKILL
-    restart_grace_s: float               # SIGTERM to SIGKILL when the group is restarted
-    dump_s: float                        # a rank has this long to write its part of a dump
-    give_up_grace_s: float               # SIGTERM to SIGKILL when the job ends: users save in their handlers
-    examine_s: float                     # a rank that hangs has this long to write down its stacks before SIGKILL
-    hang_floor_s: float                  # nobody is taken for hanging sooner
-    hang_wait_s: float                   # all wait for the network; or a process does not run, and the kernel does not say why
-    hang_busy_s: float                   # ... nor sooner than this while something is going on in it
-    hang_ceiling_s: float                # nor later, however long steps and checkpoints were
+    communication_grace_s: float  # a broken communication waits this long for its cause
+    heartbeat_s: float  # an agent speaks at least this often
+    manager_silence_s: float  # an agent takes the manager for lost
+    pause_s: float  # a live rank must have paused
+    agent_lease_s: float  # the manager takes a node for lost
+    # the end of the lease, kept for what waited while the manager itself slept
+    lease_recheck_s: float
+    start_s: float  # a new process must have come to the gate; ranks that returned must have ended
+    fallback_connected_s: float  # how long a fault waits for a manager that had been there
+    fallback_never_connected_s: float  # ... and for one that never was
+    lost_grace_s: float  # alarm rang, no exit yet: SIGKILL
+    restart_grace_s: float  # SIGTERM to SIGKILL when the group is restarted
+    dump_s: float  # a rank has this long to write its part of a dump
+    give_up_grace_s: float  # SIGTERM to SIGKILL when the job ends: users save in their handlers
+    examine_s: float  # a rank that hangs has this long to write down its stacks before SIGKILL
+    hang_floor_s: float  # nobody is taken for hanging sooner
+    # all wait for the network; or a process does not run, and the kernel does not say why
+    hang_wait_s: float
+    hang_busy_s: float  # ... nor sooner than this while something is going on in it
+    hang_ceiling_s: float  # nor later, however long steps and checkpoints were
 
     @classmethod
     def derive(
@@ -51,12 +57,20 @@ class Timeouts:
         hang_floor_s: float = DEFAULT_HANG_FLOOR_S,
         hang_ceiling_s: float = DEFAULT_HANG_CEILING_S,
     ) -> "Timeouts":
-        """Everything from the one setting T, and the bounds of what is learnt. Raises ValueError unless all are positive and finite."""
+        """Everything from the one setting T, and the bounds of what is learnt.
+
+        Raises ValueError unless all are positive and finite.
+        """
         t = float(fault_timeout_s)
         if not 0 < t < float("inf"):
-            raise ValueError(f"fault timeout must be a positive number of seconds, not {fault_timeout_s!r}")
+            raise ValueError(
+                f"fault timeout must be a positive number of seconds, not {fault_timeout_s!r}"
+            )
         if not 0 < hang_floor_s < hang_ceiling_s < float("inf"):
-            raise ValueError(f"hang limits must be positive and in order, not {hang_floor_s!r} and {hang_ceiling_s!r}")
+            raise ValueError(
+                f"hang limits must be positive and in order, not {hang_floor_s!r} and "
+                f"{hang_ceiling_s!r}"
+            )
         heartbeat_s = min(1.0, t / 10)
         timeouts = cls(
             communication_grace_s=min(t / 30, heartbeat_s),
@@ -83,7 +97,13 @@ class Timeouts:
 
     def check(self) -> None:
         """Assert the order of the module docstring."""
-        assert 0 < self.communication_grace_s <= self.heartbeat_s < self.manager_silence_s < self.agent_lease_s
+        assert (
+            0
+            < self.communication_grace_s
+            <= self.heartbeat_s
+            < self.manager_silence_s
+            < self.agent_lease_s
+        )
         assert self.pause_s <= self.agent_lease_s
         assert self.pause_s < self.start_s
         assert self.lease_recheck_s < self.agent_lease_s

@@ -1,7 +1,10 @@
-"""The manager's part in profiling: looks at the switch file once a second, and says when agents are to be told something.
+"""The manager's part in profiling.
 
-Owns the reading of the file. What the switches mean and when a rank is told again is `taskd.core.profiling`'s business; sending
-is that of the loop. The file is data of somebody else: whatever is in it, nothing is raised.
+Looks at the switch file once a second, and says when agents are to be told something.
+
+Owns the reading of the file. What the switches mean and when a rank is told again is
+`taskd.core.profiling`'s business; sending is that of the loop. The file is data of somebody else:
+whatever is in it, nothing is raised.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ _SHOWN_RANKS = 20
 
 
 def read_switches(path: str | os.PathLike[str]) -> bytes | None:
-    """The content of a switch file; None: there is none. Raises OSError, also for what is no regular file or too large.
+    """The content of a switch file; None: there is none.
+
+    Raises OSError, also for what is no regular file or too large.
 
     Links are followed: a ConfigMap is mounted as one.
     """
@@ -47,13 +52,16 @@ def read_switches(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def parse_switches(content: bytes) -> dict[str, bool]:
-    """Switches by name; those that are not named are off, names that are not known are passed over. Raises ValueError."""
+    """Switches by name; those that are not named are off, names that are not known are passed over.
+
+    Raises ValueError.
+    """
     try:
         found = json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("expected a JSON object")       # noqa: TRY004 - the content is wrong, not a type of ours
+        raise ValueError("expected a JSON object")  # noqa: TRY004
     switches = {}
     for name in SWITCHES:
         value = found.get(name, "off")
@@ -66,8 +74,13 @@ def parse_switches(content: bytes) -> dict[str, bool]:
 class ProfilingSwitch:
     """See the module. `turn` is called by the loop, at the latest at `next_deadline`."""
 
-    def __init__(self, path: pathlib.Path, now: float, ranks: Callable[[], Collection[int]]) -> None:
-        """`ranks`: all that are known. Asked once a second at most: a large job has many, and answers come from all of them."""
+    def __init__(
+        self, path: pathlib.Path, now: float, ranks: Callable[[], Collection[int]]
+    ) -> None:
+        """`ranks`: all that are known.
+
+        Asked once a second at most: a large job has many, and answers come from all of them.
+        """
         self.next_deadline = now
         self._path = path
         self._ranks = ranks
@@ -83,7 +96,10 @@ class ProfilingSwitch:
         return self._board.wanted
 
     def turn(self, now: float) -> int | None:
-        """Look around if it is time. Returns the code that all agents are to be told now, if any."""
+        """Look around if it is time.
+
+        Returns the code that all agents are to be told now, if any.
+        """
         if now < self.next_deadline:
             return None
         self.next_deadline = now + POLL_S
@@ -108,15 +124,22 @@ class ProfilingSwitch:
         self._has_news = False
         failed = self._board.excepted(ranks)
         if not failed and not self._board.is_met(ranks):
-            return                     # some have not answered yet
+            return  # some have not answered yet
         shown = str(self._board.state(ranks))
         if failed:
-            shown += f"; exception on ranks {', '.join(map(str, failed[:_SHOWN_RANKS]))}{', ...' if len(failed) > _SHOWN_RANKS else ''}"
+            shown += (
+                "; exception on ranks "
+                f"{', '.join(map(str, failed[:_SHOWN_RANKS]))}{', ...' if len(failed) > _SHOWN_RANKS else ''}"
+            )
         if shown == self._shown:
             return
         self._shown = shown
         if failed:
-            log.warning("profiling does not work everywhere: %s. The log lines of those ranks say why; training goes on", shown)
+            log.warning(
+                "profiling does not work everywhere: %s. The log lines of those ranks say "
+                "why; training goes on",
+                shown,
+            )
         else:
             log.info("profiling of %d ranks: %s", len(ranks), shown)
 
@@ -131,7 +154,11 @@ class ProfilingSwitch:
             problem = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             if problem != self._problem:
                 self._problem = problem
-                log.warning("the profiling switch %s cannot be used: %s. What was asked for before stays", self._path, problem)
+                log.warning(
+                    "the profiling switch %s cannot be used: %s. What was asked for before stays",
+                    self._path,
+                    problem,
+                )
             return None
         self._content, self._problem = content, ""
         return code

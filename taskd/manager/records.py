@@ -1,7 +1,7 @@
 """What stays of a recovery: the line for people, the JSON record, the story for replay.
 
-Owns the files recoveries.jsonl and story-<generation>.jsonl in the log directory. A directory that cannot be written costs
-one warning, never the job.
+Owns the files recoveries.jsonl and story-<generation>.jsonl in the log directory. A directory that
+cannot be written costs one warning, never the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KEPT_STORIES = 20       # each holds everything up to its recovery; at most 3 MB each, so 60 MB
+_KEPT_STORIES = 20  # each holds everything up to its recovery; at most 3 MB each, so 60 MB
 _PHASES = ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step")
 
 
@@ -48,7 +48,9 @@ def join_ranks(ranks: Iterable[int]) -> str:
 
 def describe(record: RecoveryRecord) -> str:
     """The one line."""
-    who = "; ".join(describe_fault(fault) for fault in record.faults) or "a recovery that was under way began again"
+    who = "; ".join(describe_fault(fault) for fault in record.faults) or (
+        "a recovery that was under way began again"
+    )
     followers = f" ({record.followers} others followed)" if record.followers else ""
     if record.version is None:
         restored = "no state restored"
@@ -56,19 +58,30 @@ def describe(record: RecoveryRecord) -> str:
         ranks_by_source: dict[str, list[int]] = {}
         for rank, source in record.sources:
             ranks_by_source.setdefault(source, []).append(rank)
-        sources = ", ".join(f"{_s(ranks)} {join_ranks(ranks)} {'' if source == 'kept' else 'from '}{source}"
-                            for source, ranks in sorted(ranks_by_source.items()))
+        sources = ", ".join(
+            f"{_s(ranks)} {join_ranks(ranks)} {'' if source == 'kept' else 'from '}{source}"
+            for source, ranks in sorted(ranks_by_source.items())
+        )
         restored = f"version {record.version} restored: {sources}"
     if record.strategy == "restart":
         redone = f"at most {record.steps_redone} steps redone, from the newest checkpoint on"
     else:
         redone = f"{record.steps_redone} steps redone"
-    phases = ", ".join(f"{name.replace('_', ' ')} {getattr(record, f'{name}_s'):.3f}" for name in _PHASES)
-    outcome = "recovered by" if not record.not_completed else f"not recovered ({record.not_completed}) by"
+    phases = ", ".join(
+        f"{name.replace('_', ' ')} {getattr(record, f'{name}_s'):.3f}" for name in _PHASES
+    )
+    outcome = (
+        "recovered by"
+        if not record.not_completed
+        else (f"not recovered ({record.not_completed}) by")
+    )
     why = f" ({record.reason})" if record.reason else ""
-    return (f"{outcome} {record.strategy}{why}: {who}{followers}; generation {record.generation}; {restored}; "
-            f"{redone}; {record.total_s:.3f} s ({phases}); "
-            f"restarts {record.restarts_used} of {record.max_restarts}")
+    return (
+        f"{outcome} {record.strategy}{why}: {who}{followers}; generation {record.generation}; "
+        f"{restored}; "
+        f"{redone}; {record.total_s:.3f} s ({phases}); "
+        f"restarts {record.restarts_used} of {record.max_restarts}"
+    )
 
 
 def _s(ranks: list[int]) -> str:
@@ -78,7 +91,9 @@ def _s(ranks: list[int]) -> str:
 class Records:
     """Writes them."""
 
-    def __init__(self, directory: pathlib.Path, job_id: str, wall_time: Callable[[], float] = wall_time) -> None:
+    def __init__(
+        self, directory: pathlib.Path, job_id: str, wall_time: Callable[[], float] = wall_time
+    ) -> None:
         """`wall_time`: seconds since 1970, for the record."""
         self._directory = directory
         self._job_id = job_id
@@ -91,7 +106,10 @@ class Records:
         if record.steps_redone:
             log.error("%s. Committed steps were lost and are done again", describe(record))
         elif record.strategy == "restart" and all(fault.version is None for fault in record.faults):
-            log.warning("%s. All processes were replaced: what the script had not saved is done again", describe(record))
+            log.warning(
+                "%s. All processes were replaced: what the script had not saved is done again",
+                describe(record),
+            )
         else:
             log.info("%s", describe(record))
         for fault in record.faults:
@@ -107,7 +125,8 @@ class Records:
             return
         self._stories.append(path)
         if len(self._stories) > _KEPT_STORIES:
-            with suppress(OSError):              # somebody else's now; the next one that cannot be written says so
+            # somebody else's now; the next one that cannot be written says so
+            with suppress(OSError):
                 self._stories.pop(0).unlink(missing_ok=True)
 
     def _write(self, name: str, lines: Iterable[str], mode: str) -> pathlib.Path | None:
@@ -124,6 +143,10 @@ class Records:
             return path
         if not self._is_failed:
             self._is_failed = True
-            log.warning("records of recoveries cannot be written: %s. The job goes on; set TASKD_LOG_PATH to a directory "
-                        "that can be written.", problem)
+            log.warning(
+                "records of recoveries cannot be written: %s. The job goes on; set "
+                "TASKD_LOG_PATH to a directory "
+                "that can be written.",
+                problem,
+            )
         return None

@@ -1,6 +1,9 @@
-"""Who may speak: one session per agent and per registered worker, and a count of everything that was refused.
+"""Who may speak.
 
-Owns the tie between a connection's identity, a position in the job and an incarnation. Decides nothing about recovery.
+One session per agent and per registered worker, and a count of everything that was refused.
+
+Owns the tie between a connection's identity, a position in the job and an incarnation. Decides
+nothing about recovery.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from taskd.log import SayOnce
 
 log = logging.getLogger(__name__)
 
-_LINES = 100        # per process; beyond that only the counts at each power of ten are logged
-_HARM_LIMIT = 3     # a manager that begins anew for one node each second serves no other
-_SHOWN_BYTES = 48   # of a stranger's identity
+_LINES = 100  # per process; beyond that only the counts at each power of ten are logged
+_HARM_LIMIT = 3  # a manager that begins anew for one node each second serves no other
+_SHOWN_BYTES = 48  # of a stranger's identity
 
 
 @dataclass(slots=True)
@@ -26,7 +29,7 @@ class Session:
     incarnation: str | int | None
     sequence: int
     ranks: frozenset[int]
-    is_doubtful: bool = False    # a message to it may have been lost: it is asked to register again
+    is_doubtful: bool = False  # a message to it may have been lost: it is asked to register again
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Sessions:
 
     agents: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
-    harm: Counter[int] = field(default_factory=Counter)      # by node rank: messages that the manager could not digest
+    # by node rank: messages that the manager could not digest
+    harm: Counter[int] = field(default_factory=Counter)
 
     def is_harmful(self, node_rank: int) -> bool:
         """Whether so much of this node could not be digested that nothing more of it is taken."""
@@ -43,7 +47,11 @@ class Sessions:
 
     def refusal(self, node_rank: int) -> str | None:
         """Why nobody may speak for this node, or None."""
-        return f"{self.harm[node_rank]} messages of node {node_rank} made the manager fail" if self.is_harmful(node_rank) else None
+        return (
+            (f"{self.harm[node_rank]} messages of node {node_rank} made the manager fail")
+            if self.is_harmful(node_rank)
+            else None
+        )
 
     def ranks(self) -> frozenset[int]:
         """All ranks of agents that are present."""
@@ -73,10 +81,17 @@ class Refusals:
 
     def summary(self) -> str:
         """For example "malformed 120, version 3"."""
-        return ", ".join(f"{reason} {count}" for reason, count in sorted(self.counts.items())) or "nothing"
+        return (
+            ", ".join(f"{reason} {count}" for reason, count in sorted(self.counts.items()))
+            or "nothing"
+        )
 
 
 def show_peer(peer: bytes) -> str:
     """An identity for a log line: ours are readable, those that ZeroMQ makes up are not."""
     text = peer[:_SHOWN_BYTES]
-    return text.decode("ascii") if text.isascii() and text.decode("ascii").isprintable() else f"0x{text.hex()}"
+    return (
+        text.decode("ascii")
+        if text.isascii() and text.decode("ascii").isprintable()
+        else f"0x{text.hex()}"
+    )

@@ -1,4 +1,7 @@
-"""`eval "$(python -m taskd.native)"`: prints the line that has libtaskd preloaded into everything that the shell starts."""
+"""`eval "$(python -m taskd.native)"`.
+
+Prints the line that has libtaskd preloaded into everything that the shell starts.
+"""
 
 import sys
 
@@ -9,7 +12,7 @@ from taskd.native.library import export_line
 def main() -> int:
     """Exit code 0, or 1 with the reason on the standard error output."""
     try:
-        print(export_line())  # noqa: T201 - what it is for
+        print(export_line())  # noqa: T201
     except NativeLibraryError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -1,4 +1,6 @@
-"""The same functions as the compiled `_binding`, through ctypes: for machines with a C compiler but without Python's headers.
+"""The same functions as the compiled `_binding`, through ctypes.
+
+For machines with a C compiler but without Python's headers.
 
 Debian installs Python without them, and nothing here is called often enough to need compiled code.
 """
@@ -30,10 +32,23 @@ def _open() -> ctypes.CDLL:
         library.taskd_is_preloaded.argtypes = []
         library.taskd_last_words_start.argtypes = [ctypes.c_int, ctypes.c_int]
         library.taskd_collectives_start.argtypes = [ctypes.c_int]
-        library.taskd_collectives_see.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
-        library.taskd_collectives_add.argtypes = [ctypes.c_uint64, ctypes.c_char_p, *[ctypes.c_int64] * 4]
+        library.taskd_collectives_see.argtypes = [
+            ctypes.c_uint64,
+            ctypes.c_char_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+        ]
+        library.taskd_collectives_add.argtypes = [
+            ctypes.c_uint64,
+            ctypes.c_char_p,
+            *[ctypes.c_int64] * 4,
+        ]
         library.taskd_names_numeric.argtypes = [ctypes.c_char_p]
-        library.taskd_copy_checksummed.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+        library.taskd_copy_checksummed.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ]
         library.taskd_checksum.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         for function in (library.taskd_copy_checksummed, library.taskd_checksum):
             function.restype = ctypes.c_uint64
@@ -117,12 +132,19 @@ def collectives_reset() -> None:
 
 def collectives_see(communicator: int, name: str, entered: int, left: int) -> None:
     """See taskd.h."""
-    _check("taskd_collectives_see", _library.taskd_collectives_see(communicator, name.encode(), entered, left))
+    _check(
+        "taskd_collectives_see",
+        _library.taskd_collectives_see(communicator, name.encode(), entered, left),
+    )
 
 
-def collectives_add(communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int) -> None:
+def collectives_add(
+    communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int
+) -> None:
     """See taskd.h."""
-    result = _library.taskd_collectives_add(communicator, name.encode(), number, size, enter_ns, leave_ns)
+    result = _library.taskd_collectives_add(
+        communicator, name.encode(), number, size, enter_ns, leave_ns
+    )
     _check("taskd_collectives_add", result)
 
 

@@ -1,12 +1,15 @@
-"""The arenas of one rank, across its lives: files without a byte that the agent makes and hands to every life of the rank.
+"""The arenas of one rank, across its lives.
+
+Files without a byte that the agent makes and hands to every life of the rank.
 
     agent                                        worker
       Arenas.create()                              Arenas(descriptors)
         | descriptors ------ at its start -------->  | make(shard_bytes): an arena in the first file that is empty
         | versions() when it is dead                 | find(version), versions()
 
-A file takes no memory until a worker makes an arena in it, so a job without snapshots pays a few descriptors. An arena cannot grow: for a state
-that has, the next file is taken, and the memory of the one before is given back when the new one holds two snapshots.
+A file takes no memory until a worker makes an arena in it, so a job without snapshots pays a few
+descriptors. An arena cannot grow: for a state that has, the next file is taken, and the memory of
+the one before is given back when the new one holds two snapshots.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from taskd.native.arena import Arena
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_FILES = 3       # optimizer memory that is made in the first step, and one more change of the model
+_FILES = 3  # optimizer memory that is made in the first step, and one more change of the model
 
 
 class Arenas:
@@ -29,7 +32,7 @@ class Arenas:
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self.descriptors = tuple(descriptors)
-        self._open: dict[int, Arena] = {}       # by descriptor
+        self._open: dict[int, Arena] = {}  # by descriptor
 
     @classmethod
     def create(cls) -> Arenas:
@@ -37,7 +40,7 @@ class Arenas:
         found: list[int] = []
         try:
             for _ in range(_FILES):
-                found.append(node_memory.empty_file("taskd-arena"))  # noqa: PERF401 - those that are there are closed if one fails
+                found.append(node_memory.empty_file("taskd-arena"))  # noqa: PERF401
         except OSError:
             for descriptor in found:
                 os.close(descriptor)
@@ -52,14 +55,19 @@ class Arenas:
         """
         self.all()
         for descriptor in self.descriptors:
-            if os.fstat(descriptor).st_size and descriptor not in self._open:        # a life ended while it was making it
+            # a life ended while it was making it
+            if os.fstat(descriptor).st_size and descriptor not in self._open:
                 node_memory.empty(descriptor)
             if os.fstat(descriptor).st_size == 0:
                 arena = Arena.create(shard_bytes, os.dup(descriptor))
                 self._open[descriptor] = arena
                 return arena
-        raise ArenaError(f"the state has outgrown its memory for snapshots {len(self.descriptors) - 1} times, and there is no further one: "
-                         "build all parameter groups before the first snapshot, or start the job again")
+        raise ArenaError(
+            "the state has outgrown its memory for snapshots "
+            f"{len(self.descriptors) - 1} times, and there is no further one: "
+            "build all parameter groups before the first snapshot, or start the job "
+            "again"
+        )
 
     def versions(self) -> tuple[int, ...]:
         """Those of all complete snapshots, ascending."""
@@ -67,7 +75,12 @@ class Arenas:
 
     def find(self, version: int) -> Arena | None:
         """The arena with the newest snapshot of that version."""
-        found = [(held.sequence, number, arena) for number, arena in enumerate(self.all()) for held in arena.versions() if held.version == version]
+        found = [
+            (held.sequence, number, arena)
+            for number, arena in enumerate(self.all())
+            for held in arena.versions()
+            if held.version == version
+        ]
         return max(found, key=lambda item: item[1::-1])[2] if found else None
 
     def all(self) -> list[Arena]:
@@ -77,9 +90,11 @@ class Arenas:
                 arena = Arena.attach(os.dup(descriptor))
                 if arena.capacity:
                     self._open[descriptor] = arena
-                else:                # it is being made just now, or never was complete
+                else:  # it is being made just now, or never was complete
                     arena.close()
-        return [self._open[descriptor] for descriptor in self.descriptors if descriptor in self._open]
+        return [
+            self._open[descriptor] for descriptor in self.descriptors if descriptor in self._open
+        ]
 
     def discard(self, arena: Arena) -> None:
         """Nobody needs it any more: its memory goes back to the node."""

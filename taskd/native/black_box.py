@@ -1,14 +1,16 @@
 """The black box of a worker: shared memory that outlives its process and tells how far it had come.
 
-A box belongs to one incarnation of one rank. The agent creates it and hands the descriptor to the worker; the worker writes,
-the agent and the worker's successor read. It is a memfd: nothing has a name, and it is gone with the last holder.
+A box belongs to one incarnation of one rank. The agent creates it and hands the descriptor to the
+worker; the worker writes, the agent and the worker's successor read. It is a memfd: nothing has a
+name, and it is gone with the last holder.
 
-The byte layout is documented in csrc/include/taskd.h. This module works without libtaskd, and knows nothing of what the payloads
-mean. What a damaged box says is wrong, but reading it raises nothing, and a number that cannot be one is read as not known:
-whatever is read here can be told to others.
+The byte layout is documented in csrc/include/taskd.h. This module works without libtaskd, and knows
+nothing of what the payloads mean. What a damaged box says is wrong, but reading it raises nothing,
+and a number that cannot be one is read as not known: whatever is read here can be told to others.
 
-A process may die between any two instructions, so each value is one aligned word that is written at once, and each payload is
-marked as incomplete while it is written. What the dead process had written is what the reader sees: the memory is the same.
+A process may die between any two instructions, so each value is one aligned word that is written at
+once, and each payload is marked as incomplete while it is written. What the dead process had
+written is what the reader sees: the memory is the same.
 """
 
 from __future__ import annotations
@@ -49,54 +51,74 @@ _PHASE_NS = layout.OFFSET_PHASE_NS // _WORD
 _PHASE_COUNT = layout.OFFSET_PHASE_COUNT // _WORD
 _COMPLETE, _SLOT_VERSION, _LENGTH, _CHECKSUM, _COMMON, _COMMON_CHECKSUM = range(6)
 
-_SLOT_HEADER = struct.Struct("=5q")     # the words behind `complete`
+_SLOT_HEADER = struct.Struct("=5q")  # the words behind `complete`
 
-_NONE = -1           # in the box only; Python sees None
-MAX_COUNT = (1 << 53) - 1    # of versions, generations, incarnations: what others believe (`taskd.wire.schema.MAX_CLAIM`; a test compares)
-_MAX_PID = 1 << 22           # of Linux
+_NONE = -1  # in the box only; Python sees None
+# of versions, generations, incarnations: what others believe (`taskd.wire.schema.MAX_CLAIM`; a test
+# compares)
+MAX_COUNT = (1 << 53) - 1
+_MAX_PID = 1 << 22  # of Linux
 _PENDING_SLOT = 2
 _IN_DEBUGGER = 2
-_STEPS_REMEMBERED = 256     # the longest step is that of the last one to two times so many
+_STEPS_REMEMBERED = 256  # the longest step is that of the last one to two times so many
 
-# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it. Not in Python's os yet.
+# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it.
+# Not in Python's os yet.
 _NOEXEC_SEAL = 0x0008
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 class Phase(IntEnum):
-    """Where in its life a worker is. The values are in the box, the lower-case names in messages."""
+    """Where in its life a worker is.
 
-    BOOT = 0         # started, has not entered the recoverable function
-    ENTERED = 1      # in the function, no step yet
-    STEP = 2         # in a training step, outside the parts that have a phase of their own
-    OPTIMIZER = 3    # between optimizer.step() and commit(): the state is torn
-    RETURNED = 4     # the function returned, the others are waited for
-    EXITING = 5      # on the way out: an end is expected
-    PAUSED = 6       # left the function because of a fault, waits for the recovery
-    DATA = 7         # waits for a DataLoader
-    FORWARD = 8      # in the forward pass of a registered module
-    BACKWARD = 9     # behind it: loss and backward pass
+    The values are in the box, the lower-case names in messages.
+    """
+
+    BOOT = 0  # started, has not entered the recoverable function
+    ENTERED = 1  # in the function, no step yet
+    STEP = 2  # in a training step, outside the parts that have a phase of their own
+    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is torn
+    RETURNED = 4  # the function returned, the others are waited for
+    EXITING = 5  # on the way out: an end is expected
+    PAUSED = 6  # left the function because of a fault, waits for the recovery
+    DATA = 7  # waits for a DataLoader
+    FORWARD = 8  # in the forward pass of a registered module
+    BACKWARD = 9  # behind it: loss and backward pass
     COMMIT = 10
     CHECKPOINT = 11  # saving or loading a file
     EVALUATION = 12  # in a forward pass that does not train
-    UNKNOWN = 15     # the box is damaged
+    UNKNOWN = 15  # the box is damaged
 
 
 _PHASES = {int(phase): phase for phase in Phase}
-LONG_PHASES = (Phase.CHECKPOINT, Phase.EVALUATION)     # each has its own longest duration in the box
-_FIRST_LONG, _LAST_LONG = int(Phase.CHECKPOINT), int(Phase.EVALUATION)     # no others in between
+LONG_PHASES = (Phase.CHECKPOINT, Phase.EVALUATION)  # each has its own longest duration in the box
+_FIRST_LONG, _LAST_LONG = int(Phase.CHECKPOINT), int(Phase.EVALUATION)  # no others in between
 
 
 # What a word may be: name, index, smallest, largest.
 _RANGES = (
-    ("pid", _PID, 0, _MAX_PID), ("incarnation", _INCARNATION, 0, MAX_COUNT), ("phase", _PHASE, 0, max(_PHASES)),
-    ("version", _VERSION, _NONE, MAX_COUNT), ("slot of extras", _COMMITTED, _NONE, 1), ("generation", _GENERATION, 0, MAX_COUNT),
-    *((name, word, 0, (1 << 63) - 1) for name, word in (
-        ("time of libtaskd's thread", _ALIVE_NS), ("marks", _PROGRESS), ("time of the last mark", _PROGRESS_NS),
-        ("time of Python", _PYTHON_NS), ("longest step", _SLOWEST_NS),
-        *((f"longest {phase.name.lower()}", _SLOWEST_LONG_NS + index) for index, phase in enumerate(LONG_PHASES)),
-        *((f"time in {phase.name.lower()}", _PHASE_NS + phase) for phase in Phase),
-        *((f"visits to {phase.name.lower()}", _PHASE_COUNT + phase) for phase in Phase))),
+    ("pid", _PID, 0, _MAX_PID),
+    ("incarnation", _INCARNATION, 0, MAX_COUNT),
+    ("phase", _PHASE, 0, max(_PHASES)),
+    ("version", _VERSION, _NONE, MAX_COUNT),
+    ("slot of extras", _COMMITTED, _NONE, 1),
+    ("generation", _GENERATION, 0, MAX_COUNT),
+    *(
+        (name, word, 0, (1 << 63) - 1)
+        for name, word in (
+            ("time of libtaskd's thread", _ALIVE_NS),
+            ("marks", _PROGRESS),
+            ("time of the last mark", _PROGRESS_NS),
+            ("time of Python", _PYTHON_NS),
+            ("longest step", _SLOWEST_NS),
+            *(
+                (f"longest {phase.name.lower()}", _SLOWEST_LONG_NS + index)
+                for index, phase in enumerate(LONG_PHASES)
+            ),
+            *((f"time in {phase.name.lower()}", _PHASE_NS + phase) for phase in Phase),
+            *((f"visits to {phase.name.lower()}", _PHASE_COUNT + phase) for phase in Phase),
+        )
+    ),
 )
 
 
@@ -112,36 +134,53 @@ def _slot_word(offset: int) -> int:
 
 
 def _checksum(payload: bytes, version: int, common: int) -> int:
-    """Adler-32, which needs no tables: those of CRC-32 cost more than the payload when a training step has emptied the caches."""
+    """Adler-32, which needs no tables.
+
+    Those of CRC-32 cost more than the payload when a training step has emptied the caches.
+    """
     return zlib.adler32(payload) ^ (version & 0xFFFFFFFF) ^ common
 
 
 _LAYOUT_WORD = _slot_word(layout.LAYOUT_OFFSET)
-_EXTRAS_WORDS = tuple(_slot_word(layout.EXTRAS_OFFSET + slot * layout.EXTRAS_BYTES) for slot in range(layout.EXTRAS_SLOTS))
-_COMMON_WORDS = tuple(_slot_word(layout.COMMON_OFFSET + slot * layout.COMMON_BYTES) for slot in range(layout.COMMON_SLOTS))
+_EXTRAS_WORDS = tuple(
+    _slot_word(layout.EXTRAS_OFFSET + slot * layout.EXTRAS_BYTES)
+    for slot in range(layout.EXTRAS_SLOTS)
+)
+_COMMON_WORDS = tuple(
+    _slot_word(layout.COMMON_OFFSET + slot * layout.COMMON_BYTES)
+    for slot in range(layout.COMMON_SLOTS)
+)
 
 # Boxes that this process has open, for `_disarm_in_child` alone.
 _open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
 
 
 class BlackBox:
-    """One life's box. `create` and `attach` make one; it owns its descriptor. One writer at a time, no locks.
+    """One life's box. `create` and `attach` make one; it owns its descriptor.
 
-    After os.fork() the child's copy is private and empty: a process that is to write must attach after it was forked.
+    One writer at a time, no locks.
+
+    After os.fork() the child's copy is private and empty: a process that is to write must attach
+    after it was forked.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, layout.BOX_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = mmap.mmap(
+            fd, layout.BOX_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+        )
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("q")
-        self._common: tuple[bytes, int, int] = (b"", 0, 0)      # what was written last: itself, where, its checksum
+        # what was written last: itself, where, its checksum
+        self._common: tuple[bytes, int, int] = (b"", 0, 0)
         self._steps = self._step_began = self._slowest_recent = self._long_ns = 0
         _open_boxes.add(self)
 
     @classmethod
     def create(cls) -> BlackBox:
-        """A new, empty box: mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS).
+        """A new, empty box.
+
+        Mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS).
 
         Raises:
             OSError: no descriptors, no memory, or a limit on the size of files.
@@ -151,12 +190,17 @@ class BlackBox:
             fd = _create_file()
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, layout.BOX_BYTES)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
             box = cls(fd)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise OSError(error.errno, f"no black box, a file of {layout.BOX_BYTES >> 20} MiB in memory: {error.strerror}") from error
+            raise OSError(
+                error.errno,
+                f"no black box, a file of {layout.BOX_BYTES >> 20} MiB in memory: {error.strerror}",
+            ) from error
         box._words[_VERSION] = _NONE
         box._words[_COMMITTED] = _NONE
         struct.pack_into("=I", box._map, layout.OFFSET_LAYOUT_VERSION, layout.LAYOUT_VERSION)
@@ -168,16 +212,22 @@ class BlackBox:
         """The box behind an inherited descriptor, which from now on belongs to the result.
 
         Raises:
-            NativeLibraryError: it is no black box, or one of another version of taskd. The descriptor stays the caller's.
+            NativeLibraryError: it is no black box, or one of another version of taskd. The
+                descriptor stays the caller's.
         """
         try:
             size = os.fstat(fd).st_size
             head = os.pread(fd, 12, 0)
         except OSError as error:
             raise NativeLibraryError(f"descriptor {fd} is no black box: {error}") from error
-        if size != layout.BOX_BYTES or len(head) != 12 or struct.unpack("=QI", head) != (layout.MAGIC, layout.LAYOUT_VERSION):
+        if (
+            size != layout.BOX_BYTES
+            or len(head) != 12
+            or struct.unpack("=QI", head) != (layout.MAGIC, layout.LAYOUT_VERSION)
+        ):
             raise NativeLibraryError(
-                f"descriptor {fd} is no black box of layout {layout.LAYOUT_VERSION} ({size} bytes, starts with {head.hex()}): "
+                f"descriptor {fd} is no black box of layout {layout.LAYOUT_VERSION} ({size} bytes, "
+                f"starts with {head.hex()}): "
                 "use one version of taskd on a node",
             )
         return cls(fd)
@@ -202,9 +252,19 @@ class BlackBox:
 
     @property
     def damage(self) -> str | None:
-        """What cannot be true in the header, for a log line; None: nothing that can be seen. It is read as not known."""
+        """What cannot be true in the header, for a log line; None: nothing that can be seen.
+
+        It is read as not known.
+        """
         words = self._words
-        wrong = next(((name, words[word]) for name, word, low, high in _RANGES if not low <= words[word] <= high), None)
+        wrong = next(
+            (
+                (name, words[word])
+                for name, word, low, high in _RANGES
+                if not low <= words[word] <= high
+            ),
+            None,
+        )
         return None if wrong is None else f"{wrong[0]} {wrong[1]}"
 
     def _count(self, word: int) -> int | None:
@@ -227,7 +287,10 @@ class BlackBox:
 
     @property
     def alive_at(self) -> float | None:
-        """Monotonic seconds at which libtaskd last saw the process run, to a tenth of a second; None: no guard."""
+        """Monotonic seconds at which libtaskd last saw the process run, to a tenth of a second.
+
+        None: no guard.
+        """
         return self._moment(_ALIVE_NS)
 
     @property
@@ -247,7 +310,10 @@ class BlackBox:
 
     @property
     def python_at(self) -> float | None:
-        """Monotonic seconds when the runtime's Python thread last ran: a thread that keeps the GIL holds it up."""
+        """Monotonic seconds when the runtime's Python thread last ran.
+
+        A thread that keeps the GIL holds it up.
+        """
         return self._moment(_PYTHON_NS)
 
     @property
@@ -262,7 +328,10 @@ class BlackBox:
 
     @property
     def slowest_step_s(self) -> float:
-        """The longest of the last few hundred steps, without checkpoints and evaluations; 0: not known yet."""
+        """The longest of the last few hundred steps, without checkpoints and evaluations.
+
+        0: not known yet.
+        """
         return max(0, self._words[_SLOWEST_NS]) / 1e9
 
     def slowest_long_s(self, phase: Phase) -> float:
@@ -274,7 +343,8 @@ class BlackBox:
         words = self._words
         return {
             phase.name.lower(): (words[_PHASE_COUNT + phase], words[_PHASE_NS + phase] / 1e9)
-            for phase in Phase if words[_PHASE_COUNT + phase] > 0 and words[_PHASE_NS + phase] >= 0
+            for phase in Phase
+            if words[_PHASE_COUNT + phase] > 0 and words[_PHASE_NS + phase] >= 0
         }
 
     def begin(self, pid: int, incarnation: int) -> None:
@@ -307,7 +377,10 @@ class BlackBox:
         self._words[_VERSION] = version
 
     def mark_step(self, *, is_first: bool = False) -> None:
-        """A step ends here and the next one begins; `is_first`: what came before was no step like the others."""
+        """A step ends here and the next one begins.
+
+        `is_first`: what came before was no step like the others.
+        """
         words = self._words
         now = time.monotonic_ns()
         took = now - self._step_began - self._long_ns
@@ -325,7 +398,10 @@ class BlackBox:
         self._words[_GENERATION] = generation
 
     def mark_python(self, *, waiting: bool, debugged: bool = False) -> None:
-        """The runtime's Python thread runs, and sees a collective begun and not complete, or none; or the main thread in a debugger."""
+        """The runtime's Python thread runs, and sees a collective begun and not complete, or none.
+
+        Or the main thread in a debugger.
+        """
         words = self._words
         words[_WAITING] = _IN_DEBUGGER if debugged else int(waiting)
         words[_PYTHON_NS] = time.monotonic_ns()
@@ -340,12 +416,17 @@ class BlackBox:
 
     # ------------------------------------------------------------ payloads
 
-    def write_extras(self, version: int, payload: bytes, *, common: bytes = b"", pending: bool = False) -> bool:
-        """Keep what the rank needs besides its state at `version`. False: it is too large, nothing changed.
+    def write_extras(
+        self, version: int, payload: bytes, *, common: bytes = b"", pending: bool = False
+    ) -> bool:
+        """Keep what the rank needs besides its state at `version`.
 
-        Committed payloads use two slots in turn, so that one is complete at any moment; a pending one (for a version that may
-        or may not come about) has a slot of its own. `common` is read in front of the payload. It is written only when it is
-        another object than the last time: keep what many versions share in it.
+        False: it is too large, nothing changed.
+
+        Committed payloads use two slots in turn, so that one is complete at any moment; a pending
+        one (for a version that may or may not come about) has a slot of its own. `common` is read
+        in front of the payload. It is written only when it is another object than the last time:
+        keep what many versions share in it.
         """
         if len(common) > MAX_COMMON_PAYLOAD_BYTES:
             common, payload = b"", common + payload
@@ -374,7 +455,10 @@ class BlackBox:
         self._common = (common, place, self._words[word + _CHECKSUM])
 
     def read_extras(self) -> dict[int, bytes]:
-        """Complete payloads by version, each with its common part in front: the newest committed one, the one before it, a pending one if not superseded."""
+        """Complete payloads by version, each with its common part in front.
+
+        The newest committed one, the one before it, a pending one if not superseded.
+        """
         newest = self._words[_COMMITTED]
         found: dict[int, bytes] = {}
         for slot in (_PENDING_SLOT, 1 - newest, newest) if newest in {0, 1} else (_PENDING_SLOT, 0):
@@ -399,22 +483,39 @@ class BlackBox:
         return None if content is None else content[1]
 
     def _read_common(self, word: int) -> bytes | None:
-        """What the slot at `word` refers to; None: it has been overwritten, or was never complete."""
+        """What the slot at `word` refers to.
+
+        None: it has been overwritten, or was never complete.
+        """
         place, checksum = self._words[word + _COMMON], self._words[word + _COMMON_CHECKSUM]
         if place == 0:
             return b""
         if not 0 < place <= layout.COMMON_SLOTS:
             return None
         content = self._read_slot(_COMMON_WORDS[place - 1], MAX_COMMON_PAYLOAD_BYTES)
-        return content[1] if content is not None and self._words[_COMMON_WORDS[place - 1] + _CHECKSUM] == checksum else None
+        return (
+            content[1]
+            if content is not None and self._words[_COMMON_WORDS[place - 1] + _CHECKSUM] == checksum
+            else None
+        )
 
-    def _write_slot(self, word: int, version: int, payload: bytes, common: int = 0, common_checksum: int = 0) -> None:
+    def _write_slot(
+        self, word: int, version: int, payload: bytes, common: int = 0, common_checksum: int = 0
+    ) -> None:
         self._words[word] = 0
         header = word * _WORD
         start = header + layout.SLOT_HEADER_BYTES
         self._bytes[start : start + len(payload)] = payload
         checksum = _checksum(payload, version, common_checksum)
-        _SLOT_HEADER.pack_into(self._bytes, header + layout.SLOT_OFFSET_VERSION, version, len(payload), checksum, common, common_checksum)
+        _SLOT_HEADER.pack_into(
+            self._bytes,
+            header + layout.SLOT_OFFSET_VERSION,
+            version,
+            len(payload),
+            checksum,
+            common,
+            common_checksum,
+        )
         self._words[word] = 1
 
     def _read_slot(self, word: int, limit: int) -> tuple[int, bytes] | None:
@@ -442,18 +543,22 @@ class BlackBox:
         os.close(fd)
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # the constructor failed: the descriptor is still the caller's
+        # the constructor failed: the descriptor is still the caller's
+        with suppress(AttributeError):
             self.close()
 
     def _disarm(self) -> None:
-        """Go on in private memory: what a forked child marks is not about the worker. The copy is not filled."""
+        """Go on in private memory: what a forked child marks is not about the worker.
+
+        The copy is not filled.
+        """
         self._bytes = memoryview(mmap.mmap(-1, layout.BOX_BYTES))
         self._words = self._bytes.cast("q")
 
 
 def _disarm_in_child() -> None:
     for box in list(_open_boxes):
-        box._disarm()  # noqa: SLF001 - the other half of this module
+        box._disarm()  # noqa: SLF001
 
 
 # Data loaders fork the worker and may run code that marks steps; so may any library's hook.

@@ -1,4 +1,6 @@
-"""Where everything in a black box is: the numbers of csrc/include/taskd.h, which documents them. A test compares.
+"""Where everything in a black box is: the numbers of csrc/include/taskd.h, which documents them.
+
+A test compares.
 
 Owns numbers only. Offsets are bytes from the start of what their prefix names.
 """

@@ -1,10 +1,14 @@
-"""Collectives in the black box: which communicators a worker has, how far each has come, and its last calls.
+"""Collectives in the black box.
 
-The worker's side only arms libtaskd, which then records the calls of NCCL and HCCL by itself (csrc/collectives.c), and passes on what
-the runtime sees of backends that have no C functions to hook. Without libtaskd it does nothing.
+Which communicators a worker has, how far each has come, and its last calls.
 
-The reader copies the area three times. An entry counts if its mark is the same and complete in the first copy and in the last: then nobody
-has written to it while the one in between was made. What a damaged box says is wrong, but reading it raises nothing.
+The worker's side only arms libtaskd, which then records the calls of NCCL and HCCL by itself
+(csrc/collectives.c), and passes on what the runtime sees of backends that have no C functions to
+hook. Without libtaskd it does nothing.
+
+The reader copies the area three times. An entry counts if its mark is the same and complete in the
+first copy and in the last: then nobody has written to it while the one in between was made. What a
+damaged box says is wrong, but reading it raises nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +43,9 @@ class Communicator:
 
     id: int
     name: str
-    entered: int                # collectives begun: the number of the last one
-    left: int                   # those that came back
-    entered_at: float | None    # monotonic seconds of the last beginning
+    entered: int  # collectives begun: the number of the last one
+    left: int  # those that came back
+    entered_at: float | None  # monotonic seconds of the last beginning
 
     @property
     def is_comparable(self) -> bool:
@@ -53,14 +57,15 @@ class Communicator:
 class Call:
     """One call of a communication library."""
 
-    index: int                  # in the sequence of all calls of the worker
-    communicator: int           # its id; 0: of none
-    number: int                 # in its communicator; 0: not counted (point to point, groups, making and ending communicators)
-    bytes: int | None           # of the input
-    dtype: int | None           # as the library numbers it
-    peer: int | None            # the other rank, or the root
-    enter_ns: int               # monotonic
-    leave_ns: int               # 0: has not come back
+    index: int  # in the sequence of all calls of the worker
+    communicator: int  # its id; 0: of none
+    # in its communicator; 0: not counted (point to point, groups, making and ending communicators)
+    number: int
+    bytes: int | None  # of the input
+    dtype: int | None  # as the library numbers it
+    peer: int | None  # the other rank, or the root
+    enter_ns: int  # monotonic
+    leave_ns: int  # 0: has not come back
     name: str
 
 
@@ -80,7 +85,15 @@ class Collectives:
                 continue
             identity, entered, left, entered_ns, name = _COMMUNICATOR.unpack_from(copies[1], offset)
             if identity:
-                found.append(Communicator(identity, _text(name), entered, left, entered_ns / 1e9 if entered_ns else None))
+                found.append(
+                    Communicator(
+                        identity,
+                        _text(name),
+                        entered,
+                        left,
+                        entered_ns / 1e9 if entered_ns else None,
+                    )
+                )
         return found
 
     def calls(self) -> list[Call]:
@@ -92,7 +105,12 @@ class Collectives:
             mark, *words = _CALL.unpack_from(copies[1], offset)
             index = mark // 2 - 1
             # Another number than belongs here: damaged.
-            if mark and mark % 2 == 0 and index % layout.CALLS == place and _is_stable(copies, offset):
+            if (
+                mark
+                and mark % 2 == 0
+                and index % layout.CALLS == place
+                and _is_stable(copies, offset)
+            ):
                 found.append(_call(index, *words))
         found.sort(key=lambda call: call.index)
         # A place that was left out when its turn came still holds the call of the turn before.
@@ -112,9 +130,27 @@ def _is_stable(copies: tuple[bytes, bytes, bytes], offset: int) -> bool:
     return bool(first == middle == last)
 
 
-def _call(index: int, communicator: int, number: int, size: int, dtype: int, enter_ns: int, leave_ns: int, peer: int, name: bytes) -> Call:
+def _call(
+    index: int,
+    communicator: int,
+    number: int,
+    size: int,
+    dtype: int,
+    enter_ns: int,
+    leave_ns: int,
+    peer: int,
+    name: bytes,
+) -> Call:
     return Call(
-        index, communicator, number, _known(size), _known(dtype), _known(peer), enter_ns, leave_ns, _text(name),
+        index,
+        communicator,
+        number,
+        _known(size),
+        _known(dtype),
+        _known(peer),
+        enter_ns,
+        leave_ns,
+        _text(name),
     )
 
 
@@ -125,14 +161,19 @@ def _known(value: int) -> int | None:
 def _text(name: bytes) -> str:
     """Up to the first zero; whatever cannot be printed becomes a question mark."""
     text = name.split(b"\0", 1)[0].decode("ascii", "replace")
-    return "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
+    return "".join(
+        character if character.isascii() and character.isprintable() else "?" for character in text
+    )
 
 
 # ------------------------------------------------------------ the worker's side
 
 
 def start(box: BlackBox) -> bool:
-    """Record the calls of this process in its box from now on. False: without libtaskd, or it refused (logged)."""
+    """Record the calls of this process in its box from now on.
+
+    False: without libtaskd, or it refused (logged).
+    """
     binding = library.load()
     if binding is None:
         return False
@@ -158,17 +199,30 @@ def reset() -> None:
 
 
 def see(communicator: int, name: str, entered: int, left: int) -> None:
-    """What the runtime saw of a communicator that libtaskd cannot see itself; `communicator`: an id that all its ranks have."""
+    """What the runtime saw of a communicator that libtaskd cannot see itself.
+
+    `communicator`: an id that all its ranks have.
+    """
     binding = library.load()
     if binding is not None:
         _try(binding.collectives_see, communicator, name, entered, left)
 
 
-def add(communicator: int, name: str, number: int, size: int | None, enter_ns: int, leave_ns: int) -> None:
+def add(
+    communicator: int, name: str, number: int, size: int | None, enter_ns: int, leave_ns: int
+) -> None:
     """... and of one call. `leave_ns` 0: it has not come back."""
     binding = library.load()
     if binding is not None:
-        _try(binding.collectives_add, communicator, name, number, -1 if size is None else size, enter_ns, leave_ns)
+        _try(
+            binding.collectives_add,
+            communicator,
+            name,
+            number,
+            -1 if size is None else size,
+            enter_ns,
+            leave_ns,
+        )
 
 
 def _try(function: Callable[..., None], *arguments: int | str) -> None:

@@ -1,7 +1,9 @@
-"""Copies of memory with a checksum in the same pass: with libtaskd at the speed of memcpy, else with zlib at a tenth of that.
+"""Copies of memory with a checksum in the same pass.
 
-Knows addresses only; who calls answers for them. Both release the interpreter lock while they run. A checksum says which of the two made
-it by its kind: readers need the same one.
+With libtaskd at the speed of memcpy, else with zlib at a tenth of that.
+
+Knows addresses only; who calls answers for them. Both release the interpreter lock while they run.
+A checksum says which of the two made it by its kind: readers need the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Protocol
 
 from taskd.native import library
 
-LANES = 1       # taskd_checksum in csrc/checksum.c
+LANES = 1  # taskd_checksum in csrc/checksum.c
 CRC32 = 2
 
 

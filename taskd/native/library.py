@@ -1,4 +1,7 @@
-"""Finds libtaskd and its binding, checks that they fit, and says once if they do not. Knows nothing of what they do."""
+"""Finds libtaskd and its binding, checks that they fit, and says once if they do not.
+
+Knows nothing of what they do.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,18 @@ NATIVE_ENV = "TASKD_NATIVE"
 
 LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
 
-_WITHOUT = "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s and more later per GB"
+_WITHOUT = (
+    "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s "
+    "and "
+    "more later per GB"
+)
 
 
 class Binding(Protocol):
-    """What a binding module offers; see csrc/include/taskd.h. The calls raise `NativeLibraryError`."""
+    """What a binding module offers; see csrc/include/taskd.h.
+
+    The calls raise `NativeLibraryError`.
+    """
 
     BUILT_FOR_ABI: int
 
@@ -65,19 +75,25 @@ def export_line() -> str:
     """What a shell must run so that the programs that it starts have libtaskd preloaded.
 
     Raises:
-        NativeLibraryError: there is no library, or the dynamic linker could not read its path in LD_PRELOAD.
+        NativeLibraryError: there is no library, or the dynamic linker could not read its path in
+            LD_PRELOAD.
     """
     path = str(LIBRARY_PATH)
     if not LIBRARY_PATH.exists():
         raise NativeLibraryError(f"there is no {path}: install taskd with a C compiler")
     if re.search(r"[\s:;$]", path):
-        raise NativeLibraryError(f"{path} cannot be preloaded: its path has a space, a colon or a dollar sign in it")
+        raise NativeLibraryError(
+            f"{path} cannot be preloaded: its path has a space, a colon or a dollar sign in it"
+        )
     return f'export LD_PRELOAD="${{LD_PRELOAD:+$LD_PRELOAD:}}"{shlex.quote(path)}'
 
 
 @cache
 def require_preloaded(feature: str) -> bool:
-    """Whether libtaskd was preloaded into this process; if not, says once what does not work and what to do."""
+    """Whether libtaskd was preloaded into this process.
+
+    If not, says once what does not work and what to do.
+    """
     binding = load()
     if binding is not None and binding.is_preloaded():
         return True
@@ -102,7 +118,10 @@ def load() -> Binding | None:
     found, wanted = binding.abi_version(), binding.BUILT_FOR_ABI
     if found != wanted:
         logger.warning(
-            "libtaskd has ABI version %d, %d is needed (a preloaded copy of another version?); %s", found, wanted, _WITHOUT
+            "libtaskd has ABI version %d, %d is needed (a preloaded copy of another version?); %s",
+            found,
+            wanted,
+            _WITHOUT,
         )
         return None
     return binding

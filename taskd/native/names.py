@@ -1,7 +1,8 @@
 """Connections without a name server (csrc/names.c says why).
 
-torch's store asks for the name of the other side of each connection, for its log; where no resolver answers that takes as long as the
-resolver's timeouts. Knows no stores: one call per process, once torch is loaded.
+torch's store asks for the name of the other side of each connection, for its log; where no resolver
+answers that takes as long as the resolver's timeouts. Knows no stores: one call per process, once
+torch is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _TORCH_LIBRARY = "libtorch_cpu.so"
 
 @cache
 def use_numeric_names() -> bool:
-    """Let torch's connections be described by numbers from now on. Whether they are; says so once."""
+    """Let torch's connections be described by numbers from now on.
+
+    Whether they are; says so once.
+    """
     if os.environ.get(NUMERIC_NAMES_ENV, "").strip().lower() == "off":
         log.info("torch looks up the names of its peers: %s is off", NUMERIC_NAMES_ENV)
         return False

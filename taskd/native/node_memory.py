@@ -1,8 +1,11 @@
-"""Memory of the node for files that have no name (memfd): what limits it, and files whose pages are all there from the start.
+"""Memory of the node for files that have no name (memfd).
 
-The kernel hands out a page of such a file when it is first touched, and kills who touches it (SIGBUS, or the out-of-memory killer) when
-there is none left. So everything is allocated at once, in pieces, and each piece only after a look at what the node has left: other ranks
-allocate theirs at the same time. What limits a memfd:
+What limits it, and files whose pages are all there from the start.
+
+The kernel hands out a page of such a file when it is first touched, and kills who touches it
+(SIGBUS, or the out-of-memory killer) when there is none left. So everything is allocated at once,
+in pieces, and each piece only after a look at what the node has left: other ranks allocate theirs
+at the same time. What limits a memfd:
 
     MemAvailable of the node          its pages are memory like any other
     memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the kernel kills, it refuses nothing
@@ -28,14 +31,16 @@ from taskd.errors import ArenaError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAGE_BYTES = 4096           # of layouts; the kernel's may be larger
+PAGE_BYTES = 4096  # of layouts; the kernel's may be larger
 
-_PIECE_BYTES = 16 << 20     # allocated between two looks: about 5 ms of clearing pages, against 0.2 ms for the look
+# allocated between two looks: about 5 ms of clearing pages, against 0.2 ms for the look
+_PIECE_BYTES = 16 << 20
 # Left to everybody else. A piece for each of eight ranks that look at the same moment.
 _RESERVE_BYTES = 8 * _PIECE_BYTES
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes its "no limit" as a number near 2^63
 
-# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it. Not in Python's os yet.
+# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it.
+# Not in Python's os yet.
 _NOEXEC_SEAL = 0x0008
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -56,11 +61,19 @@ def limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
         found.append(Limit("MemAvailable of this node", meminfo["MemAvailable:"] * 1024))
     with suppress(OSError, KeyError):
         if (proc / "sys/vm/overcommit_memory").read_text().strip() == "2":
-            found.append(Limit("CommitLimit of this node", (meminfo["CommitLimit:"] - meminfo["Committed_AS:"]) * 1024))
+            found.append(
+                Limit(
+                    "CommitLimit of this node",
+                    (meminfo["CommitLimit:"] - meminfo["Committed_AS:"]) * 1024,
+                )
+            )
     found.extend(_cgroup_limits(proc, cgroups))
     file_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if file_limit != resource.RLIM_INFINITY:
-        found.append(Limit("the limit on the size of files (ulimit -f)", file_limit + _RESERVE_BYTES))     # nobody shares it
+        # nobody shares it
+        found.append(
+            Limit("the limit on the size of files (ulimit -f)", file_limit + _RESERVE_BYTES)
+        )
     address_limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_limit != resource.RLIM_INFINITY:
         with suppress(OSError, ValueError):
@@ -77,14 +90,20 @@ def empty_file(name: str) -> int:
 
 
 def require(wanted: int, total: int | None = None, done: int = 0) -> None:
-    """Raises ArenaError: the node has not `wanted` bytes more to give, of `total` of which `done` are there."""
+    """Raises ArenaError.
+
+    The node has not `wanted` bytes more to give, of `total` of which `done` are there.
+    """
     total = wanted if total is None else total
     for limit in limits():
         if limit.free_bytes - _RESERVE_BYTES < wanted:
             so_far = f", {human(done)} of them were there when it ran out" if done else ""
             free = human(max(0, limit.free_bytes - _RESERVE_BYTES))
-            raise ArenaError(f"no node memory for snapshots: {human(total)} ({total} bytes) are wanted{so_far}; {limit.name} leaves {free} "
-                             f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}")
+            raise ArenaError(
+                f"no node memory for snapshots: {human(total)} ({total} bytes) are "
+                f"wanted{so_far}; {limit.name} leaves {free} "
+                f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}"
+            )
 
 
 def fill(fd: int, size: int) -> None:
@@ -104,7 +123,10 @@ def fill(fd: int, size: int) -> None:
         with suppress(OSError):
             os.ftruncate(fd, 0)
         if isinstance(error, OSError):
-            raise ArenaError(f"no node memory for snapshots: {human(size)} were wanted and refused: {error.strerror}; {_room()}. {_ADVICE}") from error
+            raise ArenaError(
+                f"no node memory for snapshots: {human(size)} were wanted and "
+                f"refused: {error.strerror}; {_room()}. {_ADVICE}"
+            ) from error
         raise
 
 
@@ -113,17 +135,25 @@ def empty(fd: int) -> None:
     if not is_sealed(fd):
         os.ftruncate(fd, 0)
         return
-    with mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+    with mmap.mmap(
+        fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
+    ) as mapped:
         mapped.madvise(mmap.MADV_REMOVE)
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether the file can neither shrink nor grow: only then are reads of its mapping safe. OSError: the descriptor has no seals at all."""
+    """Whether the file can neither shrink nor grow: only then are reads of its mapping safe.
+
+    OSError: the descriptor has no seals at all.
+    """
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
-_ADVICE = ("Give the node or the pod more memory, raise the limit named, run fewer ranks per node, or switch snapshots off (snapshot_every=0). "
-           "The size of /dev/shm does not matter")
+_ADVICE = (
+    "Give the node or the pod more memory, raise the limit named, run fewer ranks per node, "
+    "or switch snapshots off (snapshot_every=0). "
+    "The size of /dev/shm does not matter"
+)
 
 
 def human(count: int) -> str:
@@ -143,7 +173,9 @@ def _memfd(name: str) -> int:
 
 
 def _room() -> str:
-    return "free: " + ", ".join(f"{human(max(0, limit.free_bytes))} by {limit.name}" for limit in limits())
+    return "free: " + ", ".join(
+        f"{human(max(0, limit.free_bytes))} by {limit.name}" for limit in limits()
+    )
 
 
 def _words(path: Path) -> dict[str, int]:
@@ -158,7 +190,10 @@ def _words(path: Path) -> dict[str, int]:
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
-    """Of the own memory cgroup and of all above it. In a container the path may be that of the host: then only the top is there."""
+    """Of the own memory cgroup and of all above it.
+
+    In a container the path may be that of the host: then only the top is there.
+    """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -169,8 +204,11 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
         if controllers and "memory" not in controllers.split(","):
             continue
         top = cgroups / "memory" if controllers else cgroups
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file") if controllers else (
-            "memory.max", "memory.current", "inactive_file")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
         path = Path(own.lstrip("/"))
         for part in (path, *path.parents):
             yield from _cgroup_limit(top / part, *names)
@@ -178,7 +216,9 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
                 break
 
 
-def _cgroup_limit(directory: Path, limit_name: str, used_name: str, reclaimable_name: str) -> Iterator[Limit]:
+def _cgroup_limit(
+    directory: Path, limit_name: str, used_name: str, reclaimable_name: str
+) -> Iterator[Limit]:
     try:
         limit_text = (directory / limit_name).read_text().strip()
         used = int((directory / used_name).read_text())
@@ -187,4 +227,7 @@ def _cgroup_limit(directory: Path, limit_name: str, used_name: str, reclaimable_
     if not limit_text.isdigit() or int(limit_text) >= _UNLIMITED_BYTES:
         return
     reclaimable = _words(directory / "memory.stat").get(reclaimable_name, 0)
-    yield Limit(f"the memory cgroup {directory} (limit {human(int(limit_text))})", int(limit_text) - used + reclaimable)
+    yield Limit(
+        f"the memory cgroup {directory} (limit {human(int(limit_text))})",
+        int(limit_text) - used + reclaimable,
+    )

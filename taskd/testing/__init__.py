@@ -6,4 +6,13 @@ from taskd.testing.network import MemoryNetwork, NetworkQuality
 from taskd.testing.script import FaultScript, Trouble
 from taskd.testing.simulation import Result, SimulatedJob
 
-__all__ = ["FakeClock", "FaultScript", "MemoryNetwork", "NetworkQuality", "Result", "SimulatedJob", "Stuck", "Trouble"]
+__all__ = [
+    "FakeClock",
+    "FaultScript",
+    "MemoryNetwork",
+    "NetworkQuality",
+    "Result",
+    "SimulatedJob",
+    "Stuck",
+    "Trouble",
+]

@@ -1,6 +1,9 @@
-"""What tells two states of a machine apart: everything in it that can still decide something, as nested tuples.
+"""What tells two states of a machine apart.
 
-Owns which attributes decide nothing: the story, the clock and cause of the event before, and what only goes into records.
+Everything in it that can still decide something, as nested tuples.
+
+Owns which attributes decide nothing: the story, the clock and cause of the event before, and what
+only goes into records.
 """
 
 from __future__ import annotations
@@ -23,7 +26,22 @@ if TYPE_CHECKING:
     from taskd.core.events import Event
 
 Machine = TypeVar("Machine")
-_NO_DECISION = frozenset({"story", "arguments", "now", "cause", "_now", "_cause", "_job", "progress", "stragglers", "peers", "witness", "learned_at"})
+_NO_DECISION = frozenset(
+    {
+        "story",
+        "arguments",
+        "now",
+        "cause",
+        "_now",
+        "_cause",
+        "_job",
+        "progress",
+        "stragglers",
+        "peers",
+        "witness",
+        "learned_at",
+    }
+)
 _ONLY_RECORDED = frozenset({
     "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at", "slowest", "moves", "redone", "followers", "version",
 })  # fmt: skip
@@ -51,10 +69,10 @@ NO_STORY = NoStory(0)
 
 def fork(machine: Machine) -> Machine:
     """A machine in the same state, which shares nothing with this one that changes."""
-    return pickle.loads(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))  # noqa: S301 - our own bytes, made just now
+    return pickle.loads(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))  # noqa: S301
 
 
-def key(thing: Any) -> Any:  # noqa: PLR0911 - one for each kind of thing
+def key(thing: Any) -> Any:  # noqa: PLR0911
     """Equal for two states exactly if they decide alike from here on."""
     if isinstance(thing, _PLAIN):
         return thing
@@ -69,9 +87,12 @@ def key(thing: Any) -> Any:  # noqa: PLR0911 - one for each kind of thing
     if isinstance(thing, Timeouts):
         return None
     if isinstance(thing, Deadlines):
-        return key(thing._deadline_by_key)  # noqa: SLF001 - its heap may hold what was taken back
+        return key(thing._deadline_by_key)  # noqa: SLF001
     if isinstance(thing, RecoveryMachine):
-        return key(thing._job)  # noqa: SLF001 - the rest of it never changes
+        return key(thing._job)  # noqa: SLF001
     skipped = _NO_DECISION | _ONLY_RECORDED if isinstance(thing, Attempt) else _NO_DECISION
     names = [item.name for item in fields(thing)] if is_dataclass(thing) else sorted(vars(thing))
-    return (type(thing).__name__, *(key(getattr(thing, name)) for name in names if name not in skipped))
+    return (
+        type(thing).__name__,
+        *(key(getattr(thing, name)) for name in names if name not in skipped),
+    )

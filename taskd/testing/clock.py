@@ -1,4 +1,7 @@
-"""Virtual time: a clock that stands still until it is moved, and a list of what is to happen when."""
+"""Virtual time.
+
+A clock that stands still until it is moved, and a list of what is to happen when.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -7,7 +10,8 @@ from collections.abc import Callable
 class FakeClock:
     """See `taskd.clock.Clock`. `call_at` and `run_next` make it the engine of a simulation.
 
-    `expected`: how many calls are to come that are not background: heartbeats and the like, which come for ever and change nothing.
+    `expected`: how many calls are to come that are not background: heartbeats and the like, which
+    come for ever and change nothing.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -27,13 +31,17 @@ class FakeClock:
             self.run_next()
         self._now = end
 
-    def call_at(self, moment: float, call: Callable[[], None], *, is_background: bool = False) -> None:
+    def call_at(
+        self, moment: float, call: Callable[[], None], *, is_background: bool = False
+    ) -> None:
         """Do this then; equal moments in the order in which they were asked for."""
         self._count += 1
         self.expected += not is_background
         heapq.heappush(self._calls, (max(moment, self._now), self._count, call, is_background))
 
-    def call_in(self, seconds: float, call: Callable[[], None], *, is_background: bool = False) -> None:
+    def call_in(
+        self, seconds: float, call: Callable[[], None], *, is_background: bool = False
+    ) -> None:
         """Do this after a while."""
         self.call_at(self._now + seconds, call, is_background=is_background)
 

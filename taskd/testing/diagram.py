@@ -2,8 +2,9 @@
 
     python -m taskd.testing.diagram      # Mermaid, as it stands in docs/design.md
 
-Owns the form of the picture alone. An arrow is named after what takes it: an event (`taskd.core.job.machine`), something that follows from
-the state (`settle.FOLLOW_UPS`), or a deadline that has come (`clock.OVERDUE`).
+Owns the form of the picture alone. An arrow is named after what takes it: an event
+(`taskd.core.job.machine`), something that follows from the state (`settle.FOLLOW_UPS`), or a
+deadline that has come (`clock.OVERDUE`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,17 @@ def _arrows() -> Arrows:
     found: Arrows = {}
     for source in Phase:
         for to in Phase:
-            events = [event for (phase, event), rule in TRANSITIONS.items() if phase is source and to in rule.to]
-            names = sorted("a node is gone" if event is AgentLeft else event.__name__ for event in events)
-            names += [due.name for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases and to in due.to]
+            events = [
+                event
+                for (phase, event), rule in TRANSITIONS.items()
+                if phase is source and to in rule.to
+            ]
+            names = sorted(
+                "a node is gone" if event is AgentLeft else event.__name__ for event in events
+            )
+            names += [
+                due.name for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases and to in due.to
+            ]
             # That a job which was given up has ended when no agent is left is drawn from `ending`.
             is_both = to is Phase.ENDED and source is not Phase.ENDING
             if names and source is not to and not (is_both and _targets(source) >= OVER):
@@ -70,4 +79,4 @@ def _joined(arrows: Arrows) -> Arrows:
 
 
 if __name__ == "__main__":
-    print(mermaid())  # noqa: T201 - a command
+    print(mermaid())  # noqa: T201

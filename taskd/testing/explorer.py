@@ -1,4 +1,7 @@
-"""Every interleaving of a small world: each state that can be reached is looked at once, and from each the end must be in reach. A command, too.
+"""Every interleaving of a small world.
+
+Each state that can be reached is looked at once, and from each the end must be in reach. A command,
+too.
 
     python -m taskd.testing.explorer                  # all of SCOPES: two nodes with one rank each, where nothing else is said
     python -m taskd.testing.explorer --only "2 faults, sharded" --limit 1000000
@@ -20,7 +23,10 @@ from taskd.testing.small_world import Rules
 
 @dataclass(slots=True)
 class Report:
-    """What was seen. `ends`: how jobs ended, and in how many states. `seconds` of processor time."""
+    """What was seen. `ends`: how jobs ended, and in how many states.
+
+    `seconds` of processor time.
+    """
 
     states: int = 0
     moves: int = 0
@@ -33,8 +39,11 @@ class Report:
     def __str__(self) -> str:
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.ends.items()))
         scope = "all" if self.is_complete else "the first"
-        return (f"{scope} {self.states} states ({self.machine_states} of machines) by {self.moves} moves, up to {self.depth} deep; "
-                f"ends: {ends}; {self.seconds:.1f} s")
+        return (
+            f"{scope} {self.states} states ({self.machine_states} of machines) by {self.moves} "
+            f"moves, up to {self.depth} deep; "
+            f"ends: {ends}; {self.seconds:.1f} s"
+        )
 
 
 class _Search:
@@ -43,7 +52,8 @@ class _Search:
     def __init__(self, scope: Scope, limit: int) -> None:
         self.rules, self.limit, self.report = Rules(scope), limit, Report()
         first = self.rules.first()
-        self._numbers = {hash(first): 0}             # 61 bits tell a million states apart, but for one chance in a million
+        # 61 bits tell a million states apart, but for one chance in a million
+        self._numbers = {hash(first): 0}
         self._states: list[State | None] = [first]
         self._parents, self._depths = array("l", [-1]), array("H", [0])
         self._from, self._to = array("l"), array("l")
@@ -57,7 +67,11 @@ class _Search:
             number += 1
         report = self.report
         report.is_complete = number == len(self._states)
-        report.states, report.moves, report.machine_states = number, len(self._from), len(self.rules.machines)
+        report.states, report.moves, report.machine_states = (
+            number,
+            len(self._from),
+            len(self.rules.machines),
+        )
         report.depth = max(self._depths)
         if report.is_complete:
             self._check_that_all_end()
@@ -67,7 +81,7 @@ class _Search:
     def _expand(self, number: int) -> None:
         state = self._states[number]
         assert state is not None
-        self._states[number] = None                  # its hash table entry is enough from here on
+        self._states[number] = None  # its hash table entry is enough from here on
         if state.ended:
             self._ends.append(number)
             self.report.ends[state.ended] = self.report.ends.get(state.ended, 0) + 1
@@ -75,7 +89,9 @@ class _Search:
             try:
                 following = self.rules.after(state, move)
             except Exception as error:
-                raise Violation(f"{type(error).__name__}: {error}\n{self._way(number)}\n  {move[0]}   <- here") from error
+                raise Violation(
+                    f"{type(error).__name__}: {error}\n{self._way(number)}\n  {move[0]}   <- here"
+                ) from error
             known = self._numbers.setdefault(hash(following), len(self._states))
             if known == len(self._states):
                 self._states.append(following)
@@ -115,11 +131,17 @@ class _Search:
                     todo.append(number)
         lost = reached.find(0)
         if lost >= 0:
-            raise Violation(f"{reached.count(0)} states from which no end can be reached; the first of them:\n{self._way(lost)}")
+            raise Violation(
+                f"{reached.count(0)} states from which no end can be reached; the "
+                f"first of them:\n{self._way(lost)}"
+            )
 
 
 def explore(scope: Scope, limit: int = 2**62) -> Report:
-    """Look at every state of this scope, at most `limit` of them. Raises `Violation` with the way that led to it."""
+    """Look at every state of this scope, at most `limit` of them.
+
+    Raises `Violation` with the way that led to it.
+    """
     return _Search(scope, limit).run()
 
 
@@ -146,13 +168,20 @@ LARGE = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. 0: nothing was found."""
-    parser = argparse.ArgumentParser(prog="python -m taskd.testing.explorer", description="Every interleaving of small jobs with faults.")
-    parser.add_argument("--only", choices=[*SCOPES, *LARGE], help="this scope; else all that can be seen whole")
+    parser = argparse.ArgumentParser(
+        prog="python -m taskd.testing.explorer",
+        description="Every interleaving of small jobs with faults.",
+    )
+    parser.add_argument(
+        "--only", choices=[*SCOPES, *LARGE], help="this scope; else all that can be seen whole"
+    )
     parser.add_argument("--limit", type=int, default=2**62, help="states to look at in each scope")
     wanted = parser.parse_args(arguments)
     print(f"faults: {', '.join(FAULTS)}")  # noqa: T201
     is_bad = False
-    for name, scope in SCOPES.items() if wanted.only is None else [(wanted.only, (SCOPES | LARGE)[wanted.only])]:
+    for name, scope in (
+        SCOPES.items() if wanted.only is None else [(wanted.only, (SCOPES | LARGE)[wanted.only])]
+    ):
         try:
             print(f"{name}: {explore(scope, wanted.limit)}", flush=True)  # noqa: T201
         except Violation as violation:

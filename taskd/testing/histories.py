@@ -1,9 +1,13 @@
-"""Random histories: small jobs with faults at any time over any network, each made from two numbers alone. A command, too.
+"""Random histories.
+
+Small jobs with faults at any time over any network, each made from two numbers alone. A command,
+too.
 
     python -m taskd.testing.histories --count 300000 --jobs 2      # a fresh seed, which is printed
     python -m taskd.testing.histories --seed 17 --only 4711        # that one history again, with its story
 
-Owns what a history is and what must hold at its end. Whether a job is stuck is `taskd.testing.liveness`'s to say.
+Owns what a history is and what must hold at its end. Whether a job is stuck is
+`taskd.testing.liveness`'s to say.
 """
 
 from __future__ import annotations
@@ -30,17 +34,22 @@ _QUALITIES = (
     NetworkQuality(), NetworkQuality(jitter_s=0.05), NetworkQuality(duplicate=0.2), NetworkQuality(loss=0.1),
     NetworkQuality(jitter_s=0.05, loss=0.1, duplicate=0.2),
 )  # fmt: skip
-# What the rules end on purpose: a failure after Release, one that came back; a node that is lost; or one that had a fault, found no manager in
-# time, and went on as plain torchrun does, without the others.
+# What the rules end on purpose: a failure after Release, one that came back; a node that is lost;
+# or one that had a fault, found no manager in time, and went on as plain torchrun does, without the
+# others.
 _GOOD_REASONS = (
-    "returned everywhere", "came back", "times:", "in a row", "already left", "not known to this manager", "no manager answers", "has been silent",
+    "returned everywhere", "came back", "times:", "in a row", "already left", ("not known to this "
+                                                                              "manager"), "no manager answers", "has been silent",
 )  # fmt: skip
-_CHUNK = 50                # histories that a process takes at once: a few seconds
+_CHUNK = 50  # histories that a process takes at once: a few seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one history. `kind`: "ended", "stuck" or "failed"; `detail`: of what must not be."""
+    """What became of one history.
+
+    `kind`: "ended", "stuck" or "failed"; `detail`: of what must not be.
+    """
 
     number: int
     kind: str
@@ -66,8 +75,12 @@ class Tally:
 
     def __str__(self) -> str:
         stuck = sum(outcome.kind == "stuck" for outcome in self.bad)
-        return (f"{self.count} histories of seed {self.seed}: {self.succeeded} jobs succeeded, {self.count - self.succeeded - len(self.bad)} ended "
-                f"as the rules say, {stuck} stuck, {len(self.bad) - stuck} failed; {self.seconds:.1f} s")
+        return (
+            f"{self.count} histories of seed {self.seed}: {self.succeeded} jobs succeeded, "
+            f"{self.count - self.succeeded - len(self.bad)} ended "
+            f"as the rules say, {stuck} stuck, {len(self.bad) - stuck} failed; "
+            f"{self.seconds:.1f} s"
+        )
 
 
 def replay_command(seed: int, number: int) -> str:
@@ -77,13 +90,21 @@ def replay_command(seed: int, number: int) -> str:
 
 def make(seed: int, number: int) -> SimulatedJob:
     """The job of this history."""
-    rng = random.Random(f"{seed}:{number}")  # noqa: S311 - repeatable on purpose
+    rng = random.Random(f"{seed}:{number}")  # noqa: S311
     nodes, per_node = rng.randint(1, 3), rng.randint(1, 3)
     is_declared = rng.random() < 0.85
     kinds: tuple[str, ...] = _PARTS if is_declared else _WITHOUT_TASKD
     # A manager that was restarted waits for ever for a node that it has never seen.
-    kinds += ("agent",) if rng.random() < 0.1 and nodes > 1 else ("manager",) if rng.random() < 0.7 else ()
-    script = FaultScript.random(rng, count=rng.randint(0, 5), until=0.5, ranks=nodes * per_node, nodes=nodes, kinds=kinds)
+    kinds += (
+        ("agent",)
+        if rng.random() < 0.1 and nodes > 1
+        else ("manager",)
+        if rng.random() < 0.7
+        else ()
+    )
+    script = FaultScript.random(
+        rng, count=rng.randint(0, 5), until=0.5, ranks=nodes * per_node, nodes=nodes, kinds=kinds
+    )
     return SimulatedJob(
         nodes=nodes, ranks_per_node=per_node, steps=rng.randint(8, 12), script=script, seed=rng.randrange(2**32),
         quality=rng.choice(_QUALITIES), is_declared=is_declared, is_sharded=is_declared and rng.random() < 0.6,
@@ -92,19 +113,27 @@ def make(seed: int, number: int) -> SimulatedJob:
 
 
 def judge(job: SimulatedJob, result: Result) -> str:
-    """What is said of a job that ended as the rules say ("": it succeeded). Raises AssertionError for any other."""
+    """What is said of a job that ended as the rules say ("": it succeeded).
+
+    Raises AssertionError for any other.
+    """
     outcomes = {getattr(outcome, "outcome", None) for outcome in result.outcomes.values()}
-    assert result.succeeded is not None or None not in outcomes, f"did not end by {result.ended_at:.0f} s"
+    assert result.succeeded is not None or None not in outcomes, (
+        f"did not end by {result.ended_at:.0f} s"
+    )
     kept = [record for record in result.records if record.strategy in {"retry", "recover-in-place"}]
     assert all(record.steps_redone <= 1 for record in kept), "more than one step was lost"
-    went_on_alone = any(isinstance(outcome, do.FallBack) for outcome in result.outcomes.values())    # as plain torchrun: not modelled
+    # as plain torchrun: not modelled
+    went_on_alone = any(isinstance(outcome, do.FallBack) for outcome in result.outcomes.values())
     if (result.succeeded and not went_on_alone) or outcomes == {"succeeded"}:
         steps = list(range(job.world.steps))
         wrong = [rank for rank, state in result.states.items() if state != steps]
         assert not wrong, f"ranks {wrong} do not hold every step once"
         return ""
     reason = result.reason if result.succeeded is not None else ""
-    assert any(words in f"{reason} {result.outcomes}" for words in _GOOD_REASONS), f"ended: {reason}"
+    assert any(words in f"{reason} {result.outcomes}" for words in _GOOD_REASONS), (
+        f"ended: {reason}"
+    )
     return reason or "without a manager"
 
 
@@ -115,9 +144,11 @@ def play(seed: int, number: int) -> Outcome:
         return Outcome(number, "ended", judge(job, job.run()))
     except Stuck as stuck:
         return Outcome(number, "stuck", str(stuck))
-    except Exception as error:  # noqa: BLE001 - whatever the machines raise is what is looked for
+    except Exception as error:  # noqa: BLE001
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(number, "failed", f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        return Outcome(
+            number, "failed", f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        )
 
 
 def play_many(seed: int, *, seconds: float = float("inf"), count: int = 2**62) -> Tally:
@@ -136,13 +167,20 @@ def _play_chunk(chunk: tuple[int, int, int]) -> list[Outcome]:
 
 def _play_all(tally: Tally, first: int, count: int, jobs: int) -> None:
     began = time.monotonic()
-    chunks = [(tally.seed, at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
+    chunks = [
+        (tally.seed, at, min(at + _CHUNK, first + count))
+        for at in range(first, first + count, _CHUNK)
+    ]
     with multiprocessing.Pool(jobs) as pool:
         for outcomes in pool.imap(_play_chunk, chunks):
             for outcome in outcomes:
                 tally.add(outcome)
                 if outcome.kind != "ended":
-                    print(f"{outcome.kind}: {outcome.detail[:400]}\n    {replay_command(tally.seed, outcome.number)}", flush=True)  # noqa: T201
+                    print(  # noqa: T201
+                        f"{outcome.kind}: {outcome.detail[:400]}\n    "
+                        f"{replay_command(tally.seed, outcome.number)}",
+                        flush=True,
+                    )
     tally.seconds = time.monotonic() - began
 
 
@@ -153,20 +191,31 @@ def _tell(seed: int, number: int) -> bool:
     print(*job.script, sep="\n")  # noqa: T201
     try:
         job.run()
-    except Exception:  # noqa: BLE001 - `outcome` tells of it
+    except Exception:  # noqa: BLE001
         traceback.print_exc()
     for story in job.stories:
         print("manager:", *(describe(entry)[:240] for entry in story), sep="\n  ")  # noqa: T201
     for agent in job.agents:
-        print(f"node {agent.node_rank}:", *(describe(entry)[:240] for entry in agent.machine.story), sep="\n  ")  # noqa: T201
+        print(  # noqa: T201
+            f"node {agent.node_rank}:",
+            *(describe(entry)[:240] for entry in agent.machine.story),
+            sep="\n  ",
+        )
     print(f"{outcome.kind}: {outcome.detail}")  # noqa: T201
     return outcome.kind == "ended"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. 0: every history ended as the rules say."""
-    parser = argparse.ArgumentParser(prog="python -m taskd.testing.histories", description="Random histories of small jobs with faults.")
-    parser.add_argument("--seed", type=int, help="which histories; a fresh one is taken and printed if none is given")
+    parser = argparse.ArgumentParser(
+        prog="python -m taskd.testing.histories",
+        description="Random histories of small jobs with faults.",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="which histories; a fresh one is taken and printed if none is given",
+    )
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--jobs", type=int, default=1, help="processes")

@@ -1,7 +1,7 @@
 """Whether a simulated job can still come to its end by itself: the promise that it is never stuck.
 
-In a moment in which nothing is on its way but heartbeats, and no process is doing anything, everybody waits for somebody. Then one of these must
-hold, or they wait for ever:
+In a moment in which nothing is on its way but heartbeats, and no process is doing anything,
+everybody waits for somebody. Then one of these must hold, or they wait for ever:
 
 - a machine has set a deadline (a lease that heartbeats renew is none);
 - a node is about to register, or a message was lost and the next heartbeats will show that;
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskd.testing.worker import SimulatedWorker
 
 
-class Stuck(AssertionError):  # noqa: N818 - what is found, not what went wrong in the finder
+class Stuck(AssertionError):  # noqa: N818
     """Ranks wait, and nothing will ever come that ends that."""
 
 
@@ -34,18 +34,34 @@ def is_awaited(manager: SimulatedManager | None, agents: Iterable[SimulatedAgent
     if manager.machine.next_deadline(with_leases=False) is not None:
         return True
     nodes = manager.machine.membership.nodes
-    return any(agent.node_rank in nodes and nodes[agent.node_rank].is_present for agent in agents if not agent.is_alive)
+    return any(
+        agent.node_rank in nodes and nodes[agent.node_rank].is_present
+        for agent in agents
+        if not agent.is_alive
+    )
 
 
 def why_stuck(
-    manager: SimulatedManager | None, agents: Iterable[SimulatedAgent], workers: Mapping[int, SimulatedWorker]
+    manager: SimulatedManager | None,
+    agents: Iterable[SimulatedAgent],
+    workers: Mapping[int, SimulatedWorker],
 ) -> str | None:
-    """Who waits, and for what nobody will say, or None. Ask only when nothing but heartbeats is on its way."""
+    """Who waits, and for what nobody will say, or None.
+
+    Ask only when nothing but heartbeats is on its way.
+    """
     agents = list(agents)
     waiting = [agent for agent in agents if agent.is_alive]
     if not waiting or is_awaited(manager, agents):
         return None
-    lines = [f"rank {rank} is in {worker.phase}" for rank, worker in sorted(workers.items()) if worker.is_alive]
+    lines = [
+        f"rank {rank} is in {worker.phase}"
+        for rank, worker in sorted(workers.items())
+        if worker.is_alive
+    ]
     if manager is not None and manager.is_alive:
-        lines.append(f"the manager is {manager.machine.phase.value} in generation {manager.machine.generation}")
+        lines.append(
+            f"the manager is {manager.machine.phase.value} in generation "
+            f"{manager.machine.generation}"
+        )
     return f"nothing will ever come any more: {'; '.join(lines)}"

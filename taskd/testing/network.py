@@ -1,8 +1,9 @@
 """A network in memory, over virtual time, as bad as one asks for.
 
-Between two ends messages keep their order, as in a TCP connection: a lost packet is sent again, which shows as delay. Between
-different pairs there is no order. `cut` breaks a connection: what is under way is gone, and the far end learns of it only by
-what is missing. `duplicate` repeats messages, as an agent that registers again does.
+Between two ends messages keep their order, as in a TCP connection: a lost packet is sent again,
+which shows as delay. Between different pairs there is no order. `cut` breaks a connection: what is
+under way is gone, and the far end learns of it only by what is missing. `duplicate` repeats
+messages, as an agent that registers again does.
 """
 
 import functools
@@ -19,7 +20,7 @@ class NetworkQuality:
 
     delay_s: float = 0.0005
     jitter_s: float = 0.001
-    loss: float = 0.0                    # each loss costs one retransmission
+    loss: float = 0.0  # each loss costs one retransmission
     retransmission_s: float = 0.2
     duplicate: float = 0.0
 
@@ -27,7 +28,9 @@ class NetworkQuality:
 class MemoryNetwork:
     """Delivers anything from one address to another by calling the receiver of that address."""
 
-    def __init__(self, clock: FakeClock, rng: random.Random, quality: NetworkQuality | None = None) -> None:
+    def __init__(
+        self, clock: FakeClock, rng: random.Random, quality: NetworkQuality | None = None
+    ) -> None:
         self._clock = clock
         self._rng = rng
         self._quality = quality or NetworkQuality()
@@ -45,8 +48,13 @@ class MemoryNetwork:
         """Nobody is there any more; what arrives is dropped."""
         self._receiver_by_address.pop(address, None)
 
-    def send(self, sender: Hashable, address: Hashable, message: object, *, is_background: bool = False) -> None:
-        """Hand over a message; it arrives later, or never if the connection is cut. `is_background`: see `FakeClock`."""
+    def send(
+        self, sender: Hashable, address: Hashable, message: object, *, is_background: bool = False
+    ) -> None:
+        """Hand over a message; it arrives later, or never if the connection is cut.
+
+        `is_background`: see `FakeClock`.
+        """
         quality, rng = self._quality, self._rng
         for _ in range(2 if rng.random() < quality.duplicate else 1):
             delay_s = quality.delay_s + rng.random() * quality.jitter_s

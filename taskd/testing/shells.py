@@ -1,7 +1,9 @@
-"""The manager's and the agent's shell, over the network in memory: the real machines, everything around them simulated.
+"""The manager's and the agent's shell, over the network in memory.
 
-Decide nothing, as the real ones. A gap in the sequence numbers of a peer, or a peer that is another one than before, leads to
-a new registration, which repeats what matters.
+The real machines, everything around them simulated.
+
+Decide nothing, as the real ones. A gap in the sequence numbers of a peer, or a peer that is another
+one than before, leads to a new registration, which repeats what matters.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,10 @@ MANAGER = "manager"
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """What travels. `content`: an event (to the manager), a command, or an answer below (to an agent)."""
+    """What travels.
+
+    `content`: an event (to the manager), a command, or an answer below (to an agent).
+    """
 
     sequence: int
     life: str
@@ -90,7 +95,9 @@ class SimulatedManager:
 
     def link_to(self, node_rank: int) -> tuple[int, tuple[str, int] | None]:
         """The number of the newest message to this node, and that of the newest from it, with the life of its agent; None: a gap is known."""
-        return self._sequence.get(node_rank, 0), None if node_rank in self._gaps else self._heard.get(node_rank)
+        return self._sequence.get(
+            node_rank, 0
+        ), None if node_rank in self._gaps else self._heard.get(node_rank)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -104,14 +111,21 @@ class SimulatedManager:
         is_new = last is None or last[0] != packet.life
         if not is_new and last is not None and packet.sequence > last[1] + 1:
             self._gaps.add(sender)
-        self._heard[sender] = (packet.life, packet.sequence if is_new or last is None else max(last[1], packet.sequence))
+        self._heard[sender] = (
+            packet.life,
+            packet.sequence if is_new or last is None else max(last[1], packet.sequence),
+        )
         content = packet.content
         if isinstance(content, ev.AgentRegistered):
             self._register(sender, content)
         elif isinstance(content, ev.AgentHeard):
             node = self.machine.membership.nodes.get(sender)
             self._feed(content)
-            known = node is not None and node.agent_incarnation == packet.life and sender not in self._gaps
+            known = (
+                node is not None
+                and node.agent_incarnation == packet.life
+                and sender not in self._gaps
+            )
             self._send(sender, Answer(known))
         else:
             assert isinstance(content, ev.Event)
@@ -165,7 +179,12 @@ class SimulatedAgent:
     """One node."""
 
     def __init__(
-        self, node_rank: int, machine: NodeMachine, timeouts: Timeouts, world: World, network: MemoryNetwork
+        self,
+        node_rank: int,
+        machine: NodeMachine,
+        timeouts: Timeouts,
+        world: World,
+        network: MemoryNetwork,
     ) -> None:
         self.node_rank, self.machine = node_rank, machine
         self.outcome: do.FinishRun | do.FallBack | None = None
@@ -191,13 +210,20 @@ class SimulatedAgent:
         return self._is_joined
 
     def has_news(self, manager: SimulatedManager | None) -> bool:
-        """Whether its next heartbeats will bring more than a lease: a registration, a gap that was not noticed yet, the manager's silence."""
+        """Whether its next heartbeats will bring more than a lease.
+
+        A registration, a gap that was not noticed yet, the manager's silence.
+        """
         if not self.is_alive or self._is_refused:
             return False
         if manager is None or not manager.is_alive:
             return self._is_joined
         sent, heard = manager.link_to(self.node_rank)
-        return not self._is_joined or heard != (self._name, self._sequence) or self._manager != (manager.name, sent)
+        return (
+            not self._is_joined
+            or heard != (self._name, self._sequence)
+            or self._manager != (manager.name, sent)
+        )
 
     # ------------------------------------------------------------------ processes
 
@@ -205,28 +231,45 @@ class SimulatedAgent:
         rank, incarnation = command.rank, command.incarnation
         if self.fail_starts:
             self.fail_starts -= 1
-            event = ev.WorkerStartFailed(self._clock.now(), "start", rank, incarnation, "fork: no memory")
+            event = ev.WorkerStartFailed(
+                self._clock.now(), "start", rank, incarnation, "fork: no memory"
+            )
             self._clock.call_in(0.001, lambda: self._feed(event))
             return
-        worker = SimulatedWorker(self._world, command, lambda event: self._clock.call_in(0.0005, lambda: self._feed(event)),
-                                 self._exited)
+        worker = SimulatedWorker(
+            self._world,
+            command,
+            lambda event: self._clock.call_in(0.0005, lambda: self._feed(event)),
+            self._exited,
+        )
         self._processes[rank, incarnation] = worker
-        started = ev.WorkerStarted(self._clock.now() + 0.001, "start", rank, incarnation, 1000 + rank)
+        started = ev.WorkerStarted(
+            self._clock.now() + 0.001, "start", rank, incarnation, 1000 + rank
+        )
         self._clock.call_in(0.001, lambda: self._feed(started))
 
     def _exited(self, worker: SimulatedWorker, status: int) -> None:
-        """The kernel: the alarm rings before the exit is known; peers see a broken connection, or nothing at all."""
+        """The kernel: the alarm rings before the exit is known.
+
+        Peers see a broken connection, or nothing at all.
+        """
         now, life = self._clock.now(), (worker.rank, worker.incarnation)
         versions = () if worker.version is None else (worker.version,)
         if self._rng.random() < 0.9:
-            alarm = ev.AlarmRang(now + 0.0005, f"alarm:{life}", *life, now, worker.version, worker.phase, versions)
+            alarm = ev.AlarmRang(
+                now + 0.0005, f"alarm:{life}", *life, now, worker.version, worker.phase, versions
+            )
             self._clock.call_in(0.0005, lambda: self._feed(alarm))
         exit_s = 0.001 + self._rng.random() * 0.3
-        ended = ev.WorkerExited(now + exit_s, f"exit:{life}", *life, status, worker.version, worker.phase, versions)
+        ended = ev.WorkerExited(
+            now + exit_s, f"exit:{life}", *life, status, worker.version, worker.phase, versions
+        )
         self._clock.call_in(exit_s, lambda: self._feed(ended))
         if worker.phase not in {"boot", "paused", "raised", "exiting", "returned"}:
             for peer in list(self._world.workers.values()):
-                if peer.rank != worker.rank and (not self._world.is_declared or self._rng.random() < 0.3):
+                if peer.rank != worker.rank and (
+                    not self._world.is_declared or self._rng.random() < 0.3
+                ):
                     self._clock.call_in(self._rng.random() * 0.02, peer.broke)
 
     def kill(self) -> None:
@@ -264,7 +307,9 @@ class SimulatedAgent:
     def _finish(self, command: do.FinishRun | do.FallBack) -> None:
         self.outcome = command
         outcome = command.outcome if isinstance(command, do.FinishRun) else "fallback"
-        self._send(ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, outcome, command.reason))
+        self._send(
+            ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, outcome, command.reason)
+        )
         self.is_alive = False
         self._network.unlisten(self.node_rank)
         for worker in self._processes.values():
@@ -278,7 +323,9 @@ class SimulatedAgent:
     def _send(self, content: object) -> None:
         self._sequence += 1
         packet = Packet(self._sequence, self._name, content)
-        self._network.send(self.node_rank, MANAGER, packet, is_background=isinstance(content, ev.AgentHeard))
+        self._network.send(
+            self.node_rank, MANAGER, packet, is_background=isinstance(content, ev.AgentHeard)
+        )
 
     def _beat(self) -> None:
         if not self.is_alive or self._is_refused:
@@ -302,7 +349,10 @@ class SimulatedAgent:
         self._heard_at = now
         has_gap = last is not None and last[0] == packet.life and packet.sequence > last[1] + 1
         is_other = last is not None and last[0] != packet.life
-        self._manager = (packet.life, packet.sequence if last is None or is_other else max(last[1], packet.sequence))
+        self._manager = (
+            packet.life,
+            packet.sequence if last is None or is_other else max(last[1], packet.sequence),
+        )
         content = packet.content
         if isinstance(content, Accepted):
             self._is_joined = True

@@ -1,7 +1,10 @@
-"""A whole job in virtual time: the real machines over a network in memory, with modelled workers and scripted troubles.
+"""A whole job in virtual time.
 
-Judges what only an onlooker can see: a rank is resumed only when it really is outside its function, the final state holds
-every step once and in order, and the job ends: whenever everybody waits, something is to come that ends it (`taskd.testing.liveness`).
+The real machines over a network in memory, with modelled workers and scripted troubles.
+
+Judges what only an onlooker can see: a rank is resumed only when it really is outside its function,
+the final state holds every step once and in order, and the job ends: whenever everybody waits,
+something is to come that ends it (`taskd.testing.liveness`).
 """
 
 import functools
@@ -55,12 +58,14 @@ class SimulatedJob:
         wait_for_exit: bool = False,
         has_manager: bool = True,
     ) -> None:
-        rng = random.Random(seed)  # noqa: S311 - repeatable on purpose
+        rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
         self.timeouts = Timeouts.derive(fault_timeout_s)
         self.network = MemoryNetwork(self.clock, rng, quality)
         world_size = nodes * ranks_per_node
-        self.world = World(self.clock, rng, world_size, steps, is_declared=is_declared, is_sharded=is_sharded)
+        self.world = World(
+            self.clock, rng, world_size, steps, is_declared=is_declared, is_sharded=is_sharded
+        )
         self.records: list[do.RecoveryRecord] = []
         self.commands: list[do.Command] = []
         self.stories: list[Story] = []
@@ -84,7 +89,9 @@ class SimulatedJob:
         ]  # fmt: skip
         self.script = script or FaultScript()
         for trouble in self.script:
-            self.clock.call_at(trouble.at, functools.partial(self.hurt, trouble), is_background=True)
+            self.clock.call_at(
+                trouble.at, functools.partial(self.hurt, trouble), is_background=True
+            )
 
     def run(self, until: float = 20_000.0) -> Result:
         """Until the manager has ended the job, or all agents have left and nobody is there to say so. Raises `Stuck`."""
@@ -94,8 +101,10 @@ class SimulatedJob:
                 break
             if self._ended is None and not self.clock.expected:
                 self._check_liveness()
-                if not any(agent.is_alive for agent in self.agents) and not is_awaited(self.manager, self.agents):
-                    break                            # a manager that came after the last agent had left has nothing to end
+                if not any(agent.is_alive for agent in self.agents) and not is_awaited(
+                    self.manager, self.agents
+                ):
+                    break  # a manager that came after the last agent had left has nothing to end
         states = {
             rank: worker.state if worker.state is not None else worker.parked
             for rank, worker in sorted(self.world.workers.items())
@@ -114,7 +123,8 @@ class SimulatedJob:
 
     def _check_liveness(self) -> None:
         reason = why_stuck(self.manager, self.agents, self.world.workers)
-        has_timeouts_of_its_own = not self.world.is_declared         # torch's, which are all that a script without taskd has
+        # torch's, which are all that a script without taskd has
+        has_timeouts_of_its_own = not self.world.is_declared
         if reason is not None and not (has_timeouts_of_its_own and self.world.time_out()):
             raise Stuck(f"at {self.clock.now():.3f} s: {reason}")
 
@@ -140,13 +150,15 @@ class SimulatedJob:
             return True
         agent = self.agents[trouble.target]
         if not agent.is_known:
-            return False                             # a node that never comes is waited for
+            return False  # a node that never comes is waited for
         agent.kill()
         return True
 
     def _hurt_worker(self, trouble: Trouble, worker: SimulatedWorker) -> bool:
         if trouble.kind == "fail start":
-            next(agent for agent in self.agents if trouble.target in agent.machine.lives.present).fail_starts += 1
+            next(
+                agent for agent in self.agents if trouble.target in agent.machine.lives.present
+            ).fail_starts += 1
             worker.die(-9)
         elif trouble.kind == "raise":
             worker.raise_next = True
@@ -154,11 +166,20 @@ class SimulatedJob:
             worker.tear_next = True
         elif trouble.kind == "freeze":
             is_alone = all(peer is worker or peer.is_frozen for peer in self.world.workers.values())
-            if is_alone or worker.phase not in {"step", "vote"} or (worker.version or 0) >= self.world.steps - 1:
-                return False                         # nobody would ever notice: hangs are another module's business
+            if (
+                is_alone
+                or worker.phase not in {"step", "vote"}
+                or (worker.version or 0) >= self.world.steps - 1
+            ):
+                return False  # nobody would ever notice: hangs are another module's business
             worker.freeze()
-        elif trouble.kind == "exit early" and self.world.is_declared and not (worker.is_entered or worker.phase == "paused"):
-            return False                             # a script that has not come to its function may end well: others may not need it
+        elif (
+            trouble.kind == "exit early"
+            and self.world.is_declared
+            and not (worker.is_entered or worker.phase == "paused")
+        ):
+            # a script that has not come to its function may end well: others may not need it
+            return False
         else:
             worker.die({"kill": -9, "crash": -11, "exit": 3, "exit early": 0}[trouble.kind])
         return True
@@ -182,9 +203,15 @@ class SimulatedJob:
         self.commands.append(command)
         if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
             for worker in self.world.workers.values():
-                is_out = not worker.is_alive or worker.is_frozen or worker.phase in {"paused", "raised", "asking"}
-                has_it = worker.generation == command.generation     # said again after a registration
-                assert is_out or has_it, f"rank {worker.rank} is in {worker.phase} when resumed as {command}"
+                is_out = (
+                    not worker.is_alive
+                    or worker.is_frozen
+                    or worker.phase in {"paused", "raised", "asking"}
+                )
+                has_it = worker.generation == command.generation  # said again after a registration
+                assert is_out or has_it, (
+                    f"rank {worker.rank} is in {worker.phase} when resumed as {command}"
+                )
         elif isinstance(command, do.RecordRecovery):
             self.records.append(command.record)
         elif isinstance(command, do.EndJob):

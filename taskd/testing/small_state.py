@@ -1,4 +1,6 @@
-"""What a small world is made of, as values: how much may go wrong in it, its workers, and everything that tells two of its moments apart.
+"""What a small world is made of, as values.
+
+How much may go wrong in it, its workers, and everything that tells two of its moments apart.
 
 What can happen is `taskd.testing.small_world`'s to say.
 """
@@ -20,8 +22,9 @@ IN_COLLECTIVE = frozenset({"enter", "vote"})
 class Scope:
     """Which world, and how much may go wrong in it.
 
-    `late`: nodes whose agent has not registered yet when training begins. `in_turns`: what somebody says to one other in one turn stays together
-    on its way, and is heard, lost or repeated as one. `breaks`: see `taskd.testing.small_world`.
+    `late`: nodes whose agent has not registered yet when training begins. `in_turns`: what somebody
+    says to one other in one turn stays together on its way, and is heard, lost or repeated as one.
+    `breaks`: see `taskd.testing.small_world`.
     """
 
     nodes: int = 2
@@ -36,7 +39,11 @@ class Scope:
 
 
 class Worker(NamedTuple):
-    """The newest life of a rank. `phase`: "boot", "enter" and "vote" (collectives), "paused", "asking", "raised", "returned", "gone"."""
+    """The newest life of a rank.
+
+    `phase`: "boot", "enter" and "vote" (collectives), "paused", "asking", "raised", "returned",
+    "gone".
+    """
 
     incarnation: int
     phase: str
@@ -44,12 +51,12 @@ class Worker(NamedTuple):
     target: int
     is_gated: bool = False
     version: int | None = None
-    source: int | None = None            # where it gets the state from, once all have entered
-    restores: int | None = None          # ... and in which version
+    source: int | None = None  # where it gets the state from, once all have entered
+    restores: int | None = None  # ... and in which version
     has_entered: bool = False
-    is_fresh: bool = False               # resumed, and has not committed since
+    is_fresh: bool = False  # resumed, and has not committed since
     is_released: bool = False
-    orders: tuple[int, ...] = ()         # commands that it has not read yet, by number
+    orders: tuple[int, ...] = ()  # commands that it has not read yet, by number
 
 
 class State(NamedTuple):
@@ -58,19 +65,21 @@ class State(NamedTuple):
     now: float
     manager: int
     agents: tuple[int, ...]
-    left: frozenset[int]                 # nodes whose agent has ended
+    left: frozenset[int]  # nodes whose agent has ended
     workers: tuple[Worker, ...]
-    up: tuple[tuple[tuple[int, ...], ...], ...]      # by node: messages that are on their way to the manager, and
-    down: tuple[tuple[tuple[int, ...], ...], ...]    # ... to the agent
-    gaps: frozenset[int]                 # nodes that will notice that something was lost, and register
-    reaps: frozenset[tuple[int, int, int]]       # rank, incarnation and status of what the kernel has not said yet
+    # by node: messages that are on their way to the manager, and
+    up: tuple[tuple[tuple[int, ...], ...], ...]
+    down: tuple[tuple[tuple[int, ...], ...], ...]  # ... to the agent
+    gaps: frozenset[int]  # nodes that will notice that something was lost, and register
+    # rank, incarnation and status of what the kernel has not said yet
+    reaps: frozenset[tuple[int, int, int]]
     arrived: frozenset[tuple[Any, int]]  # who has come to which collective
     faults: int
     breaks: int
     ended: str = ""
 
 
-class Violation(AssertionError):  # noqa: N818 - what is found, not what went wrong in the finder
+class Violation(AssertionError):  # noqa: N818
     """What must never be."""
 
 
@@ -79,10 +88,17 @@ class Draft:
 
     def __init__(self, state: State) -> None:
         self.now, self.manager, self.ended = state.now, state.manager, state.ended
-        self.agents, self.left, self.workers = list(state.agents), set(state.left), list(state.workers)
-        self.up, self.down = [list(queue) for queue in state.up], [list(queue) for queue in state.down]
+        self.agents, self.left, self.workers = (
+            list(state.agents),
+            set(state.left),
+            list(state.workers),
+        )
+        self.up, self.down = (
+            [list(queue) for queue in state.up],
+            [list(queue) for queue in state.down],
+        )
         self.gaps, self.reaps, self.arrived = set(state.gaps), set(state.reaps), set(state.arrived)
-        self.sent: set[tuple[str, int]] = set()      # channels that have got something in this turn
+        self.sent: set[tuple[str, int]] = set()  # channels that have got something in this turn
         self.faults, self.breaks = state.faults, state.breaks
 
     def freeze(self) -> State:
@@ -96,7 +112,9 @@ class Draft:
 
     def _may_come(self, where: tuple[Any, ...]) -> bool:
         """Whether somebody may come to this collective yet."""
-        return any(worker.generation <= where[0] and worker.phase != "gone" for worker in self.workers)
+        return any(
+            worker.generation <= where[0] and worker.phase != "gone" for worker in self.workers
+        )
 
 
 def place(worker: Worker) -> tuple[Any, ...]:

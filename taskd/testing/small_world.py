@@ -1,16 +1,23 @@
-"""A job small enough to be taken through everything that can happen to it: the two real machines, with a small model of all the rest.
+"""A job small enough to be taken through everything that can happen to it.
 
-A `State` is a value: two that are equal go on alike. `Rules.moves` says what can happen next in one. What is as in reality:
+The two real machines, with a small model of all the rest.
 
-- each node and the manager are joined by a channel in each direction that keeps the order; nothing is said of the order between channels;
+A `State` is a value: two that are equal go on alike. `Rules.moves` says what can happen next in
+one. What is as in reality:
+
+- each node and the manager are joined by a channel in each direction that keeps the order; nothing
+  is said of the order between channels;
 - a worker obeys its agent in order, and speaks, raises, dies or goes on at any moment before that;
-- a collective is passed by each of its ranks at a moment of its own, once all have come, even if some have died since;
+- a collective is passed by each of its ranks at a moment of its own, once all have come, even if
+  some have died since;
 - a process is reaped, and a gap in a channel is noticed, at any later moment.
 
 What is simpler:
 
-- deadlines come last: time passes only when nothing is left that can happen without it, and then by as much as the earliest of them needs;
-- what a worker says reaches its agent at once (that it is late looks the same: the agent's commands wait for the worker);
+- deadlines come last: time passes only when nothing is left that can happen without it, and then by
+  as much as the earliest of them needs;
+- what a worker says reaches its agent at once (that it is late looks the same: the agent's commands
+  wait for the worker);
 - a worker that waits obeys at once; peers of a dead rank notice that at most `Scope.breaks` times;
 - a manager that is killed is there again at once, and all that was on its way is lost with it.
 """
@@ -31,13 +38,25 @@ from taskd.core.node import NodeMachine
 from taskd.core.phase import Phase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.canonical import NO_STORY, fork, key
-from taskd.testing.small_state import IN_COLLECTIVE, WAITING, Draft, Scope, State, Violation, Worker, place
+from taskd.testing.small_state import (
+    IN_COLLECTIVE,
+    WAITING,
+    Draft,
+    Scope,
+    State,
+    Violation,
+    Worker,
+    place,
+)
 
 Move = tuple[str, Callable[[Draft], None]]
 
 
 class Rules:
-    """What can happen in a world of this scope. Remembers what each machine answers, so that each question is asked once."""
+    """What can happen in a world of this scope.
+
+    Remembers what each machine answers, so that each question is asked once.
+    """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -81,13 +100,17 @@ class Rules:
         event = self._heard.get((number, now))
         if event is None:
             content = self.messages[number]
-            event = ev.CommandReceived(now, "", content) if isinstance(content, do.Command) else replace(content, now=now)
+            event = (
+                ev.CommandReceived(now, "", content)
+                if isinstance(content, do.Command)
+                else replace(content, now=now)
+            )
             self._heard[number, now] = event
         return event
 
     def _new_manager(self) -> int:
         machine = RecoveryMachine("small", self.timeouts)
-        machine._job.story = NO_STORY  # noqa: SLF001 - what it remembers is no part of its state
+        machine._job.story = NO_STORY  # noqa: SLF001
         return self._number(machine)
 
     def _handle(self, number: int, event: ev.Event) -> tuple[int, list[do.Command]]:
@@ -96,7 +119,10 @@ class Rules:
             machine = fork(self.machines[number])
             commands = machine.handle(event)
             machine.check()
-            known = self._answers[number, event] = (self._number(machine), [_plain(command) for command in commands])
+            known = self._answers[number, event] = (
+                self._number(machine),
+                [_plain(command) for command in commands],
+            )
         return known
 
     def _tell_agent(self, draft: Draft, node: int, event: ev.Event) -> None:
@@ -118,7 +144,14 @@ class Rules:
         agents = []
         for node in range(scope.nodes):
             ranks = range(node * scope.per_node, (node + 1) * scope.per_node)
-            machine = NodeMachine(node, ranks, self.timeouts, node_count=scope.nodes, world_size=len(self.ranks), agent_incarnation=f"agent {node}")
+            machine = NodeMachine(
+                node,
+                ranks,
+                self.timeouts,
+                node_count=scope.nodes,
+                world_size=len(self.ranks),
+                agent_incarnation=f"agent {node}",
+            )
             machine.story = NO_STORY
             agents.append(self._number(machine))
         nothing: tuple[tuple[Any, ...], ...] = ((),) * scope.nodes
@@ -202,13 +235,22 @@ class Rules:
         if "exit" in kinds:
             yield f"FAULT rank {rank} exits", self._fault(self._die, rank=rank, status=3)
         if "raise" in kinds and worker.phase == "vote":
-            yield f"FAULT rank {rank} raises", self._fault(self._raise, rank=rank, kind=FaultKind.RAISED)
+            yield (
+                f"FAULT rank {rank} raises",
+                self._fault(self._raise, rank=rank, kind=FaultKind.RAISED),
+            )
 
     def _faults_of_channel(self, name: str, node: int, queue: tuple[Any, ...]) -> Iterator[Move]:
         if queue and f"lose {name}" in self.scope.kinds:
-            yield f"FAULT a message {name} of node {node} is lost", self._fault(self._lose, name=name, node=node)
+            yield (
+                (f"FAULT a message {name} of node {node} is lost"),
+                self._fault(self._lose, name=name, node=node),
+            )
         if queue and f"repeat {name}" in self.scope.kinds:
-            yield f"FAULT a message {name} of node {node} comes twice", self._fault(self._repeat, name=name, node=node)
+            yield (
+                (f"FAULT a message {name} of node {node} comes twice"),
+                self._fault(self._repeat, name=name, node=node),
+            )
 
     def after(self, state: State, move: Move) -> State:
         """The state that comes of it. Raises `Violation`, or whatever a machine raises."""
@@ -220,6 +262,7 @@ class Rules:
 
     def _fault(self, what: Callable[..., None], **arguments: Any) -> Callable[[Draft], None]:
         """This, as one of the faults that the scope has."""
+
         def happen(draft: Draft) -> None:
             draft.faults -= 1
             what(draft, **arguments)
@@ -244,12 +287,20 @@ class Rules:
             self._cut(draft, node)
 
     def _die(self, draft: Draft, rank: int, status: int) -> None:
-        """The alarm rings where a process is killed; that it exits is seen only when it is reaped."""
+        """The alarm rings where a process is killed.
+
+        That it exits is seen only when it is reaped.
+        """
         worker = draft.workers[rank]
         self._bury(draft, rank, status)
         if status == -SIGKILL:
             phase = "boot" if worker.phase == "boot" else "step"
-            self._say(draft, ev.AlarmRang(draft.now, "", rank, worker.incarnation, draft.now, worker.version, phase))
+            self._say(
+                draft,
+                ev.AlarmRang(
+                    draft.now, "", rank, worker.incarnation, draft.now, worker.version, phase
+                ),
+            )
 
     def _bury(self, draft: Draft, rank: int, status: int) -> None:
         worker = draft.workers[rank]
@@ -258,11 +309,29 @@ class Rules:
 
     def _raise(self, draft: Draft, rank: int, kind: FaultKind) -> None:
         worker = draft.workers[rank]
-        is_asking = kind is FaultKind.COMMUNICATION and worker.phase == "vote" and self.scope.is_sharded
-        text = "ValueError: x" if kind is FaultKind.RAISED else "RuntimeError: Connection closed by peer"
+        is_asking = (
+            kind is FaultKind.COMMUNICATION and worker.phase == "vote" and self.scope.is_sharded
+        )
+        text = (
+            "ValueError: x"
+            if kind is FaultKind.RAISED
+            else ("RuntimeError: Connection closed by peer")
+        )
         fault = Fault(kind, rank, worker.incarnation, text, version=worker.version, signature=text)
         draft.workers[rank] = worker._replace(phase="asking" if is_asking else "raised")
-        self._say(draft, ev.WorkerRaised(draft.now, "", rank, worker.incarnation, worker.generation, fault, clean=True, may_advance=is_asking))
+        self._say(
+            draft,
+            ev.WorkerRaised(
+                draft.now,
+                "",
+                rank,
+                worker.incarnation,
+                worker.generation,
+                fault,
+                clean=True,
+                may_advance=is_asking,
+            ),
+        )
         self._obey_while_waiting(draft, rank)
 
     def _break(self, draft: Draft, rank: int) -> None:
@@ -270,7 +339,9 @@ class Rules:
         self._raise(draft, rank, FaultKind.COMMUNICATION)
 
     def _has_lost_peer(self, state: State, worker: Worker) -> bool:
-        return any(peer.phase == "gone" or peer.generation != worker.generation for peer in state.workers)
+        return any(
+            peer.phase == "gone" or peer.generation != worker.generation for peer in state.workers
+        )
 
     # ------------------------------------------------------------------ workers
 
@@ -289,7 +360,9 @@ class Rules:
     def _enter(self, draft: Draft, rank: int) -> None:
         worker = draft.workers[rank]
         if not worker.has_entered:
-            self._say(draft, ev.WorkerDeclared(draft.now, "", rank, worker.incarnation, entered=True))
+            self._say(
+                draft, ev.WorkerDeclared(draft.now, "", rank, worker.incarnation, entered=True)
+            )
         self._come_to(draft, rank, draft.workers[rank]._replace(phase="enter", has_entered=True))
 
     def _come_to(self, draft: Draft, rank: int, worker: Worker) -> None:
@@ -300,7 +373,11 @@ class Rules:
     def _may_pass(self, state: State, worker: Worker) -> bool:
         if any((place(worker), rank) not in state.arrived for rank in self.ranks):
             return False
-        source = None if worker.phase == "vote" or worker.source is None else state.workers[worker.source]
+        source = (
+            None
+            if worker.phase == "vote" or worker.source is None
+            else state.workers[worker.source]
+        )
         return source is None or (source.phase != "gone" and source.generation == worker.generation)
 
     def _pass(self, draft: Draft, rank: int) -> None:
@@ -310,11 +387,29 @@ class Rules:
         else:
             held = worker if worker.source is None else draft.workers[worker.source]
             if worker.restores is not None and held.version != worker.restores:
-                raise Violation(f"rank {rank} is to restore version {worker.restores}, and its source has {held.version}")
+                raise Violation(
+                    f"rank {rank} is to restore version {worker.restores}, and its "
+                    f"source has {held.version}"
+                )
             if self.scope.is_sharded:
-                self._say(draft, ev.WorkerHolds(draft.now, "", rank, worker.incarnation, f"shard {rank % max(1, len(self.ranks) // 2)}"))
+                self._say(
+                    draft,
+                    ev.WorkerHolds(
+                        draft.now,
+                        "",
+                        rank,
+                        worker.incarnation,
+                        f"shard {rank % max(1, len(self.ranks) // 2)}",
+                    ),
+                )
             version = worker.restores or 0
-            self._come_to(draft, rank, draft.workers[rank]._replace(phase="vote", version=version, source=None, restores=None))
+            self._come_to(
+                draft,
+                rank,
+                draft.workers[rank]._replace(
+                    phase="vote", version=version, source=None, restores=None
+                ),
+            )
         self._obey_while_waiting(draft, rank)
 
     def _commit(self, draft: Draft, rank: int) -> None:
@@ -322,19 +417,42 @@ class Rules:
         version = (worker.version or 0) + 1
         draft.workers[rank] = worker._replace(version=version, is_fresh=False, phase="optimizer")
         if worker.is_fresh:
-            self._say(draft, ev.WorkerRecovered(draft.now, "", rank, worker.incarnation, worker.generation, version, 0.0, 0.0, 0.0))
+            self._say(
+                draft,
+                ev.WorkerRecovered(
+                    draft.now,
+                    "",
+                    rank,
+                    worker.incarnation,
+                    worker.generation,
+                    version,
+                    0.0,
+                    0.0,
+                    0.0,
+                ),
+            )
         if worker.is_gated:
             self._unwind(draft, rank)
         elif version < self.scope.steps:
             self._come_to(draft, rank, draft.workers[rank]._replace(phase="vote"))
         else:
             draft.workers[rank] = draft.workers[rank]._replace(phase="returned")
-            self._say(draft, ev.WorkerReturned(draft.now, "", rank, worker.incarnation, worker.generation, version))
+            self._say(
+                draft,
+                ev.WorkerReturned(
+                    draft.now, "", rank, worker.incarnation, worker.generation, version
+                ),
+            )
 
     def _unwind(self, draft: Draft, rank: int) -> None:
         worker = draft.workers[rank]._replace(phase="paused", source=None, restores=None)
         draft.workers[rank] = worker
-        self._say(draft, ev.WorkerPaused(draft.now, "", rank, worker.incarnation, worker.target, worker.version, clean=True))
+        self._say(
+            draft,
+            ev.WorkerPaused(
+                draft.now, "", rank, worker.incarnation, worker.target, worker.version, clean=True
+            ),
+        )
         self._obey_while_waiting(draft, rank)
 
     def _obey_while_waiting(self, draft: Draft, rank: int) -> None:
@@ -347,9 +465,17 @@ class Rules:
         draft.workers[rank] = worker = worker._replace(orders=worker.orders[1:])
         if isinstance(command, do.Interrupt) and command.generation > worker.target:
             self._come_out(draft, rank, command)
-        elif isinstance(command, do.Advance) and worker.phase == "asking" and command.generation == worker.target:
+        elif (
+            isinstance(command, do.Advance)
+            and worker.phase == "asking"
+            and command.generation == worker.target
+        ):
             self._commit(draft, rank)
-        elif isinstance(command, do.Resume) and command.generation >= worker.target and worker.is_gated:
+        elif (
+            isinstance(command, do.Resume)
+            and command.generation >= worker.target
+            and worker.is_gated
+        ):
             move = next(move for move in command.moves if move.rank == rank)
             draft.workers[rank] = worker._replace(
                 target=command.generation, generation=command.generation, is_gated=False, is_fresh=True, source=move.source,
@@ -369,7 +495,12 @@ class Rules:
         draft.workers[rank] = worker
         if worker.phase == "asking" or (worker.phase == "vote" and self.scope.is_sharded):
             draft.workers[rank] = worker._replace(phase="asking")
-            self._say(draft, ev.WorkerMayAdvance(draft.now, "", rank, worker.incarnation, worker.target, worker.version or 0))
+            self._say(
+                draft,
+                ev.WorkerMayAdvance(
+                    draft.now, "", rank, worker.incarnation, worker.target, worker.version or 0
+                ),
+            )
         elif worker.phase != "boot":
             self._unwind(draft, rank)
 
@@ -388,7 +519,9 @@ class Rules:
         elif isinstance(command, do.TellWorker):
             worker = draft.workers[command.rank]
             if (worker.incarnation, worker.phase != "gone") == (command.incarnation, True):
-                draft.workers[command.rank] = worker._replace(orders=(*worker.orders, self._post(_plain(command.command))))
+                draft.workers[command.rank] = worker._replace(
+                    orders=(*worker.orders, self._post(_plain(command.command)))
+                )
                 self._obey_while_waiting(draft, command.rank)
         elif isinstance(command, do.SignalWorker):
             worker = draft.workers[command.rank]
@@ -397,7 +530,9 @@ class Rules:
         elif isinstance(command, do.SpawnWorker):
             if draft.workers[command.rank].phase != "gone":
                 raise Violation(f"two lives of rank {command.rank} at the same time")
-            draft.workers[command.rank] = Worker(command.incarnation, "boot", command.generation, command.generation, command.gated)
+            draft.workers[command.rank] = Worker(
+                command.incarnation, "boot", command.generation, command.generation, command.gated
+            )
         elif isinstance(command, do.FinishRun | do.FallBack):
             self._leave(draft, node, command)
 
@@ -413,7 +548,9 @@ class Rules:
 
     def _register(self, draft: Draft, node: int) -> None:
         draft.gaps.discard(node)
-        self._send(draft, "up", node, _plain(self.machines[draft.agents[node]].registration(draft.now)))
+        self._send(
+            draft, "up", node, _plain(self.machines[draft.agents[node]].registration(draft.now))
+        )
 
     def _deliver_down(self, draft: Draft, node: int) -> None:
         for number in draft.down[node].pop(0):
@@ -434,12 +571,17 @@ class Rules:
                 return
             draft.manager, commands = self._handle(draft.manager, event)
             machine = self.machines[draft.manager]
-            self._send(draft, "down", node, ev.ManagerJoined(0.0, "", machine.generation, machine.restarts_used))
+            self._send(
+                draft,
+                "down",
+                node,
+                ev.ManagerJoined(0.0, "", machine.generation, machine.restarts_used),
+            )
             self._do_as_manager(draft, commands)
         elif node in self.machines[draft.manager].membership.nodes:
             self._tell_manager(draft, event)
         elif node not in draft.left:
-            draft.gaps.add(node)                     # this manager does not know it, and says so
+            draft.gaps.add(node)  # this manager does not know it, and says so
         elif isinstance(event, ev.AgentLeft):
             self._tell_manager(draft, event)
 
@@ -463,25 +605,43 @@ class Rules:
 
     def _check_resume(self, draft: Draft, command: do.Resume) -> None:
         for rank, worker in enumerate(draft.workers):
-            if worker.phase not in {"gone", "paused", "asking", "raised"} and worker.generation != command.generation:
-                raise Violation(f"rank {rank} is in {worker.phase} of generation {worker.generation} when all are resumed: {command}")
+            if (
+                worker.phase not in {"gone", "paused", "asking", "raised"}
+                and worker.generation != command.generation
+            ):
+                raise Violation(
+                    f"rank {rank} is in {worker.phase} of generation "
+                    f"{worker.generation} when all are resumed: {command}"
+                )
 
     # ------------------------------------------------------------------ time
 
     def _pass_time(self, draft: Draft) -> None:
-        """Nothing else can happen: the earliest deadline comes. Agents that are there renew their leases until then."""
+        """Nothing else can happen: the earliest deadline comes.
+
+        Agents that are there renew their leases until then.
+        """
         manager = self.machines[draft.manager]
         nodes = manager.membership.nodes
         is_lease_due = any(node in nodes and nodes[node].is_present for node in draft.left)
         there = [node for node in range(self.scope.nodes) if node not in draft.left]
-        deadlines = [manager.next_deadline(with_leases=is_lease_due), *(self.machines[draft.agents[node]].next_deadline() for node in there)]
+        deadlines = [
+            manager.next_deadline(with_leases=is_lease_due),
+            *(self.machines[draft.agents[node]].next_deadline() for node in there),
+        ]
         due = [deadline for deadline in deadlines if deadline is not None]
         if not due:
             if not there:
-                draft.ended = "without a manager"    # it came after the last agent had left, and has nothing to end
+                # it came after the last agent had left, and has nothing to end
+                draft.ended = "without a manager"
                 return
-            phases = ", ".join(f"rank {rank} in {worker.phase}" for rank, worker in enumerate(draft.workers))
-            raise Violation(f"stuck: {phases}, the manager {manager.phase.value} in generation {manager.generation}; nothing will ever come any more")
+            phases = ", ".join(
+                f"rank {rank} in {worker.phase}" for rank, worker in enumerate(draft.workers)
+            )
+            raise Violation(
+                f"stuck: {phases}, the manager {manager.phase.value} in generation "
+                f"{manager.generation}; nothing will ever come any more"
+            )
         draft.now = max(draft.now, min(due))
         for node in there:
             if node in nodes:
@@ -493,4 +653,6 @@ class Rules:
 
 def _plain(thing: Any) -> Any:
     """An event or a command without what only tells where it came from."""
-    return replace(thing, **({"now": 0.0, "cause": ""} if isinstance(thing, ev.Event) else {"cause": ""}))
+    return replace(
+        thing, **({"now": 0.0, "cause": ""} if isinstance(thing, ev.Event) else {"cause": ""})
+    )

@@ -1,8 +1,11 @@
-"""A model of a training process: boots, trains in step with the others, pauses, receives state, returns, dies.
+"""A model of a training process.
 
-The state is the list of committed steps itself, so that a step lost or done twice is seen. Collectives are the meeting
-points of `World`: a rank goes on only when every rank has come. What it says and obeys is what `taskd.worker` does. Where the
-state is sharded, every second rank holds the same, and the meeting before the optimizer is the vote.
+Boots, trains in step with the others, pauses, receives state, returns, dies.
+
+The state is the list of committed steps itself, so that a step lost or done twice is seen.
+Collectives are the meeting points of `World`: a rank goes on only when every rank has come. What it
+says and obeys is what `taskd.worker` does. Where the state is sharded, every second rank holds the
+same, and the meeting before the optimizer is the vote.
 """
 
 from collections.abc import Callable
@@ -32,11 +35,15 @@ class World:
     collective_timeout_s: float = 60.0
     is_declared: bool = True
     is_sharded: bool = False
-    workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)      # the newest life of each rank
+    # the newest life of each rank
+    workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)
     _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
 
     def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
-        """A collective: everybody goes on a little after the last one has come, if they are still in it."""
+        """A collective.
+
+        Everybody goes on a little after the last one has come, if they are still in it.
+        """
         assert self.workers[rank].is_alive
         waiting = self._met.setdefault(key, {})
         waiting[rank] = go_on
@@ -47,7 +54,11 @@ class World:
 
     def time_out(self) -> bool:
         """Nobody will come any more, which those who wait in a collective see when its timeout is over. False: nobody waits in one."""
-        waiting = [worker for worker in self.workers.values() if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}]
+        waiting = [
+            worker
+            for worker in self.workers.values()
+            if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}
+        ]
         for worker in waiting:
             self.clock.call_in(self.collective_timeout_s, worker.broke)
         return bool(waiting)
@@ -68,7 +79,7 @@ class SimulatedWorker:
         self.phase = "boot"
         self.is_alive, self.is_frozen, self.is_released = True, False, False
         self.must_gate = spawn.gated
-        self.state: list[int] | None = None          # None: no TrainState yet
+        self.state: list[int] | None = None  # None: no TrainState yet
         self.parked: list[int] | None = None
         self.is_clean = True
         self.plan: do.Resume | None = None
@@ -77,7 +88,7 @@ class SimulatedWorker:
         self._must_report_recovery = False
         self.is_entered = False
         self._report, self._on_exit = report, on_exit
-        self._step_token = 0                         # what was scheduled before an interrupt does not happen
+        self._step_token = 0  # what was scheduled before an interrupt does not happen
         self._incoming: list[int] = []
         world.workers[self.rank] = self
         self._later(world.boot_s * (0.5 + world.rng.random()), self._booted)
@@ -111,7 +122,8 @@ class SimulatedWorker:
     def obey(self, command: do.Command) -> None:
         """A command came through the channel."""
         now = self.world.clock.now()
-        self._read_at = max(self._read_at, now + self.world.rng.random() * 0.002)    # the channel keeps the order
+        # the channel keeps the order
+        self._read_at = max(self._read_at, now + self.world.rng.random() * 0.002)
         self._later(self._read_at - now, lambda: self._obey(command), always=True)
 
     def _obey(self, command: do.Command) -> None:
@@ -152,7 +164,9 @@ class SimulatedWorker:
         if self.state is not None:
             self.parked, self.state = self.state, None
         self.phase = "paused"
-        self._say(ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean)
+        self._say(
+            ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean
+        )
 
     def _ask(self) -> None:
         """The vote is over without a result here."""
@@ -190,10 +204,12 @@ class SimulatedWorker:
         self._incoming = []
         if plan is not None and plan.version is not None:
             move = next(move for move in plan.moves if move.rank == self.rank)
-            assert move.source is not None or self.is_clean, f"rank {self.rank} was told to keep a torn copy"
+            assert move.source is not None or self.is_clean, (
+                f"rank {self.rank} was told to keep a torn copy"
+            )
             held = self.world.workers[self.rank if move.source is None else move.source].parked
             if held is None:
-                return                               # the source has died since: this entry leads nowhere
+                return  # the source has died since: this entry leads nowhere
             assert len(held) == plan.version, (self.rank, move, len(held), plan.version)
             self._incoming = list(held)
         self.world.meet(("restore", self.generation), self.rank, self._if_same(self._restored))
@@ -214,7 +230,9 @@ class SimulatedWorker:
                 self._exit(0)
             return
         self.phase = "step"
-        self._later(self.world.step_s * (0.5 + self.world.rng.random()), self._if_same(self._all_reduce))
+        self._later(
+            self.world.step_s * (0.5 + self.world.rng.random()), self._if_same(self._all_reduce)
+        )
 
     def _all_reduce(self) -> None:
         if self.raise_next:
@@ -224,10 +242,12 @@ class SimulatedWorker:
         assert self.state is not None
         if self.world.is_sharded:
             self.phase = "vote"
-        self.world.meet(("step", self.generation, len(self.state)), self.rank, self._if_same(self._optimizer))
+        self.world.meet(
+            ("step", self.generation, len(self.state)), self.rank, self._if_same(self._optimizer)
+        )
 
     def _optimizer(self) -> None:
-        self.phase = "optimizer"                     # an interrupt waits until the commit
+        self.phase = "optimizer"  # an interrupt waits until the commit
         self._later(0.001 + self.world.rng.random() * 0.002, self._if_same(self._commit))
 
     def _commit(self) -> None:
@@ -252,9 +272,18 @@ class SimulatedWorker:
 
     def broke(self) -> None:
         """A peer's connection broke: the collective fails, if it is in one."""
-        if self.is_alive and not self.is_frozen and self.phase in ("step", "vote", "restore", "enter") and not self.must_gate:
+        if (
+            self.is_alive
+            and not self.is_frozen
+            and self.phase in ("step", "vote", "restore", "enter")
+            and not self.must_gate
+        ):
             if self.phase == "vote":
-                self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer", may_advance=True)
+                self._raise(
+                    FaultKind.COMMUNICATION,
+                    "RuntimeError: Connection closed by peer",
+                    may_advance=True,
+                )
             elif self.world.is_declared:
                 self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer")
             else:
@@ -266,8 +295,22 @@ class SimulatedWorker:
         if self.state is not None and not may_advance:
             self.parked, self.state = self.state, None
         self.phase = "asking" if may_advance else "raised"
-        fault = Fault(kind, self.rank, self.incarnation, text, version=version, signature=text, traceback="...")
-        self._say(ev.WorkerRaised, generation=self.generation, fault=fault, clean=self.is_clean, may_advance=may_advance)
+        fault = Fault(
+            kind,
+            self.rank,
+            self.incarnation,
+            text,
+            version=version,
+            signature=text,
+            traceback="...",
+        )
+        self._say(
+            ev.WorkerRaised,
+            generation=self.generation,
+            fault=fault,
+            clean=self.is_clean,
+            may_advance=may_advance,
+        )
 
     # ------------------------------------------------------------------ small things
 

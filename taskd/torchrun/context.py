@@ -1,7 +1,8 @@
 """torch's process context over the spawner: the workers of one node, restartable one by one.
 
-Owns the node's worker processes, their channels and black boxes, in one table by local rank (`slots`). Both the agent's
-loop (`read`, `respawn`, `signal`) and torch's own monitoring (`_poll`, `_close`) work on that table. Decides nothing.
+Owns the node's worker processes, their channels and black boxes, in one table by local rank
+(`slots`). Both the agent's loop (`read`, `respawn`, `signal`) and torch's own monitoring (`_poll`,
+`_close`) work on that table. Decides nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 300.0     # a forkserver that imports torch from a cold network disk may take minutes
+# a forkserver that imports torch from a cold network disk may take minutes
+_START_TIMEOUT_S = 300.0
 _START_TRIES = 2
-_LOOK_S = 1.0                # between two looks at least: the spawner watches its forkserver by them
-_KEPT_LIVES = 4              # former lives per rank whose black box stays mapped: a death alarm may still watch it
-_TOKENS = itertools.count(1) # unique over all contexts of the process: they share the spawner
+_LOOK_S = 1.0  # between two looks at least: the spawner watches its forkserver by them
+# former lives per rank whose black box stays mapped: a death alarm may still watch it
+_KEPT_LIVES = 4
+_TOKENS = itertools.count(1)  # unique over all contexts of the process: they share the spawner
 
 
 @dataclass(slots=True)
 class Slot:
     """One life of one worker.
 
-    `channel` is the agent's end; the context closes it with the slot unless its owner detached it. `status` is None while
-    the process lives: exit code or minus the signal number.
+    `channel` is the agent's end; the context closes it with the slot unless its owner detached it.
+    `status` is None while the process lives: exit code or minus the signal number.
     """
 
     local_rank: int
@@ -52,7 +55,7 @@ class Slot:
     token: int
     bootstrap: dict[str, Any]
     box: BlackBox
-    arenas: Arenas               # the same in all lives of the rank
+    arenas: Arenas  # the same in all lives of the rank
     channel: socket.socket
     pid: int | None = None
     status: int | None = None
@@ -76,15 +79,24 @@ class TaskdContext(PContext):
     """See the module."""
 
     def __init__(
-        self, *, spawner: Spawner, bootstraps: dict[int, dict[str, Any]], life_fd: int, entrypoint: str, **torch_arguments: Any,
+        self,
+        *,
+        spawner: Spawner,
+        bootstraps: dict[int, dict[str, Any]],
+        life_fd: int,
+        entrypoint: str,
+        **torch_arguments: Any,
     ) -> None:
-        """`bootstraps`: for each local rank what the runtime needs; `life_fd`: read end of the agent's life pipe."""
+        """`bootstraps`: for each local rank what the runtime needs.
+
+        `life_fd`: read end of the agent's life pipe.
+        """
         super().__init__(entrypoint=entrypoint, **torch_arguments)
         self.spawner = spawner
         self.slots: dict[int, Slot] = {}
         self._by_token: dict[int, Slot] = {}
-        self._arenas: dict[int, Arenas] = {}              # by local rank
-        self._queued: list[SlotEvent] = []                # read while somebody else waited
+        self._arenas: dict[int, Arenas] = {}  # by local rank
+        self._queued: list[SlotEvent] = []  # read while somebody else waited
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bootstraps = bootstraps
         self._life_fd = life_fd
@@ -97,8 +109,13 @@ class TaskdContext(PContext):
         return [self._wake, *self.spawner.fds]
 
     def read(self) -> list[SlotEvent]:
-        """Bring the table up to date and tell what changed; never blocks. Events of former lives come too."""
-        found = [event for reply in self.spawner.read() if (event := self._apply(reply)) is not None]
+        """Bring the table up to date and tell what changed; never blocks.
+
+        Events of former lives come too.
+        """
+        found = [
+            event for reply in self.spawner.read() if (event := self._apply(reply)) is not None
+        ]
         found[:0] = self._queued
         self._queued = []
         if self._wake >= 0:
@@ -115,13 +132,18 @@ class TaskdContext(PContext):
     def _apply(self, reply: Reply) -> SlotEvent | None:
         slot = self._by_token.get(reply.token)
         if slot is None:
-            if isinstance(reply, Started):      # asked for by a context that was closed before it started
+            # asked for by a context that was closed before it started
+            if isinstance(reply, Started):
                 processes.signal_group(reply.pid, SIGKILL)
             return None
         if isinstance(reply, Started):
             slot.pid = reply.pid
             if reply.note is not None:
-                log.warning("local rank %d is not forked from the warm process: %s", slot.local_rank, reply.note)
+                log.warning(
+                    "local rank %d is not forked from the warm process: %s",
+                    slot.local_rank,
+                    reply.note,
+                )
             return SlotEvent(slot, reply)
         if isinstance(reply, StartFailed):
             slot.error = reply.error
@@ -129,10 +151,15 @@ class TaskdContext(PContext):
             slot.status = reply.status
         return SlotEvent(slot, reply)
 
-    def respawn(self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None) -> Slot:
-        """Start the next life of a rank; returns at once, `read` reports. The former life gets no signal from here.
+    def respawn(
+        self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None
+    ) -> Slot:
+        """Start the next life of a rank; returns at once, `read` reports.
 
-        Its log files are continued, a stale error file is removed, and the new life can read the black box of the former.
+        The former life gets no signal from here.
+
+        Its log files are continued, a stale error file is removed, and the new life can read the
+        black box of the former.
         """
         self.envs[local_rank].update(env_updates or {})
         with suppress(FileNotFoundError):
@@ -150,8 +177,12 @@ class TaskdContext(PContext):
     def failure(self, local_rank: int) -> ProcessFailure:
         """What torchrun reports about a worker that ended, or was stopped."""
         slot = self.slots[local_rank]
-        return ProcessFailure(local_rank=local_rank, pid=slot.pid or 0, error_file=self.error_files[local_rank],
-                              exitcode=1 if slot.status is None else slot.status)
+        return ProcessFailure(
+            local_rank=local_rank,
+            pid=slot.pid or 0,
+            error_file=self.error_files[local_rank],
+            exitcode=1 if slot.status is None else slot.status,
+        )
 
     # ------------------------------------------------------------------ starting
 
@@ -167,12 +198,17 @@ class TaskdContext(PContext):
                 if slot.error is None:
                     continue
                 if tries[local_rank] == _START_TRIES:
-                    raise ForkserverError(f"local rank {local_rank} could not be started: {slot.error}")
+                    raise ForkserverError(
+                        f"local rank {local_rank} could not be started: {slot.error}"
+                    )
                 tries[local_rank] += 1
                 self._spawn(local_rank, self._bootstraps[local_rank])
             if self._clock.now() >= deadline:
-                raise ForkserverError(f"the forkserver (pid {self.spawner.forkserver.pid}) started no worker in "
-                                      f"{_START_TIMEOUT_S:.0f} s: look at what it imports")
+                raise ForkserverError(
+                    f"the forkserver (pid {self.spawner.forkserver.pid}) started "
+                    "no worker in "
+                    f"{_START_TIMEOUT_S:.0f} s: look at what it imports"
+                )
 
     def _wait(self, deadline: float) -> None:
         fds = [fd for fd in self.fds() if fd != self._wake]
@@ -182,7 +218,8 @@ class TaskdContext(PContext):
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
         """Raises OSError, and has changed nothing then: no descriptors, no memory."""
         former = self.slots.get(local_rank)
-        if not bootstrap["gated"] and local_rank in self._arenas:      # all start anew, and what was is not to be believed
+        # all start anew, and what was is not to be believed
+        if not bootstrap["gated"] and local_rank in self._arenas:
             self._arenas.pop(local_rank).close()
         if local_rank not in self._arenas:
             self._arenas[local_rank] = Arenas.create()
@@ -193,8 +230,18 @@ class TaskdContext(PContext):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             undo.callback(ours.close)
             with theirs:
-                slot = Slot(local_rank, bootstrap["incarnation"], next(_TOKENS), bootstrap, box, arenas, ours)
-                self.spawner.spawn(self._request(slot, theirs.fileno(), None if former is None else former.box.fd))
+                slot = Slot(
+                    local_rank,
+                    bootstrap["incarnation"],
+                    next(_TOKENS),
+                    bootstrap,
+                    box,
+                    arenas,
+                    ours,
+                )
+                self.spawner.spawn(
+                    self._request(slot, theirs.fileno(), None if former is None else former.box.fd)
+                )
             undo.pop_all()
         self.slots[local_rank] = self._by_token[slot.token] = slot
         if former is not None:
@@ -206,19 +253,27 @@ class TaskdContext(PContext):
         descriptors = {"channel": channel, "life": self._life_fd, "box": slot.box.fd}
         if previous is not None:
             descriptors["previous"] = previous
-        descriptors.update((f"arena{number}", descriptor) for number, descriptor in enumerate(slot.arenas.descriptors))
+        descriptors.update(
+            (f"arena{number}", descriptor)
+            for number, descriptor in enumerate(slot.arenas.descriptors)
+        )
         return SpawnRequest(
-            token=slot.token, argv=tuple(str(argument) for argument in self.args[local_rank]),
-            env={**os.environ, **self.envs[local_rank]}, stdout=self.stdouts[local_rank] or None,
-            stderr=self.stderrs[local_rank] or None, fds=descriptors, worker=slot.bootstrap,
-            ignored=processes.ignored_signals(), blocked=tuple(sorted(pthread_sigmask(SIG_BLOCK, ()))),
+            token=slot.token,
+            argv=tuple(str(argument) for argument in self.args[local_rank]),
+            env={**os.environ, **self.envs[local_rank]},
+            stdout=self.stdouts[local_rank] or None,
+            stderr=self.stderrs[local_rank] or None,
+            fds=descriptors,
+            worker=slot.bootstrap,
+            ignored=processes.ignored_signals(),
+            blocked=tuple(sorted(pthread_sigmask(SIG_BLOCK, ()))),
         )
 
     def _retire(self, slot: Slot) -> None:
         """Keep a former life while somebody may still look at it; free the oldest that is over."""
         slot.channel.close()
         lives = [life for life in self._by_token.values() if life.local_rank == slot.local_rank]
-        for life in lives[:-_KEPT_LIVES - 1]:
+        for life in lives[: -_KEPT_LIVES - 1]:
             if life.is_over:
                 del self._by_token[life.token]
                 life.box.close()
@@ -227,40 +282,60 @@ class TaskdContext(PContext):
 
     def pids(self) -> dict[int, int]:
         """Process ids by local rank."""
-        return {local_rank: slot.pid for local_rank, slot in self.slots.items() if slot.pid is not None}
+        return {
+            local_rank: slot.pid for local_rank, slot in self.slots.items() if slot.pid is not None
+        }
 
     def _poll(self) -> RunProcsResult | None:
-        """All ended well, or one did not: then the others are closed and the failures told. None: still running."""
+        """All ended well, or one did not: then the others are closed and the failures told.
+
+        None: still running.
+        """
         self._keep(self.read())
         slots = self.slots.values()
-        if not any(slot.error or slot.status for slot in slots) and any(slot.status is None for slot in slots):
+        if not any(slot.error or slot.status for slot in slots) and any(
+            slot.status is None for slot in slots
+        ):
             return None
         failed_first = [slot.local_rank for slot in slots if slot.error or slot.status]
         self.close()
         failures = {local_rank: self.failure(local_rank) for local_rank in failed_first}
-        failures.update((slot.local_rank, self.failure(slot.local_rank)) for slot in slots
-                        if slot.status and slot.local_rank not in failures)
+        failures.update(
+            (slot.local_rank, self.failure(slot.local_rank))
+            for slot in slots
+            if slot.status and slot.local_rank not in failures
+        )
         result = RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
         for local_rank in failed_first:
             slot = self.slots[local_rank]
-            log.error("local rank %d (pid %s) failed: %s", local_rank, slot.pid,
-                      slot.error or processes.describe_status(slot.status or 0))
+            log.error(
+                "local rank %d (pid %s) failed: %s",
+                local_rank,
+                slot.pid,
+                slot.error or processes.describe_status(slot.status or 0),
+            )
         return result
 
     def _close(self, death_sig: Signals, timeout: int = 30) -> None:
         """End what lives, politely first; then free what the context holds. May be called twice."""
         for number in (death_sig, SIGKILL):
             for slot in self._alive():
-                log.info("sending %s to local rank %d (pid %d)", number.name, slot.local_rank, slot.pid)
+                log.info(
+                    "sending %s to local rank %d (pid %d)", number.name, slot.local_rank, slot.pid
+                )
                 processes.signal_group(slot.pid or 0, number)
             deadline = self._clock.now() + timeout
             while self._alive() and self._clock.now() < deadline:
                 self._wait(deadline)
         for slot in self._alive():
-            log.error("local rank %d (pid %d) does not end even by SIGKILL: it hangs in the kernel; going on without it",
-                      slot.local_rank, slot.pid)
+            log.error(
+                "local rank %d (pid %d) does not end even by SIGKILL: it hangs in the "
+                "kernel; going on without it",
+                slot.local_rank,
+                slot.pid,
+            )
         for slot in self._by_token.values():
             slot.channel.close()
             slot.box.close()
@@ -273,4 +348,6 @@ class TaskdContext(PContext):
             self._wake = -1
 
     def _alive(self) -> list[Slot]:
-        return [slot for slot in self._by_token.values() if slot.pid is not None and not slot.is_over]
+        return [
+            slot for slot in self._by_token.values() if slot.pid is not None and not slot.is_over
+        ]

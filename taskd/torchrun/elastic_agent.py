@@ -1,8 +1,11 @@
-"""torchrun's agent with restartable workers: what `launch_agent` builds in place of torch's LocalElasticAgent.
+"""torchrun's agent with restartable workers.
 
-Owns what the node's workers have in common: the spawner, the life pipe, incarnation numbers, the store that trainers use.
-torch's rendezvous, environment and log handling are called, not copied. The loop is `taskd.agent.service`; without it, or
-when that falls back, torch's own loop runs over the same workers.
+What `launch_agent` builds in place of torch's LocalElasticAgent.
+
+Owns what the node's workers have in common: the spawner, the life pipe, incarnation numbers, the
+store that trainers use. torch's rendezvous, environment and log handling are called, not copied.
+The loop is `taskd.agent.service`; without it, or when that falls back, torch's own loop runs over
+the same workers.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FALLBACK_GENERATION = 1 << 20    # generations that agents count without a manager: above all that a manager gave out
-_STORE_TIMEOUT = dt.timedelta(minutes=5)   # torchrun's own default for a store
+# generations that agents count without a manager: above all that a manager gave out
+FALLBACK_GENERATION = 1 << 20
+_STORE_TIMEOUT = dt.timedelta(minutes=5)  # torchrun's own default for a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,10 @@ CURRENT_LAUNCH: ContextVar[Launch | None] = ContextVar("taskd_launch", default=N
 
 
 def is_supported(entrypoint: object) -> bool:
-    """Can these workers be forked warm? Functions, other interpreters and --no-python are left to torch."""
+    """Can these workers be forked warm?
+
+    Functions, other interpreters and --no-python are left to torch.
+    """  # noqa: D400
     return isinstance(entrypoint, str) and entrypoint == sys.executable
 
 
@@ -67,17 +74,18 @@ class TaskdElasticAgent(LocalElasticAgent):
         spec = self._worker_group.spec
         self.is_supported = self.launch is not None and is_supported(spec.entrypoint)
         self.job_id = os.environ.get("MINDX_TASK_ID") or str(spec.rdzv_handler.get_run_id())
-        self.fault_timeout_s = 30.0          # the agent's service sets it from the configuration
+        self.fault_timeout_s = 30.0  # the agent's service sets it from the configuration
         self.generation = 0
         self.restarts_used = 0
-        self.incarnations: dict[int, int] = {}   # last one given out, by global rank
+        self.incarnations: dict[int, int] = {}  # last one given out, by global rank
         self._starts = 0
         self._started_at = 0.0
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
         self._hosted_store: TCPStore | None = None
-        # Readable end: in every worker. At its end of file the agent is gone. Writable end: here only.
+        # Readable end: in every worker. At its end of file the agent is gone. Writable end: here
+        # only.
         self.life_fd, self._life_write_fd = os.pipe()
 
     # ------------------------------------------------------------------ for the agent's loop
@@ -92,37 +100,62 @@ class TaskdElasticAgent(LocalElasticAgent):
         """Ranks, world size, group rank, master address, store: torch's own object."""
         return self._worker_group
 
-    def bootstrap(self, local_rank: int, incarnation: int, *, gated: bool = False) -> dict[str, Any]:
-        """What the runtime of this worker is told; generation and restarts used are the agent's present ones."""
+    def bootstrap(
+        self, local_rank: int, incarnation: int, *, gated: bool = False
+    ) -> dict[str, Any]:
+        """What the runtime of this worker is told.
+
+        Generation and restarts used are the agent's present ones.
+        """
         worker = self._worker_group.workers[local_rank]
         self.incarnations[worker.global_rank] = incarnation
         return {
-            "job_id": self.job_id, "rank": worker.global_rank, "local_rank": local_rank,
-            "node_rank": self._worker_group.group_rank, "world_size": worker.world_size, "incarnation": incarnation,
-            "generation": self.generation, "gated": gated, "fault_timeout_s": self.fault_timeout_s,
-            "restarts_used": self.restarts_used, "plain": self._is_plain,
+            "job_id": self.job_id,
+            "rank": worker.global_rank,
+            "local_rank": local_rank,
+            "node_rank": self._worker_group.group_rank,
+            "world_size": worker.world_size,
+            "incarnation": incarnation,
+            "generation": self.generation,
+            "gated": gated,
+            "fault_timeout_s": self.fault_timeout_s,
+            "restarts_used": self.restarts_used,
+            "plain": self._is_plain,
         }
 
     def succeeded(self) -> RunResult:
-        """The result when every worker has finished; waits for the other agents as torch's loop does."""
+        """The result when every worker has finished.
+
+        Waits for the other agents as torch's loop does.
+        """
         self._worker_group.state = WorkerState.SUCCEEDED
         self._exit_barrier()
-        return RunResult(state=WorkerState.SUCCEEDED,
-                         return_values={worker.global_rank: None for worker in self._worker_group.workers})
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values={worker.global_rank: None for worker in self._worker_group.workers},
+        )
 
     def failed(self, local_ranks: Iterable[int]) -> RunResult:
-        """The result when the job is given up because of these workers; torchrun prints them and exits with 1."""
+        """The result when the job is given up because of these workers.
+
+        Torchrun prints them and exits with 1.
+        """
         assert self.context is not None
         self._worker_group.state = WorkerState.FAILED
         workers = self._worker_group.workers
-        failures = {workers[local_rank].global_rank: self.context.failure(local_rank) for local_rank in local_ranks}
+        failures = {
+            workers[local_rank].global_rank: self.context.failure(local_rank)
+            for local_rank in local_ranks
+        }
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def run_plainly(self, role: str) -> RunResult:
-        """Go on as plain torchrun, with the workers as they are: any failure restarts the group (warm).
+        """Go on as plain torchrun, with the workers as they are.
 
-        The restart budget is the same as with a manager, less what has been used; so is the rule that a failure which comes back
-        again and again, soon after the start, ends the job.
+        Any failure restarts the group (warm).
+
+        The restart budget is the same as with a manager, less what has been used; so is the rule
+        that a failure which comes back again and again, soon after the start, ends the job.
         """
         self._is_plain = True
         self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - self.restarts_used)
@@ -150,7 +183,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         if not self.is_supported:
             return super()._invoke_run(role)
         # Loaded before the workers start: they may need the agent within their first milliseconds.
-        from taskd.torchrun import loop  # noqa: PLC0415 - not at the import of this module: the forkserver has no use for it
+        from taskd.torchrun import loop  # noqa: PLC0415
 
         settings = loop.settings_of(self)
         self.job_id, self.fault_timeout_s = settings.job_id, settings.fault_timeout_s
@@ -162,14 +195,15 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers_run:
-            self._workers_run = False       # torch's loop begins by starting workers: they run already
+            self._workers_run = False  # torch's loop begins by starting workers: they run already
             return
         super()._initialize_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if self._is_plain and result.is_failed() and self._remaining_restarts > 0:
-            rank, failure = next(iter(result.failures.items()))      # the first is the cause, the others were closed
+            # the first is the cause, the others were closed
+            rank, failure = next(iter(result.failures.items()))
             fault = exit_fault(rank, self.incarnations[rank], failure.exitcode)
             reason = self._repeats.count_failure(fault, MonotonicClock().now() - self._started_at)
             if reason is not None:
@@ -201,28 +235,40 @@ class TaskdElasticAgent(LocalElasticAgent):
         del arguments["start_method"], arguments["numa_options"]
         assert self.launch is not None
         bootstraps = {
-            local_rank: self.bootstrap(local_rank, self.incarnations.get(worker.global_rank, -1) + 1)
+            local_rank: self.bootstrap(
+                local_rank, self.incarnations.get(worker.global_rank, -1) + 1
+            )
             for local_rank, worker in enumerate(self._worker_group.workers)
         }
         try:
             context = TaskdContext(
-                spawner=self.launch.spawner, bootstraps=bootstraps, life_fd=self.life_fd, **arguments,
+                spawner=self.launch.spawner,
+                bootstraps=bootstraps,
+                life_fd=self.life_fd,
+                **arguments,
             )
             try:
                 context.start()
             except BaseException:
                 context.close()
                 raise
-        except (ForkserverError, OSError) as error:     # limits of the system, mostly: a traceback would say less than this line
-            raise SystemExit(f"taskd: the workers of node {self._worker_group.group_rank} could not be started: {error}") from error
+        # limits of the system, mostly: a traceback would say less than this line
+        except (ForkserverError, OSError) as error:
+            raise SystemExit(
+                f"taskd: the workers of node {self._worker_group.group_rank} could "
+                f"not be started: {error}"
+            ) from error
         return context
 
     def _agree_on_generation(self, worker_group: WorkerGroup) -> None:
-        """The store prefix of a start that no manager ordered: the same on all nodes, and never used before.
+        """The store prefix of a start that no manager ordered.
 
-        torch >= 2.6 keeps one store for all attempts, where a second attempt meets the addresses of the first. The first start
-        of every agent is generation 0. Later ones are counted in the store; agents restart in step, by rendezvous (c10d)
-        or because the loss of one breaks the others (static).
+        The same on all nodes, and never used before.
+
+        torch >= 2.6 keeps one store for all attempts, where a second attempt meets the addresses of
+        the first. The first start of every agent is generation 0. Later ones are counted in the
+        store; agents restart in step, by rendezvous (c10d) or because the loss of one breaks the
+        others (static).
         """
         self._starts += 1
         base = worker_group.store
@@ -233,25 +279,39 @@ class TaskdElasticAgent(LocalElasticAgent):
             round_number = (base.add(key, 1) - 1) // worker_group.group_world_size
         elif worker_group.group_rank == 0:
             round_number = base.add(key, 1) - 1
-            worker_group.store.set("taskd/round", str(round_number))    # this store is prefixed by round
+            # this store is prefixed by round
+            worker_group.store.set("taskd/round", str(round_number))
         else:
             round_number = int(worker_group.store.get("taskd/round"))
         self.generation = FALLBACK_GENERATION + round_number if round_number else 0
 
     def _host_store(self, worker_group: WorkerGroup) -> bool:
-        """Let the agents host the trainers' store in any case: the death of rank 0 must not take it along."""
+        """Let the agents host the trainers' store in any case.
+
+        The death of rank 0 must not take it along.
+        """
         if worker_group.spec.rdzv_handler.use_agent_store:
             return True
         if worker_group.group_rank != 0:
             return True
         try:
             self._hosted_store = TCPStore(
-                worker_group.master_addr, int(worker_group.master_port), is_master=True, wait_for_workers=False,
-                multi_tenant=True, timeout=_STORE_TIMEOUT,
+                worker_group.master_addr,
+                int(worker_group.master_port),
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=_STORE_TIMEOUT,
             )
         except RuntimeError as error:
-            log.warning("the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its death will cost a restart "
-                        "of all", worker_group.master_addr, worker_group.master_port, error)
+            log.warning(
+                "the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its "
+                "death will cost a restart "
+                "of all",
+                worker_group.master_addr,
+                worker_group.master_port,
+                error,
+            )
             return False
         return True
 

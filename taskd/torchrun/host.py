@@ -61,7 +61,10 @@ class TorchrunHost:
         self.max_restarts: int = group.spec.max_restarts
         self.ranks = tuple(worker.global_rank for worker in group.workers)
         self._local_ranks = {worker.global_rank: worker.local_rank for worker in group.workers}
-        self._workers = {rank: self._worker(rank, context.slots[local]) for rank, local in self._local_ranks.items()}
+        self._workers = {
+            rank: self._worker(rank, context.slots[local])
+            for rank, local in self._local_ranks.items()
+        }
         self.workers: Mapping[int, HostWorker] = MappingProxyType(self._workers)
 
     @staticmethod
@@ -80,20 +83,42 @@ class TorchrunHost:
             slot, reply = event.slot, event.reply
             life = (workers[slot.local_rank].global_rank, slot.incarnation)
             if isinstance(reply, Started):
-                found.append(ProcessEvent(*life, "started", slot.box, pid=reply.pid, note=reply.note or ""))
+                found.append(
+                    ProcessEvent(*life, "started", slot.box, pid=reply.pid, note=reply.note or "")
+                )
             elif isinstance(reply, Exited):
-                found.append(ProcessEvent(*life, "exited", slot.box, status=reply.status, snapshots=slot.arenas.versions()))
+                found.append(
+                    ProcessEvent(
+                        *life,
+                        "exited",
+                        slot.box,
+                        status=reply.status,
+                        snapshots=slot.arenas.versions(),
+                    )
+                )
             else:
-                found.append(ProcessEvent(*life, "failed", slot.box, error=reply.error, snapshots=slot.arenas.versions()))
+                found.append(
+                    ProcessEvent(
+                        *life,
+                        "failed",
+                        slot.box,
+                        error=reply.error,
+                        snapshots=slot.arenas.versions(),
+                    )
+                )
         return found
 
-    def spawn(self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int) -> None:
+    def spawn(
+        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
+    ) -> None:
         """Start a process for this incarnation; `Started` or `StartFailed` follows from `read`."""
         self._agent.generation, self._agent.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
         bootstrap = self._agent.bootstrap(local_rank, incarnation, gated=gated)
         former = self._workers[rank]
-        slot = self._context.respawn(local_rank, bootstrap, {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)})
+        slot = self._context.respawn(
+            local_rank, bootstrap, {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}
+        )
         self._workers[rank] = self._worker(rank, slot)
         former.channel.close()
 
@@ -104,7 +129,9 @@ class TorchrunHost:
 
     def local_ranks(self, ranks: set[int]) -> list[int]:
         """Local ranks of these ranks; of all if none of them is on this node."""
-        return sorted(self._local_ranks[rank] for rank in ranks if rank in self._local_ranks) or sorted(self._local_ranks.values())
+        return sorted(
+            self._local_ranks[rank] for rank in ranks if rank in self._local_ranks
+        ) or sorted(self._local_ranks.values())
 
     def close(self) -> None:
         """Close the agent's ends of the channels."""

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_DUMPED = 2      # as MindIO TTP ends a process whose state was saved
+EXIT_DUMPED = 2  # as MindIO TTP ends a process whose state was saved
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
 
 def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
-    """The agent's configuration, read before the workers start: a mistake in it must not cost a running job.
+    """The agent's configuration, read before the workers start.
+
+    A mistake in it must not cost a running job.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -43,7 +45,7 @@ def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
     master = agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR") or host
     own_address = _towards(master) if master else ""
     if master and not os.environ.get("POD_IP") and _is_own(master):
-        master = "127.0.0.1"             # a manager that was not told its address listens there, on this host
+        master = "127.0.0.1"  # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
         master_addr=master or None,
         # A dead process may still hold the device; on the CPU there is nothing to wait for.
@@ -55,7 +57,9 @@ def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
 def _is_own(host: str) -> bool:
     """Whether `host` is an address of this host: only those can be bound."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]"), 0, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
     except OSError:
@@ -66,7 +70,9 @@ def _is_own(host: str) -> bool:
 def _towards(host: str) -> str:
     """The address of this host that `host` sees; "": there is no way to it. Nothing is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
@@ -80,11 +86,22 @@ def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) 
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
     saves = Strategy.DUMP in allowed(settings.strategies)
     with Drain(settings.grace_s if saves else None) as drain:
-        service = Service(host, settings, MonotonicClock(), identity=identity, generation=agent.generation,
-                          restarts_used=agent.restarts_used, drain=drain)
+        service = Service(
+            host,
+            settings,
+            MonotonicClock(),
+            identity=identity,
+            generation=agent.generation,
+            restarts_used=agent.restarts_used,
+            drain=drain,
+        )
         outcome = service.run()
     if outcome.kind == "fallback":
-        log.warning("node %d: %s. Going on as plain torchrun: a failure restarts all workers.", host.node_rank, outcome.reason)
+        log.warning(
+            "node %d: %s. Going on as plain torchrun: a failure restarts all workers.",
+            host.node_rank,
+            outcome.reason,
+        )
         return agent.run_plainly(agent.worker_group.spec.role)
     host.close()
     if outcome.kind == "succeeded":
@@ -96,6 +113,9 @@ def run(agent: TaskdElasticAgent, context: TaskdContext, settings: AgentConfig) 
 
 
 def _say_at_the_end(job_id: str, outcome: Outcome) -> None:
-    """Torchrun prints a long report when it fails; the reason of the whole job is to be the last line."""
+    """Torchrun prints a long report when it fails.
+
+    The reason of the whole job is to be the last line.
+    """
     line = f"taskd: job {job_id} has ended: {outcome.reason}"
     atexit.register(sys.stderr.write, f"{line}\n")

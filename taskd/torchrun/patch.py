@@ -1,4 +1,6 @@
-"""Installing and removing the seams: all or none, once, and never at the price of a broken torchrun.
+"""Installing and removing the seams.
+
+All or none, once, and never at the price of a broken torchrun.
 
 Runs while torch.distributed.run is half imported: nothing here may import that module.
 """
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENABLE_ENV = "TASKD_PROCESS_ENABLE"
-UNLIMITED_RESTARTS = 32767       # what max_restarts 0 has always meant in taskd
+UNLIMITED_RESTARTS = 32767  # what max_restarts 0 has always meant in taskd
 
-_originals: dict[tuple[str, str], Any] = {}     # what revert() puts back; empty: not applied
+_originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
 
 
 def is_enabled() -> bool:
@@ -42,7 +44,10 @@ def is_applied() -> bool:
 
 
 def apply() -> None:
-    """Put all replacements in place; once is enough. Raises UnsupportedTorchError, having changed nothing."""
+    """Put all replacements in place; once is enough.
+
+    Raises UnsupportedTorchError, having changed nothing.
+    """
     if is_applied():
         return
     problems = [problem for problem in (_version_problem(), *map(_problem, SEAMS)) if problem]
@@ -84,36 +89,50 @@ def _problem(seam: Seam) -> str | None:
         return f"{seam.module}.{seam.attribute} is not there ({error})"
     found = tuple(inspect.signature(target).parameters)
     if found != seam.parameters:
-        return f"{seam.module}.{seam.attribute} takes ({', '.join(found)}), known is ({', '.join(seam.parameters)})"
+        return (
+            f"{seam.module}.{seam.attribute} takes ({', '.join(found)}), known is "
+            f"({', '.join(seam.parameters)})"
+        )
     return None
 
 
 def make_agent_class(_original: type) -> type:
     """The replacement of LocalElasticAgent."""
-    from taskd.torchrun.elastic_agent import TaskdElasticAgent  # noqa: PLC0415 - relies on what apply() has checked
+    from taskd.torchrun.elastic_agent import TaskdElasticAgent  # noqa: PLC0415
+
     return TaskdElasticAgent
 
 
 def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of launch_agent: the original, with a forkserver around it."""
-    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415 - as above
+    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415
     from taskd.agent.spawner import Spawner  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 
     @functools.wraps(original)
-    def launch_agent(config: Any, entrypoint: Any, args: list[Any], health_check_server: Any = None) -> Any:
+    def launch_agent(
+        config: Any, entrypoint: Any, args: list[Any], health_check_server: Any = None
+    ) -> Any:
         if not elastic_agent.is_supported(entrypoint):
-            log.warning("taskd leaves this job to torchrun: its workers are not started by %s", "this Python interpreter")
+            log.warning(
+                "taskd leaves this job to torchrun: its workers are not started by %s",
+                "this Python interpreter",
+            )
             return original(config, entrypoint, args, health_check_server=health_check_server)
-        settings = AgentConfig.load()       # first of all: a wrong value is told before anything runs
-        use_numeric_names()                 # the rendezvous is a store's client
+        settings = AgentConfig.load()  # first of all: a wrong value is told before anything runs
+        use_numeric_names()  # the rendezvous is a store's client
         # Those that follow are fresh interpreters: by then torchrun has threads.
-        spawner = Spawner(Forkserver.start(settings.forkserver, settings.preload), MonotonicClock(),
-                          lambda: Forkserver.start("exec", settings.preload))
+        spawner = Spawner(
+            Forkserver.start(settings.forkserver, settings.preload),
+            MonotonicClock(),
+            lambda: Forkserver.start("exec", settings.preload),
+        )
         raised = copy(config)
         raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
-        token = elastic_agent.CURRENT_LAUNCH.set(elastic_agent.Launch(spawner, config.rdzv_endpoint))
+        token = elastic_agent.CURRENT_LAUNCH.set(
+            elastic_agent.Launch(spawner, config.rdzv_endpoint)
+        )
         try:
             return original(raised, entrypoint, args, health_check_server=health_check_server)
         finally:

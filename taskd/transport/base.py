@@ -1,30 +1,42 @@
-"""What every transport offers: frames between identities. The contract suite in tests/contract runs over each.
+"""What every transport offers: frames between identities.
 
-- Delivery is in order between two ends as long as the connection lasts; a message may be lost, never changed or joined.
+The contract suite in tests/contract runs over each.
+
+- Delivery is in order between two ends as long as the connection lasts; a message may be lost,
+  never changed or joined.
 - Nothing blocks but `poll`.
-- A peer is known by the identity it connected with; the receiving side cannot be talked into another one's messages.
+- A peer is known by the identity it connected with; the receiving side cannot be talked into
+  another one's messages.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
-MAX_FRAME_BYTES = 256 * 1024     # as MAX_MESSAGE_BYTES of the wire, which refuses what is longer
+MAX_FRAME_BYTES = 256 * 1024  # as MAX_MESSAGE_BYTES of the wire, which refuses what is longer
 
 
 class Link(Protocol):
     """A router (many peers, addressed by identity) or a dealer (one peer, addressed as None)."""
 
     def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
-        """Wait until a message is there, one of `fds` is readable or hung up, or time is up. None: for ever.
+        """Wait until a message is there, one of `fds` is readable or hung up, or time is up.
+
+        None: for ever.
 
         Returns the ready ones of `fds`. A message may be there in any case: call `receive`.
         """
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """(peer, data) of messages that are there, up to a bound; call again after the next `poll`."""
+        """(peer, data) of messages that are there, up to a bound.
+
+        Call again after the next `poll`.
+        """
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
-        """Hand over one message. False: it cannot be sent (nobody there, or too much waits already)."""
+        """Hand over one message.
+
+        False: it cannot be sent (nobody there, or too much waits already).
+        """
 
     def close(self) -> None:
         """Release everything. Messages handed over get a short time to leave."""
@@ -41,4 +53,7 @@ class Listener(Link, Protocol):
         """Why connections were not let in since the last call."""
 
     def take_disconnects(self) -> int:
-        """How many connections ended since the last call; what was on its way on them may be lost."""
+        """How many connections ended since the last call.
+
+        What was on its way on them may be lost.
+        """

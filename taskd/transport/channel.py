@@ -1,7 +1,9 @@
-"""One end of the link between an agent and one worker: a connected pair of AF_UNIX sockets that keep message bounds.
+"""One end of the link between an agent and one worker.
 
-Owns the descriptor it is given. Nothing is named in the file system, so there is nothing to clean up and nobody else can
-connect. Must not know what the bytes mean.
+A connected pair of AF_UNIX sockets that keep message bounds.
+
+Owns the descriptor it is given. Nothing is named in the file system, so there is nothing to clean
+up and nobody else can connect. Must not know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ import socket
 from taskd.errors import TransportError
 from taskd.transport.base import MAX_FRAME_BYTES
 
-_SEND_BUFFER_BYTES = MAX_FRAME_BYTES   # the kernel doubles it and limits it by net.core.wmem_max (208 KiB, so 416 KiB)
-# The buffer holds hundreds of messages. A peer that has left it full for that long is stopped or stuck; waiting longer
-# would make the agent deaf to all other workers.
+# the kernel doubles it and limits it by net.core.wmem_max (208 KiB, so 416 KiB)
+_SEND_BUFFER_BYTES = MAX_FRAME_BYTES
+# The buffer holds hundreds of messages. A peer that has left it full for that long is stopped or
+# stuck; waiting longer would make the agent deaf to all other workers.
 _SEND_TIMEOUT_S = 5.0
 
 
 class Channel:
-    """See the module. `closed` turns True when the other end is gone and everything it said has been read."""
+    """See the module.
+
+    `closed` turns True when the other end is gone and everything it said has been read.
+    """
 
     def __init__(self, fd: int) -> None:
         """Take over `fd`, one end of a `socketpair(AF_UNIX, SOCK_SEQPACKET)`."""
@@ -54,7 +60,7 @@ class Channel:
                 poll.poll(_SEND_TIMEOUT_S * 1000)
                 self._socket.send(data)
         except OSError:
-            return False         # closed by us, by the peer (EPIPE, ECONNRESET), or still full
+            return False  # closed by us, by the peer (EPIPE, ECONNRESET), or still full
         return True
 
     def receive(self) -> list[bytes]:
@@ -62,11 +68,14 @@ class Channel:
         messages = []
         while not self.closed:
             try:
-                data = self._socket.recv(MAX_FRAME_BYTES + 1)   # a longer message arrives cut, and the wire refuses its size
+                # a longer message arrives cut, and the wire refuses its size
+                data = self._socket.recv(MAX_FRAME_BYTES + 1)
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue         # reported once if the peer left something unread; what it said itself is still to come
+                # reported once if the peer left something unread; what it said itself is still to
+                # come
+                continue
             if not data:
                 self.close()
                 break

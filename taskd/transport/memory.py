@@ -1,6 +1,9 @@
-"""The `Link` contract in memory: for tests and simulation, ordered and reliable, or lossy on demand.
+"""The `Link` contract in memory.
 
-Owns no thread and no clock: `poll` never waits, it returns at once whatever the timeout. Must not know messages.
+For tests and simulation, ordered and reliable, or lossy on demand.
+
+Owns no thread and no clock: `poll` never waits, it returns at once whatever the timeout. Must not
+know messages.
 """
 
 from collections import deque
@@ -15,7 +18,8 @@ Filter = Callable[[bytes, bytes], bool]
 class MemoryNetwork:
     """Where routers and dealers of one test meet.
 
-    `passes(peer, data)` decides about each message in either direction, `peer` being the dealer's identity; False loses it.
+    `passes(peer, data)` decides about each message in either direction, `peer` being the dealer's
+    identity; False loses it.
     """
 
     def __init__(self, passes: Filter | None = None) -> None:
@@ -35,7 +39,7 @@ class MemoryRouter:
         self.inbox: deque[tuple[bytes, bytes]] = deque()
         network.routers[address] = self
 
-    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002 - the contract's
+    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002
         """See `Link`; no descriptors here."""
         return set()
 
@@ -86,7 +90,7 @@ class MemoryDealer:
                 router.inbox.append((self._identity, self._waiting.popleft()))
         return router
 
-    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002 - the contract's
+    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002
         """See `Link`; no descriptors here. Finds a router that has come since."""
         self._connect()
         return set()

@@ -2,8 +2,9 @@
 
     Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, worker without agent, relay upwards)
 
-Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from it, and the router lets in
-only the client key of that secret (a ZAP handler that is served within `poll`). Must not know messages.
+Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from
+it, and the router lets in only the client key of that secret (a ZAP handler that is served within
+`poll`). Must not know messages.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is merely too long for the
-# protocol is seen, counted and answered for by the wire.
+# Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is
+# merely too long for the protocol is seen, counted and answered for by the wire.
 _MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
-_HIGH_WATER_MARK = 1000          # messages per peer; a peer that is that far behind is not listening
-_BATCH = 1000                    # messages per `receive`, so that a flood cannot keep the loop from its deadlines
-_LINGER_MS = 1000                # for the last words on a connection that is up
-_HANDSHAKE_MS = 5000             # a connection that says nothing is dropped: strangers must not use up descriptors
-_RECONNECT_MS = 100              # a restarted manager is found within this ...
-_RECONNECT_MAX_MS = 2000         # ... growing to this while nobody is there
-_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"      # fixed by ZeroMQ RFC 27
+_HIGH_WATER_MARK = 1000  # messages per peer; a peer that is that far behind is not listening
+_BATCH = 1000  # messages per `receive`, so that a flood cannot keep the loop from its deadlines
+_LINGER_MS = 1000  # for the last words on a connection that is up
+# a connection that says nothing is dropped: strangers must not use up descriptors
+_HANDSHAKE_MS = 5000
+_RECONNECT_MS = 100  # a restarted manager is found within this ...
+_RECONNECT_MAX_MS = 2000  # ... growing to this while nobody is there
+_KEEPALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 10,
+    zmq.TCP_KEEPALIVE_INTVL: 5,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _ZAP_DOMAIN = b"taskd"
 _FAILED_HANDSHAKES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
@@ -61,12 +68,18 @@ class _Socket:
 
     def __init__(self, kind: int, address: str, beside: _Socket | None) -> None:
         self._owns_context = beside is None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if beside is None else beside._context  # noqa: SLF001 - the same class
+        self._context: zmq.Context[zmq.Socket[bytes]] = (
+            zmq.Context() if beside is None else beside._context  # noqa: SLF001
+        )
         self._socket = self._context.socket(kind)
         self._linger_ms = _LINGER_MS
         options = {
-            zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES, zmq.SNDHWM: _HIGH_WATER_MARK, zmq.RCVHWM: _HIGH_WATER_MARK,
-            zmq.LINGER: _LINGER_MS, zmq.HANDSHAKE_IVL: _HANDSHAKE_MS, zmq.IPV6: int(address.startswith("[")),
+            zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
+            zmq.SNDHWM: _HIGH_WATER_MARK,
+            zmq.RCVHWM: _HIGH_WATER_MARK,
+            zmq.LINGER: _LINGER_MS,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.IPV6: int(address.startswith("[")),
             **_KEEPALIVE,
         }
         for option, value in options.items():
@@ -113,10 +126,18 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
     """`Link.poll` for several links at once."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        inner = [(socket, link) for link in links for socket in link._inner()]  # noqa: SLF001 - the same module
-        items: list[zmq.Socket[bytes] | int] = [*(link._socket for link in links), *(socket for socket, _ in inner), *fds]  # noqa: SLF001
-        wait_ms = -1 if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-        ready: set[zmq.Socket[bytes] | int] = {item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)}
+        inner = [(socket, link) for link in links for socket in link._inner()]  # noqa: SLF001
+        items: list[zmq.Socket[bytes] | int] = [
+            *(link._socket for link in links),  # noqa: SLF001
+            *(socket for socket, _ in inner),
+            *fds,
+        ]
+        wait_ms = (
+            -1 if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+        )
+        ready: set[zmq.Socket[bytes] | int] = {
+            item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)
+        }
         to_serve = {link for socket, link in inner if socket in ready}
         for link in to_serve:
             link._serve()  # noqa: SLF001
@@ -128,15 +149,23 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
 class Router(_Socket):
     """Binds `address` ("host:port"; port 0: any free one) and talks to many peers, addressed by their identity."""
 
-    def __init__(self, address: str, *, secret: bytes | None = None, beside: _Socket | None = None) -> None:
-        """`beside`: share its ZeroMQ context (needed for inproc addresses). Raises `TransportError`."""
+    def __init__(
+        self, address: str, *, secret: bytes | None = None, beside: _Socket | None = None
+    ) -> None:
+        """`beside`: share its ZeroMQ context (needed for inproc addresses).
+
+        Raises `TransportError`.
+        """
         super().__init__(zmq.ROUTER, address, beside)
         self._refused: list[str] = []
         self._disconnects = 0
-        # A send to a peer that is gone must say so, and a peer that comes back before TCP has noticed its loss must get in.
+        # A send to a peer that is gone must say so, and a peer that comes back before TCP has
+        # noticed its loss must get in.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._monitor = self._socket.get_monitor_socket(sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED
+        )
         self._zap: zmq.Socket[bytes] | None = None
         self._client_key = b""
         try:
@@ -147,8 +176,12 @@ class Router(_Socket):
             self.close()
             raise TransportError(_bind_failure(address, error)) from error
         if secret is None and not _is_local(self.address):
-            log.warning("%s can be reached by other hosts and no secret is set: whoever reaches it can stop the job. "
-                        "Set TASKD_SECRET_FILE on every node.", self.address)
+            log.warning(
+                "%s can be reached by other hosts and no secret is set: whoever reaches it "
+                "can stop the job. "
+                "Set TASKD_SECRET_FILE on every node.",
+                self.address,
+            )
 
     @property
     def address(self) -> str:
@@ -156,7 +189,10 @@ class Router(_Socket):
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """See `Link`. What is not one frame is handed on as an empty one, for the reader to refuse."""
+        """See `Link`.
+
+        What is not one frame is handed on as an empty one, for the reader to refuse.
+        """
         return [(frames[0], frames[1] if len(frames) == 2 else b"") for frames in self._frames()]
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
@@ -169,7 +205,10 @@ class Router(_Socket):
         return refused
 
     def take_disconnects(self) -> int:
-        """How many connections ended since the last call; what was on its way on them may be lost."""
+        """How many connections ended since the last call.
+
+        What was on its way on them may be lost.
+        """
         disconnects, self._disconnects = self._disconnects, 0
         return disconnects
 
@@ -203,8 +242,12 @@ class Router(_Socket):
 
     def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
         """Let in whoever proved to hold the client key of our secret."""
-        version, request_id, _domain, _address, _identity, mechanism, *credentials = zap.recv_multipart()
-        is_allowed = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self._client_key]
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = (
+            zap.recv_multipart()
+        )
+        is_allowed = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [
+            self._client_key
+        ]
         status, text = (b"200", b"OK") if is_allowed else (b"400", b"not allowed")
         zap.send_multipart([version, request_id, status, text, b"", b""])
 
@@ -213,30 +256,44 @@ class Dealer(_Socket):
     """Connects to a router at `address`, also if nobody is there yet, and again whenever the connection is lost."""
 
     def __init__(
-        self, address: str, identity: str | bytes, *, secret: bytes | None = None, beside: _Socket | None = None,
+        self,
+        address: str,
+        identity: str | bytes,
+        *,
+        secret: bytes | None = None,
+        beside: _Socket | None = None,
     ) -> None:
-        """`identity`: at most 255 bytes, unique among the router's peers. Raises `TransportError`."""
+        """`identity`: at most 255 bytes, unique among the router's peers.
+
+        Raises `TransportError`.
+        """
         super().__init__(zmq.DEALER, address, beside)
         self._linger_ms = 0
-        self._socket.setsockopt(zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity)
+        self._socket.setsockopt(
+            zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity
+        )
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         if secret is not None:
             client_key = _derive_key(secret, b"client")
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(_derive_key(secret, b"server")))
+            self._socket.setsockopt(
+                zmq.CURVE_SERVERKEY, zmq.curve_public(_derive_key(secret, b"server"))
+            )
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(client_key))
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, client_key)
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
             self.close()
-            raise TransportError(f"{address} is no address to connect to: {error}; expected host:port") from error
+            raise TransportError(
+                f"{address} is no address to connect to: {error}; expected host:port"
+            ) from error
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """See `Link`; the peer is always b""."""
         received = [(b"", frames[0] if len(frames) == 1 else b"") for frames in self._frames()]
         if received:
-            self._linger_ms = _LINGER_MS     # somebody is there: last words are worth a moment
+            self._linger_ms = _LINGER_MS  # somebody is there: last words are worth a moment
         return received
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
@@ -249,7 +306,7 @@ class Dealer(_Socket):
 def _is_local(address: str) -> bool:
     """Whether only this host can reach it."""
     if "://" in address:
-        return True              # inproc, ipc
+        return True  # inproc, ipc
     host = address.rpartition(":")[0].strip("[]")
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
@@ -258,10 +315,19 @@ def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     """What to do when an address cannot be bound."""
     port = address.rpartition(":")[2]
     if error.errno == errno.EADDRINUSE:
-        return (f"{address} is taken, perhaps by another manager: look for the process with  ss -ltnp 'sport = :{port}'  "
-                "and stop it, or set TASKD_PORT to another port for the manager and all agents")
+        return (
+            f"{address} is taken, perhaps by another manager: look for the process with  ss "
+            f"-ltnp 'sport = :{port}'  "
+            "and stop it, or set TASKD_PORT to another port for the manager and all agents"
+        )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} cannot be bound: this host has no such address; look at  ip addr  and set TASKD_BIND_ADDR"
+        return (
+            f"{address} cannot be bound: this host has no such address; look at  ip addr  and "
+            "set TASKD_BIND_ADDR"
+        )
     if error.errno == errno.EACCES:
-        return f"{address} cannot be bound: ports below 1024 need privileges; set TASKD_PORT to a higher one"
+        return (
+            f"{address} cannot be bound: ports below 1024 need privileges; set TASKD_PORT to a "
+            "higher one"
+        )
     return f"{address} cannot be bound: {error}; expected host:port"

@@ -1,7 +1,10 @@
-"""Bytes to (envelope, message) and back: protocol version, size limit, rules for unknown fields and types.
+"""Bytes to (envelope, message) and back.
 
-A frame is one msgpack map of plain types: the envelope's fields, `version`, `type` and `body` (the message's fields). What
-comes from outside raises `RemoteProtocolError` and nothing else, whatever the bytes are.
+Protocol version, size limit, rules for unknown fields and types.
+
+A frame is one msgpack map of plain types: the envelope's fields, `version`, `type` and `body` (the
+message's fields). What comes from outside raises `RemoteProtocolError` and nothing else, whatever
+the bytes are.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,8 @@ from taskd.wire import schema
 from taskd.wire.messages import MESSAGE_BY_CODE, Message
 
 PROTOCOL_VERSION = 1
-# Fits Resume and RestartGroup of 4,096 ranks (about 100 KB) with a traceback, and one node of 1,024 workers registering.
+# Fits Resume and RestartGroup of 4,096 ranks (about 100 KB) with a traceback, and one node of 1,024
+# workers registering.
 MAX_MESSAGE_BYTES = 256 * 1024
 ROLES = ("manager", "agent", "worker", "relay")
 
@@ -22,8 +26,9 @@ ROLES = ("manager", "agent", "worker", "relay")
 class Envelope:
     """Who speaks, in which generation, as which message of his, and because of what.
 
-    `rank` is None for all but workers, `node_rank` for the manager. `incarnation` is a random text for managers and
-    agents, a count for workers. `sequence` grows with every message of one sender's incarnation.
+    `rank` is None for all but workers, `node_rank` for the manager. `incarnation` is a random text
+    for managers and agents, a count for workers. `sequence` grows with every message of one
+    sender's incarnation.
     """
 
     job_id: str
@@ -37,7 +42,10 @@ class Envelope:
 
 
 def encode(envelope: Envelope, message: Message) -> bytes:
-    """The frame of a message. Raises `LocalProtocolError` if it is too large, which no job of 4,096 ranks reaches."""
+    """The frame of a message.
+
+    Raises `LocalProtocolError` if it is too large, which no job of 4,096 ranks reaches.
+    """
     frame = {
         "version": PROTOCOL_VERSION,
         "type": message.code,
@@ -54,14 +62,19 @@ def encode(envelope: Envelope, message: Message) -> bytes:
     # unicode_errors: an exception's message may hold a lone surrogate, which UTF-8 cannot express.
     data: bytes = msgpack.packb(frame, unicode_errors="replace")
     if len(data) > MAX_MESSAGE_BYTES:
-        raise LocalProtocolError(f"{type(message).__name__} has {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
+        raise LocalProtocolError(
+            f"{type(message).__name__} has {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}"
+        )
     return data
 
 
 def decode(data: bytes) -> tuple[Envelope, Message]:
-    """What a frame says. Raises `RemoteProtocolError` for anything that is not a message of this protocol version.
+    """What a frame says.
 
-    The error has the envelope if it was only the message that is wrong: then it is known who is to be answered.
+    Raises `RemoteProtocolError` for anything that is not a message of this protocol version.
+
+    The error has the envelope if it was only the message that is wrong: then it is known who is to
+    be answered.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
@@ -74,7 +87,9 @@ def decode(data: bytes) -> tuple[Envelope, Message]:
         raise schema.wrong("the frame", "a map", frame)
     version = schema.integer(frame.get("version"), "version")
     if version != PROTOCOL_VERSION:
-        raise RemoteProtocolError("version", f"the peer speaks version {version}, we speak {PROTOCOL_VERSION}")
+        raise RemoteProtocolError(
+            "version", f"the peer speaks version {version}, we speak {PROTOCOL_VERSION}"
+        )
     envelope = _envelope(frame)
     code = schema.integer(frame.get("type"), "type")
     try:

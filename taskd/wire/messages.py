@@ -1,8 +1,9 @@
 """One frozen dataclass per message type, and the registry of their codes. docs/protocol.md says who sends each when.
 
-Fields carry the names of the core event or command that the message stands for; `now` is not sent (clocks of two hosts do
-not agree) and `cause` is in the envelope. Codes are never used again for something else. A field may be added with a
-default; anything else is a new type, or a new protocol version.
+Fields carry the names of the core event or command that the message stands for; `now` is not sent
+(clocks of two hosts do not agree) and `cause` is in the envelope. Codes are never used again for
+something else. A field may be added with a default; anything else is a new type, or a new protocol
+version.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from taskd.core.marks import Mark
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. `is_order`: the manager says it, and its numbers are not claims (`schema.MAX_CLAIM`)."""
+    """Base of all messages.
+
+    `is_order`: the manager says it, and its numbers are not claims (`schema.MAX_CLAIM`).
+    """
 
     code: ClassVar[int]
     is_order: ClassVar[bool] = False
@@ -128,14 +132,18 @@ class Unsupported(Message):
 @_message(9)
 @dataclass(frozen=True, slots=True)
 class Rejected(Message):
-    """The answer to a message of an agent that is known, which breaks a rule: it was not taken in, and he was heard."""
+    """The answer to a message of an agent that is known, which breaks a rule.
+
+    It was not taken in, and he was heard.
+    """
 
     type: int
     sequence: int
     reason: str
 
 
-# ---------------------------------------------------------------- what happened to a worker: 20 to 49
+# ---------------------------------------------------------------- what happened to a worker: 20 to
+# 49
 
 
 @dataclass(frozen=True, slots=True)

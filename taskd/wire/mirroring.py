@@ -1,10 +1,14 @@
-"""What two agents say to each other about mirrors: bytes to values and back. docs/protocol.md, "Between buddies", has the conversation.
+"""What two agents say to each other about mirrors.
+
+Bytes to values and back. docs/protocol.md, "Between buddies", has the conversation.
 
     Offer   a snapshot is there; `transfer` numbers it    Piece   its next bytes                    from the node whose snapshots they are
-    Answer  to both: go on, or not                                                                  from its buddy
+    Answer  to both: go on, or not
+        from its buddy
 
-A frame is one msgpack list: version, code, and the fields in order. Whatever bytes come, `decode` raises RemoteProtocolError or returns values
-of the right types and sizes; whether they make sense is for the receiver to say.
+A frame is one msgpack list: version, code, and the fields in order. Whatever bytes come, `decode`
+raises RemoteProtocolError or returns values of the right types and sizes; whether they make sense
+is for the receiver to say.
 """
 
 from dataclasses import astuple, dataclass
@@ -17,22 +21,26 @@ from taskd.errors import RemoteProtocolError
 from taskd.wire import schema
 
 VERSION = 1
-PIECE_BYTES = 512 * 1024         # half of what the transport lets through; a frame costs 0.1 ms beside its copies
+# half of what the transport lets through; a frame costs 0.1 ms beside its copies
+PIECE_BYTES = 512 * 1024
 MAX_FRAME_BYTES = PIECE_BYTES + 4096
-MAX_SNAPSHOT_BYTES = 1 << 46     # of one rank; no node has as much memory
+MAX_SNAPSHOT_BYTES = 1 << 46  # of one rank; no node has as much memory
 
-GO = "go"                        # to an Offer: the place is there
-TAKEN = "taken"                  # to a Piece: the next one may come
-KEPT = "kept"                    # to the last Piece: the mirror is whole
-LATER = "later"                  # to an Offer: not now, ask again
-DAMAGED = "damaged"              # to the last Piece: it was not what it should be
-REFUSED = "refused"              # to an Offer: there will be no mirror of this rank here
+GO = "go"  # to an Offer: the place is there
+TAKEN = "taken"  # to a Piece: the next one may come
+KEPT = "kept"  # to the last Piece: the mirror is whole
+LATER = "later"  # to an Offer: not now, ask again
+DAMAGED = "damaged"  # to the last Piece: it was not what it should be
+REFUSED = "refused"  # to an Offer: there will be no mirror of this rank here
 STAGES = (GO, TAKEN, KEPT, LATER, DAMAGED, REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """`incarnation` of the agent that offers, `to` that of the one which is meant: nobody else knows both. From `kind` on: `arena_copy.Outline`."""
+    """`incarnation` of the agent that offers, `to` that of the one which is meant.
+
+    Nobody else knows both. From `kind` on: `arena_copy.Outline`.
+    """
 
     transfer: int
     job_id: str
@@ -72,12 +80,15 @@ class Answer:
 Frame = Offer | Piece | Answer
 _CODES: dict[int, type[Frame]] = {1: Offer, 2: Piece, 3: Answer}
 _CODE_OF = {cls: code for code, cls in _CODES.items()}
-_WIDE = frozenset({"index_sum", "seal"})         # checksums have all 64 bits
+_WIDE = frozenset({"index_sum", "seal"})  # checksums have all 64 bits
 
 
 def encode(frame: Frame) -> bytes:
     """The bytes of a frame."""
-    fields = [schema.cut_text(value, schema.MAX_TEXT_BYTES // 4) if isinstance(value, str) else value for value in _values(frame)]
+    fields = [
+        schema.cut_text(value, schema.MAX_TEXT_BYTES // 4) if isinstance(value, str) else value
+        for value in _values(frame)
+    ]
     data: bytes = msgpack.packb([VERSION, _CODE_OF[type(frame)], *fields])
     return data
 
@@ -93,7 +104,9 @@ def decode(data: bytes) -> Frame:
     if not isinstance(fields, list) or len(fields) < 2:
         raise schema.wrong("the frame", "a list", fields)
     if schema.integer(fields[0], "version") != VERSION:
-        raise RemoteProtocolError("version", f"the peer speaks version {fields[0]}, we speak {VERSION}")
+        raise RemoteProtocolError(
+            "version", f"the peer speaks version {fields[0]}, we speak {VERSION}"
+        )
     code = schema.integer(fields[1], "code")
     cls = _CODES.get(code)
     if cls is None:
@@ -104,13 +117,19 @@ def decode(data: bytes) -> Frame:
     frame = cls(*(_checked(name, value) for name, value in zip(names, fields[2:], strict=True)))
     if isinstance(frame, Answer) and frame.stage not in STAGES:
         raise RemoteProtocolError("malformed", "stage is none that we know")
-    if isinstance(frame, Offer) and not 0 < frame.data_bytes + frame.index_bytes <= MAX_SNAPSHOT_BYTES:
+    if (
+        isinstance(frame, Offer)
+        and not 0 < frame.data_bytes + frame.index_bytes <= MAX_SNAPSHOT_BYTES
+    ):
         raise RemoteProtocolError("malformed", f"a snapshot has at most {MAX_SNAPSHOT_BYTES} bytes")
     return frame
 
 
 def _values(frame: Frame) -> tuple[object, ...]:
-    return (frame.transfer, frame.offset, frame.data) if isinstance(frame, Piece) else astuple(frame)       # astuple would copy the bytes
+    # astuple would copy the bytes
+    return (
+        (frame.transfer, frame.offset, frame.data) if isinstance(frame, Piece) else astuple(frame)
+    )
 
 
 def _checked(name: str, value: object) -> Any:

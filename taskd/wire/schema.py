@@ -1,10 +1,9 @@
 """Dataclass fields as plain msgpack values and back, with every type checked on the way in.
 
-Owns the rules for values: which integers are allowed, how long a text may be, what is written as a list instead of a map.
-Knows no message: it reads the annotations of any dataclass of messages.py or core. Whatever is wrong with a value from
-outside is a `RemoteProtocolError` that names the field.
+Owns the rules for values: which integers are allowed, how long a text may be, what is written as a
+list instead of a map. Knows no message: it reads the annotations of any dataclass of messages.py or
+core. Whatever is wrong with a value from outside is a `RemoteProtocolError` that names the field.
 """
-
 
 import math
 import types
@@ -17,20 +16,29 @@ from taskd.core.commands import Move
 from taskd.core.marks import GroupMark, Mark
 from taskd.errors import RemoteProtocolError
 
-MAX_TEXT_BYTES = 4096            # a reason or an exception's message; nobody reads more of it in a log line
+MAX_TEXT_BYTES = 4096  # a reason or an exception's message; nobody reads more of it in a log line
 MAX_TRACEBACK_BYTES = 16 * 1024  # about 200 frames
-_TRACEBACK_HEAD_BYTES = 4096     # the rest is kept of the end, where the exception itself is
-MAX_RANK = 1 << 20               # far above any job; keeps a forged world size from making the manager count to 2**63
-MAX_INTEGER = (1 << 63) - 1      # what a signed 64-bit reader of the protocol can hold
-MAX_CLAIM = (1 << 53) - 1        # of what a manager goes on to count from: its own numbers, which are larger, still fit MAX_INTEGER
-MAX_SECONDS = 1e10               # three hundred years; sums and differences of such times stay exact enough to be compared
+_TRACEBACK_HEAD_BYTES = 4096  # the rest is kept of the end, where the exception itself is
+# far above any job; keeps a forged world size from making the manager count to 2**63
+MAX_RANK = 1 << 20
+MAX_INTEGER = (1 << 63) - 1  # what a signed 64-bit reader of the protocol can hold
+# of what a manager goes on to count from: its own numbers, which are larger, still fit MAX_INTEGER
+MAX_CLAIM = (1 << 53) - 1
+# three hundred years; sums and differences of such times stay exact enough to be compared
+MAX_SECONDS = 1e10
 
-# Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a message, and marks come each second.
+# Bulk values: written as lists of their fields in order. 4,096 of them as maps would not fit into a
+# message, and marks come each second.
 _AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
-_BEGAN_WITH: dict[type, int] = {Move: 2}   # fields that an older peer sends of those that have gained some; the others take their default
-_SMALL = frozenset({"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit", "buddy"})
-_SIGNED = frozenset({"exit_code"})   # minus the signal number
-_CLAIMS = frozenset({"generation", "incarnation", "version", "restarts_used", "box_versions", "snapshots", "held"})
+# fields that an older peer sends of those that have gained some; the others take their default
+_BEGAN_WITH: dict[type, int] = {Move: 2}
+_SMALL = frozenset(
+    {"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit", "buddy"}
+)
+_SIGNED = frozenset({"exit_code"})  # minus the signal number
+_CLAIMS = frozenset(
+    {"generation", "incarnation", "version", "restarts_used", "box_versions", "snapshots", "held"}
+)
 
 Pack = Callable[[Any], Any]
 Unpack = Callable[[Any, str], Any]
@@ -48,7 +56,10 @@ def cut_text(text: str, limit: int) -> str:
 
 
 def cut_traceback(text: str) -> str:
-    """Both ends of `text` in at most MAX_TRACEBACK_BYTES of UTF-8: where it began, and what it came to."""
+    """Both ends of `text` in at most MAX_TRACEBACK_BYTES of UTF-8.
+
+    Where it began, and what it came to.
+    """
     if 4 * len(text) <= MAX_TRACEBACK_BYTES:
         return text
     data = text.encode(errors="replace")
@@ -61,7 +72,10 @@ def cut_traceback(text: str) -> str:
 
 
 class Record:
-    """How the dataclass `cls` travels: as a map by field name, or as a list if it is a bulk value."""
+    """How the dataclass `cls` travels.
+
+    As a map by field name, or as a list if it is a bulk value.
+    """
 
     def __init__(self, cls: type) -> None:
         hints = get_type_hints(cls)
@@ -69,9 +83,14 @@ class Record:
         self._cls = cls
         self._as_list = cls in _AS_LIST
         self._needed = _BEGAN_WITH.get(cls, len(fields(cls)))
-        self._fields = [(item.name, _packer(hints[item.name], item.name),
-                         _unpacker(hints[item.name], item.name, is_order=is_order))
-                        for item in fields(cls)]
+        self._fields = [
+            (
+                item.name,
+                _packer(hints[item.name], item.name),
+                _unpacker(hints[item.name], item.name, is_order=is_order),
+            )
+            for item in fields(cls)
+        ]
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
 
     def pack(self, value: Any) -> dict[str, Any] | list[Any]:
@@ -81,11 +100,19 @@ class Record:
         return {name: pack(getattr(value, name)) for name, pack, _ in self._fields}
 
     def unpack(self, data: Any, where: str) -> Any:
-        """An instance from plain data. Fields that we do not know are ignored; those of an older peer take their default."""
+        """An instance from plain data.
+
+        Fields that we do not know are ignored; those of an older peer take their default.
+        """
         if self._as_list:
             if not isinstance(data, list) or len(data) < self._needed:
                 raise wrong(where, f"a list of {self._needed}", data)
-            return self._cls(*(unpack(item, where) for item, (_, _, unpack) in zip(data, self._fields, strict=False)))
+            return self._cls(
+                *(
+                    unpack(item, where)
+                    for item, (_, _, unpack) in zip(data, self._fields, strict=False)
+                )
+            )
         if not isinstance(data, dict):
             raise wrong(where, "a map", data)
         values = {}
@@ -108,8 +135,13 @@ def record(cls: type) -> Record:
 
 
 def wrong(where: str, expected: str, value: object) -> RemoteProtocolError:
-    """The error for a value of the wrong type or size. The value itself comes from a stranger: only its type is shown."""
-    return RemoteProtocolError("malformed", f"{where} must be {expected}, not {type(value).__name__}")
+    """The error for a value of the wrong type or size.
+
+    The value itself comes from a stranger: only its type is shown.
+    """
+    return RemoteProtocolError(
+        "malformed", f"{where} must be {expected}, not {type(value).__name__}"
+    )
 
 
 def integer(value: Any, where: str, low: int = 0, high: int = MAX_INTEGER) -> int:
@@ -140,7 +172,9 @@ def _number(value: Any, where: str) -> float:
     if not math.isfinite(value):
         raise RemoteProtocolError("malformed", f"{where} must be finite")
     if not 0 <= value <= MAX_SECONDS:
-        raise RemoteProtocolError("malformed", f"{where} must be between 0 and {MAX_SECONDS:g} seconds")
+        raise RemoteProtocolError(
+            "malformed", f"{where} must be between 0 and {MAX_SECONDS:g} seconds"
+        )
     return float(value)
 
 
@@ -172,7 +206,9 @@ def _packer(hint: Any, name: str) -> Pack:
         pack = _packer(inner, name)
         return lambda value: None if value is None else pack(value)
     if hint is str:
-        return cut_traceback if name == "traceback" else lambda value: cut_text(value, MAX_TEXT_BYTES)
+        return (
+            cut_traceback if name == "traceback" else lambda value: cut_text(value, MAX_TEXT_BYTES)
+        )
     if get_origin(hint) is tuple:
         return _tuple_packer(get_args(hint), name)
     if is_dataclass(hint):
@@ -191,7 +227,10 @@ def _tuple_packer(parts: tuple[Any, ...], name: str) -> Pack:
 
 
 def _unpacker(hint: Any, name: str, *, is_order: bool = False) -> Unpack:
-    """How plain data becomes a value of this annotation. `is_order`: of the manager, whose own counts may be larger than any claim."""
+    """How plain data becomes a value of this annotation.
+
+    `is_order`: of the manager, whose own counts may be larger than any claim.
+    """
     inner, is_optional = _split_optional(hint)
     if is_optional:
         unpack = _unpacker(inner, name, is_order=is_order)
@@ -204,9 +243,19 @@ def _unpacker(hint: Any, name: str, *, is_order: bool = False) -> Unpack:
         return _enum_unpacker(hint)
     if hint is int:
         low = -MAX_INTEGER if name in _SIGNED else 0
-        high = MAX_RANK if name in _SMALL else MAX_CLAIM if name in _CLAIMS and not is_order else MAX_INTEGER
+        high = (
+            MAX_RANK
+            if name in _SMALL
+            else MAX_CLAIM
+            if name in _CLAIMS and not is_order
+            else MAX_INTEGER
+        )
         return lambda value, where: integer(value, where, low, high)
-    return {bool: _boolean, float: _number, str: _traceback if name == "traceback" else _short_text}[hint]
+    return {
+        bool: _boolean,
+        float: _number,
+        str: _traceback if name == "traceback" else _short_text,
+    }[hint]
 
 
 def _tuple_unpacker(parts: tuple[Any, ...], name: str, *, is_order: bool) -> Unpack:

@@ -1,7 +1,8 @@
 """Messages to core events and core commands to messages, and back. Keeps the core free of the wire.
 
-A message has the name and the fields of the event or command it stands for, so translation is by name. Which ones travel
-is said here, once. `now` is the receiver's: an event happened when its message was read (durations say the rest).
+A message has the name and the fields of the event or command it stands for, so translation is by
+name. Which ones travel is said here, once. `now` is the receiver's: an event happened when its
+message was read (durations say the rest).
 """
 
 from dataclasses import fields
@@ -51,7 +52,9 @@ _COMMANDS: tuple[type[commands.Command], ...] = (
     commands.SetProfiling,
     commands.Pair,
 )
-MESSAGE_BY_CORE: dict[type, type[Message]] = {cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)}
+MESSAGE_BY_CORE: dict[type, type[Message]] = {
+    cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)
+}
 _EVENT_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _EVENTS}
 _COMMAND_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _COMMANDS}
 _NAMES: dict[type[Message], tuple[str, ...]] = {
@@ -86,8 +89,14 @@ def check(message: Message) -> None:
 
 def _check_life(message: Message) -> None:
     fault = getattr(message, "fault", None)
-    if isinstance(message, WorkerMessage) and fault is not None and (fault.rank, fault.incarnation) != (message.rank, message.incarnation):
-        raise RemoteProtocolError("malformed", f"{type(message).__name__} tells a fault of another life")
+    if (
+        isinstance(message, WorkerMessage)
+        and fault is not None
+        and (fault.rank, fault.incarnation) != (message.rank, message.incarnation)
+    ):
+        raise RemoteProtocolError(
+            "malformed", f"{type(message).__name__} tells a fault of another life"
+        )
 
 
 def message_to_command(envelope: Envelope, message: Message) -> commands.Command:

@@ -1,7 +1,8 @@
 """How far a rank goes that is called out in the middle of its function, where others have to say so.
 
-After a vote that broke, whether it has passed for somebody: then that rank has stepped, and this one does so, too. And at the end of a step that
-it was let finish, whether that was the last: ranks may be one step apart. The manager knows when it has heard from all (`taskd.core.job.stopped`).
+After a vote that broke, whether it has passed for somebody: then that rank has stepped, and this
+one does so, too. And at the end of a step that it was let finish, whether that was the last: ranks
+may be one step apart. The manager knows when it has heard from all (`taskd.core.job.stopped`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ class Boundary:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._goal: Advance | None = None
-        self.may_finish = False              # the newest interrupt lets this rank finish its step
+        self.may_finish = False  # the newest interrupt lets this rank finish its step
 
     def ask(self) -> None:
         """Tell the manager that this rank could do one step more."""
         runtime = self._runtime
         with runtime.condition:
             generation = runtime.target_generation
-        runtime.send(events.WorkerMayAdvance(
-            **runtime.identity("may-advance"), generation=generation, version=runtime.life.version or 0, snapshots=runtime.life.snapshot_versions()))
+        runtime.send(
+            events.WorkerMayAdvance(
+                **runtime.identity("may-advance"),
+                generation=generation,
+                version=runtime.life.version or 0,
+                snapshots=runtime.life.snapshot_versions(),
+            )
+        )
 
     def take(self, command: Advance) -> None:
         """The manager's answer."""
@@ -39,7 +46,10 @@ class Boundary:
             self._runtime.condition.notify_all()
 
     def wants_more(self) -> bool:
-        """At the end of a step of a rank that is called out: whether it does another one. Waits for word."""
+        """At the end of a step of a rank that is called out: whether it does another one.
+
+        Waits for word.
+        """
         runtime = self._runtime
         with runtime.condition:
             goal = self._await_goal(runtime.target_generation) if self.may_finish else None
@@ -56,7 +66,8 @@ class Boundary:
         runtime.await_verdict(error, clean=True, may_advance=True)
         while True:
             with runtime.condition:
-                while self.may_finish and not self._is_over():       # word would be of the step's end; it will be called off
+                # word would be of the step's end; it will be called off
+                while self.may_finish and not self._is_over():
                     runtime.condition.wait()
                 generation = runtime.target_generation
             self.ask()
@@ -66,7 +77,10 @@ class Boundary:
                     return goal is not None
 
     def _await_goal(self, generation: int) -> int | None:
-        """The version to go on to. None: this rank is to leave, or a newer interrupt came. Under the lock."""
+        """The version to go on to. None: this rank is to leave, or a newer interrupt came.
+
+        Under the lock.
+        """
         runtime = self._runtime
         while runtime.target_generation == generation and not self._is_over():
             if self._goal is not None and self._goal.generation == generation:
@@ -77,4 +91,6 @@ class Boundary:
     def _is_over(self) -> bool:
         """Whether what came means that this rank leaves its function."""
         runtime = self._runtime
-        return runtime.agent_gone or any(word is not None for word in (runtime.resume, runtime.order, runtime.gave_up))
+        return runtime.agent_gone or any(
+            word is not None for word in (runtime.resume, runtime.order, runtime.gave_up)
+        )

@@ -1,15 +1,18 @@
 """The bucket layout of DistributedDataParallel, kept across a recovery.
 
-DDP sums gradients bucket by bucket. It starts with a layout made from the order of the parameters and makes a better one, once, from
-the order in which the first backward pass produced the gradients. A DDP built anew in a recovery would start with the first layout again:
-sums would associate differently for one step, and the run would no longer be bit-identical.
+DDP sums gradients bucket by bucket. It starts with a layout made from the order of the parameters
+and makes a better one, once, from the order in which the first backward pass produced the
+gradients. A DDP built anew in a recovery would start with the first layout again: sums would
+associate differently for one step, and the run would no longer be bit-identical.
 
-So `install()` wraps DDP's constructor. In a first entry it notes the order of the first backward pass and records the layout that DDP
-is about to make. In a recovery it hands the recorded layout to the constructor, and leaves out the broadcast of rank 0's weights,
-which would overwrite what the survivors hold. Layouts are kept by order of construction within an entry, here and in the black box. All
-ranks agree on one before they use it.
+So `install()` wraps DDP's constructor. In a first entry it notes the order of the first backward
+pass and records the layout that DDP is about to make. In a recovery it hands the recorded layout to
+the constructor, and leaves out the broadcast of rank 0's weights, which would overwrite what the
+survivors hold. Layouts are kept by order of construction within an entry, here and in the black
+box. All ranks agree on one before they use it.
 
-Not covered: static_graph=True and a fault at version 1 exactly (DDP makes its layout two steps late there); a warning says so.
+Not covered: static_graph=True and a fault at version 1 exactly (DDP makes its layout two steps late
+there); a warning says so.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ class _Layouts:
         self.life = life
         self.by_order: dict[int, Layout] = {}
         self.next_order = 0
-        self.built: dict[int, weakref.ref[DistributedDataParallel]] = {}      # in this entry
-        self.hooks: list[Callable[[], None]] = []      # what takes the hooks of this entry off again
+        self.built: dict[int, weakref.ref[DistributedDataParallel]] = {}  # in this entry
+        self.hooks: list[Callable[[], None]] = []  # what takes the hooks of this entry off again
         if life.inherited_layout:
             self.by_order = _decode(life.inherited_layout)
 
@@ -85,14 +88,17 @@ _layouts: _Layouts | None = None
 
 
 def _layouts_of(life: Life) -> _Layouts:
-    global _layouts  # noqa: PLW0603 - a process has one life
+    global _layouts  # noqa: PLW0603
     if _layouts is None or _layouts.life is not life:
         _layouts = _Layouts(life)
     return _layouts
 
 
 def end_entry() -> None:
-    """The next DDP is the first of a new entry; modules that outlive this one are left without hooks of ours."""
+    """The next DDP is the first of a new entry.
+
+    Modules that outlive this one are left without hooks of ours.
+    """
     if _layouts is not None:
         _layouts.next_order = 0
         _layouts.built.clear()
@@ -109,7 +115,7 @@ def recorded(life: Life) -> bytes:
 def reinstate(life: Life, data: bytes) -> None:
     """Let the DDPs of this entry, built already or not, use the layouts that a checkpoint holds."""
     layouts = _layouts_of(life)
-    while layouts.hooks:                      # nothing is to be learnt any more
+    while layouts.hooks:  # nothing is to be learnt any more
         layouts.hooks.pop()()
     for order, layout in _decode(data).items():
         layouts.record(order, layout)
@@ -118,19 +124,32 @@ def reinstate(life: Life, data: bytes) -> None:
             continue
         parameters, expects_sparse = ddp._build_params_for_reducer()
         with _prescribed(layout):
-            ddp._ddp_init_helper(parameters, expects_sparse, ddp._build_debug_param_to_name_mapping(parameters), ddp.static_graph)
+            ddp._ddp_init_helper(
+                parameters,
+                expects_sparse,
+                ddp._build_debug_param_to_name_mapping(parameters),
+                ddp.static_graph,
+            )
         _confirm(life, ddp, order)
 
 
 def _encode(by_order: dict[int, Layout]) -> bytes:
-    return zlib.compress(json.dumps({order: asdict(layout) for order, layout in by_order.items()}).encode())
+    return zlib.compress(
+        json.dumps({order: asdict(layout) for order, layout in by_order.items()}).encode()
+    )
 
 
 def _decode(data: bytes) -> dict[int, Layout]:
     try:
-        return {int(order): Layout(**fields) for order, fields in json.loads(zlib.decompress(data)).items()}
+        return {
+            int(order): Layout(**fields)
+            for order, fields in json.loads(zlib.decompress(data)).items()
+        }
     except (zlib.error, ValueError, TypeError):
-        log.warning("the DDP bucket layout in the black box cannot be read: the first step after this recovery may round differently")
+        log.warning(
+            "the DDP bucket layout in the black box cannot be read: the first step after "
+            "this recovery may round differently"
+        )
         return {}
 
 
@@ -139,7 +158,7 @@ def _decode(data: bytes) -> dict[int, Layout]:
 
 def install() -> None:
     """Wrap DDP's constructor. Does nothing the second time."""
-    global _original_init  # noqa: PLW0603 - torch has one DDP class
+    global _original_init  # noqa: PLW0603
     if _original_init is not None:
         return
     original = _original_init = DistributedDataParallel.__init__
@@ -164,15 +183,24 @@ def uninstall() -> None:
         _original_init = None
 
 
-def _build(life: Life, ddp: DistributedDataParallel, original: Callable[..., None], bound: inspect.BoundArguments) -> None:
+def _build(
+    life: Life,
+    ddp: DistributedDataParallel,
+    original: Callable[..., None],
+    bound: inspect.BoundArguments,
+) -> None:
     layouts = _layouts_of(life)
     order = layouts.take_order()
     layouts.built[order] = weakref.ref(ddp)
     plan = life.plan
     version = life.version if any(holding.is_landed for holding in life.states.values()) else None
     if plan is None or plan.version is None:
-        if order in layouts.by_order and life.checkpoint is not None and life.version == life.checkpoint.manifest.version:
-            with _prescribed(layouts.by_order[order]):       # a fresh start from disk, after restore()
+        if (
+            order in layouts.by_order
+            and life.checkpoint is not None
+            and life.version == life.checkpoint.manifest.version
+        ):
+            with _prescribed(layouts.by_order[order]):  # a fresh start from disk, after restore()
                 original(*bound.args, **bound.kwargs)
             _confirm(life, ddp, order)
             return
@@ -187,15 +215,19 @@ def _build(life: Life, ddp: DistributedDataParallel, original: Callable[..., Non
         version = plan.version
     layout = layouts.by_order.get(order)
     if layout is not None and layout.valid_from > version:
-        layouts.record(order, None)       # learnt in a step that is done again
+        layouts.record(order, None)  # learnt in a step that is done again
         layout = None
     layout = _agree(life, layout, bound.arguments.get("process_group"))
     with _prescribed(layout):
         original(*bound.args, **bound.kwargs)
     if layout is None:
         if version and _is_rebuilding(ddp):
-            log.warning("rank %d: no DDP bucket layout was recorded before version %d: the first steps after this recovery may round differently",
-                        life.rank, version)
+            log.warning(
+                "rank %d: no DDP bucket layout was recorded before version %d: the first "
+                "steps after this recovery may round differently",
+                life.rank,
+                version,
+            )
         _learn(life, ddp, order)
     else:
         layouts.record(order, layout)
@@ -211,10 +243,16 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
     compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
 
     @functools.wraps(compute)
-    def answer(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[int]]:
+    def answer(
+        tensors: list[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[int]]:
         if not layout.fits(len(tensors)):
-            log.warning("the recorded DDP bucket layout is for %d parameters, this model has %d: the first step may round differently",
-                        sum(map(len, layout.buckets)), len(tensors))
+            log.warning(
+                "the recorded DDP bucket layout is for %d parameters, this model has %d: "
+                "the first step may round differently",
+                sum(map(len, layout.buckets)),
+                len(tensors),
+            )
             natural: tuple[list[list[int]], list[int]] = compute(tensors, *args, **kwargs)
             return natural
         # DDP reverses both lists.
@@ -229,7 +267,9 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
 
 
 def _agree(life: Life, layout: Layout | None, group: Any) -> Layout | None:
-    """One layout for all ranks of the group: that of the lowest rank that has one. Unequal buckets would sum unlike gradients.
+    """One layout for all ranks of the group: that of the lowest rank that has one.
+
+    Unequal buckets would sum unlike gradients.
 
     One small collective if all have the same; the layout itself travels only if they differ.
     """
@@ -254,7 +294,12 @@ def _device_of(group: Any) -> torch.device:
     backends = str(dist.get_backend_config(group)).lower()
     for kind in ("cuda", "npu", "xpu"):
         module = getattr(torch, kind, None)
-        if f"{kind}:" in backends and "cpu:" not in backends and module is not None and module.is_available():
+        if (
+            f"{kind}:" in backends
+            and "cpu:" not in backends
+            and module is not None
+            and module.is_available()
+        ):
             return torch.device(kind, module.current_device())
     return torch.device("cpu")
 
@@ -269,14 +314,19 @@ def _parameters_of(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _learn(life: Life, ddp: DistributedDataParallel, order: int) -> None:
-    """Note in which order the first backward pass with communication produces the gradients: DDP makes its layout from that."""
+    """Note in which order the first backward pass with communication produces the gradients.
+
+    DDP makes its layout from that.
+    """
     if _is_rebuilding(ddp):
         _FirstBackward(life, ddp, order)
 
 
 def _is_rebuilding(ddp: DistributedDataParallel) -> bool:
     """False if DDP keeps its first layout for good."""
-    return (ddp.static_graph or not ddp.find_unused_parameters) and getattr(ddp, "reducer", None) is not None
+    return (ddp.static_graph or not ddp.find_unused_parameters) and getattr(
+        ddp, "reducer", None
+    ) is not None
 
 
 class _FirstBackward:
@@ -289,7 +339,9 @@ class _FirstBackward:
         # With a static graph DDP looks at the second pass, after it counted in the first one.
         self._passes_to_skip = 1 if ddp.static_graph else 0
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, index))
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._on_gradient, index)
+            )
             for index, parameter in enumerate(self._parameters)
         ]
         _layouts_of(life).hooks.append(self._remove)
@@ -301,7 +353,7 @@ class _FirstBackward:
     def _on_gradient(self, index: int, _parameter: torch.Tensor) -> None:
         ddp = self._ddp()
         if ddp is None or not ddp.require_backward_grad_sync:
-            return                        # inside no_sync(): DDP does not look either
+            return  # inside no_sync(): DDP does not look either
         self._arrived.append(index)
         if len(self._arrived) < len(self._parameters):
             return
@@ -314,11 +366,19 @@ class _FirstBackward:
     def _finish(self, ddp: DistributedDataParallel) -> None:
         self._remove()
         life, config = self._life, ddp._bucket_config
-        limits = list(config.per_bucket_bytes_caps) or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+        limits = list(config.per_bucket_bytes_caps) or [
+            config.first_bucket_bytes_cap,
+            config.bucket_bytes_cap,
+        ]
         buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
-            [self._parameters[index] for index in self._arrived], limits, [False] * len(self._arrived), self._arrived,
+            [self._parameters[index] for index in self._arrived],
+            limits,
+            [False] * len(self._arrived),
+            self._arrived,
         )
-        layout = Layout((life.version or 0) + 1, [list(bucket) for bucket in buckets], limits[0], limits[-1])
+        layout = Layout(
+            (life.version or 0) + 1, [list(bucket) for bucket in buckets], limits[0], limits[-1]
+        )
         _layouts_of(life).record(self._order, layout)
         _confirm(life, ddp, self._order)
 
@@ -326,7 +386,9 @@ class _FirstBackward:
 class _Confirmation:
     """Forward hook that compares the recorded layout with the one that DDP says it made, as soon as DDP says so (third forward pass)."""
 
-    def __init__(self, life: Life | None = None, ddp: DistributedDataParallel | None = None, order: int = 0) -> None:
+    def __init__(
+        self, life: Life | None = None, ddp: DistributedDataParallel | None = None, order: int = 0
+    ) -> None:
         self._life, self._order = life, order
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self.remove: Callable[[], None] = lambda: None
@@ -346,8 +408,12 @@ class _Confirmation:
         layouts = _layouts_of(self._life)
         layout = layouts.by_order.get(self._order)
         if layout is None or layout.buckets != buckets:
-            log.warning("rank %d: DDP uses other buckets than foreseen from the first backward pass: a recovery before this point may have changed "
-                        "the rounding of one step", self._life.rank)
+            log.warning(
+                "rank %d: DDP uses other buckets than foreseen from the first backward "
+                "pass: a recovery before this point may have changed "
+                "the rounding of one step",
+                self._life.rank,
+            )
             caps = (0, 0) if layout is None else (layout.first_cap, layout.cap)
             layouts.record(self._order, Layout((self._life.version or 0) + 1, buckets, *caps))
 

@@ -1,8 +1,10 @@
-"""Closures of optimizers: `optimizer.step(closure)` runs forward and backward before it writes anything.
+"""Closures of optimizers.
 
-Owns what is known of an optimizer that was given a closure: whether it has written before it calls it.
-While it has not, the state is whole, and interrupts get through. A second call in one step (LBFGS)
-comes after a write, as far as is known here.
+`optimizer.step(closure)` runs forward and backward before it writes anything.
+
+Owns what is known of an optimizer that was given a closure: whether it has written before it calls
+it. While it has not, the state is whole, and interrupts get through. A second call in one step
+(LBFGS) comes after a write, as far as is known here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
     from taskd.worker.holding import Holding
 
-_SAMPLED = 64      # elements of each parameter that are compared, where versions do not tell all
+_SAMPLED = 64  # elements of each parameter that are compared, where versions do not tell all
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -40,7 +42,10 @@ class Unwritten:
         self._before = self._look()
 
     def is_still_so(self) -> bool:
-        """Whether nothing has been written since. No copies for torch's optimizers; others may write past the version counters."""
+        """Whether nothing has been written since.
+
+        No copies for torch's optimizers; others may write past the version counters.
+        """
         now = self._look()
         return now[0] == self._before[0] and all(map(torch.equal, now[1], self._before[1]))
 
@@ -61,9 +66,11 @@ class Unwritten:
 class Closure:
     """Takes the place of the user's closure in one call of `step`."""
 
-    def __init__(self, function: Callable[..., Any], holding: Holding, unwritten: Unwritten) -> None:
+    def __init__(
+        self, function: Callable[..., Any], holding: Holding, unwritten: Unwritten
+    ) -> None:
         self._function, self._holding = function, holding
-        self._unwritten: Unwritten | None = unwritten       # until the first call
+        self._unwritten: Unwritten | None = unwritten  # until the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The first call ends with the beginning of the update, and with the vote if the state is sharded."""
@@ -85,7 +92,9 @@ def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | 
     return given if callable(given) else None
 
 
-def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments with another closure."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}

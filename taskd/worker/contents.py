@@ -1,7 +1,7 @@
 """What a checkpoint or a snapshot of this rank holds, by name.
 
-Owns the names: tensors as `taskd.worker.flat` calls them, one tree of plain values per TrainState, one per rank for what differs from rank
-to rank. Who writes what of it is `taskd.checkpoint.pieces`.
+Owns the names: tensors as `taskd.worker.flat` calls them, one tree of plain values per TrainState,
+one per rank for what differs from rank to rank. Who writes what of it is `taskd.checkpoint.pieces`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def directory_of(states: Mapping[str, Holding], directory: str | os.PathLike[str] | None = None) -> Path:
+def directory_of(
+    states: Mapping[str, Holding], directory: str | os.PathLike[str] | None = None
+) -> Path:
     """Where the checkpoints of a program with these TrainStates are. `directory`: if it is said."""
-    given = directory or next((holding.checkpoint_dir for holding in states.values() if holding.checkpoint_dir is not None), None)
+    given = directory or next(
+        (
+            holding.checkpoint_dir
+            for holding in states.values()
+            if holding.checkpoint_dir is not None
+        ),
+        None,
+    )
     return config.checkpoint_directory(given)
 
 
@@ -46,7 +55,9 @@ def name_of_state(holding: Holding) -> str:
 
 def name_of_layouts(states: Iterable[Holding]) -> str:
     """What the layouts of DDP's buckets are called: other parts of the model may have others."""
-    return "@".join(["taskd.layouts", *sorted(flat.label(holding) for holding in states if holding.shard_id)])
+    return "@".join(
+        ["taskd.layouts", *sorted(flat.label(holding) for holding in states if holding.shard_id)]
+    )
 
 
 def name_of_rank(rank: int) -> str:
@@ -55,10 +66,13 @@ def name_of_rank(rank: int) -> str:
 
 
 def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) -> dict[str, Any]:
-    """What all ranks have, or some of them: tensors (not copied) and plain values, as `Held` or as DTensors.
+    """What all ranks have, or some of them.
+
+    Tensors (not copied) and plain values, as `Held` or as DTensors.
 
     Raises:
-        StateError: an optimizer that cannot be taken apart, or a part of the state that none of `writers` has.
+        StateError: an optimizer that cannot be taken apart, or a part of the state that none of
+            `writers` has.
     """
     flattened = {name: flat.flatten(holding) for name, holding in states.items()}
     return {
@@ -67,18 +81,32 @@ def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) ->
     }
 
 
-def tensors(life: Life, states: Mapping[str, Holding], found: Mapping[str, Mapping[str, torch.Tensor]], writers: Sequence[int]) -> dict[str, Any]:
+def tensors(
+    life: Life,
+    states: Mapping[str, Holding],
+    found: Mapping[str, Mapping[str, torch.Tensor]],
+    writers: Sequence[int],
+) -> dict[str, Any]:
     """The tensors of `shared`. `found`: of each state, as `flat.flatten` gives them."""
     named: dict[str, Any] = {}
     for state, holding in states.items():
         of_id, of_shard = map(tuple, _holders(life, holding, writers))
         divided = tuple(f"{flat.label(holding)}.{role}.state." for role in holding.zeros())
         for name, tensor in found[state].items():
-            named[name] = tensor if is_distributed(tensor) else Held(tensor, of_shard if name.startswith(divided) else of_id)
+            named[name] = (
+                tensor
+                if is_distributed(tensor)
+                else Held(tensor, of_shard if name.startswith(divided) else of_id)
+            )
     return named
 
 
-def values(life: Life, states: Mapping[str, Holding], plain: Mapping[str, dict[str, Any]], writers: Sequence[int]) -> dict[str, Held]:
+def values(
+    life: Life,
+    states: Mapping[str, Holding],
+    plain: Mapping[str, dict[str, Any]],
+    writers: Sequence[int],
+) -> dict[str, Held]:
     """The plain values of `shared`. `plain`: of each state, as `flat.flatten` gives them."""
     named: dict[str, Held] = {}
     whole = list(range(life.world_size))
@@ -104,27 +132,48 @@ def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list
         return [*range(life.world_size)], [*range(life.world_size)]
     ids, shards = holding.peers.ids, holding.peers.shards
     if not ids and life.world_size > 1:
-        message = (f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has which part. Call init_process_group() before "
-                   "restore()")
+        message = (
+            f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has "
+            "which part. Call init_process_group() before "
+            "restore()"
+        )
         raise StateError(message)
     for rank, shard in enumerate(shards):
         if not any(shards[writer] == shard for writer in writers):
-            message = f"TrainState({holding.name!r}) cannot be saved: none of the ranks that write has the shard {shard!r} of rank {rank}"
+            message = (
+                f"TrainState({holding.name!r}) cannot be saved: none of the ranks that "
+                "write "
+                f"has the shard {shard!r} of rank {rank}"
+            )
             raise StateError(message)
     same_id = [rank for rank, other in enumerate(ids) if other == holding.shard_id] or [life.rank]
-    return same_id, [rank for rank, other in enumerate(shards) if other == holding.shard] or [life.rank]
+    return same_id, [rank for rank, other in enumerate(shards) if other == holding.shard] or [
+        life.rank
+    ]
 
 
 def readable(found: Extras, loads: Callable[[bytes], Any] = pickle.loads) -> dict[str, Any]:
     """The same as plain values, without what cannot be saved. `loads`: as `decode_part`."""
     parts = {name: decode_part(part, loads) for name, part in found.parts.items()}
     positions = {name: _savable(name, part.positions) for name, part in parts.items()}
-    values = {} if found.is_pending else {name: _savable(name, part.values) for name, part in parts.items()}    # else they may have changed since
-    return {"random": found.random, "positions": positions, "values": values, "buffers": {name: part.buffers for name, part in parts.items()}}
+    # else they may have changed since
+    values = (
+        {}
+        if found.is_pending
+        else {name: _savable(name, part.values) for name, part in parts.items()}
+    )
+    return {
+        "random": found.random,
+        "positions": positions,
+        "values": values,
+        "buffers": {name: part.buffers for name, part in parts.items()},
+    }
 
 
 def _savable(state: str, values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if _can_be_saved(f"{state}.{name}", value)}
+    return {
+        name: value for name, value in values.items() if _can_be_saved(f"{state}.{name}", value)
+    }
 
 
 def _can_be_saved(name: str, position: Any) -> bool:

@@ -1,6 +1,9 @@
-"""All ranks come to one decision, through the store of the default process group: no tensors, no device, no collective.
+"""All ranks come to one decision, through the store of the default process group.
 
-Rank 0 speaks and counts. For decisions that are made once in a while: rank 0 reads a word of every other rank.
+No tensors, no device, no collective.
+
+Rank 0 speaks and counts. For decisions that are made once in a while: rank 0 reads a word of every
+other rank.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ _LOOK_S = 0.005
 
 
 class Council:
-    """One decision, in one or several rounds. Every rank makes it at the same place of the program, after `init_process_group`."""
+    """One decision, in one or several rounds.
+
+    Every rank makes it at the same place of the program, after `init_process_group`.
+    """
 
     def __init__(self, life: Life, subject: str) -> None:
         generation, count = life.councils
@@ -38,14 +44,20 @@ class Council:
         return heard
 
     def hear(self, word: str) -> list[str]:
-        """What the ranks say that is not "", in their order, on every rank. Waits for all of them."""
+        """What the ranks say that is not "", in their order, on every rank.
+
+        Waits for all of them.
+        """
         if self._world_size == 1:
             return [word] if word else []
         store, key = self._next()
         if self._rank != 0:
             store.set(f"{key}/{self._rank}", word)
             return self.say([])
-        others = [data.decode() for data in _wait_for(store, [f"{key}/{rank}" for rank in range(1, self._world_size)])]
+        others = [
+            data.decode()
+            for data in _wait_for(store, [f"{key}/{rank}" for rank in range(1, self._world_size)])
+        ]
         return self.say([said for said in (word, *others) if said])
 
     def _next(self) -> tuple[Any, str]:

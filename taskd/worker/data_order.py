@@ -1,8 +1,9 @@
 """Whether the data come in the same order again after a fault, as far as a DataLoader of torch draws it itself.
 
-`DataLoader(shuffle=True)` draws the order of a pass from a generator, when the pass begins. An entry
-that goes on in the middle of a pass draws another one. Owns the warning of it, which comes when steps
-are committed within such a pass: passes without a commit (a validation) begin anew in any case.
+`DataLoader(shuffle=True)` draws the order of a pass from a generator, when the pass begins. An
+entry that goes on in the middle of a pass draws another one. Owns the warning of it, which comes
+when steps are committed within such a pass: passes without a commit (a validation) begin anew in
+any case.
 """
 
 from __future__ import annotations
@@ -63,9 +64,18 @@ def install() -> None:
 
 
 def _version_if_drawn(loader: Any) -> int | None:
-    """The version at which a pass begins whose order no later entry would have again. None: it would, or that is nobody's concern."""
+    """The version at which a pass begins whose order no later entry would have again.
+
+    None: it would, or that is nobody's concern.
+    """
     life = life_module.current()
-    if _is_said or life is None or life.rank or not life.in_recoverable or threading.current_thread() is not threading.main_thread():
+    if (
+        _is_said
+        or life is None
+        or life.rank
+        or not life.in_recoverable
+        or threading.current_thread() is not threading.main_thread()
+    ):
         return None
     generator = _generator_of(loader)
     if generator is None or _is_registered(life, loader):
@@ -79,7 +89,9 @@ def _version_if_drawn(loader: Any) -> int | None:
 def _generator_of(loader: Any) -> torch.Generator | None:
     """What the loader draws its order from. None: it draws none, as far as is known here."""
     batches = getattr(loader, "batch_sampler", None)
-    found = getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    found = (
+        getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    )
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
     drawing = _DRAWING if module is None else {*_DRAWING, module.RandomSampler.__iter__}
     if getattr(type(found), "__iter__", None) not in drawing:
@@ -90,14 +102,23 @@ def _generator_of(loader: Any) -> torch.Generator | None:
 
 def _is_registered(life: Life, loader: Any) -> bool:
     """Whether a TrainState carries the loader, or what it is wrapped in."""
-    carried = [value for holding in life.states.values() for value in holding.roles.positions.values()]
-    return any(value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values()) for value in carried)
+    carried = [
+        value for holding in life.states.values() for value in holding.roles.positions.values()
+    ]
+    return any(
+        value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values())
+        for value in carried
+    )
 
 
 def _is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor) -> bool:
     """Whether the order depends on a seed alone, and the script has set that behind restore(), which puts the global generator back."""
     is_global = generator is torch.default_generator
-    if is_global and life.random_at_restore is not None and torch.equal(state, life.random_at_restore):
+    if (
+        is_global
+        and life.random_at_restore is not None
+        and torch.equal(state, life.random_at_restore)
+    ):
         return False
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
     return torch.equal(state, fresh.get_state())
@@ -107,12 +128,13 @@ def _is_kept(life: Life, state: torch.Tensor) -> bool:
     """Whether the script keeps the generator as it is now, to begin the pass with it again."""
     return any(
         tensor.dtype == state.dtype and torch.equal(tensor, state)
-        for holding in life.states.values() for tensor in tensors_in(holding.roles.values)
+        for holding in life.states.values()
+        for tensor in tensors_in(holding.roles.values)
     )
 
 
 def _say_if_committed(iterator: Any, version: int) -> None:
-    global _is_said  # noqa: PLW0603 - once for a script
+    global _is_said  # noqa: PLW0603
     life = life_module.current()
     if life is None or life.version == version:
         return
@@ -120,7 +142,12 @@ def _say_if_committed(iterator: Any, version: int) -> None:
     if not _is_said:
         _is_said = True
         log.warning(
-            "rank %d: steps are committed within a pass of a DataLoader that draws its order from a generator: after a fault the order is drawn "
-            "anew, so that samples come twice and others not at all. Take a DistributedSampler with set_epoch(state.epoch), or seed the generator "
-            "before each pass by the epoch, or keep generator.get_state() of the beginning of the pass as a value of the TrainState, or give a "
-            "StatefulDataLoader of torchdata to the TrainState", life.rank)
+            "rank %d: steps are committed within a pass of a DataLoader that draws its order from "
+            "a generator: after a fault the order is drawn "
+            "anew, so that samples come twice and others not at all. Take a DistributedSampler "
+            "with set_epoch(state.epoch), or seed the generator "
+            "before each pass by the epoch, or keep generator.get_state() of the beginning of the "
+            "pass as a value of the TrainState, or give a "
+            "StatefulDataLoader of torchdata to the TrainState",
+            life.rank,
+        )

@@ -1,13 +1,16 @@
-"""The process groups of one generation: their store prefix, what their creation opened, and their retirement.
+"""The process groups of one generation.
 
-torch is changed in three places, each a wrapper around the original: `rendezvous` (every store gets the prefix
-taskd/<generation>, so that no generation meets the keys of an earlier one), `_new_process_group_helper` (remembers the
-group and the sockets that its creation opened) and `init_process_group` (waits at the gate when called outside the
-recoverable function).
+Their store prefix, what their creation opened, and their retirement.
 
-Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads with the GIL held,
-while one of them may need the GIL to destroy a finished work. A group is kept for two further generations; by then its
-threads have long come to rest. An operation that gloo itself has lost is ended by `taskd.native.waits`.
+torch is changed in three places, each a wrapper around the original: `rendezvous` (every store gets
+the prefix taskd/<generation>, so that no generation meets the keys of an earlier one),
+`_new_process_group_helper` (remembers the group and the sockets that its creation opened) and
+`init_process_group` (waits at the gate when called outside the recoverable function).
+
+Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads
+with the GIL held, while one of them may need the GIL to destroy a finished work. A group is kept
+for two further generations; by then its threads have long come to rest. An operation that gloo
+itself has lost is ended by `taskd.native.waits`.
 """
 
 from __future__ import annotations
@@ -30,21 +33,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Generations for which an aborted group is kept. One would do if its threads rest by the next recovery; two is certain.
+# Generations for which an aborted group is kept. One would do if its threads rest by the next
+# recovery; two is certain.
 _GENERATIONS_KEPT = 2
 _GLOO_THREAD = "pt_gloo_runloop"
 
 
 @dataclass
 class Opened:
-    """What the creation of one generation's groups opened: their sockets and those of their store (fd -> kernel name), threads."""
+    """What the creation of one generation's groups opened.
+
+    Their sockets and those of their store (fd -> kernel name), threads.
+    """
 
     groups: list[Any] = field(default_factory=list)
     sockets: dict[int, str] = field(default_factory=dict)
     store_sockets: dict[int, str] = field(default_factory=dict)
-    before: dict[int, str] | None = None         # sockets before the creation in progress; None: none in progress
-    creator: int = 0                             # the kernel thread of the creation in progress
-    threads: set[int] = field(default_factory=set)   # kernel threads that the creation started
+    # sockets before the creation in progress; None: none in progress
+    before: dict[int, str] | None = None
+    creator: int = 0  # the kernel thread of the creation in progress
+    threads: set[int] = field(default_factory=set)  # kernel threads that the creation started
 
     @property
     def is_empty(self) -> bool:
@@ -58,20 +66,25 @@ class Groups:
     def __init__(self, generation: int) -> None:
         """`generation`: the one that this process starts in."""
         self.generation = generation
-        self.began_ns = 0                            # monotonic; collectives that began before are those of earlier generations
-        self.created_at: float | None = None         # when the default group of this generation was ready
+        # monotonic; collectives that began before are those of earlier generations
+        self.began_ns = 0
+        self.created_at: float | None = None  # when the default group of this generation was ready
         self.opened = Opened()
-        self.gloo_names: dict[str, str] = {}         # of this generation: the number by which torch's records know a group -> its name
-        self._gloo_count = 0                         # torch numbers them in the order of creation
+        # of this generation: the number by which torch's records know a group -> its name
+        self.gloo_names: dict[str, str] = {}
+        self._gloo_count = 0  # torch numbers them in the order of creation
         self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
-        self._excepthook = sys.excepthook        # beneath that of torch
+        self._excepthook = sys.excepthook  # beneath that of torch
 
     def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
-        """Put the wrappers into torch. `around_init(call)` decides when an `init_process_group` may run."""
-        import torch.distributed as dist  # noqa: PLC0415 - a worker that never uses torch must not pay for it
+        """Put the wrappers into torch.
+
+        `around_init(call)` decides when an `init_process_group` may run.
+        """
+        import torch.distributed as dist  # noqa: PLC0415
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
         self._waits = Waits()
@@ -103,7 +116,7 @@ class Groups:
                 if outermost:
                     self._finish_creation(opened)
             with self._lock:
-                opened.threads |= _threads() - threads      # they name themselves a moment later
+                opened.threads |= _threads() - threads  # they name themselves a moment later
                 group = created[0] if isinstance(created, tuple) else created
                 opened.groups.append(group)
                 self._number(group)
@@ -132,7 +145,8 @@ class Groups:
             self._excepthook = hook
 
     def _number(self, group: Any) -> None:
-        for backend in {id(backend): backend for backend in _backends([group])}.values():     # one may serve several kinds of device
+        # one may serve several kinds of device
+        for backend in {id(backend): backend for backend in _backends([group])}.values():
             if "Gloo" in type(backend).__name__:
                 self.gloo_names[str(self._gloo_count)] = group.group_name
                 self._gloo_count += 1
@@ -152,17 +166,25 @@ class Groups:
             self._end_creation(opened)
 
     def _end_creation(self, opened: Opened) -> None:
-        """Under the lock: what is opened from here on is not the creation's, and the thread that created may wait as ever."""
+        """Under the lock.
+
+        What is opened from here on is not the creation's, and the thread that created may wait as
+        ever.
+        """
         opened.sockets.update(_newer(open_sockets(), opened.before or {}))
         opened.before = None
         if self._waits is not None:
             self._waits.forgive([opened.creator])
 
     def abort(self, opened: Opened) -> None:
-        """From the runtime thread: every collective, and a creation in progress, raises in the thread that waits in it."""
+        """From the runtime thread.
+
+        Every collective, and a creation in progress, raises in the thread that waits in it.
+        """
         with self._lock:
             sockets = dict(opened.sockets)
-            if opened.before is not None:            # blocked while connecting to a peer, waiting for one to connect, or in the store
+            # blocked while connecting to a peer, waiting for one to connect, or in the store
+            if opened.before is not None:
                 sockets.update(_newer(open_sockets(), opened.before))
                 sockets.update(opened.store_sockets)
                 if self._waits is not None:
@@ -173,13 +195,18 @@ class Groups:
             self._waits.expire(threads)
 
     def retire(self) -> None:
-        """Take the present groups out of torch and keep them until their threads rest. Main thread, after the unwinding."""
+        """Take the present groups out of torch and keep them until their threads rest.
+
+        Main thread, after the unwinding.
+        """
         import torch.distributed as dist  # noqa: PLC0415
 
         with self._lock:
             old, self.opened = self.opened, Opened()
             self.gloo_names = {}
-            if old.before is not None:       # the end of a creation was interrupted itself; sockets made from here on are not its own
+            # the end of a creation was interrupted itself; sockets made from here on are not its
+            # own
+            if old.before is not None:
                 self._end_creation(old)
         if old.groups:
             self._retired.append((self.generation, old))
@@ -187,7 +214,8 @@ class Groups:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        # A creation that was aborted half-way leaves its name and count behind; names must agree on all ranks.
+        # A creation that was aborted half-way leaves its name and count behind; names must agree on
+        # all ranks.
         world = dist.distributed_c10d._world
         world.pg_names.clear()
         world.group_count = 0
@@ -197,7 +225,7 @@ class Groups:
         self.generation, self.began_ns = generation, time.monotonic_ns()
         self.created_at = None
         if self._waits is None or not self._waits.available:
-            return                        # a thread that sleeps for ever could be joined: better to keep them all
+            return  # a thread that sleeps for ever could be joined: better to keep them all
         kept = []
         for retired_in, old in self._retired:
             if generation - retired_in <= _GENERATIONS_KEPT:
@@ -205,7 +233,7 @@ class Groups:
                 continue
             threads = _gloo_threads(old.threads)
             self._waits.expire(threads)
-            old.groups.clear()            # frees them: joins their threads
+            old.groups.clear()  # frees them: joins their threads
             self._waits.forgive(threads)
         self._retired = kept
 
@@ -223,7 +251,7 @@ def _gloo_threads(candidates: set[int]) -> list[int]:
             with open(f"/proc/self/task/{tid}/comm", encoding="ascii", errors="replace") as file:
                 if file.read().strip() == _GLOO_THREAD:
                     found.append(tid)
-        except OSError:                   # it has ended
+        except OSError:  # it has ended
             continue
     return found
 

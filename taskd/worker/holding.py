@@ -1,7 +1,9 @@
-"""What one TrainState holds in this process: its objects, its step count, and the hooks that follow a training step.
+"""What one TrainState holds in this process.
 
-Owns the hooks on optimizers and modules, the capture of the per-rank part, and the rolling back at parking. Knows neither plan
-nor collectives. `TrainState` is the user's face of it.
+Its objects, its step count, and the hooks that follow a training step.
+
+Owns the hooks on optimizers and modules, the capture of the per-rank part, and the rolling back at
+parking. Knows neither plan nor collectives. `TrainState` is the user's face of it.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Running statistics above this are not written to the black box at every commit (copying 4 MiB takes about 1 ms).
+# Running statistics above this are not written to the black box at every commit (copying 4 MiB
+# takes about 1 ms).
 _MAX_BUFFER_BYTES = 4 * 1024 * 1024
 _BARE = encode_part({}, {}, {})
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The shard_id and the shard of each rank, by rank. Empty: not asked for, as plain tensors are the same on all ranks."""
+    """The shard_id and the shard of each rank, by rank.
+
+    Empty: not asked for, as plain tensors are the same on all ranks.
+    """
 
     ids: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
@@ -54,18 +60,19 @@ class Holding:
         self.roles = roles
         self.checkpoint_dir: str | os.PathLike[str] | None = None
         given = shards.checked(shard_id)
-        self.shard_id = shards.part_of(roles, given)           # of the plain tensors
-        self.shard = shards.shard_of(roles, given)             # what part of the state this is; "": all of it
-        self.peers = Peers()                                   # known once restore() is complete
+        self.shard_id = shards.part_of(roles, given)  # of the plain tensors
+        self.shard = shards.shard_of(roles, given)  # what part of the state this is; "": all of it
+        self.peers = Peers()  # known once restore() is complete
         self.checkpoint_every, self.checkpoint_keep, self.snapshot_every = 0, 3, 0
         self.snapshot_buddy = False
         self.on_dump: list[Callable[[Path], object]] = []
         self.step = 0
-        self.began = False            # the state changes, or may have: an optimizer stepped since the last commit
-        self.is_landed = False        # restore() is complete
-        self.has_committed = False    # in this entry
-        self.part = b""               # the per-rank part as of the last commit, pickled
-        self.parked_versions: dict[int, int] = {}     # id(parameter) -> its version counter at parking
+        # the state changes, or may have: an optimizer stepped since the last commit
+        self.began = False
+        self.is_landed = False  # restore() is complete
+        self.has_committed = False  # in this entry
+        self.part = b""  # the per-rank part as of the last commit, pickled
+        self.parked_versions: dict[int, int] = {}  # id(parameter) -> its version counter at parking
         self.rollback = Rollback(roles)
         self.positions = Positions(roles.positions)
         self._removers: list[Any] = []
@@ -73,21 +80,35 @@ class Holding:
 
     @property
     def has_parts(self) -> bool:
-        """Whether plain tensors differ between ranks: under a shard_id, in FSDP1, or in the memory of a ZeroRedundancyOptimizer."""
+        """Whether plain tensors differ between ranks.
+
+        Under a shard_id, in FSDP1, or in the memory of a ZeroRedundancyOptimizer.
+        """
         return bool(self.shard_id or self.zeros())
 
     def zeros(self) -> list[str]:
         """The roles of the optimizers that have their memory divided among ranks."""
-        return [role for role, optimizer in self.roles.optimizers.items() if shards.is_zero(optimizer) and optimizer.world_size > 1]  # type: ignore[attr-defined]
+        return [
+            role
+            for role, optimizer in self.roles.optimizers.items()
+            if shards.is_zero(optimizer) and optimizer.world_size > 1
+        ]  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------ the per-rank part
 
     def encode(self, *, is_in_step: bool = True) -> bytes:
-        """The per-rank part as it is now. `is_in_step` False: no step of this entry has begun, see `taskd.worker.positions`."""
+        """The per-rank part as it is now.
+
+        `is_in_step` False: no step of this entry has begun, see `taskd.worker.positions`.
+        """
         roles = self.roles
         positions = self.positions.read(is_in_step=is_in_step)
         buffers = self._read_buffers() if self.rollback.has_moving else {}
-        return encode_part(roles.values, positions, buffers) if roles.values or positions or buffers else _BARE
+        return (
+            encode_part(roles.values, positions, buffers)
+            if roles.values or positions or buffers
+            else _BARE
+        )
 
     def _read_buffers(self) -> dict[str, bytes]:
         """Running statistics, which differ between ranks (DDP spreads those of rank 0 in the next forward pass).
@@ -104,14 +125,24 @@ class Holding:
             if total > _MAX_BUFFER_BYTES:
                 if not self._is_large_reported:
                     self._is_large_reported = True
-                    log.warning("TrainState(%r): buffers that change in the forward pass take more than %d bytes; a replaced rank gets %s and "
-                                "those behind it from another rank", self.name, _MAX_BUFFER_BYTES, name)
+                    log.warning(
+                        "TrainState(%r): buffers that change in the forward pass take more "
+                        "than %d bytes; a replaced rank gets %s and "
+                        "those behind it from another "
+                        "rank",
+                        self.name,
+                        _MAX_BUFFER_BYTES,
+                        name,
+                    )
                 break
             read[name] = ctypes.string_at(tensor.data_ptr(), size)
         return read
 
     def load_part(self, part: Part, *, with_values: bool) -> None:
-        """Put the per-rank part into the objects. `with_values` False: plain values are left as they are."""
+        """Put the per-rank part into the objects.
+
+        `with_values` False: plain values are left as they are.
+        """
         if with_values:
             self.roles.values.clear()
             self.roles.values.update(part.values)
@@ -123,7 +154,9 @@ class Holding:
             tensor = shards.local(tensors[name])
             if tensor.numel() * tensor.element_size() == len(data):
                 with torch.no_grad():
-                    tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
+                    tensor.copy_(
+                        torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
+                    )
 
     # ------------------------------------------------------------ following the step
 
@@ -143,11 +176,21 @@ class Holding:
             self._removers.pop()()
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer is called. With a closure it writes behind that, and this copy is whole until then."""
+        """An optimizer is called.
+
+        With a closure it writes behind that, and this copy is whole until then.
+        """
         life, closure = life_module.current(), closures.find(args, kwargs)
         is_known = closure is not None and closures.is_known(optimizer)
-        # Where the state is sharded all ranks vote at the same place: there it is not tried out when an optimizer writes.
-        if closure is None or life is None or life.held or life.is_half_way or (self.shard and not is_known):
+        # Where the state is sharded all ranks vote at the same place: there it is not tried out
+        # when an optimizer writes.
+        if (
+            closure is None
+            or life is None
+            or life.held
+            or life.is_half_way
+            or (self.shard and not is_known)
+        ):
             self.begin_update()
             return None
         if is_known:
@@ -155,17 +198,24 @@ class Holding:
             self.began = True
         else:
             self.begin_update()
-        return closures.replaced(args, kwargs, closures.Closure(closure, self, closures.Unwritten(optimizer)))
+        return closures.replaced(
+            args, kwargs, closures.Closure(closure, self, closures.Unwritten(optimizer))
+        )
 
     def begin_update(self, *, is_ours: bool = False) -> None:
-        """An optimizer begins to write: from here to commit() this copy is torn. `is_ours`: interrupts are held off by this step alone."""
+        """An optimizer begins to write: from here to commit() this copy is torn.
+
+        `is_ours`: interrupts are held off by this step alone.
+        """
         life = life_module.current()
         if life is None:
             return
         if life.snapshots is not None:
             life.snapshots.wait()
         if self.shard and (is_ours or not life.held) and life.world_size > 1:
-            agreed = vote(life, self.name, agrees=life.snapshots is None or life.snapshots.may_replace())
+            agreed = vote(
+                life, self.name, agrees=life.snapshots is None or life.snapshots.may_replace()
+            )
             if life.snapshots is not None:
                 life.snapshots.is_allowed = agreed
         life.hold()
@@ -181,7 +231,7 @@ class Holding:
 
     def commit(self, life: Life, logbook: Logbook) -> None:
         """One version further. The caller holds interrupts off."""
-        self.began = True             # whatever fails in here leaves a copy that is neither version
+        self.began = True  # whatever fails in here leaves a copy that is neither version
         life.mark(Phase.COMMIT)
         self.rollback.remember()
         self.step += 1
@@ -191,7 +241,7 @@ class Holding:
         if life.box is not None:
             life.box.mark_version(version)
             life.box.mark_step(is_first=not self.has_committed)
-        profile = life.profile               # once: another thread takes it away
+        profile = life.profile  # once: another thread takes it away
         if profile is not None:
             profile.step(version)
         life.mark(Phase.STEP)
@@ -200,13 +250,19 @@ class Holding:
     # ------------------------------------------------------------ parking
 
     def park(self) -> str:
-        """Leave the entry: hooks off, gradients freed, mid-step changes rolled back. Returns why the copy is torn, or ""."""
+        """Leave the entry: hooks off, gradients freed, mid-step changes rolled back.
+
+        Returns why the copy is torn, or "".
+        """
         self.detach()
-        reason = "between optimizer.step() and commit()" if self.began else self.rollback.roll_back()
+        reason = (
+            ("between optimizer.step() and commit()") if self.began else self.rollback.roll_back()
+        )
         self.drop_gradients()
         self.parked_versions = {
             id(tensor): tensor._version
-            for tensor in self.roles.named_tensors().values() if isinstance(tensor, torch.nn.Parameter)
+            for tensor in self.roles.named_tensors().values()
+            if isinstance(tensor, torch.nn.Parameter)
         }
         return reason
 
@@ -220,13 +276,20 @@ class Holding:
 
 
 class _Hook:
-    """Hook of a registered module. A class of its own so that a copied or pickled model does not drag the TrainState along."""
+    """Hook of a registered module.
+
+    A class of its own so that a copied or pickled model does not drag the TrainState along.
+    """
 
     def __init__(self, holding: Holding | None = None) -> None:
         self._holding = holding
 
     def _life(self) -> Life | None:
-        return None if self._holding is None or torch.compiler.is_compiling() else life_module.current()
+        return (
+            None
+            if self._holding is None or torch.compiler.is_compiling()
+            else life_module.current()
+        )
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Hook:
         return type(self)()
@@ -240,7 +303,7 @@ class _ForwardBegin(_Hook):
 
     def __call__(self, module: torch.nn.Module, _inputs: Any) -> None:
         life = self._life()
-        if life is not None and not life.held:      # a closure of the optimizer may run the model again
+        if life is not None and not life.held:  # a closure of the optimizer may run the model again
             life.mark(Phase.FORWARD if _trains(module) else Phase.EVALUATION)
 
 

@@ -1,7 +1,10 @@
-"""What `TrainState.restore()` does: the order of things when the state of one TrainState comes to a new entry of the function.
+"""What `TrainState.restore()` does.
 
-It is kept, received from another rank, loaded from node memory or read from disk, as the plan says; then its steps are followed. Moving, receiving,
-loading and reading are `parking`, `exchange`, `snapshots` and `loading`.
+The order of things when the state of one TrainState comes to a new entry of the function.
+
+It is kept, received from another rank, loaded from node memory or read from disk, as the plan says;
+then its steps are followed. Moving, receiving, loading and reading are `parking`, `exchange`,
+`snapshots` and `loading`.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ log = logging.getLogger(__name__)
 class Restored:
     """Where a restore() took the state from.
 
-    `version` is the number of committed steps that it holds (None: it found nothing), `source` is "nothing", "memory" (this process kept
-    it), "rank" (received from the rank `rank`), "snapshot" (from the memory of this node) or "checkpoint" (read from `path`).
+    `version` is the number of committed steps that it holds (None: it found nothing), `source` is
+    "nothing", "memory" (this process kept it), "rank" (received from the rank `rank`), "snapshot"
+    (from the memory of this node) or "checkpoint" (read from `path`).
     """
 
     version: int | None
@@ -74,10 +78,15 @@ def land(life: Life, holding: Holding) -> Restored:
             if life.arenas is not None:
                 life.arenas.forget_after(-1)
             life.checkpoint = loading.choose(life, holding)
-        restored = Restored(None, "nothing") if life.checkpoint is None else _read(life, holding, life.checkpoint)
+        restored = (
+            Restored(None, "nothing")
+            if life.checkpoint is None
+            else _read(life, holding, life.checkpoint)
+        )
     else:
         version = plan.version
-        is_old = is_first or life.version == version      # else it is created anew, commits after the recovery
+        # else it is created anew, commits after the recovery
+        is_old = is_first or life.version == version
         restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
         if is_first and life.arenas is not None:
             life.arenas.forget_after(version)
@@ -101,22 +110,40 @@ def land(life: Life, holding: Holding) -> Restored:
     life.restored_at = MonotonicClock().now()
     life.restored_from = str(restored)
     life.random_at_restore = torch.get_rng_state()
-    log.info("rank %d, generation %d: TrainState %r: %s", life.rank, life.generation, holding.name, restored)
+    log.info(
+        "rank %d, generation %d: TrainState %r: %s",
+        life.rank,
+        life.generation,
+        holding.name,
+        restored,
+    )
     return restored
 
 
 def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
     """What was used in the entry before and has no noted position goes on where that entry left it."""
     for role in holding.positions.unknown_since(before.positions):
-        log.warning("rank %d: TrainState %r: %s was built outside the recoverable function, and where it was at version %s is not known: samples may "
-                    "be left out. Build it inside the function", life.rank, holding.name, role, life.version)
+        log.warning(
+            "rank %d: TrainState %r: %s was built outside the recoverable function, and "
+            "where it was at version %s is not known: samples may "
+            "be left out. Build it inside the "
+            "function",
+            life.rank,
+            holding.name,
+            role,
+            life.version,
+        )
 
 
 def _begin(life: Life, holding: Holding) -> None:
     """Tell others what this rank has, and begin to save it."""
     if holding.has_parts and life.world_size > 1 and dist.is_initialized():
         holding.peers = _ask_peers(life, holding)
-    shard = ";".join(f"{name}={other.shard}" for name, other in sorted(life.states.items()) if other.is_landed and other.shard)
+    shard = ";".join(
+        f"{name}={other.shard}"
+        for name, other in sorted(life.states.items())
+        if other.is_landed and other.shard
+    )
     if shard != life.shard:
         life.shard = shard
         life.tell(events.WorkerHolds, shard=shard)
@@ -145,14 +172,22 @@ def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
     if own:
         logbook_of(life).randoms.restore(own["random"])
     elif life.world_size != checkpoint.manifest.world_size:
-        log.info("rank %d: %s was saved by a world of %d ranks: generators and samplers begin as the script sets them", life.rank,
-                 checkpoint.path, checkpoint.manifest.world_size)
+        log.info(
+            "rank %d: %s was saved by a world of %d ranks: generators and samplers begin as "
+            "the script sets them",
+            life.rank,
+            checkpoint.path,
+            checkpoint.manifest.world_size,
+        )
     holding.drop_gradients()
     return Restored(life.version, "checkpoint", path=checkpoint.path)
 
 
 def _take(life: Life, holding: Holding, version: int) -> Restored:
-    """A recovery with a cut: keep what is parked, load it from node memory or receive it; send it to those who need it."""
+    """A recovery with a cut: keep what is parked, load it from node memory or receive it.
+
+    Send it to those who need it.
+    """
     assert life.plan is not None
     moves = life.plan.moves
     move = moves.get(life.rank, Move(life.rank))
@@ -168,7 +203,9 @@ def _take(life: Life, holding: Holding, version: int) -> Restored:
     found = logbook.find(version)
     part = None if found is None else found.parts.get(holding.name)
     if found is not None and part is not None:
-        holding.load_part(decode_part(part), with_values=move.source is None or not found.is_pending)
+        holding.load_part(
+            decode_part(part), with_values=move.source is None or not found.is_pending
+        )
     for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
         exchange.send(holding, receiver, version, is_present=is_there)
     life.version = version
@@ -193,13 +230,13 @@ def _receive(life: Life, holding: Holding, source: int) -> bool:
     if old is not None:
         parking.move(old, holding, is_kept=False)
         del life.parked[holding.name]
-    life.version = None               # torn from here until the exchange is complete
+    life.version = None  # torn from here until the exchange is complete
     return exchange.receive(holding, source)
 
 
 def _recall(life: Life, holding: Holding, version: int) -> bool:
     life.parked.pop(holding.name, None)
-    life.version = None               # torn from here until it is loaded
+    life.version = None  # torn from here until it is loaded
     if life.found is None:
         life.found = snapshots.find(life, version)
     return life.found.load(life, holding)
@@ -208,7 +245,13 @@ def _recall(life: Life, holding: Holding, version: int) -> bool:
 def _restore_random(life: Life, logbook: Logbook, version: int) -> None:
     found = logbook.find(version)
     if found is None:
-        log.warning("rank %d: no RNG and sampler state of version %d was left by the process that died; this rank goes on with those that its "
-                    "script set, so the run may differ from one without the fault", life.rank, version)
+        log.warning(
+            "rank %d: no RNG and sampler state of version %d was left by the process that "
+            "died; this rank goes on with those that its "
+            "script set, so the run may differ from one without the "
+            "fault",
+            life.rank,
+            version,
+        )
         return
     logbook.randoms.restore(found.random)

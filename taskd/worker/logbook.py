@@ -1,7 +1,8 @@
 """The extras of this process's last commits, in memory and in the black box.
 
-Owns the writing and finding of extras blobs by version. Knows nothing of modules, optimizers or the plan. A survivor finds
-its own in memory; a replacement finds what its predecessor left in the black box (`Life.inherited_extras`).
+Owns the writing and finding of extras blobs by version. Knows nothing of modules, optimizers or the
+plan. A survivor finds its own in memory; a replacement finds what its predecessor left in the black
+box (`Life.inherited_extras`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KEPT = 2     # survivors differ by one version at most, so the cut is the last commit or the one before
+# survivors differ by one version at most, so the cut is the last commit or the one before
+_KEPT = 2
 
 
 class Logbook:
@@ -31,7 +33,10 @@ class Logbook:
         self._committed: dict[int, tuple[bytes, bytes]] = {}
         self._pending: tuple[int, bytes, bytes] | None = None
         # Committed and pending: the last parts, and those as pickled. They seldom change.
-        self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {False: ({}, b""), True: ({}, b"")}
+        self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {
+            False: ({}, b""),
+            True: ({}, b""),
+        }
         self._is_full_reported = False
 
     def write_committed(self, version: int, parts: dict[str, bytes]) -> None:
@@ -46,28 +51,41 @@ class Logbook:
         self._write(version, generators, blob, pending=False)
 
     def write_landed(self, version: int, parts: dict[str, bytes]) -> None:
-        """After a restore: the same extras again, so that another fault before the next commit finds them in this process's box.
+        """After a restore.
 
-        Parts of TrainStates that are restored later in this entry are kept from the blob that was found.
+        The same extras again, so that another fault before the next commit finds them in this
+        process's box.
+
+        Parts of TrainStates that are restored later in this entry are kept from the blob that was
+        found.
         """
         found = self.find(version)
         # What was captured beyond `version` belongs to steps that are done again.
-        self._committed = {known: blob for known, blob in self._committed.items() if known <= version}
+        self._committed = {
+            known: blob for known, blob in self._committed.items() if known <= version
+        }
         self._pending = None
         if found is None:
             self.write_committed(version, parts)
             return
-        generators, blob = self.randoms.capture(), extras.encode({**found.parts, **parts}, is_pending=found.is_pending)
+        generators, blob = (
+            self.randoms.capture(),
+            extras.encode({**found.parts, **parts}, is_pending=found.is_pending),
+        )
         self._committed[version] = generators, blob
         self._write(version, generators, blob, pending=False)
 
     def write_pending(self, version: int, parts: dict[str, bytes]) -> None:
-        """Within a step: what will belong to `version`, should others commit it and this rank not live to do so."""
+        """Within a step.
+
+        What will belong to `version`, should others commit it and this rank not live to do so.
+        """
         generators = self.randoms.capture()
         if self._written[True][0] != parts:
             self._written[True] = parts, extras.encode(parts, is_pending=True)
         pending = (version, generators, self._written[True][1])
-        if self._pending == pending:       # the optimizer begins, and nothing was drawn since the forward pass
+        # the optimizer begins, and nothing was drawn since the forward pass
+        if self._pending == pending:
             return
         self._pending = pending
         self._write(*pending, pending=True)
@@ -78,8 +96,14 @@ class Logbook:
             return
         if not self._is_full_reported:
             self._is_full_reported = True
-            log.warning("rank %d: the per-rank part of the training state (%d bytes) is larger than the black box; if this process dies, its "
-                        "replacement takes sampler and RNG state as the script starts them", self.life.rank, len(generators) + len(blob))
+            log.warning(
+                "rank %d: the per-rank part of the training state (%d bytes) is larger "
+                "than the black box; if this process dies, its "
+                "replacement takes sampler and RNG state as the script starts "
+                "them",
+                self.life.rank,
+                len(generators) + len(blob),
+            )
 
     def find(self, version: int) -> Extras | None:
         """The extras of `version`, committed ones before pending ones, own ones before inherited ones."""
@@ -94,7 +118,10 @@ class Logbook:
         return self._committed.get(version)
 
     def adopt(self, version: int, generators: bytes, blob: bytes) -> None:
-        """A snapshot has it: from an earlier commit than those that are remembered here, or of an earlier life."""
+        """A snapshot has it.
+
+        From an earlier commit than those that are remembered here, or of an earlier life.
+        """
         self._committed = {version: (generators, blob)}
         self._pending = None
 
@@ -109,12 +136,15 @@ _logbook: Logbook | None = None
 
 def logbook_of(life: Life) -> Logbook:
     """The logbook of this life, made when first asked for."""
-    global _logbook  # noqa: PLW0603 - a process has one life, see taskd.worker.life
+    global _logbook  # noqa: PLW0603
     if _logbook is None or _logbook.life is not life:
         _logbook = Logbook(life)
     return _logbook
 
 
 def parts_of(states: dict[str, Any]) -> dict[str, bytes]:
-    """The per-rank parts of all TrainStates of this entry: a blob describes the whole process, whichever of them commits."""
+    """The per-rank parts of all TrainStates of this entry.
+
+    A blob describes the whole process, whichever of them commits.
+    """
     return {name: holding.part for name, holding in states.items() if holding.part}

@@ -1,8 +1,9 @@
 """Parking the state of an interrupted entry, and moving it into what the next entry built.
 
-Owns the moves. Optimizer memory and plain parameters change hands by reference; DTensors and flat parameters are copied into the local memory of the
-new ones, which is there already and to which FSDP holds references of its own. So the peak is the old state plus a fresh model either way.
-Knows no collectives: what comes from other ranks is `taskd.worker.exchange`.
+Owns the moves. Optimizer memory and plain parameters change hands by reference; DTensors and flat
+parameters are copied into the local memory of the new ones, which is there already and to which
+FSDP holds references of its own. So the peak is the old state plus a fresh model either way. Knows
+no collectives: what comes from other ranks is `taskd.worker.exchange`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParkReport:
-    """What this process holds after an entry. `version` None: nothing. `clean` False: torn, and `reason` says how."""
+    """What this process holds after an entry. `version` None: nothing.
+
+    `clean` False: torn, and `reason` says how.
+    """
 
     version: int | None
     clean: bool
@@ -38,10 +42,11 @@ class ParkReport:
 def park_all(life: Life) -> ParkReport:
     """Called by the decorator when an entry has unwound: move `life.states` to `life.parked`.
 
-    A state whose restore() was not complete does not count; what was parked for it before stays parked.
+    A state whose restore() was not complete does not count; what was parked for it before stays
+    parked.
     """
     if life.snapshots is not None:
-        life.snapshots.close()           # before anything is rolled back
+        life.snapshots.close()  # before anything is rolled back
         life.snapshots = None
     reasons = []
     for name, holding in life.states.items():
@@ -60,7 +65,8 @@ def park_all(life: Life) -> ParkReport:
     life.held = False
     buckets.end_entry()
     shards.forget_meshes()
-    if life.version is None:              # an exchange was cut short: what it began to overwrite is no copy any more
+    # an exchange was cut short: what it began to overwrite is no copy any more
+    if life.version is None:
         life.parked = {}
     life.torn = bool(reasons)
     if not life.parked:
@@ -85,12 +91,17 @@ def move(old: Holding, new: Holding, *, is_kept: bool) -> None:
     if old.roles.object_roles() != new.roles.object_roles():
         raise StateError(_different_roles(old, new))
     if old.shard_id != new.shard_id:
-        message = (f"TrainState({new.name!r}) holds the part {new.shard_id!r} now and held {old.shard_id!r} before the fault: build the same model on "
-                   "the same rank in every entry")
+        message = (
+            f"TrainState({new.name!r}) holds the part {new.shard_id!r} now and held "
+            f"{old.shard_id!r} before the fault: build the same model on "
+            "the same rank in every entry"
+        )
         raise StateError(message)
     meshes = _move_tensors(old, new, is_kept=is_kept)
     for role, optimizer in new.roles.optimizers.items():
-        _move_optimizer(f"TrainState({new.name!r}): {role}", old.roles.optimizers[role], optimizer, meshes)
+        _move_optimizer(
+            f"TrainState({new.name!r}): {role}", old.roles.optimizers[role], optimizer, meshes
+        )
     for kind in ("steppers", "schedulers", "replicas"):
         before, now = getattr(old.roles, kind), getattr(new.roles, kind)
         for role, value in now.items():
@@ -107,9 +118,16 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> dict[Any, Any
     """Returns which DeviceMesh took the place of which."""
     parked, fresh = old.roles.named_tensors(), new.roles.named_tensors()
     caches = caches_of(old.roles) | caches_of(new.roles)
-    missing, added = sorted(parked.keys() - fresh.keys() - caches), sorted(fresh.keys() - parked.keys() - caches)
+    missing, added = (
+        sorted(parked.keys() - fresh.keys() - caches),
+        sorted(fresh.keys() - parked.keys() - caches),
+    )
     if missing or added:
-        has, has_not = ("parked state has", "newly built objects have") if missing else ("newly built objects have", "parked state has")
+        has, has_not = (
+            ("parked state has", "newly built objects have")
+            if missing
+            else ("newly built objects have", "parked state has")
+        )
         what = f"the {has} {(missing or added)[0]}, the {has_not} not"
         message = f"TrainState({new.name!r}): {what}: build the same model in every entry"
         raise StateError(message)
@@ -125,15 +143,22 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> dict[Any, Any
                 if is_kept:
                     _check_untouched(old, new.name, name, source)
             elif target.shape != source.shape:
-                message = (f"TrainState({new.name!r}): {name} has shape {tuple(target.shape)} now and had {tuple(source.shape)} before the "
-                           "fault: build the same model in every entry")
+                message = (
+                    f"TrainState({new.name!r}): {name} has shape {tuple(target.shape)} now "
+                    f"and had {tuple(source.shape)} before the "
+                    "fault: build the same model in every entry"
+                )
                 raise StateError(message)
             elif shards.is_distributed(target) or shards.is_distributed(source):
                 _check_sharding(new.name, name, source, target)
                 meshes[source.device_mesh] = target.device_mesh  # type: ignore[attr-defined]
                 if is_kept:
                     shards.local(target).copy_(shards.local(source))
-            elif target.dtype == source.dtype and target.device == source.device and id(target) not in fixed:
+            elif (
+                target.dtype == source.dtype
+                and target.device == source.device
+                and id(target) not in fixed
+            ):
                 target.data = source.data
             else:
                 target.copy_(source)
@@ -141,9 +166,14 @@ def _move_tensors(old: Holding, new: Holding, *, is_kept: bool) -> dict[Any, Any
 
 
 def _fixed(roles: Roles) -> set[int]:
-    """Parameters (by id) whose memory must stay: views of an optimizer's buckets, which it sends to the other ranks, and those of FSDP1's units."""
+    """Parameters (by id) whose memory must stay.
+
+    Views of an optimizer's buckets, which it sends to the other ranks, and those of FSDP1's units.
+    """
     return units.parameters_of(roles.modules.values()) | {
-        id(parameter) for optimizer in roles.optimizers.values() if getattr(optimizer, "parameters_as_bucket_view", False)
+        id(parameter)
+        for optimizer in roles.optimizers.values()
+        if getattr(optimizer, "parameters_as_bucket_view", False)
         for parameter in parameters_of(optimizer)
     }
 
@@ -151,44 +181,72 @@ def _fixed(roles: Roles) -> set[int]:
 def _check_sharding(state_name: str, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
     before, now = shards.sharding_of(source, name), shards.sharding_of(target, name)
     if before != now or shards.local(source).shape != shards.local(target).shape:
-        message = (f"TrainState({state_name!r}): {name} is {now or 'a plain tensor'} with {tuple(shards.local(target).shape)} on this rank now, and was "
-                   f"{before or 'a plain tensor'} with {tuple(shards.local(source).shape)} before the fault: build the same mesh and the same "
-                   "model in every entry")
+        message = (
+            f"TrainState({state_name!r}): {name} is {now or 'a plain tensor'} with "
+            f"{tuple(shards.local(target).shape)} on this rank now, and was "
+            f"{before or 'a plain tensor'} with {tuple(shards.local(source).shape)} before "
+            "the fault: build the same mesh and the same "
+            "model in every entry"
+        )
         raise StateError(message)
 
 
 def _check_mesh_is_new(state_name: str, name: str, tensor: torch.Tensor) -> None:
     if shards.is_distributed(tensor):
-        message = (f"TrainState({state_name!r}): {name} is a DTensor built before the fault, and the process groups of its DeviceMesh are gone: build "
-                   "the mesh and the model inside the recoverable function")
+        message = (
+            f"TrainState({state_name!r}): {name} is a DTensor built before the fault, and "
+            "the process groups of its DeviceMesh are gone: build "
+            "the mesh and the model inside the recoverable function"
+        )
         raise StateError(message)
 
 
 def _check_untouched(old: Holding, state_name: str, name: str, tensor: torch.Tensor) -> None:
     parked_version = old.parked_versions.get(id(tensor))
     if parked_version is not None and tensor._version != parked_version:
-        message = (f"TrainState({state_name!r}): {name} was written to after the fault and before restore(): the trained values are gone. Build "
-                   "the model inside the recoverable function, or call restore() before anything initialises it again")
+        message = (
+            f"TrainState({state_name!r}): {name} was written to after the fault and before "
+            "restore(): the trained values are gone. Build "
+            "the model inside the recoverable function, or call restore() before anything "
+            "initialises it again"
+        )
         raise StateError(message)
 
 
-def _move_optimizer(label: str, old: torch.optim.Optimizer, new: torch.optim.Optimizer, meshes: dict[Any, Any]) -> None:
+def _move_optimizer(
+    label: str, old: torch.optim.Optimizer, new: torch.optim.Optimizer, meshes: dict[Any, Any]
+) -> None:
     is_zero = shards.is_zero(new)
     if old is new:
         if is_zero:
-            message = f"{label} was built before the fault, and its process group is gone: build it inside the recoverable function"
+            message = (
+                f"{label} was built before the fault, and its process group is gone: build "
+                "it inside the recoverable function"
+            )
             raise StateError(message)
         return
     before, now = parameters_of(old), parameters_of(new)
-    if [len(group["params"]) for group in old.param_groups] != [len(group["params"]) for group in new.param_groups]:
-        message = (f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and had {len(before)} in "
-                   f"{len(old.param_groups)} before the fault: build the same optimizer in every entry")
+    if [len(group["params"]) for group in old.param_groups] != [
+        len(group["params"]) for group in new.param_groups
+    ]:
+        message = (
+            f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and "
+            f"had {len(before)} in "
+            f"{len(old.param_groups)} before the fault: build the same optimizer in every "
+            "entry"
+        )
         raise StateError(message)
-    if is_zero != shards.is_zero(old) or (is_zero and (new.rank, new.world_size) != (old.rank, old.world_size)):  # type: ignore[attr-defined]
-        message = f"{label} is partitioned over other ranks than before the fault: build the same optimizer over the same group in every entry"
+    if is_zero != shards.is_zero(old) or (
+        is_zero and (new.rank, new.world_size) != (old.rank, old.world_size)
+    ):  # type: ignore[attr-defined]
+        message = (
+            f"{label} is partitioned over other ranks than before the fault: build the same "
+            "optimizer over the same group in every entry"
+        )
         raise StateError(message)
     twins = dict(zip(before, now, strict=True))
-    # By reference: until the parked state is dropped both optimizers look at one memory, and an interrupt in here loses nothing.
+    # By reference: until the parked state is dropped both optimizers look at one memory, and an
+    # interrupt in here loses nothing.
     memory = shards.memory_of(new)
     memory.clear()
     for key, entries in shards.memory_of(old).items():
@@ -198,17 +256,25 @@ def _move_optimizer(label: str, old: torch.optim.Optimizer, new: torch.optim.Opt
 
 
 def caches_of(roles: Roles) -> set[str]:
-    """Names of buffers that are no part of a state_dict: they are moved where they fit, and may differ."""
+    """Names of buffers that are no part of a state_dict.
+
+    They are moved where they fit, and may differ.
+    """
     names: set[str] = set()
     for role, module in roles.modules.items():
         for path, part in module.named_modules():
-            names.update(".".join(word for word in (role, path, key) if word) for key in part._non_persistent_buffers_set)
+            names.update(
+                ".".join(word for word in (role, path, key) if word)
+                for key in part._non_persistent_buffers_set
+            )
     return names
 
 
 def _different_roles(old: Holding, new: Holding) -> str:
     before = ", ".join(sorted(old.roles.object_roles())) or "nothing"
     now = ", ".join(sorted(new.roles.object_roles())) or "nothing"
-    return (f"TrainState({new.name!r}) holds {now} now and held {before} before the fault: register the same objects in every "
-            "entry")
-
+    return (
+        f"TrainState({new.name!r}) holds {now} now and held {before} before the fault: "
+        "register the same objects in every "
+        "entry"
+    )

@@ -1,7 +1,10 @@
-"""Checkpoints that the script asks for: at once, or every n commits; then the state is copied aside, and written while training goes on.
+"""Checkpoints that the script asks for: at once, or every n commits.
 
-Owns the copy and the life of the writer; what is written and how is `taskd.worker.contents` and `taskd.checkpoint.saver`. One per entry of
-the function that asked for checkpoints: after a fault a new one begins, and what the old one had not finished is given up.
+Then the state is copied aside, and written while training goes on.
+
+Owns the copy and the life of the writer; what is written and how is `taskd.worker.contents` and
+`taskd.checkpoint.saver`. One per entry of the function that asked for checkpoints: after a fault a
+new one begins, and what the old one had not finished is given up.
 """
 
 from __future__ import annotations
@@ -30,15 +33,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05     # how soon an interrupt is noticed while the disk is waited for
+_LOOK_S = 0.05  # how soon an interrupt is noticed while the disk is waited for
 
 
 class Periodic:
-    """Of the TrainState `holding`: it saves all TrainStates of the entry. All ranks make one at the same place."""
+    """Of the TrainState `holding`: it saves all TrainStates of the entry.
+
+    All ranks make one at the same place.
+    """
 
     def __init__(self, life: Life, holding: Holding, every: int, keep: int) -> None:
         if life.world_size > 1 and not dist.is_initialized():
-            message = f"TrainState({holding.name!r}, checkpoint_every={every}): call init_process_group() before restore(): all ranks save together"
+            message = (
+                f"TrainState({holding.name!r}, checkpoint_every={every}): call "
+                "init_process_group() before restore(): all ranks save together"
+            )
             raise StateError(message)
         (attempt,) = Council(life, "saver").say([secrets.token_hex(8)])
         self._life, self._writers, self._is_due = life, tuple(range(life.world_size)), False
@@ -48,10 +57,13 @@ class Periodic:
         )  # fmt: skip
 
     def commit(self) -> None:
-        """A version is complete. If it is one to save: wait for the one before to be on the disk, copy this rank's share, and begin to write it.
+        """A version is complete.
 
-        A TrainState that is between its optimizer's step and its commit puts it off to the commit that ends that. What cannot be saved is
-        a warning: training goes on.
+        If it is one to save: wait for the one before to be on the disk, copy this rank's share, and
+        begin to write it.
+
+        A TrainState that is between its optimizer's step and its commit puts it off to the commit
+        that ends that. What cannot be saved is a warning: training goes on.
         """
         life = self._life
         assert life.version is not None
@@ -62,9 +74,16 @@ class Periodic:
         self.wait()
         try:
             state, own = self._copy(life.version)
-        except Exception as error:  # whatever a user's state_dict() raises: the other ranks wait for this one's part
-            log.warning("rank %d: the checkpoint of version %d could not be saved, the previous ones stay: %s", life.rank, life.version, error,
-                        exc_info=not isinstance(error, TaskdError))
+        # whatever a user's state_dict() raises: the other ranks wait for this one's part
+        except Exception as error:
+            log.warning(
+                "rank %d: the checkpoint of version %d could not be saved, the previous "
+                "ones stay: %s",
+                life.rank,
+                life.version,
+                error,
+                exc_info=not isinstance(error, TaskdError),
+            )
             self._saver.refuse(life.version, str(error) or type(error).__name__)
         else:
             self._saver.save(life.version, state, own)
@@ -76,9 +95,14 @@ class Periodic:
         pieces, values = divide(state, life.rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
-            copied.setdefault(name, []).append(Piece(piece.global_shape, piece.offsets, _copied(piece.tensor)))
+            copied.setdefault(name, []).append(
+                Piece(piece.global_shape, piece.offsets, _copied(piece.tensor))
+            )
         shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
-        return {**{name: Held(value, (life.rank,)) for name, value in values}, **shares}, contents.own(life, version)
+        return {
+            **{name: Held(value, (life.rank,)) for name, value in values},
+            **shares,
+        }, contents.own(life, version)
 
     def wait(self) -> None:
         """Until everything is on the disk, or given up. An interrupt may be raised from here."""
@@ -91,17 +115,31 @@ class Periodic:
 
 
 def save(life: Life, directory: Path) -> Path:
-    """Write a checkpoint of all TrainStates of the entry, and return when it is published. All ranks are at this place.
+    """Write a checkpoint of all TrainStates of the entry, and return when it is published.
+
+    All ranks are at this place.
 
     Raises:
-        CheckpointError: it could not be written, on this rank or another; nothing of it is left. The same on all ranks.
-        StateError: there is nothing to save yet, a TrainState is half way, or there is no process group.
+        CheckpointError: it could not be written, on this rank or another; nothing of it is left.
+            The same on all ranks.
+        StateError: there is nothing to save yet, a TrainState is half way, or there is no process
+            group.
     """
     assert life.version is not None
     council = Council(life, "save")
     (attempt,) = council.say([secrets.token_hex(8)])
     writers = tuple(range(life.world_size))
-    draft = Draft(directory, life.job_id, Kind.SAVED, life.version, attempt, writers, life.generation, life.world_size, states=tuple(sorted(life.states)))
+    draft = Draft(
+        directory,
+        life.job_id,
+        Kind.SAVED,
+        life.version,
+        attempt,
+        writers,
+        life.generation,
+        life.world_size,
+        states=tuple(sorted(life.states)),
+    )
     try:
         return _save(life, draft, council)
     # An interrupt too: a draft that is not published is worth nothing.
@@ -114,7 +152,12 @@ def save(life: Life, directory: Path) -> Path:
 def _save(life: Life, draft: Draft, council: Council) -> Path:
     problem, path = "", ""
     try:
-        write(draft, life.rank, contents.shared(life, life.states, draft.writers), contents.own(life, draft.version))
+        write(
+            draft,
+            life.rank,
+            contents.shared(life, life.states, draft.writers),
+            contents.own(life, draft.version),
+        )
     except (TaskdError, OSError) as error:
         problem = f"rank {life.rank}: {error}"
     problems = council.hear(problem)

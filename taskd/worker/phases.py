@@ -1,8 +1,11 @@
-"""Marks what the main thread does outside the training step proper: waiting for data, saving and loading files.
+"""Marks what the main thread does outside the training step proper.
 
-Such work has limits of its own before a rank counts as hanging. torch is changed in a few places, each a wrapper around the original:
-what a DataLoader's iterator does for the next batch, `torch.save`, `torch.load` and the functions of
-`torch.distributed.checkpoint`. What is done in another way can be said with `checkpointing` and `evaluating`.
+Waiting for data, saving and loading files.
+
+Such work has limits of its own before a rank counts as hanging. torch is changed in a few places,
+each a wrapper around the original: what a DataLoader's iterator does for the next batch,
+`torch.save`, `torch.load` and the functions of `torch.distributed.checkpoint`. What is done in
+another way can be said with `checkpointing` and `evaluating`.
 """
 
 from __future__ import annotations
@@ -23,10 +26,18 @@ _CHECKPOINT_FUNCTIONS = ("save", "load", "save_state_dict", "load_state_dict")
 
 @contextmanager
 def during(phase: Phase) -> Iterator[None]:
-    """The main thread is in `phase`, and then again in the one before. In other threads, and outside a job: nothing."""
+    """The main thread is in `phase`, and then again in the one before.
+
+    In other threads, and outside a job: nothing.
+    """
     life = life_module.current()
     box = None if life is None else life.box
-    if life is None or box is None or threading.current_thread() is not threading.main_thread() or box.phase is phase:
+    if (
+        life is None
+        or box is None
+        or threading.current_thread() is not threading.main_thread()
+        or box.phase is phase
+    ):
         yield
         return
     before = box.phase
@@ -34,7 +45,7 @@ def during(phase: Phase) -> Iterator[None]:
     try:
         yield
     finally:
-        if box.phase is phase:        # else it has been called out, or a step went by
+        if box.phase is phase:  # else it has been called out, or a step went by
             life.mark(before)
 
 
@@ -42,8 +53,8 @@ def during(phase: Phase) -> Iterator[None]:
 def checkpointing() -> Iterator[None]:
     """The block writes or reads a checkpoint: it may take long, and is no hang.
 
-    `torch.save`, `torch.load` and `torch.distributed.checkpoint` say so by themselves. Outside a taskd job, and in threads other than the
-    main one, it does nothing.
+    `torch.save`, `torch.load` and `torch.distributed.checkpoint` say so by themselves. Outside a
+    taskd job, and in threads other than the main one, it does nothing.
     """
     with during(Phase.CHECKPOINT):
         yield
@@ -51,9 +62,12 @@ def checkpointing() -> Iterator[None]:
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """The block evaluates, or does something else that is no part of a step: it may take long, and is no hang.
+    """The block evaluates, or does something else that is no part of a step.
 
-    A forward pass of a registered module that does not train (`eval()`, `no_grad()`) says so by itself.
+    It may take long, and is no hang.
+
+    A forward pass of a registered module that does not train (`eval()`, `no_grad()`) says so by
+    itself.
     """
     with during(Phase.EVALUATION):
         yield
@@ -61,7 +75,7 @@ def evaluating() -> Iterator[None]:
 
 def install() -> None:
     """Put the wrappers into torch."""
-    import torch  # noqa: PLC0415 - a worker that never uses torch must not pay for it
+    import torch  # noqa: PLC0415
     from torch.distributed import checkpoint  # noqa: PLC0415
     from torch.utils.data import dataloader  # noqa: PLC0415
 

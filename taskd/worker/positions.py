@@ -1,4 +1,6 @@
-"""Objects that carry a position: samplers, loaders, generators, and whatever else is one rank's alone.
+"""Objects that carry a position.
+
+Samplers, loaders, generators, and whatever else is one rank's alone.
 
 Owns when their states are read. What walks through data is not asked before the first step of an
 entry: asking some of them starts their processes, which fetch ahead at once, before the script has
@@ -30,13 +32,19 @@ log = logging.getLogger(__name__)
 _BEGIN_ANEW = {
     kind.__iter__
     for kind in (
-        DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler,
+        DistributedSampler,
+        RandomSampler,
+        SequentialSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
     )
 }
 
 
 def walks_data(value: Any) -> bool:
-    """Whether its position is one in the data: a loader, a sampler, anything that is iterated or holds one of these.
+    """Whether its position is one in the data.
+
+    A loader, a sampler, anything that is iterated or holds one of these.
 
     Decided without asking for its state.
     """
@@ -56,7 +64,10 @@ def _is_of_torchdata(value: Any) -> bool:
 
 
 def _has_begun(value: Any) -> bool:
-    """Whether a pass through the data has begun, as far as can be told: asking a loader of torchdata that has not begins one."""
+    """Whether a pass through the data has begun, as far as can be told.
+
+    Asking a loader of torchdata that has not begins one.
+    """
     return not _is_of_torchdata(value) or getattr(value, "_iterator", True) is not None
 
 
@@ -66,30 +77,37 @@ class Positions:
     def __init__(self, objects: dict[str, Any]) -> None:
         self._objects = objects
         self._restored: dict[str, Any] = {}
-        self._waiting = {role for role, value in objects.items() if walks_data(value)}    # not asked in this entry so far
+        # not asked in this entry so far
+        self._waiting = {role for role, value in objects.items() if walks_data(value)}
 
     def read(self, *, is_in_step: bool) -> dict[str, Any]:
-        """The states as they are now. `is_in_step` False: what walks through data is not asked yet."""
+        """The states as they are now.
+
+        `is_in_step` False: what walks through data is not asked yet.
+        """
         if not self._objects:
             return {}
         if is_in_step and self._waiting:
             self._waiting = {role for role in self._waiting if not _has_begun(self._objects[role])}
         return {
             role: self._restored[role] if role in self._waiting else read_position(value)
-            for role, value in self._objects.items() if role not in self._waiting or role in self._restored
+            for role, value in self._objects.items()
+            if role not in self._waiting or role in self._restored
         }
 
     def write(self, positions: dict[str, Any]) -> None:
         """Put states into the objects of this entry. Roles that are not there are passed over."""
         for role, position in positions.items():
             if role in self._objects:
-                self._restored[role] = copy.deepcopy(position)       # it may keep what it is given, and go on with it
+                # it may keep what it is given, and go on with it
+                self._restored[role] = copy.deepcopy(position)
                 write_position(self._objects[role], position)
 
     def unknown_since(self, before: Positions) -> list[str]:
         """Roles whose object was used in the entry `before`, and whose state at that entry's version nobody has noted."""
         return sorted(
-            role for role in self._waiting - self._restored.keys()
+            role
+            for role in self._waiting - self._restored.keys()
             if before._objects.get(role) is self._objects[role] and role not in before._waiting
         )
 
@@ -97,19 +115,30 @@ class Positions:
 def check_loader(label: str, value: Any) -> None:
     """Warn of a loader that will go on with its first sample, although it carries a position.
 
-    torchdata takes a sampler that has a state_dict for one that goes on where it was, and skips nothing itself.
+    torchdata takes a sampler that has a state_dict for one that goes on where it was, and skips
+    nothing itself.
     """
     if not _is_of_torchdata(value):
         return
-    sampler = value.sampler if value.batch_sampler is None else getattr(value.batch_sampler, "sampler", None)
+    sampler = (
+        value.sampler
+        if value.batch_sampler is None
+        else getattr(value.batch_sampler, "sampler", None)
+    )
     if isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
-    has_state = callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
+    has_state = callable(getattr(sampler, "state_dict", None)) and callable(
+        getattr(sampler, "load_state_dict", None)
+    )
     if has_state and getattr(type(sampler), "__iter__", None) in _BEGIN_ANEW:
         log.warning(
-            "%s: its sampler %s has a state_dict(), and begins each pass with the first sample all the same: after a fault samples come twice. "
-            "Take StatefulDistributedSampler of torchdata, or a sampler without state_dict() and the epoch as a plain value", label,
-            type(sampler).__qualname__)
+            "%s: its sampler %s has a state_dict(), and begins each pass with the first sample all "
+            "the same: after a fault samples come twice. "
+            "Take StatefulDistributedSampler of torchdata, or a sampler without state_dict() and "
+            "the epoch as a plain value",
+            label,
+            type(sampler).__qualname__,
+        )
 
 
 # ---------------------------------------------------------------- one object
@@ -121,7 +150,7 @@ def read_position(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if hasattr(value, "bit_generator"):              # numpy.random.Generator
+    if hasattr(value, "bit_generator"):  # numpy.random.Generator
         return value.bit_generator.state
     return value.state_dict()
 

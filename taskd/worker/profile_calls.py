@@ -19,14 +19,17 @@ class CallReader:
         self._collectives = Collectives(box)
         self._next = self._behind(self._collectives.calls())
         self._open: set[int] = set()
-        self._late: int | None = None        # an entry that was half written the last time, too
-        self.lost = 0                        # overwritten before they were seen
+        self._late: int | None = None  # an entry that was half written the last time, too
+        self.lost = 0  # overwritten before they were seen
 
     def read(self) -> tuple[list[Call], list[Call]]:
-        """Calls that have begun since the last time, and calls that have ended. A quick one is in both."""
+        """Calls that have begun since the last time, and calls that have ended.
+
+        A quick one is in both.
+        """
         calls = self._collectives.calls()
         end = self._behind(calls)
-        if end < self._next:                 # the box is damaged, or begun anew
+        if end < self._next:  # the box is damaged, or begun anew
             self._next, self._open = end, set()
         overwritten = max(0, end - layout.CALLS - self._next)
         self._next += overwritten
@@ -39,12 +42,14 @@ class CallReader:
                 begun.append(call)
                 self._open.add(call.index)
             elif self._late != self._next:
-                self._late = self._next      # its thread is just writing it: once more
+                self._late = self._next  # its thread is just writing it: once more
                 break
             else:
                 self.lost += 1
             self._next += 1
-        ended = [known[index] for index in sorted(self._open & known.keys()) if known[index].leave_ns]
+        ended = [
+            known[index] for index in sorted(self._open & known.keys()) if known[index].leave_ns
+        ]
         # Those that were overwritten are gone, too: how they ended is not known.
         self._open = {index for index in self._open & known.keys() if not known[index].leave_ns}
         return begun, ended

@@ -1,7 +1,10 @@
-"""Where a profile is written: <base>/<job>/<rank>/<unix seconds>, in files of 10 MiB, within a limit for the whole folder.
+"""Where a profile is written.
 
-Owns paths, modes, rotation and the removal of old files. Knows nothing of what the lines say. Symbolic links are refused from
-the base on: the folder may be writable for others, and a link in it would let them choose what is written to or removed.
+<base>/<job>/<rank>/<unix seconds>, in files of 10 MiB, within a limit for the whole folder.
+
+Owns paths, modes, rotation and the removal of old files. Knows nothing of what the lines say.
+Symbolic links are refused from the base on: the folder may be writable for others, and a link in it
+would let them choose what is written to or removed.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ MAX_FILE_BYTES = 10 * 1024 * 1024
 GROUPS_FILE = "parallel_group.json"
 _DIRECTORY_MODE = 0o755
 _FILE_MODE = 0o644
-_KEPT = 3                    # files of a rank and job that stay in any case
+_KEPT = 3  # files of a rank and job that stay in any case
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_NAME = 200
 
@@ -33,7 +36,10 @@ def part_of_path(name: str) -> str:
 
 
 def open_folder(base: pathlib.Path, *parts: str) -> int:
-    """A descriptor of <base>/<parts>, made as far as it is missing. Raises OSError, also for a symbolic link."""
+    """A descriptor of <base>/<parts>, made as far as it is missing.
+
+    Raises OSError, also for a symbolic link.
+    """
     base.parent.mkdir(parents=True, exist_ok=True)
     descriptor = _open_directory(os.fspath(base), None)
     for part in parts:
@@ -53,7 +59,7 @@ def _open_directory(name: str, above: int | None) -> int:
         is_new = False
     descriptor = os.open(name, _DIRECTORY, dir_fd=above)
     if is_new:
-        with suppress(OSError):              # the umask may have taken bits away
+        with suppress(OSError):  # the umask may have taken bits away
             os.fchmod(descriptor, _DIRECTORY_MODE)
     return descriptor
 
@@ -73,7 +79,7 @@ def write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     try:
         while rest:
-            rest = rest[os.write(descriptor, rest):]
+            rest = rest[os.write(descriptor, rest) :]
     except OSError:
         with suppress(OSError):
             os.ftruncate(descriptor, before)
@@ -83,8 +89,13 @@ def write_all(descriptor: int, data: bytes) -> None:
 class ProfileFiles:
     """The files of one rank. Used by one thread. Everything but `close` raises OSError."""
 
-    def __init__(self, base: pathlib.Path, job_id: str, rank: int, head: Callable[[], bytes]) -> None:
-        """`head`: asked for the first line of each file. Nothing is touched until the first `open`."""
+    def __init__(
+        self, base: pathlib.Path, job_id: str, rank: int, head: Callable[[], bytes]
+    ) -> None:
+        """`head`: asked for the first line of each file.
+
+        Nothing is touched until the first `open`.
+        """
         self._base = base
         self._job = part_of_path(job_id)
         self._rank = str(rank)
@@ -103,12 +114,13 @@ class ProfileFiles:
         self.close()
         folder = open_folder(self._base, self._job, self._rank)
         try:
-            # Not before the last one, which may have been begun in this very second: the order of names is that of time.
+            # Not before the last one, which may have been begun in this very second: the order of
+            # names is that of time.
             seconds = max(int(time.time()), int(self._name or 0) + 1)
             while self._descriptor < 0:
                 try:
                     self._descriptor = create_file(folder, str(seconds))
-                except FileExistsError:      # of the file before, or of an earlier life of this rank
+                except FileExistsError:  # of the file before, or of an earlier life of this rank
                     seconds += 1
             self._name = str(seconds)
         finally:
@@ -130,7 +142,8 @@ class ProfileFiles:
         """Twice is once."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with suppress(OSError):          # a network file system may report a lost write here; nothing can be done about it
+            # a network file system may report a lost write here; nothing can be done about it
+            with suppress(OSError):
                 os.close(descriptor)
 
     def trim(self, limit_mb: int) -> int:
@@ -148,12 +161,18 @@ class ProfileFiles:
         path = os.path.join(self._base, job, self._rank)
         try:
             folder = os.open(path, _DIRECTORY)
-        except OSError:                      # this rank has no files of that job
+        except OSError:  # this rank has no files of that job
             return 0
         try:
             with os.scandir(folder) as entries:
                 names = sorted(
-                    (entry.name for entry in entries if _is_profile(entry.name) and entry.is_file(follow_symlinks=False)), key=int)
+                    (
+                        entry.name
+                        for entry in entries
+                        if _is_profile(entry.name) and entry.is_file(follow_symlinks=False)
+                    ),
+                    key=int,
+                )
             removed = 0
             if len(names) > _KEPT:
                 for name in names[: max(1, len(names) // 5)]:

@@ -1,12 +1,15 @@
-"""Profiling in one training process: the main thread leaves marks, a thread of its own turns them into lines of JSON.
+"""Profiling in one training process.
+
+The main thread leaves marks, a thread of its own turns them into lines of JSON.
 
     main thread ── Profile.mark, .step ──►  deque  ──┐
                                                      ├──►  thread "taskd-profile"  ──►  <base>/<job>/<rank>/<seconds>
     black box's ring of collectives ─────────────────┘
 
-The thread exists only while something is profiled, because a disk may block for seconds and the runtime thread must not. What
-the main thread does is append one tuple; if the disk stands still and the deque is full, marks are dropped and counted. What
-goes wrong here is reported as status "exception" and logged once: training goes on.
+The thread exists only while something is profiled, because a disk may block for seconds and the
+runtime thread must not. What the main thread does is append one tuple; if the disk stands still and
+the deque is full, marks are dropped and counted. What goes wrong here is reported as status
+"exception" and logged once: training goes on.
 """
 
 from __future__ import annotations
@@ -37,17 +40,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_MARKS = 1 << 17          # that the disk is behind: about 12 MB of tuples, some 40 MB of lines
+MAX_MARKS = 1 << 17  # that the disk is behind: about 12 MB of tuples, some 40 MB of lines
 BUFFER_BYTES = 2 * 1024 * 1024
 FLUSH_S = 5.0
 TRIM_S = 60.0
-_ENCODE_S = 1.0              # marks are few: a dozen per step
-_RING_S = 0.1                # the ring holds 256 calls
-_END_S = 1.0                 # that an exit waits for the last lines
+_ENCODE_S = 1.0  # marks are few: a dozen per step
+_RING_S = 0.1  # the ring holds 256 calls
+_END_S = 1.0  # that an exit waits for the last lines
 
 DEFAULT, COMMUNICATION = "default", "communication"
 NAMES = {Phase.FORWARD: "FP", Phase.DATA: "DataLoader", Phase.CHECKPOINT: "SaveCheckpoint"}
-_BREAKS = frozenset({Phase.BOOT, Phase.ENTERED, Phase.PAUSED, Phase.RETURNED, Phase.EXITING})      # no step goes on behind them
+# no step goes on behind them
+_BREAKS = frozenset({Phase.BOOT, Phase.ENTERED, Phase.PAUSED, Phase.RETURNED, Phase.EXITING})
 _DEVICE_BACKENDS = ("nccl", "hccl")
 
 _OFF = Domains(Domain.OFF, Domain.OFF)
@@ -84,25 +88,34 @@ class Encoder:
     """Marks and calls to lines. Ids are unique in this process, in all its files."""
 
     def __init__(self, device: int) -> None:
-        self.offset_ns = 0                   # what makes a monotonic time a time of day
+        self.offset_ns = 0  # what makes a monotonic time a time of day
         self._next_id = 1
         self._phase: tuple[str, int] | None = None
         self._step: int | None = None
         self._calls: dict[int, int] = {}
-        pid = os.getpid()                    # which is the main thread's number as well
+        pid = os.getpid()  # which is the main thread's number as well
         self._object = (
             f'"MsptiObjectId":{{"Pt":{{"ProcessId":{pid},"ThreadId":{pid}}},'
-            f'"Ds":{{"DeviceId":{device},"StreamId":0}}}}')
+            f'"Ds":{{"DeviceId":{device},"StreamId":0}}}}'
+        )
 
     def head(self, job_id: str, rank: int) -> bytes:
-        """The first line of a file, a mark as well. Fixes the offset of its times, and says what it is, so that ranks can be merged."""
+        """The first line of a file, a mark as well.
+
+        Fixes the offset of its times, and says what it is, so that ranks can be merged.
+        """
         self.offset_ns = _clock_offset_ns()
         now_ns = time.monotonic_ns()
         clock = {"OffsetNs": self.offset_ns, "Host": _host(), "Job": job_id, "Rank": rank}
-        return self._line(_INSTANT, now_ns, 0, "clock", "taskd", f',"Clock":{json.dumps(clock)}').encode()
+        return self._line(
+            _INSTANT, now_ns, 0, "clock", "taskd", f',"Clock":{json.dumps(clock)}'
+        ).encode()
 
     def forget(self) -> None:
-        """What was open goes on unseen from here: ranges across a pause of the profiling would have no meaning."""
+        """What was open goes on unseen from here.
+
+        Ranges across a pause of the profiling would have no meaning.
+        """
         self._phase = self._step = None
         self._calls.clear()
 
@@ -113,8 +126,10 @@ class Encoder:
             if self._step is not None:
                 lines = self._line(_END, now_ns, self._step, "Step", DEFAULT)
             self._step = self._take_id()
-            return lines + self._line(_START, now_ns, self._step, "Step", DEFAULT, f',"Version":{version}')
-        if phase in _BREAKS:                 # an interrupt, or the end: what it cut off has no end
+            return lines + self._line(
+                _START, now_ns, self._step, "Step", DEFAULT, f',"Version":{version}'
+            )
+        if phase in _BREAKS:  # an interrupt, or the end: what it cut off has no end
             self._phase = self._step = None
             return ""
         name = NAMES.get(phase)
@@ -124,7 +139,8 @@ class Encoder:
                 return ""
             lines = self._line(_END, now_ns, mark_id, before, DEFAULT)
             self._phase = None
-        if self._step is None and phase is Phase.STEP:       # restore() is complete: the first step begins
+        # restore() is complete: the first step begins
+        if self._step is None and phase is Phase.STEP:
             self._step = self._take_id()
             lines += self._line(_START, now_ns, self._step, "Step", DEFAULT)
         if name is not None:
@@ -135,40 +151,74 @@ class Encoder:
     def begin(self, call: Call, communicators: dict[int, str]) -> str:
         """A collective has begun."""
         self._calls[call.index] = mark_id = self._take_id()
-        details = {"Communicator": communicators.get(call.communicator) or f"{call.communicator:016x}", "Number": call.number,
-                   "Bytes": call.bytes, "DType": call.dtype, "Peer": call.peer}
-        return self._line(_START, call.enter_ns, mark_id, call.name, COMMUNICATION, f',"Call":{json.dumps(details)}')
+        details = {
+            "Communicator": communicators.get(call.communicator) or f"{call.communicator:016x}",
+            "Number": call.number,
+            "Bytes": call.bytes,
+            "DType": call.dtype,
+            "Peer": call.peer,
+        }
+        return self._line(
+            _START,
+            call.enter_ns,
+            mark_id,
+            call.name,
+            COMMUNICATION,
+            f',"Call":{json.dumps(details)}',
+        )
 
     def end(self, call: Call) -> str:
         """A collective has ended."""
         mark_id = self._calls.pop(call.index, None)
-        return "" if mark_id is None else self._line(_END, call.leave_ns, mark_id, call.name, COMMUNICATION)
+        return (
+            ""
+            if mark_id is None
+            else self._line(_END, call.leave_ns, mark_id, call.name, COMMUNICATION)
+        )
 
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
 
-    def _line(self, flag: int, now_ns: int, mark_id: int, name: str, domain: str, more: str = "") -> str:
-        return (f'{{"Kind":{_KIND},"Flag":{flag},"SourceKind":{_HOST},"Timestamp":{now_ns + self.offset_ns},"Id":{mark_id},'
-                f'{self._object},"Name":{json.dumps(name)},"Domain":"{domain}"{more}}}\n')
+    def _line(
+        self, flag: int, now_ns: int, mark_id: int, name: str, domain: str, more: str = ""
+    ) -> str:
+        return (
+            f'{{"Kind":{_KIND},"Flag":{flag},"SourceKind":{_HOST},"Timestamp":{now_ns + self.offset_ns},"Id":{mark_id},'
+            f'{self._object},"Name":{json.dumps(name)},"Domain":"{domain}"{more}}}\n'
+        )
 
 
 class Profiler:
-    """See the module. `switch` is for the runtime thread and never blocks; `close` is for the end of the process."""
+    """See the module.
 
-    def __init__(self, life: Life, job_id: str, local_rank: int, directory: str, report: Callable[[int], None]) -> None:
-        """`directory`: what a relative path of the settings refers to. `report`: gets a status, from any thread."""
+    `switch` is for the runtime thread and never blocks; `close` is for the end of the process.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        job_id: str,
+        local_rank: int,
+        directory: str,
+        report: Callable[[int], None],
+    ) -> None:
+        """`directory`: what a relative path of the settings refers to.
+
+        `report`: gets a status, from any thread.
+        """
         self._life = life
         self._job_id = job_id
         self._local_rank = local_rank
         self._directory = directory
         self._report = report
         self._pid = os.getpid()
-        self._lock = threading.Lock()        # for what is asked for, and for the life of the thread
+        self._lock = threading.Lock()  # for what is asked for, and for the life of the thread
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._wanted = _OFF
-        self._asked = self._answered = 0     # how often something was asked for, and for how many of those there is an answer
+        # how often something was asked for, and for how many of those there is an answer
+        self._asked = self._answered = 0
         # All below: the thread's own.
         self._profile = Profile()
         self._encoder = Encoder(local_rank)
@@ -186,22 +236,29 @@ class Profiler:
     # ------------------------------------------------------------------ other threads
 
     def switch(self, code: int) -> None:
-        """Do what the manager wants. An answer follows. The same again tries again what did not work."""
+        """Do what the manager wants. An answer follows.
+
+        The same again tries again what did not work.
+        """
         try:
             wanted = asked_by(code)
         except ValueError as error:
-            log.warning("rank %d: profiling was asked for in a way that is not known: %s", self._life.rank, error)
+            log.warning(
+                "rank %d: profiling was asked for in a way that is not known: %s",
+                self._life.rank,
+                error,
+            )
             return
         with self._lock:
             self._wanted = wanted
             self._asked += 1
             if wanted.default is Domain.OFF:
-                self._life.profile = None            # at once, whatever the disk does
+                self._life.profile = None  # at once, whatever the disk does
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="taskd-profile", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError as error:        # no more threads
+                except RuntimeError as error:  # no more threads
                     self._thread = None
                     self._fail(str(error))
                     self._answer()
@@ -231,10 +288,15 @@ class Profiler:
                 self._turn(wanted)
             except OSError as error:
                 self._fail(f"{self._path()}: {error.strerror or error}")
-            except Exception as error:  # the top of the thread: whatever it is must neither harm nor be silent
-                log.exception("rank %d: a bug in taskd, please report it: profiling stops", self._life.rank)
+            # the top of the thread: whatever it is must neither harm nor be silent
+            except Exception as error:
+                log.exception(
+                    "rank %d: a bug in taskd, please report it: profiling stops", self._life.rank
+                )
                 self._fail(repr(error))
-            is_idle = Domain.ON not in (self._state.default, self._state.communication) or wanted == _OFF
+            is_idle = (
+                Domain.ON not in (self._state.default, self._state.communication) or wanted == _OFF
+            )
             if is_idle:
                 self._stop()
             if asked != self._answered:
@@ -255,11 +317,15 @@ class Profiler:
     def _apply(self, wanted: Domains) -> None:
         """Begin and end what is wanted."""
         if wanted == _OFF:
-            self._state = wanted             # the caller stops
+            self._state = wanted  # the caller stops
             return
         if self._files is None:
-            self._files = ProfileFiles(self._base(), self._job_id, self._life.rank,
-                                       lambda: self._encoder.head(self._job_id, self._life.rank))
+            self._files = ProfileFiles(
+                self._base(),
+                self._job_id,
+                self._life.rank,
+                lambda: self._encoder.head(self._job_id, self._life.rank),
+            )
             self._files.open()
             now = time.monotonic()
             self._flush_at, self._trim_at = now + FLUSH_S, now
@@ -286,12 +352,17 @@ class Profiler:
         return wanted
 
     def _lacks_preload(self) -> bool:
-        """Whether the collectives of this process go by unseen. The backend may not be known yet: then asked again."""
+        """Whether the collectives of this process go by unseen.
+
+        The backend may not be known yet: then asked again.
+        """
         if self._is_backend_known:
             return False
         backend = _backend()
         self._is_backend_known = bool(backend)
-        return any(name in backend for name in _DEVICE_BACKENDS) and not library.require_preloaded("profiling of communication")
+        return any(name in backend for name in _DEVICE_BACKENDS) and not library.require_preloaded(
+            "profiling of communication"
+        )
 
     def _turn(self, wanted: Domains) -> None:
         """Take in what there is, write if it is time."""
@@ -342,15 +413,26 @@ class Profiler:
         self._trim_at = time.monotonic() + TRIM_S
         removed = self._files.trim(self._life.profiling_mb)
         if removed:
-            log.info("rank %d: the profiling folder is above %d MB, %d old files were removed", self._life.rank,
-                     self._life.profiling_mb, removed)
+            log.info(
+                "rank %d: the profiling folder is above %d MB, %d old files were removed",
+                self._life.rank,
+                self._life.profiling_mb,
+                removed,
+            )
 
     def _say_losses(self) -> None:
         dropped, lost = self._profile.dropped, self._calls.lost if self._calls is not None else 0
         if dropped > self._dropped_said:
-            log.info("rank %d: %d marks were dropped so far, the disk of %s is too slow", self._life.rank, dropped, self._path())
+            log.info(
+                "rank %d: %d marks were dropped so far, the disk of %s is too slow",
+                self._life.rank,
+                dropped,
+                self._path(),
+            )
         if lost > self._lost_said:
-            log.debug("rank %d: %d collectives came too fast to be profiled so far", self._life.rank, lost)
+            log.debug(
+                "rank %d: %d collectives came too fast to be profiled so far", self._life.rank, lost
+            )
         self._dropped_said, self._lost_said = dropped, lost
 
     def _stop(self) -> None:
@@ -363,7 +445,11 @@ class Profiler:
                     self._read_calls(self._calls)
                 self._flush()
             except OSError as error:
-                log.info("rank %d: the last lines of the profile were not written: %s", self._life.rank, error)
+                log.info(
+                    "rank %d: the last lines of the profile were not written: %s",
+                    self._life.rank,
+                    error,
+                )
             self._files.close()
         self._files = self._calls = None
         self._life.wants_calls = False
@@ -382,12 +468,21 @@ class Profiler:
         self._lines, self._bytes = [], 0
         was_on = Domain.ON in (self._state.default, self._state.communication)
         wanted = self._wanted
-        self._state = Domains(*(Domain.OFF if one is Domain.OFF else Domain.EXCEPTION for one in (wanted.default, wanted.communication)))
+        self._state = Domains(
+            *(
+                Domain.OFF if one is Domain.OFF else Domain.EXCEPTION
+                for one in (wanted.default, wanted.communication)
+            )
+        )
         if problem != self._problem:
             self._problem = problem
-            log.warning("rank %d: profiling does not work: %s. Training goes on; it is tried again when the manager asks again",
-                        self._life.rank, problem)
-        if was_on and self._asked == self._answered:         # nobody has asked just now
+            log.warning(
+                "rank %d: profiling does not work: %s. Training goes on; it is tried again "
+                "when the manager asks again",
+                self._life.rank,
+                problem,
+            )
+        if was_on and self._asked == self._answered:  # nobody has asked just now
             self._answer()
 
     def _base(self) -> pathlib.Path:
@@ -417,9 +512,16 @@ def _host() -> str:
 
 
 def _backend() -> str:
-    """Of the default group; "" while there is none. Asked from a thread of ours while the script may make or destroy it."""
+    """Of the default group; "" while there is none.
+
+    Asked from a thread of ours while the script may make or destroy it.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
     try:
-        return str(distributed.get_backend()) if distributed is not None and distributed.is_initialized() else ""
-    except Exception:  # noqa: BLE001 - just then it was destroyed; torch's own types differ by version
+        return (
+            str(distributed.get_backend())
+            if distributed is not None and distributed.is_initialized()
+            else ""
+        )
+    except Exception:  # noqa: BLE001
         return ""

@@ -1,4 +1,7 @@
-"""What makes two exceptions the same: their type, and where they were raised. Never their text, which may hold a time, an address, a pid."""
+"""What makes two exceptions the same: their type, and where they were raised.
+
+Never their text, which may hold a time, an address, a pid.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import TracebackType
 
-_USER_FRAMES = 4             # the innermost ones: who called whom further out says little, and differs where a function calls itself
-_CAUSES = 3                  # `raise ... from ...`: two causes are two failures
-_MAX_FRAMES = 100            # of a traceback, the innermost: recursion leaves thousands
-_MAX_CHARS = 1000            # of the whole: it travels in a message and is kept for each fault
+# the innermost ones: who called whom further out says little, and differs where a function calls
+# itself
+_USER_FRAMES = 4
+_CAUSES = 3  # `raise ... from ...`: two causes are two failures
+_MAX_FRAMES = 100  # of a traceback, the innermost: recursion leaves thousands
+_MAX_CHARS = 1000  # of the whole: it travels in a message and is kept for each fault
 _MAX_NAME_CHARS = 120
 
 # The frames of libraries say little beside the one that raised; the script's own say where it was.
@@ -23,7 +28,10 @@ _LIBRARIES = (*sorted(os.path.join(path, "") for path in {*_PATHS, _PACKAGE} if 
 
 
 def signature(error: BaseException) -> str:
-    """Type and innermost frames of an exception and of what it was raised from. Calls nothing that its class defines."""
+    """Type and innermost frames of an exception and of what it was raised from.
+
+    Calls nothing that its class defines.
+    """
     parts: list[str] = []
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -42,7 +50,11 @@ def _slot(error: BaseException, name: str) -> Any:
 def _type_name(kind: type) -> str:
     module = type.__dict__["__dict__"].__get__(kind).get("__module__")
     name = str(type.__dict__["__qualname__"].__get__(kind))[:_MAX_NAME_CHARS]
-    return f"{module[:_MAX_NAME_CHARS]}.{name}" if isinstance(module, str) and module != "builtins" else name
+    return (
+        f"{module[:_MAX_NAME_CHARS]}.{name}"
+        if isinstance(module, str) and module != "builtins"
+        else name
+    )
 
 
 def _where(trace: TracebackType | None) -> str:
@@ -51,7 +63,9 @@ def _where(trace: TracebackType | None) -> str:
     shown = own[-_USER_FRAMES:]
     if frames and shown[-1] != frames[-1]:
         shown.append(frames[-1])
-    where = " > ".join(f"{os.path.basename(file)}:{line} {name[:_MAX_NAME_CHARS]}" for file, line, name in shown)
+    where = " > ".join(
+        f"{os.path.basename(file)}:{line} {name[:_MAX_NAME_CHARS]}" for file, line, name in shown
+    )
     return f" at {where}" if where else ""
 
 

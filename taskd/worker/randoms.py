@@ -1,9 +1,12 @@
-"""The random number generators of this process: torch, devices, python, numpy. Captured at every commit, put back by a restore.
+"""The random number generators of this process: torch, devices, python, numpy.
 
-Asking all of them costs 60 us on a core whose caches the step has just filled with something else. Nearly all steps draw from one
-of them at most, so first a few bytes of their memory are looked at: whether anything was drawn since the last capture. A Mersenne
-Twister cannot be drawn from without a change of its position or, every 624 draws, of its words. The layouts are verified once in
-each process; where one is not as expected, that generator is asked each time.
+Captured at every commit, put back by a restore.
+
+Asking all of them costs 60 us on a core whose caches the step has just filled with something else.
+Nearly all steps draw from one of them at most, so first a few bytes of their memory are looked at:
+whether anything was drawn since the last capture. A Mersenne Twister cannot be drawn from without a
+change of its position or, every 624 draws, of its words. The layouts are verified once in each
+process; where one is not as expected, that generator is asked each time.
 """
 
 from __future__ import annotations
@@ -24,20 +27,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _TWISTER = struct.Struct("625I")  # both Mersenne Twisters of Python: 624 words and a position
-_PYTHON_OFFSET = 16               # the C struct of random.Random begins behind refcount and type: position, words
-_MARK_BYTES = 64                  # of a generator's memory: the position and at least ten words
+# the C struct of random.Random begins behind refcount and type: position, words
+_PYTHON_OFFSET = 16
+_MARK_BYTES = 64  # of a generator's memory: the position and at least ten words
 _DEVICE_TYPES = ("cuda", "npu", "xpu")
-# torch's CPU state as get_state() gives it: seed, left, seeded, next (24 bytes), 624 words of 8 bytes, and what is held back of a
-# pair of normal deviates: all zero if nothing is.
+# torch's CPU state as get_state() gives it: seed, left, seeded, next (24 bytes), 624 words of 8
+# bytes, and what is held back of a pair of normal deviates: all zero if nothing is.
 _TORCH_WORDS = slice(24, 24 + 16 * 8)
 _TORCH_HELD_BACK = slice(24 + 624 * 8, None)
 
-_ABSENT = "absent"               # the mark of a generator that nobody has imported or initialised
+_ABSENT = "absent"  # the mark of a generator that nobody has imported or initialised
 _Mark = ctypes.Array[ctypes.c_char]
 
 
 def _is_compiled(kind: str) -> bool:
-    """Whether this torch can have such a device: else there is nothing to be asked at each commit."""
+    """Whether this torch can have such a device.
+
+    Else there is nothing to be asked at each commit.
+    """
     device = getattr(torch, kind, None)
     return device is not None and getattr(device, "_is_compiled", lambda: True)()
 
@@ -51,7 +58,10 @@ def _python_words() -> bytes:
 
 
 def _is_python_layout_known() -> bool:
-    """Compare the C struct with what getstate() says, once: another interpreter may lay it out differently."""
+    """Compare the C struct with what getstate() says, once.
+
+    Another interpreter may lay it out differently.
+    """
     if sys.implementation.name != "cpython" or struct.calcsize("P") != 8:
         return False
     state = random.getstate()[1]
@@ -59,21 +69,27 @@ def _is_python_layout_known() -> bool:
 
 
 def _find_torch_mark() -> _Mark | None:
-    """The position and the first words of torch's default generator, found by their content; None: not where they should be."""
+    """The position and the first words of torch's default generator, found by their content.
+
+    None: not where they should be.
+    """
     generator = torch.default_generator
     state = generator.get_state()
     address = getattr(generator, "_cdata", None)
     if address is None or state.numel() != 5056:
         return None
-    words = struct.pack("16I", *(word & 0xFFFFFFFF for word in struct.unpack("16Q", _bytes_of(state)[_TORCH_WORDS])))
+    words = struct.pack(
+        "16I", *(word & 0xFFFFFFFF for word in struct.unpack("16Q", _bytes_of(state)[_TORCH_WORDS]))
+    )
     try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:      # unlike a pointer, it says so if nothing is there
+        # unlike a pointer, it says so if nothing is there
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
             found = os.pread(memory.fileno(), 512, address).find(words)
     except OSError:
         return None
     if found < 4:
         return None
-    mark = _mark_at(address + found - 4)      # the position is the word before
+    mark = _mark_at(address + found - 4)  # the position is the word before
     before = mark.raw
     torch.rand(1)
     is_moved = mark.raw != before
@@ -89,13 +105,18 @@ class RandomStates:
     """Captures and restores the generators of this process."""
 
     def __init__(self) -> None:
-        self._python_mark = _mark_at(id(random._inst) + _PYTHON_OFFSET) if _is_python_layout_known() else None  # type: ignore[attr-defined]
+        self._python_mark = (
+            _mark_at(id(random._inst) + _PYTHON_OFFSET) if _is_python_layout_known() else None
+        )  # type: ignore[attr-defined]
         self._torch_mark = _find_torch_mark()
-        self._numpy: Any = None               # numpy.random.mtrand._rand, once somebody has imported it
+        self._numpy: Any = None  # numpy.random.mtrand._rand, once somebody has imported it
         self._numpy_owner: Any = None
         self._numpy_mark: _Mark | None = None
-        # Looked up once: asking torch for a module that it has not costs microseconds. An extension is imported by the first restore().
-        self._devices = [(kind, getattr(torch, kind)) for kind in _DEVICE_TYPES if _is_compiled(kind)]
+        # Looked up once: asking torch for a module that it has not costs microseconds. An extension
+        # is imported by the first restore().
+        self._devices = [
+            (kind, getattr(torch, kind)) for kind in _DEVICE_TYPES if _is_compiled(kind)
+        ]
         # In the order of the marks; None: the mark is the state.
         self._readers: list[tuple[str, Callable[[], Any] | None]] = [
             ("torch", _read_torch),
@@ -109,16 +130,23 @@ class RandomStates:
         self._pickled = b""
 
     def capture(self) -> bytes:
-        """All generators, pickled as builtin types. The same object as before if nothing was drawn since."""
+        """All generators, pickled as builtin types.
+
+        The same object as before if nothing was drawn since.
+        """
         torch_mark, python_mark = self._torch_mark, self._python_mark
         marks = [
             None if torch_mark is None else torch_mark.raw,
             None if python_mark is None else (python_mark.raw, random._inst.gauss_next),  # type: ignore[attr-defined]
-            self._look_at_numpy() if self._numpy is not None or "numpy.random" in sys.modules else _ABSENT,
+            self._look_at_numpy()
+            if self._numpy is not None or "numpy.random" in sys.modules
+            else _ABSENT,
         ]
         for _, device in self._devices:
             # Seed and offset, 16 bytes that live on the host: nothing waits for the device.
-            marks.append(device.get_rng_state().numpy().tobytes() if device.is_initialized() else _ABSENT)
+            marks.append(
+                device.get_rng_state().numpy().tobytes() if device.is_initialized() else _ABSENT
+            )
         if marks != self._marks or None in marks:
             self._capture(marks)
         return self._pickled
@@ -148,7 +176,7 @@ class RandomStates:
             if type(owner).__name__ == "MT19937":
                 mark = _mark_at(owner.ctypes.state_address + _TWISTER.size - _MARK_BYTES)
                 _, words, position, *_ = self._numpy.get_state()
-                if mark.raw == words.tobytes()[4 - _MARK_BYTES:] + struct.pack("i", position):
+                if mark.raw == words.tobytes()[4 - _MARK_BYTES :] + struct.pack("i", position):
                     self._numpy_mark = mark
         return None if self._numpy_mark is None else self._numpy_mark.raw
 
@@ -159,7 +187,10 @@ class RandomStates:
         return (name, keys.tobytes(), position, has_gauss, gauss)
 
     def restore(self, captured: dict[str, Any]) -> None:
-        """Put every captured generator back. Generators that are not there now (a device not initialised) are left out."""
+        """Put every captured generator back.
+
+        Generators that are not there now (a device not initialised) are left out.
+        """
         torch.default_generator.set_state(_byte_tensor(captured["torch"]))
         python = captured["python"]
         if isinstance(python[0], bytes):
@@ -183,7 +214,7 @@ def _read_python() -> tuple[Any, ...]:
 
 
 def _restore_numpy(state: tuple[Any, ...]) -> None:
-    import numpy as np  # noqa: PLC0415 - only where the job uses it
+    import numpy as np  # noqa: PLC0415
 
     if state[0] == "bit generator":
         np.random.mtrand._rand._bit_generator.state = state[1]

@@ -1,7 +1,10 @@
-"""`taskd.recoverable`: run a function, unwind it on a fault, wait, enter it again in the same process.
+"""`taskd.recoverable`.
 
-The loop of the main thread. What it reports and waits for goes through the runtime; what happens to tensors is
-`taskd.worker.parking`. Outside a taskd job the decorator returns what the function returns and does nothing else.
+Run a function, unwind it on a fault, wait, enter it again in the same process.
+
+The loop of the main thread. What it reports and waits for goes through the runtime; what happens to
+tensors is `taskd.worker.parking`. Outside a taskd job the decorator returns what the function
+returns and does nothing else.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def recoverable(function: F) -> F:
     """Make `function` survive faults of other ranks: after one it is entered again in this process.
 
-    It returns when the function has returned on every rank, so that a death at the very end can still be healed. Nothing
-    is done outside a taskd job. An exception other than `taskd.Interrupted` is retried once on all ranks; if it comes
-    back at the same step, the job ends with its traceback.
+    It returns when the function has returned on every rank, so that a death at the very end can
+    still be healed. Nothing is done outside a taskd job. An exception other than
+    `taskd.Interrupted` is retried once on all ranks; if it comes back at the same step, the job
+    ends with its traceback.
 
     Raises:
         StateError: called from another thread than the main one, or within itself.
@@ -52,15 +56,28 @@ def recoverable(function: F) -> F:
         if present is None:
             return _run_alone(functools.partial(function, *args, **kwargs))
         if threading.current_thread() is not threading.main_thread():
-            message = f"{function.__qualname__} is recoverable: call it from the main thread, which taskd interrupts"
+            message = (
+                f"{function.__qualname__} is recoverable: call it from the main thread, "
+                "which taskd interrupts"
+            )
             raise StateError(message)
         if present.life.in_recoverable:
-            message = f"{function.__qualname__} is recoverable and was called within a recoverable function: decorate the outer one only"
+            message = (
+                f"{function.__qualname__} is recoverable and was called within a "
+                "recoverable "
+                "function: decorate the outer one only"
+            )
             raise StateError(message)
         if present.released:
-            log.warning("rank %d: %s runs without recovery: a recoverable function has already returned on all ranks, "
-                        "and a process has one; put all of the training into it", present.life.rank, function.__qualname__)
-            life_module.set_current(None)        # a TrainState in there counts, and no more
+            log.warning(
+                "rank %d: %s runs without recovery: a recoverable function has already "
+                "returned on all ranks, "
+                "and a process has one; put all of the training "
+                "into it",
+                present.life.rank,
+                function.__qualname__,
+            )
+            life_module.set_current(None)  # a TrainState in there counts, and no more
             return function(*args, **kwargs)
         return _run(present, functools.partial(function, *args, **kwargs))
 
@@ -68,7 +85,10 @@ def recoverable(function: F) -> F:
 
 
 def _run_alone(call: Callable[[], Any]) -> Any:
-    """Enter once: nobody would call for a second time. In a job that has lost its manager, TrainStates still read and write checkpoints."""
+    """Enter once: nobody would call for a second time.
+
+    In a job that has lost its manager, TrainStates still read and write checkpoints.
+    """
     life = life_module.current()
     if life is None or life.in_recoverable:
         return call()
@@ -79,7 +99,7 @@ def _run_alone(call: Callable[[], Any]) -> Any:
             life.periodic.wait()
     finally:
         life.in_recoverable = False
-        life_module.set_current(None)            # a TrainState of a second function counts, and no more
+        life_module.set_current(None)  # a TrainState of a second function counts, and no more
     return result
 
 
@@ -96,7 +116,13 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
                 return result
         elif not isinstance(error, Interrupted):
             runtime.await_verdict(error, clean=clean)
-        _rejoin(runtime, version=version, clean=clean, reason=reason, meanwhile=functools.partial(_let_go, error))
+        _rejoin(
+            runtime,
+            version=version,
+            clean=clean,
+            reason=reason,
+            meanwhile=functools.partial(_let_go, error),
+        )
         error = None
 
 
@@ -108,7 +134,10 @@ def _rejoin(runtime: Runtime, **held: Any) -> None:
 
 
 def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """One entry into the user's function: its result, or what ended it. SystemExit and KeyboardInterrupt pass through."""
+    """One entry into the user's function: its result, or what ended it.
+
+    SystemExit and KeyboardInterrupt pass through.
+    """
     life = runtime.life
     with runtime.condition:
         interrupted = runtime.must_gate
@@ -116,8 +145,8 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
     if interrupted:
         return None, Interrupted("interrupted before the function was entered")
     runtime.enter()
-    # The signal handler raises wherever the main thread is while `in_recoverable` is set: also in the handlers of
-    # the inner try. The outer one makes sure that this cannot leave the loop.
+    # The signal handler raises wherever the main thread is while `in_recoverable` is set: also in
+    # the handlers of the inner try. The outer one makes sure that this cannot leave the loop.
     try:
         outcome = _call(life, call)
     except Interrupted as interrupt:
@@ -133,20 +162,20 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
 def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
         life.in_recoverable = True
-        if life.pending is not None:          # it came between INSIDE and the line above
+        if life.pending is not None:  # it came between INSIDE and the line above
             return None, Interrupted(life.pending)
         result = call()
         if life.periodic is not None:
             life.periodic.wait()
     except Interrupted as interrupt:
         return None, interrupt
-    except Exception as error:  # noqa: BLE001 - the user's function: whatever it raises is reported, never dropped
+    except Exception as error:  # noqa: BLE001
         return None, error
     return result, None
 
 
 def _park(runtime: Runtime) -> tuple[int | None, bool, str]:
-    from taskd.worker.parking import park_all  # noqa: PLC0415 - imports torch, which a worker may do without
+    from taskd.worker.parking import park_all  # noqa: PLC0415
 
     report = park_all(runtime.life)
     runtime.life.held = False
@@ -154,13 +183,20 @@ def _park(runtime: Runtime) -> tuple[int | None, bool, str]:
 
 
 def _await_release(runtime: Runtime, version: int | None) -> bool:
-    """The function returned here. True: it has on all ranks. False: a recovery needs us once more."""
+    """The function returned here. True: it has on all ranks.
+
+    False: a recovery needs us once more.
+    """
     runtime.mark(Phase.RETURNED)
     with runtime.condition:
         if runtime.must_gate:
             return False
         generation = runtime.target_generation
-    runtime.send(events.WorkerReturned(**runtime.identity("returned"), generation=generation, version=version))
+    runtime.send(
+        events.WorkerReturned(
+            **runtime.identity("returned"), generation=generation, version=version
+        )
+    )
     with runtime.condition:
         while not runtime.released:
             if runtime.must_gate:

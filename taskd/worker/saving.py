@@ -1,6 +1,9 @@
-"""The dying gasp as this rank carries it out: its part of the last checkpoint, from its memory or from that of its node.
+"""The dying gasp as this rank carries it out.
 
-What is in it is `taskd.worker.contents`, files are `taskd.checkpoint`'s business, who writes is the manager's.
+Its part of the last checkpoint, from its memory or from that of its node.
+
+What is in it is `taskd.worker.contents`, files are `taskd.checkpoint`'s business, who writes is the
+manager's.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ log = logging.getLogger(__name__)
 
 
 def _legacy(rank: int, box_path: str, arena_path: str | None, version: int) -> dict[str, Any]:
-    """What was a dead rank's alone: from its black box, as its replacement would find it, or, of an older version, with its snapshot."""
+    """What was a dead rank's alone.
+
+    From its black box, as its replacement would find it, or, of an older version, with its
+    snapshot.
+    """
     problem = f"its black box holds nothing of version {version}, nor does the memory of its node"
     try:
         fd = os.open(box_path, os.O_RDWR | os.O_CLOEXEC)
@@ -52,7 +59,9 @@ def _legacy(rank: int, box_path: str, arena_path: str | None, version: int) -> d
             return _adopted(rank, arena_path, version).own(rank)
         except StateError as error:
             problem = str(error)
-    log.warning("generators and samplers of rank %d, which is dead, are not saved: %s", rank, problem)
+    log.warning(
+        "generators and samplers of rank %d, which is dead, are not saved: %s", rank, problem
+    )
     return {}
 
 
@@ -62,7 +71,10 @@ def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
 
 
 def _adopted(rank: int, path: str | None, version: int) -> snapshots.Found:
-    """The snapshot of a dead rank, in the memory of this node: its own, or the mirror of one of another node."""
+    """The snapshot of a dead rank, in the memory of this node.
+
+    Its own, or the mirror of one of another node.
+    """
     if path is None:
         message = f"the snapshot of rank {rank}, which is dead, is gone"
         raise StateError(message)
@@ -83,12 +95,18 @@ class Dumping:
         self._draft: Draft | None = None
 
     def obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
-        """What to tell the manager: a stage of `taskd.core.events` and its detail; ("", "") if this rank is not meant."""
+        """What to tell the manager: a stage of `taskd.core.events` and its detail.
+
+        ("", "") if this rank is not meant.
+        """
         try:
-            return self._publish(order) if isinstance(order, commands.Publish) else self._write(order)
+            return (
+                self._publish(order) if isinstance(order, commands.Publish) else self._write(order)
+            )
         except (TaskdError, OSError) as error:
             return FAILED, str(error)
-        except Exception as error:  # whatever a user's state_dict() raises: the manager waits for an answer
+        # whatever a user's state_dict() raises: the manager waits for an answer
+        except Exception as error:
             log.exception("rank %d: the state could not be saved", self._life.rank)
             return FAILED, f"{type(error).__name__}: {error}"
 
@@ -99,19 +117,42 @@ class Dumping:
             return "", ""
         is_live = life.version == order.version and bool(life.parked) and not life.torn
         if not is_live and order.version not in life.snapshot_versions():
-            return FAILED, f"it holds version {life.version} and snapshots of {list(life.snapshot_versions())}, not version {order.version}"
+            return FAILED, (
+                f"it holds version {life.version} and snapshots of "
+                f"{list(life.snapshot_versions())}, not version {order.version}"
+            )
         orphaned = dict(order.orphaned)
         if is_live:
-            directory, states = contents.directory_of(life.parked).absolute(), tuple(sorted(life.parked))
-            state, own = contents.shared(life, life.parked, (*order.writers, *orphaned)), contents.own(life, order.version)
+            directory, states = (
+                contents.directory_of(life.parked).absolute(),
+                tuple(sorted(life.parked)),
+            )
+            state, own = (
+                contents.shared(life, life.parked, (*order.writers, *orphaned)),
+                contents.own(life, order.version),
+            )
         else:
             kept = snapshots.find(life, order.version)
             directory, states = kept.directory, kept.states
             state, own = kept.shared(), kept.own(life.rank)
         draft = Draft(
-            directory, self._job_id, Kind.DUMP, order.version, order.attempt, order.writers, order.generation, order.world_size, order.reason, states)
+            directory,
+            self._job_id,
+            Kind.DUMP,
+            order.version,
+            order.attempt,
+            order.writers,
+            order.generation,
+            order.world_size,
+            order.reason,
+            states,
+        )
         paths = dict(order.arenas)
-        adopted = {rank: _adopted(rank, paths.get(rank), order.version) for rank, writer in order.orphaned if writer == life.rank}
+        adopted = {
+            rank: _adopted(rank, paths.get(rank), order.version)
+            for rank, writer in order.orphaned
+            if writer == life.rank
+        }
         for rank, path in order.legacies:
             own.update(_legacy(rank, path, paths.get(rank), order.version))
         for rank, orphan in adopted.items():
@@ -121,10 +162,21 @@ class Dumping:
             own.update(orphan.own(rank))
         functions = [function for holding in life.parked.values() for function in holding.on_dump]
         if functions and not is_live:
-            log.warning("rank %d: the functions given to on_dump() are not called: version %d is saved from node memory, the objects are at version %s",
-                        life.rank, order.version, life.version)
+            log.warning(
+                "rank %d: the functions given to on_dump() are not called: version %d is "
+                "saved from node memory, the objects are at version %s",
+                life.rank,
+                order.version,
+                life.version,
+            )
         self._draft = draft
-        write(draft, life.rank, state, own, functools.partial(_call_all, functions) if functions and is_live else None)
+        write(
+            draft,
+            life.rank,
+            state,
+            own,
+            functools.partial(_call_all, functions) if functions and is_live else None,
+        )
         return WRITTEN, ""
 
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
@@ -132,7 +184,7 @@ class Dumping:
         if order.rank != self._life.rank:
             return "", ""
         if order.withdraw:
-            if draft is not None:          # else nothing came to be written here
+            if draft is not None:  # else nothing came to be written here
                 draft.withdraw()
             return WITHDRAWN, ""
         if draft is None:

@@ -7,9 +7,10 @@ Owns the thread that copies and the arena that it copies into:
       | forward, backward                        |
       | optimizer hook: wait() <--- done ------  |   published when the last byte is there
 
-A step changes the tensors in place, but not before its optimizer begins: until then the copy may run, then it is waited for. What changes
-earlier (running statistics in the forward pass) is small and is copied inside commit(). Knows neither TrainState nor agent: whoever makes
-the arenas hands their descriptors on.
+A step changes the tensors in place, but not before its optimizer begins: until then the copy may
+run, then it is waited for. What changes earlier (running statistics in the forward pass) is small
+and is copied inside commit(). Knows neither TrainState nor agent: whoever makes the arenas hands
+their descriptors on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0       # a wait for the copy looks so often whether somebody is still copying
+_LOOK_S = 1.0  # a wait for the copy looks so often whether somebody is still copying
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,49 @@ class Job:
     tensors: dict[str, torch.Tensor]
     rest: bytes
     events: dict[torch.device, Any]
-    counters: list[int]               # of changes in place, of each tensor, when it began
+    counters: list[int]  # of changes in place, of each tensor, when it began
 
 
 class Snapshotter:
     """Makes a snapshot at every `every`-th version. One training thread calls it.
 
-    `make_arena(shard_bytes)` makes an arena and lets the agent know of it; it is called by `prepare`, and in the copying thread when the state
-    has outgrown the arena. The old one stays until the new one holds two snapshots: others may have only what the old one has.
+    `make_arena(shard_bytes)` makes an arena and lets the agent know of it; it is called by
+    `prepare`, and in the copying thread when the state has outgrown the arena. The old one stays
+    until the new one holds two snapshots: others may have only what the old one has.
     """
 
-    def __init__(self, make_arena: Callable[[int], Arena], every: int, rank: int = 0, drop_arena: Callable[[Arena], None] = Arena.close) -> None:
-        """`drop_arena` is called with one that is not needed any more. Raises StateError: `every` is no number of steps."""
+    def __init__(
+        self,
+        make_arena: Callable[[int], Arena],
+        every: int,
+        rank: int = 0,
+        drop_arena: Callable[[Arena], None] = Arena.close,
+    ) -> None:
+        """`drop_arena` is called with one that is not needed any more.
+
+        Raises StateError: `every` is no number of steps.
+        """
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            message = f"snapshot_every={every!r}: give a number of steps, 1 or more; leave it out for no snapshots"
+            message = (
+                f"snapshot_every={every!r}: give a number of steps, 1 or more; leave it out "
+                "for no snapshots"
+            )
             raise StateError(message)
-        self.arena: Arena | None = None         # that with the newest complete snapshot
-        self.newest: Held | None = None         # the last one that was completed by this process
-        self.problem = ""                       # why the last one was not; "" if it was
-        self.copy_s = self.waited_s = 0.0       # time of the last copy, and of all waits together
-        self._make_arena, self._every, self._rank, self._drop_arena = make_arena, every, rank, drop_arena
-        self._grown: Arena | None = None        # a larger one without a complete snapshot
-        self._old: Arena | None = None          # a smaller one, until the larger one holds two
+        self.arena: Arena | None = None  # that with the newest complete snapshot
+        self.newest: Held | None = None  # the last one that was completed by this process
+        self.problem = ""  # why the last one was not; "" if it was
+        self.copy_s = self.waited_s = 0.0  # time of the last copy, and of all waits together
+        self._make_arena, self._every, self._rank, self._drop_arena = (
+            make_arena,
+            every,
+            rank,
+            drop_arena,
+        )
+        self._grown: Arena | None = None  # a larger one without a complete snapshot
+        self._old: Arena | None = None  # a smaller one, until the larger one holds two
         self._stagings: dict[torch.device, Staging] = {}
-        self._tensors: Mapping[str, torch.Tensor] = {}      # those of the last snapshot, and where they are
+        # those of the last snapshot, and where they are
+        self._tensors: Mapping[str, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._idle = threading.Event()
@@ -77,12 +97,15 @@ class Snapshotter:
         self._thread: threading.Thread | None = None
 
     def adopt(self, arenas: Sequence[Arena]) -> None:
-        """Go on with those of an earlier life of this rank, the newest last: the last one that holds a snapshot, and one behind it."""
+        """Go on with those of an earlier life of this rank, the newest last.
+
+        The last one that holds a snapshot, and one behind it.
+        """
         full = [number for number, arena in enumerate(arenas) if arena.versions()]
         at = full[-1] if full else len(arenas) - 1
         if at >= 0:
             self.arena, self._grown = arenas[at], arenas[at + 1] if at + 1 < len(arenas) else None
-        before = list(arenas[:max(at, 0)])
+        before = list(arenas[: max(at, 0)])
         if before and len(arenas[at].versions()) == 1:
             self._old = before.pop()
         for arena in before:
@@ -105,15 +128,28 @@ class Snapshotter:
         return self._idle.is_set()
 
     def is_due(self, version: int) -> bool:
-        """Whether `commit` would begin a copy: the version is one of those, and the copy before it is done."""
+        """Whether `commit` would begin a copy.
+
+        The version is one of those, and the copy before it is done.
+        """
         return version % self._every == 0 and self._idle.is_set() and not self._is_closing
 
-    def commit(self, version: int, generation: int, tensors: Mapping[str, torch.Tensor], rest: bytes = b"", changing: Collection[str] = ()) -> bool:
-        """Begin a snapshot of `version`, whether it is one of those or not. Returns False if the copy before it is not done.
+    def commit(
+        self,
+        version: int,
+        generation: int,
+        tensors: Mapping[str, torch.Tensor],
+        rest: bytes = b"",
+        changing: Collection[str] = (),
+    ) -> bool:
+        """Begin a snapshot of `version`, whether it is one of those or not.
 
-        `tensors` are plain ones (the local part of a sharded tensor), detached; they may differ from those of the last snapshot in every respect,
-        but then they come in another mapping.
-        `changing` names those which may change before the next call of `wait`: they are copied here. `rest` is stored as it is.
+        Returns False if the copy before it is not done.
+
+        `tensors` are plain ones (the local part of a sharded tensor), detached; they may differ
+        from those of the last snapshot in every respect, but then they come in another mapping.
+        `changing` names those which may change before the next call of `wait`: they are copied
+        here. `rest` is stored as it is.
         """
         if not self._idle.is_set() or self._is_closing:
             return False
@@ -123,7 +159,9 @@ class Snapshotter:
         if tensors is not self._tensors:
             self._tensors = tensors
             self._devices = {tensor.device for tensor in taken.values()}
-        events = {device: mark(device) for device in self._devices if device.type not in {"cpu", "meta"}}
+        events = {
+            device: mark(device) for device in self._devices if device.type not in {"cpu", "meta"}
+        }
         self._idle.clear()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)
@@ -133,16 +171,23 @@ class Snapshotter:
         return True
 
     def wait(self) -> None:
-        """Return when no copy is running: before anything changes the tensors that were given to `commit`."""
+        """Return when no copy is running.
+
+        Before anything changes the tensors that were given to `commit`.
+        """
         if self._idle.is_set() or self._thread is None:
             return
         start = time.perf_counter()
-        while self._thread.is_alive() and not self._idle.wait(_LOOK_S):     # a forked child has no such thread, and nothing to wait for
+        # a forked child has no such thread, and nothing to wait for
+        while self._thread.is_alive() and not self._idle.wait(_LOOK_S):
             pass
         self.waited_s += time.perf_counter() - start
 
     def close(self) -> None:
-        """End the thread; a copy that is running is given up at its next piece. The arena stays open: it belongs to whoever made it."""
+        """End the thread; a copy that is running is given up at its next piece.
+
+        The arena stays open: it belongs to whoever made it.
+        """
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
             self._jobs.put(None)
@@ -154,18 +199,29 @@ class Snapshotter:
         while (job := self._jobs.get()) is not None:
             try:
                 self._copy(job)
-            # Whatever a tensor or the device raises: training goes on, with the snapshot before this one.
+            # Whatever a tensor or the device raises: training goes on, with the snapshot before
+            # this one.
             except Exception as error:  # noqa: BLE001
                 self._report(job.version, error)
-            del job             # holds the tensors: a parameter that was replaced need not live until the next snapshot
+            # holds the tensors: a parameter that was replaced need not live until the next snapshot
+            del job
             self._idle.set()
 
     def _report(self, version: int, error: Exception) -> None:
-        problem = str(error) if isinstance(error, ArenaError) else f"{type(error).__name__}: {error}"
+        problem = (
+            str(error) if isinstance(error, ArenaError) else (f"{type(error).__name__}: {error}")
+        )
         if problem != self.problem and not self._is_closing:
             kept = f"that of version {self.newest.version}" if self.newest else "none"
-            log.warning("rank %d: no snapshot of version %d could be made: %s. The newest snapshot is %s; training goes on",
-                        self._rank, version, problem, kept, exc_info=None if isinstance(error, ArenaError) else error)
+            log.warning(
+                "rank %d: no snapshot of version %d could be made: %s. The newest snapshot "
+                "is %s; training goes on",
+                self._rank,
+                version,
+                problem,
+                kept,
+                exc_info=None if isinstance(error, ArenaError) else error,
+            )
         self.problem = problem
 
     def _copy(self, job: Job) -> None:
@@ -181,11 +237,17 @@ class Snapshotter:
         writer = arena.begin(job.version, job.generation)
         for name, tensor in job.tensors.items():
             self._put(writer, name, tensor)
-        for name, now, before in zip(job.tensors, _counters(job.tensors), job.counters, strict=True):
+        for name, now, before in zip(
+            job.tensors, _counters(job.tensors), job.counters, strict=True
+        ):
             if now != before:
-                raise ArenaError(f"{name} was changed while it was copied: between commit() and the next optimizer step the state must stay as it is")
+                raise ArenaError(
+                    f"{name} was changed while it was copied: between commit() and "
+                    "the next optimizer step the state must stay as it is"
+                )
         self.newest = writer.complete(job.rest)
-        if self._old is not None and arena is self.arena:     # the second one in a larger arena: now that holds what others may need
+        # the second one in a larger arena: now that holds what others may need
+        if self._old is not None and arena is self.arena:
             old, self._old = self._old, None
             self._drop_arena(old)
         if arena is self._grown:
@@ -225,16 +287,22 @@ class Snapshotter:
 
 
 def load(arena: Arena, version: int, targets: Mapping[str, torch.Tensor]) -> bytes:
-    """Copy the snapshot of `version` into `targets`, in place, and return what was given as `rest`. Nothing is changed if it does not fit.
+    """Copy the snapshot of `version` into `targets`, in place, and return what was given as `rest`.
+
+    Nothing is changed if it does not fit.
 
     Raises:
-        StateError: a target is not in the snapshot, or of another dtype or shape, or the snapshot has a tensor more. The text names it.
-        ArenaError: there is no such snapshot, or it is damaged. If its writer, still alive, overwrote it meanwhile, so the text says and targets
-            are a mixture: load another one.
+        StateError: a target is not in the snapshot, or of another dtype or shape, or the snapshot
+            has a tensor more. The text names it.
+        ArenaError: there is no such snapshot, or it is damaged. If its writer, still alive,
+            overwrote it meanwhile, so the text says and targets are a mixture: load another one.
     """
     snapshot = arena.open(version)
     if further := sorted(snapshot.entries.keys() - targets.keys()):
-        raise StateError(f"the snapshot of version {version} does not fit: it has {further[0]!r}, which is not among the targets")
+        raise StateError(
+            f"the snapshot of version {version} does not fit: it has {further[0]!r}, "
+            "which is not among the targets"
+        )
     fill(snapshot, targets)
     return snapshot.rest
 
@@ -249,12 +317,19 @@ def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
         have = f"{dtype_name(target.dtype)} {list(target.shape)}"
         found = f"{entry.dtype} {list(entry.shape)}"
         if have != found:
-            raise StateError(f"the snapshot of version {version} does not fit: {name!r} is {found} there and {have} here")
+            raise StateError(
+                f"the snapshot of version {version} does not fit: {name!r} is {found} "
+                f"there and {have} here"
+            )
         _bytes_of(name, target)
     with torch.no_grad():
         for name, target in targets.items():
             place = target.detach()
-            if place.device.type == "cpu" and place.is_contiguous() and not (place.is_conj() or place.is_neg()):
+            if (
+                place.device.type == "cpu"
+                and place.is_contiguous()
+                and not (place.is_conj() or place.is_neg())
+            ):
                 snapshot.copy_out(name, place.data_ptr())
             else:
                 host = torch.empty(place.shape, dtype=place.dtype)
@@ -268,17 +343,27 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _counters(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """How often each was changed in place. Writes through `.data` are not counted, nor any of an inference tensor."""
+    """How often each was changed in place.
+
+    Writes through `.data` are not counted, nor any of an inference tensor.
+    """
     try:
         return [tensor._version for tensor in tensors.values()]
-    except RuntimeError:                 # there is an inference tensor
+    except RuntimeError:  # there is an inference tensor
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> int:
-    """Size of a tensor that has bytes of its own. Raises ArenaError for one that has not (sharded, sparse, on no device)."""
+    """Size of a tensor that has bytes of its own.
+
+    Raises ArenaError for one that has not (sharded, sparse, on no device).
+    """
     count = tensor.nbytes if tensor.layout is torch.strided else -1
-    if count < 0 or tensor.device.type == "meta" or (count and tensor.data_ptr() == 0):      # a wrapper (DTensor) has no address
-        message = f"tensor {name!r} ({type(tensor).__name__}, {tensor.layout}, {tensor.device}) has no memory of its own: give its local, dense part"
+    # a wrapper (DTensor) has no address
+    if count < 0 or tensor.device.type == "meta" or (count and tensor.data_ptr() == 0):
+        message = (
+            f"tensor {name!r} ({type(tensor).__name__}, {tensor.layout}, {tensor.device}) "
+            "has no memory of its own: give its local, dense part"
+        )
         raise ArenaError(message)
     return int(count)

@@ -1,8 +1,11 @@
-"""The snapshots of this rank: when one is made, what belongs to it, and how the state is put back from it.
+"""The snapshots of this rank.
 
-Owns the form of a snapshot in the arena: every tensor that this rank holds, by its name in a checkpoint (`taskd.worker.flat`), and beside them
-plain values, global shapes, and the per-rank part. Copying is `taskd.worker.snapshot`, memory is `taskd.native.arenas`; which version
-is taken is the manager's decision. One per entry of the function; the arenas outlive it, and the process.
+When one is made, what belongs to it, and how the state is put back from it.
+
+Owns the form of a snapshot in the arena: every tensor that this rank holds, by its name in a
+checkpoint (`taskd.worker.flat`), and beside them plain values, global shapes, and the per-rank
+part. Copying is `taskd.worker.snapshot`, memory is `taskd.native.arenas`; which version is taken is
+the manager's decision. One per entry of the function; the arenas outlive it, and the process.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a tensor of a snapshot belongs: the global shape, where the local part begins in it, and the ranks that have the same part."""
+    """Where a tensor of a snapshot belongs.
+
+    The global shape, where the local part begins in it, and the ranks that have the same part.
+    """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -49,7 +55,8 @@ class Place(NamedTuple):
 class Inventory(NamedTuple):
     """The tensors of an entry, from one snapshot to the next.
 
-    `places`: pickled, by name. `changing`: those that a forward pass may change. `where`: its checkpoints are, and its TrainStates.
+    `places`: pickled, by name. `changing`: those that a forward pass may change. `where`: its
+    checkpoints are, and its TrainStates.
     """
 
     tables: dict[str, Table]
@@ -67,8 +74,9 @@ class Snapshots:
         self._life = life
         self._copier = Snapshotter(arenas.make, every, life.rank, drop_arena=arenas.discard)
         self._copier.adopt(arenas.all())
-        self.has_buddy = False          # snapshots are to be mirrored
-        self.is_allowed = True          # by the last vote: no rank needs the older one of its snapshots any more
+        self.has_buddy = False  # snapshots are to be mirrored
+        # by the last vote: no rank needs the older one of its snapshots any more
+        self.is_allowed = True
         self._arenas = arenas
         self._is_due, self._problem = False, ""
         self._places: dict[tuple[Any, ...], Place] = {}
@@ -77,7 +85,8 @@ class Snapshots:
     def prepare(self, states: dict[str, Holding]) -> None:
         """Make the arena now, so that a node without enough memory says so before the training begins; in a recovery that costs snapshots only.
 
-        Optimizer memory that is made in the first step is not known yet: then only what is there must fit, and the first snapshot makes the arena.
+        Optimizer memory that is made in the first step is not known yet: then only what is there
+        must fit, and the first snapshot makes the arena.
 
         Raises:
             StateError: there is not enough, at a fresh start.
@@ -89,13 +98,21 @@ class Snapshots:
                 message = f"rank {self._life.rank}: {error}"
                 raise StateError(message) from error
             self._warn(error)
-        except Exception as error:  # noqa: BLE001 - whatever a user's state_dict() raises
+        except Exception as error:  # noqa: BLE001
             self._warn(error)
 
     def _prepare(self, states: dict[str, Holding]) -> None:
-        held = [local(tensor) for holding in states.values() for tensor in flat.flatten(holding)[0].values()]
+        held = [
+            local(tensor)
+            for holding in states.values()
+            for tensor in flat.flatten(holding)[0].values()
+        ]
         size = sum(tensor.nbytes for tensor in held)
-        is_complete = all(memory_of(optimizer) for holding in states.values() for optimizer in holding.roles.optimizers.values())
+        is_complete = all(
+            memory_of(optimizer)
+            for holding in states.values()
+            for optimizer in holding.roles.optimizers.values()
+        )
         if is_complete:
             self._copier.prepare(size)
         elif self._copier.arena is None:
@@ -103,12 +120,21 @@ class Snapshots:
 
     def _warn(self, error: Exception) -> None:
         if str(error) != self._problem:
-            log.warning("rank %d: no snapshot of version %s could be made: %s. The one before it stays; training goes on", self._life.rank,
-                        self._life.version, error, exc_info=not isinstance(error, TaskdError))
+            log.warning(
+                "rank %d: no snapshot of version %s could be made: %s. The one before it "
+                "stays; training goes on",
+                self._life.rank,
+                self._life.version,
+                error,
+                exc_info=not isinstance(error, TaskdError),
+            )
         self._problem = str(error)
 
     def commit(self) -> None:
-        """A version is complete: if it is one to keep, begin to copy. It goes on while the next step computes, up to its optimizer."""
+        """A version is complete: if it is one to keep, begin to copy.
+
+        It goes on while the next step computes, up to its optimizer.
+        """
         life = self._life
         assert life.version is not None
         self._is_due = self._is_due or (self.is_allowed and self._copier.is_due(life.version))
@@ -117,13 +143,16 @@ class Snapshots:
         self._is_due = False
         try:
             self._begin(life.version)
-        except Exception as error:  # noqa: BLE001 - the same: training goes on, with the snapshot before this one
+        except Exception as error:  # noqa: BLE001
             self._warn(error)
 
     def may_replace(self) -> bool:
-        """Whether this rank can do without the older of its snapshots: the newest is whole, and its mirror too if there is to be one.
+        """Whether this rank can do without the older of its snapshots.
 
-        Ranks make a snapshot when all of them can, or none does: else one whose mirror is slow could be left with versions that no other has.
+        The newest is whole, and its mirror too if there is to be one.
+
+        Ranks make a snapshot when all of them can, or none does: else one whose mirror is slow
+        could be left with versions that no other has.
         """
         if not self.has_buddy:
             return True
@@ -133,29 +162,41 @@ class Snapshots:
     def _begin(self, version: int) -> None:
         life, everybody = self._life, tuple(range(self._life.world_size))
         tables = {name: self._table(name, holding) for name, holding in life.states.items()}
-        further: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tables}      # made anew each time
-        plain = {name: flat.plain(holding, tables[name].memories, further[name]) for name, holding in life.states.items()}
+        # made anew each time
+        further: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tables}
+        plain = {
+            name: flat.plain(holding, tables[name].memories, further[name])
+            for name, holding in life.states.items()
+        }
         if self._inventory is None or self._inventory.tables != tables or any(further.values()):
             self._inventory = self._take_inventory(tables, further)
         kept = self._inventory
         values = contents.values(life, life.states, plain, everybody)
-        rest = pickle.dumps((kept.places, values, logbook_of(life).blob(version), kept.where), extras.PROTOCOL)
+        rest = pickle.dumps(
+            (kept.places, values, logbook_of(life).blob(version), kept.where), extras.PROTOCOL
+        )
         self._copier.commit(version, life.generation, kept.tensors, rest, kept.changing)
 
     def _table(self, name: str, holding: Holding) -> Table:
         known = None if self._inventory is None else self._inventory.tables.get(name)
         return known if known is not None and known.is_current() else Table(holding)
 
-    def _take_inventory(self, tables: dict[str, Table], further: Mapping[str, dict[str, torch.Tensor]]) -> Inventory:
+    def _take_inventory(
+        self, tables: dict[str, Table], further: Mapping[str, dict[str, torch.Tensor]]
+    ) -> Inventory:
         life = self._life
         found = {name: {**table.tensors, **further[name]} for name, table in tables.items()}
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, Place] = {}
-        for name, item in contents.tensors(life, life.states, found, tuple(range(life.world_size))).items():
+        for name, item in contents.tensors(
+            life, life.states, found, tuple(range(life.world_size))
+        ).items():
             held = item if isinstance(item, Held) else Held(item, ())
             tensors[name] = local(held.value)
             places[name] = self._place(name, held.value, held.holders)
-        changing = [name for holding in life.states.values() for name in flat.names_of_buffers(holding)]
+        changing = [
+            name for holding in life.states.values() for name in flat.names_of_buffers(holding)
+        ]
         where = contents.directory_of(life.states).absolute(), tuple(sorted(life.states))
         return Inventory(tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, where)
 
@@ -163,9 +204,15 @@ class Snapshots:
         if not is_distributed(tensor):
             return Place(tuple(tensor.shape), (0,) * tensor.dim(), tensor.dtype, holders)
         key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)  # type: ignore[attr-defined]
-        if key not in self._places:          # the mesh lives as long as the model, and this as long as the entry
+        # the mesh lives as long as the model, and this as long as the entry
+        if key not in self._places:
             piece = Piece.of(tensor)
-            self._places[key] = Place(piece.global_shape, piece.offsets, tensor.dtype, holders_of(name, tensor, self._life.rank))
+            self._places[key] = Place(
+                piece.global_shape,
+                piece.offsets,
+                tensor.dtype,
+                holders_of(name, tensor, self._life.rank),
+            )
         return self._places[key]
 
     def wait(self) -> None:
@@ -173,13 +220,19 @@ class Snapshots:
         self._copier.wait()
 
     def close(self) -> None:
-        """The entry is over. What is being copied is finished first: others may need just this version."""
+        """The entry is over.
+
+        What is being copied is finished first: others may need just this version.
+        """
         self._copier.wait()
         self._copier.close()
 
 
 class Found:
-    """One snapshot that this rank goes on from, each TrainState taking its part; or one that somebody else has left, to be written."""
+    """One snapshot that this rank goes on from, each TrainState taking its part.
+
+    Or one that somebody else has left, to be written.
+    """
 
     def __init__(self, arena: Arena, version: int, *, is_own: bool = True) -> None:
         """`is_own` False: it may have come from another node, so nothing in it is run.
@@ -199,7 +252,9 @@ class Found:
         self.states: tuple[str, ...] = found[3][1]
 
     def load(self, life: Life, holding: Holding) -> bool:
-        """Put the state of one TrainState back, and what is this rank's alone. False: the snapshot does not have it.
+        """Put the state of one TrainState back, and what is this rank's alone.
+
+        False: the snapshot does not have it.
 
         Raises:
             StateError: the objects are others than those that were kept.
@@ -219,17 +274,33 @@ class Found:
     # ------------------------------------------------------------ for a checkpoint
 
     def shared(self) -> dict[str, Any]:
-        """As `taskd.worker.contents.shared`. The tensors are the arena's own memory: they hold as long as this does."""
-        return {**{name: Held(self._piece(name), place.holders) for name, place in self._places.items()}, **self._values}
+        """As `taskd.worker.contents.shared`.
 
-    def orphans(self, writers: Collection[int], orphaned: Mapping[int, int], rank: int) -> dict[str, Any]:
-        """Of this, which `rank` has left, what no rank of `writers` has; `orphaned`: all such ranks, and who writes for them."""
+        The tensors are the arena's own memory: they hold as long as this does.
+        """
+        return {
+            **{
+                name: Held(self._piece(name), place.holders) for name, place in self._places.items()
+            },
+            **self._values,
+        }
+
+    def orphans(
+        self, writers: Collection[int], orphaned: Mapping[int, int], rank: int
+    ) -> dict[str, Any]:
+        """Of this, which `rank` has left, what no rank of `writers` has.
+
+        `orphaned`: all such ranks, and who writes for them.
+        """
         found: dict[str, Any] = {}
         for name, place in self._places.items():
             if not set(place.holders) & set(writers):
                 found[name] = self._piece(name)
         for name, held in self._values.items():
-            if not set(held.holders) & set(writers) and rank == min(set(held.holders) & set(orphaned)):      # values are written once
+            # values are written once
+            if not set(held.holders) & set(writers) and rank == min(
+                set(held.holders) & set(orphaned)
+            ):
                 found[name] = Held(held.value, (orphaned[rank],))
         return found
 
@@ -241,15 +312,31 @@ class Found:
         if self._is_own:
             return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
         try:
-            return {contents.name_of_rank(rank): contents.readable(extras.decode(data, unpickling.load), unpickling.loads)}
+            return {
+                contents.name_of_rank(rank): contents.readable(
+                    extras.decode(data, unpickling.load), unpickling.loads
+                )
+            }
         except StateError as error:
-            log.warning("generators and samplers of rank %d, which is dead, are not saved: its snapshot %s", rank, error)
+            log.warning(
+                "generators and samplers of rank %d, which is dead, are not saved: its snapshot %s",
+                rank,
+                error,
+            )
             return {}
 
     def _piece(self, name: str) -> Piece:
         place, entry = self._places[name], self._snapshot.entries[name]
-        memory = (ctypes.c_char * entry.length).from_address(self._snapshot.address(name)) if entry.length else b""
-        tensor = torch.frombuffer(memory, dtype=place.dtype) if entry.length else torch.empty(0, dtype=place.dtype)
+        memory = (
+            (ctypes.c_char * entry.length).from_address(self._snapshot.address(name))
+            if entry.length
+            else b""
+        )
+        tensor = (
+            torch.frombuffer(memory, dtype=place.dtype)
+            if entry.length
+            else torch.empty(0, dtype=place.dtype)
+        )
         return Piece(place.shape, place.offsets, tensor.view(entry.shape))
 
 
@@ -260,10 +347,14 @@ def find(life: Life, version: int) -> Found:
         StateError: it has not, any more.
     """
     arena = None if life.arenas is None else life.arenas.find(version)
-    problem = "no memory for snapshots" if life.arenas is None else f"only {list(life.arenas.versions())}"
+    problem = (
+        "no memory for snapshots" if life.arenas is None else f"only {list(life.arenas.versions())}"
+    )
     if arena is not None:
         try:
             return Found(arena, version)
         except ArenaError as error:
             problem = str(error)
-    raise StateError(f"rank {life.rank}: its snapshot of version {version} is gone: there is {problem}")
+    raise StateError(
+        f"rank {life.rank}: its snapshot of version {version} is gone: there is {problem}"
+    )

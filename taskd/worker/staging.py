@@ -1,7 +1,8 @@
 """Reading tensors of an accelerator into host memory, piece by piece, without stopping the computation.
 
-A stream of its own waits for what the training stream had been given at the commit, then copies into two pinned buffers in turn: while one
-is being filled, the other is read by the caller. Knows neither arenas nor when a copy is due.
+A stream of its own waits for what the training stream had been given at the commit, then copies
+into two pinned buffers in turn: while one is being filled, the other is read by the caller. Knows
+neither arenas nor when a copy is due.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ class Staging:
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self._module: Any = torch.get_device_module(device)
         self._piece_bytes = piece_bytes
-        self._stream = self._module.Stream() if device.type == "cpu" else self._module.Stream(device)
+        self._stream = (
+            self._module.Stream() if device.type == "cpu" else self._module.Stream(device)
+        )
         is_pinned = device.type != "cpu"
-        self._buffers = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+        self._buffers = [
+            torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)
+        ]
         self._events = [self._module.Event() for _ in range(2)]
 
     def follow(self, event: Any) -> None:
@@ -30,7 +35,10 @@ class Staging:
         self._stream.wait_event(event)
 
     def pieces(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """Address and length of the tensor's bytes, in order. What is at an address holds until the next piece is asked for."""
+        """Address and length of the tensor's bytes, in order.
+
+        What is at an address holds until the next piece is asked for.
+        """
         with self._module.stream(self._stream):
             flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         count = flat.numel()
@@ -51,5 +59,8 @@ class Staging:
 
 
 def mark(device: torch.device) -> Any:
-    """An event on the stream that trains, for `Staging.follow`: what has been asked of the device up to now."""
+    """An event on the stream that trains, for `Staging.follow`.
+
+    What has been asked of the device up to now.
+    """
     return torch.get_device_module(device).current_stream(device).record_event()

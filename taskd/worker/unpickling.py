@@ -1,6 +1,9 @@
-"""What lies beside the tensors of a snapshot, unpickled without running code: it may have come from another node.
+"""What lies beside the tensors of a snapshot, unpickled without running code.
 
-Only what a snapshot is made of is let through: its own two records, paths, plain values, tensors, arrays. Everything else is refused by name.
+It may have come from another node.
+
+Only what a snapshot is made of is let through: its own two records, paths, plain values, tensors,
+arrays. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -25,15 +28,24 @@ _NAMES = frozenset({
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):      # the memory of a small tensor: a pickle of torch's within this one
+        # the memory of a small tensor: a pickle of torch's within this one
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _NAMES or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not loaded from a snapshot")
+        raise pickle.UnpicklingError(
+            f"contains {module}.{name}, which is not loaded from a snapshot"
+        )
 
 
 def loads(data: bytes) -> Any:
-    """As `pickle.loads`. Raises StateError, whose text is the reason alone: it is damaged, or contains something else than plain values."""
+    """As `pickle.loads`.
+
+    Raises StateError, whose text is the reason alone: it is damaged, or contains something else
+    than plain values.
+    """
     return load(io.BytesIO(data))
 
 
@@ -41,6 +53,6 @@ def load(stream: io.BytesIO) -> Any:
     """The next value of a stream. Raises as `loads`."""
     try:
         return _Unpickler(stream).load()
-    except Exception as error:   # damage shows in whatever the unpickler meets first
+    except Exception as error:  # damage shows in whatever the unpickler meets first
         message = str(error) or type(error).__name__
         raise StateError(message) from error

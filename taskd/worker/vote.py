@@ -1,8 +1,11 @@
-"""The vote before an optimizer step of a state that is sharded: every rank's backward pass has come to its end.
+"""The vote before an optimizer step of a state that is sharded.
 
-Shards must not split over two versions. Collectives of one shard say nothing of the others, so that some ranks could step while others
-never get their gradients. After this all-reduce every rank has its own: whoever steps, all can. A rank at which the vote breaks
-cannot know whether it has passed for others; it asks, and steps if it has.
+Every rank's backward pass has come to its end.
+
+Shards must not split over two versions. Collectives of one shard say nothing of the others, so that
+some ranks could step while others never get their gradients. After this all-reduce every rank has
+its own: whoever steps, all can. A rank at which the vote breaks cannot know whether it has passed
+for others; it asks, and steps if it has.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ if TYPE_CHECKING:
 
 
 def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
-    """Wait until all ranks of the default group are here; whether all of them agree. Interrupts are held off from here to the commit.
+    """Wait until all ranks of the default group are here; whether all of them agree.
 
-    What it is that they agree to is the caller's; it travels with the vote, so it costs nothing. A rank at which the vote broke, and that
-    steps because it has passed for others, says that they do not. `name`: of the TrainState.
+    Interrupts are held off from here to the commit.
+
+    What it is that they agree to is the caller's; it travels with the vote, so it costs nothing. A
+    rank at which the vote broke, and that steps because it has passed for others, says that they do
+    not. `name`: of the TrainState.
 
     Raises:
         taskd.Interrupted: the vote has passed for nobody, and a recovery waits for this process.
@@ -50,7 +56,8 @@ def _ask_all(life: Life, name: str, *, agrees: bool) -> bool | RuntimeError:
     try:
         counts = torch.tensor([1.0, float(agrees)], device=wire_device(name))
         dist.all_reduce(counts)
-        here, agreed = counts.tolist()    # on a device the all-reduce has only been begun, and an abort may end it without an error
+        # on a device the all-reduce has only been begun, and an abort may end it without an error
+        here, agreed = counts.tolist()
     except RuntimeError as error:
         return error
     finally:

@@ -1,4 +1,7 @@
-"""The ten documented functions: names, signatures, bools instead of exceptions; each role does its work."""
+"""The ten documented functions: names, signatures, bools instead of exceptions.
+
+Each role does its work.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,31 @@ from taskd.worker import life
 
 LIMIT_S = 20.0
 ROOT = pathlib.Path(taskd.__file__).resolve().parents[1]
-NAMES = ("destroy_taskd_proxy", "destroy_taskd_worker", "init_taskd_agent", "init_taskd_manager", "init_taskd_proxy",
-         "init_taskd_worker", "register_func", "start_taskd_agent", "start_taskd_manager", "start_taskd_worker")
+NAMES = (
+    "destroy_taskd_proxy",
+    "destroy_taskd_worker",
+    "init_taskd_agent",
+    "init_taskd_manager",
+    "init_taskd_proxy",
+    "init_taskd_worker",
+    "register_func",
+    "start_taskd_agent",
+    "start_taskd_manager",
+    "start_taskd_worker",
+)
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """No variable of ours, nothing initialised before or after."""
     for name in list(os.environ):
-        if name.startswith("TASKD_") or name in ("RANK", "LOCAL_WORLD_SIZE", "POD_IP", "MINDX_TASK_ID", "MS_NODE_RANK"):
+        if name.startswith("TASKD_") or name in (
+            "RANK",
+            "LOCAL_WORLD_SIZE",
+            "POD_IP",
+            "MINDX_TASK_ID",
+            "MS_NODE_RANK",
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TASKD_LOG_PATH", str(tmp_path / "log"))
     logger = logging.getLogger("taskd")
@@ -53,7 +72,11 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path):
         api.destroy_taskd_proxy()
     if manager_module._held.service is not None:
         manager_module._held.service._link.close()
-    manager_module._held.service, manager_module._held.is_off, agent_module._held.agent = None, False, None
+    manager_module._held.service, manager_module._held.is_off, agent_module._held.agent = (
+        None,
+        False,
+        None,
+    )
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -83,7 +106,10 @@ class RunningManager:
         self.router = zeromq.Router("127.0.0.1:0")
         self.address = self.router.address
         self.port = self.address.rpartition(":")[2]
-        self.service = Service(ManagerConfig("default_job", self.address, 3.0, None, LogConfig(tmp_path / "log")), self.router)
+        self.service = Service(
+            ManagerConfig("default_job", self.address, 3.0, None, LogConfig(tmp_path / "log")),
+            self.router,
+        )
         self.thread = threading.Thread(target=self.service.run)
         self.thread.start()
 
@@ -91,8 +117,12 @@ class RunningManager:
         """Tell it, over the wire, that its job is over."""
         envelope = codec.Envelope("default_job", "agent", 0, None, "end", 0, 0, "end")
         dealer = zeromq.Dealer(self.address, "end")
-        registration = events.AgentRegistered(0.0, "", 0, "end", 1, 1, 0, 0, 0, (events.WorkerReport(0, 0, "running"),))
-        for number, event in enumerate((registration, events.AgentLeft(0.0, "", 0, "failed", "")), 1):
+        registration = events.AgentRegistered(
+            0.0, "", 0, "end", 1, 1, 0, 0, 0, (events.WorkerReport(0, 0, "running"),)
+        )
+        for number, event in enumerate(
+            (registration, events.AgentLeft(0.0, "", 0, "failed", "")), 1
+        ):
             message = translate.event_to_message(event)
             dealer.send(None, codec.encode(dataclasses.replace(envelope, sequence=number), message))
         self.thread.join(LIMIT_S)
@@ -122,17 +152,37 @@ def test_signatures_are_the_documented_ones() -> None:
         return {name: item.default for name, item in inspect.signature(function).parameters.items()}
 
     needed = inspect.Parameter.empty
-    assert parameters(api.init_taskd_worker) == {"rank_id": needed, "upper_limit_of_disk_in_mb": 5000, "framework": "pt"}
+    assert parameters(api.init_taskd_worker) == {
+        "rank_id": needed,
+        "upper_limit_of_disk_in_mb": 5000,
+        "framework": "pt",
+    }
     assert parameters(api.init_taskd_agent) == {"config": None, "cls": None}
-    assert parameters(api.init_taskd_manager) == parameters(api.init_taskd_proxy) == {"config": needed}
+    assert (
+        parameters(api.init_taskd_manager) == parameters(api.init_taskd_proxy) == {"config": needed}
+    )
     assert parameters(api.register_func) == {"operator": needed, "func": needed}
-    for name in ("start_taskd_worker", "destroy_taskd_worker", "start_taskd_agent", "destroy_taskd_proxy", "start_taskd_manager"):
+    for name in (
+        "start_taskd_worker",
+        "destroy_taskd_worker",
+        "start_taskd_agent",
+        "destroy_taskd_proxy",
+        "start_taskd_manager",
+    ):
         assert parameters(getattr(api, name)) == {}
 
 
 def test_importing_the_api_loads_neither_torch_nor_zmq() -> None:
-    code = "import sys, taskd.api; print([name for name in ('torch', 'zmq', 'taskd.manager.service') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout == "[]\n"
+    code = (
+        "import sys, taskd.api; print([name for name in ('torch', 'zmq', "
+        "'taskd.manager.service') if name in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
+        == "[]\n"
+    )
 
 
 # ---------------------------------------------------------------- manager
@@ -142,7 +192,9 @@ def test_a_manager_needs_init_before_start() -> None:
     assert api.start_taskd_manager() is False
 
 
-@pytest.mark.parametrize("config", [{"node_nums": "2"}, {"job_id": 1}, {"proc_per_node": 0}, "x", {"cluster_infos": 3}])
+@pytest.mark.parametrize(
+    "config", [{"node_nums": "2"}, {"job_id": 1}, {"proc_per_node": 0}, "x", {"cluster_infos": 3}]
+)
 def test_a_wrong_manager_config_is_false_and_says_why(config, caplog) -> None:
     assert api.init_taskd_manager(config) is False
     assert "is not accepted: expected" in caplog.text
@@ -156,8 +208,15 @@ def test_a_taken_port_is_false(manager, monkeypatch) -> None:
 
 def test_a_manager_is_initialised_once_with_all_documented_keys(monkeypatch) -> None:
     monkeypatch.setenv("TASKD_PORT", free_port())
-    config = {"job_id": "j", "node_nums": 1, "proc_per_node": 2, "plugin_dir": "", "fault_recover": "", "taskd_enable": "on",
-              "cluster_infos": {"ip": "", "port": "", "name": "", "role": ""}}
+    config = {
+        "job_id": "j",
+        "node_nums": 1,
+        "proc_per_node": 2,
+        "plugin_dir": "",
+        "fault_recover": "",
+        "taskd_enable": "on",
+        "cluster_infos": {"ip": "", "port": "", "name": "", "role": ""},
+    }
     assert api.init_taskd_manager(config) is True
     assert api.init_taskd_manager(config) is False
 
@@ -181,7 +240,9 @@ def test_an_unexpected_error_is_false_with_a_traceback(monkeypatch, caplog) -> N
 # ---------------------------------------------------------------- worker
 
 
-@pytest.mark.parametrize("arguments", [(-1,), ("0",), (True,), (None,), (0, -1), (0, "5"), (0, 5, "tf"), (0, 5, None)])
+@pytest.mark.parametrize(
+    "arguments", [(-1,), ("0",), (True,), (None,), (0, -1), (0, "5"), (0, 5, "tf"), (0, 5, None)]
+)
 def test_wrong_worker_arguments_are_false(arguments, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -190,10 +251,17 @@ def test_wrong_worker_arguments_are_false(arguments, monkeypatch) -> None:
     assert api.destroy_taskd_worker() is False
 
 
-@pytest.mark.parametrize(("framework", "environment"), [
-    ("pt", {}), ("pt", {"RANK": "0"}), ("pt", {"RANK": "-1", "LOCAL_WORLD_SIZE": "1"}), ("pt", {"RANK": "a", "LOCAL_WORLD_SIZE": "1"}),
-    ("ms", {}), ("ms", {"MS_NODE_RANK": "-2"}),
-])
+@pytest.mark.parametrize(
+    ("framework", "environment"),
+    [
+        ("pt", {}),
+        ("pt", {"RANK": "0"}),
+        ("pt", {"RANK": "-1", "LOCAL_WORLD_SIZE": "1"}),
+        ("pt", {"RANK": "a", "LOCAL_WORLD_SIZE": "1"}),
+        ("ms", {}),
+        ("ms", {"MS_NODE_RANK": "-2"}),
+    ],
+)
 def test_a_worker_without_a_usable_node_rank_is_false(framework, environment, monkeypatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -201,7 +269,11 @@ def test_a_worker_without_a_usable_node_rank_is_false(framework, environment, mo
 
 
 def test_a_worker_without_agent_joins_the_manager_and_leaves(manager, monkeypatch) -> None:
-    for name, value in (("RANK", "3"), ("LOCAL_WORLD_SIZE", "2"), ("TASKD_MANAGER_ADDR", manager.address)):
+    for name, value in (
+        ("RANK", "3"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("TASKD_MANAGER_ADDR", manager.address),
+    ):
         monkeypatch.setenv(name, value)
     assert api.init_taskd_worker(3) is True
     assert api.start_taskd_worker() is True
@@ -223,7 +295,11 @@ def test_a_worker_does_not_wait_for_a_manager_that_is_not_there(monkeypatch) -> 
 
 
 def test_a_forked_child_leaves_the_parents_worker_alone(manager, monkeypatch) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_WORLD_SIZE", "1"), ("TASKD_MANAGER_ADDR", manager.address)):
+    for name, value in (
+        ("RANK", "0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("TASKD_MANAGER_ADDR", manager.address),
+    ):
         monkeypatch.setenv(name, value)
     api.init_taskd_worker(0)
     await_fact(lambda: worker_module._held.presence.has_joined, "the worker did not join")
@@ -251,8 +327,17 @@ def test_a_worker_of_our_agent_is_attached_to_its_runtime(monkeypatch) -> None:
 # ---------------------------------------------------------------- proxy
 
 
-@pytest.mark.parametrize("config", [
-    {"ListenAddr": "localhost"}, {"ListenPort": 9602}, {"UpstreamAddr": ""}, {"UpstreamPort": "x"}, {"ServerRank": "-1"}, 5])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ListenAddr": "localhost"},
+        {"ListenPort": 9602},
+        {"UpstreamAddr": ""},
+        {"UpstreamPort": "x"},
+        {"ServerRank": "-1"},
+        5,
+    ],
+)
 def test_a_wrong_proxy_config_is_false(config) -> None:
     assert api.init_taskd_proxy(config) is False
     assert api.destroy_taskd_proxy() is False
@@ -260,13 +345,24 @@ def test_a_wrong_proxy_config_is_false(config) -> None:
 
 def test_a_worker_reaches_the_manager_through_the_proxy(manager, monkeypatch) -> None:
     port = free_port()
-    config = {"ListenAddr": "127.0.0.1", "ListenPort": port, "UpstreamAddr": "127.0.0.1", "UpstreamPort": manager.port}
+    config = {
+        "ListenAddr": "127.0.0.1",
+        "ListenPort": port,
+        "UpstreamAddr": "127.0.0.1",
+        "UpstreamPort": manager.port,
+    }
     assert api.init_taskd_proxy(config) is True
     assert api.init_taskd_proxy(config) is False
-    for name, value in (("RANK", "7"), ("LOCAL_WORLD_SIZE", "8"), ("TASKD_MANAGER_ADDR", f"127.0.0.1:{port}")):
+    for name, value in (
+        ("RANK", "7"),
+        ("LOCAL_WORLD_SIZE", "8"),
+        ("TASKD_MANAGER_ADDR", f"127.0.0.1:{port}"),
+    ):
         monkeypatch.setenv(name, value)
     assert api.init_taskd_worker(7) is True
-    await_fact(lambda: worker_module._held.presence.has_joined, "the worker did not join through the proxy")
+    await_fact(
+        lambda: worker_module._held.presence.has_joined, "the worker did not join through the proxy"
+    )
     assert set(manager.service._sessions.workers) == {7}
     assert api.destroy_taskd_worker() is True
     assert api.destroy_taskd_proxy() is True
@@ -275,6 +371,7 @@ def test_a_worker_reaches_the_manager_through_the_proxy(manager, monkeypatch) ->
 
 def test_the_proxy_forgets_clients_that_have_gone(manager, monkeypatch) -> None:
     from taskd.agent import relay as relay_module
+
     assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamPort": manager.port}) is True
     relay = proxy_module._held.relay
     dealer = zeromq.Dealer(relay.address, "gone")
@@ -282,7 +379,10 @@ def test_the_proxy_forgets_clients_that_have_gone(manager, monkeypatch) -> None:
     await_fact(lambda: manager.service._refusals.counts["malformed"] == 1, "not passed on")
     monkeypatch.setattr(relay_module, "_SILENCE_S", 0.2)
     dealer.send(None, b"last words")
-    await_fact(lambda: manager.service._refusals.counts["malformed"] == 2 or not relay._dealers, "neither passed on nor forgotten")
+    await_fact(
+        lambda: manager.service._refusals.counts["malformed"] == 2 or not relay._dealers,
+        "neither passed on nor forgotten",
+    )
     dealer.close()
     await_fact(lambda: not relay._dealers, "not forgotten")
 
@@ -322,11 +422,18 @@ class Thing:
 
 
 class Launcher:
-    """A SimpleElasticAgent as far as it is used: `script` is what the monitor says in each life of the group."""
+    """A SimpleElasticAgent as far as it is used.
+
+    `script` is what the monitor says in each life of the group.
+    """
 
     def __init__(self, *lives: list[RunResult], max_restarts: int = 5) -> None:
         workers = [Thing(global_rank=rank, world_size=2, id=100 + rank) for rank in range(2)]
-        self._worker_group = Thing(spec=Thing(max_restarts=max_restarts, monitor_interval=0.01), workers=workers, group_world_size=1)
+        self._worker_group = Thing(
+            spec=Thing(max_restarts=max_restarts, monitor_interval=0.01),
+            workers=workers,
+            group_world_size=1,
+        )
         self._remaining_restarts = max_restarts
         self.lives = list(lives)
         self.calls: list[str] = []
@@ -357,16 +464,26 @@ def failed(code: int = 3) -> RunResult:
 
 
 def init(launcher: Any, port: str = "1") -> bool:
-    return api.init_taskd_agent({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": port}, launcher)
+    return api.init_taskd_agent(
+        {"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": port}, launcher
+    )
 
 
-@pytest.mark.parametrize(("config", "cls"), [
-    ({}, Launcher([])), (None, Launcher([])), ({"Framework": "JAX"}, Launcher([])), ({"Framework": "PyTorch"}, Launcher([])),
-    ({"Framework": "PyTorch", "ServerRank": "0"}, None), ({"Framework": "PyTorch", "ServerRank": "0"}, object()),
-    ({"Framework": "PyTorch", "ServerRank": "x"}, Launcher([])),
-    ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "host"}, Launcher([])),
-    ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": 9602}, Launcher([])), ([], Launcher([])),
-])
+@pytest.mark.parametrize(
+    ("config", "cls"),
+    [
+        ({}, Launcher([])),
+        (None, Launcher([])),
+        ({"Framework": "JAX"}, Launcher([])),
+        ({"Framework": "PyTorch"}, Launcher([])),
+        ({"Framework": "PyTorch", "ServerRank": "0"}, None),
+        ({"Framework": "PyTorch", "ServerRank": "0"}, object()),
+        ({"Framework": "PyTorch", "ServerRank": "x"}, Launcher([])),
+        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "host"}, Launcher([])),
+        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": 9602}, Launcher([])),
+        ([], Launcher([])),
+    ],
+)
 def test_a_wrong_agent_config_is_false(config, cls) -> None:
     assert api.init_taskd_agent(config, cls) is False
     assert api.register_func("MONITOR", print) is False
@@ -428,6 +545,7 @@ def test_registered_callbacks_are_called_in_place_of_the_methods(manager) -> Non
     launcher, calls = Launcher([failed()], [SUCCEEDED]), []
     assert init(launcher, manager.port)
     for operator, method in callbacks.DEFAULTS.items():
+
         def call(group, operator=operator, method=method):
             if operator != "MONITOR":
                 calls.append(operator)
@@ -469,26 +587,46 @@ def test_an_interrupted_run_says_goodbye(manager) -> None:
 
 @pytest.mark.slow
 def test_torchs_own_agent_is_driven_by_the_manager(manager, tmp_path) -> None:
-    """Real processes: one rank fails in its first life, the manager restarts the group, torchrun ends well."""
+    """Real processes.
+
+    One rank fails in its first life, the manager restarts the group, torchrun ends well.
+    """
     script = tmp_path / "script.py"
-    script.write_text("import os, pathlib, sys\n"
-                      "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-                      f"pathlib.Path({str(tmp_path)!r}, 'life-' + count + '-' + os.environ['RANK']).touch()\n"
-                      "sys.exit(3 if count == '0' and os.environ['RANK'] == '1' else 0)\n")
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'life-' + count + '-' + "
+        "os.environ['RANK']).touch()\n"
+        "sys.exit(3 if count == '0' and os.environ['RANK'] == '1' else 0)\n"
+    )
     launcher = tmp_path / "launcher.py"
     launcher.write_text(
         "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
         "from torch.distributed import run\n"
         "from taskd.api import init_taskd_agent, start_taskd_agent\n"
         "def invoke(self, role='default'):\n"
-        f"    config = {{'Framework': 'PyTorch', 'ServerRank': '0', 'UpstreamPort': '{manager.port}'}}\n"
+        f"    config = {{'Framework': 'PyTorch', 'ServerRank': '0', 'UpstreamPort': "
+        f"'{manager.port}'}}\n"
         "    assert init_taskd_agent(config, self)\n"
         "    return start_taskd_agent()\n"
         "LocalElasticAgent._invoke_run = invoke\n"
-        "run.main()\n")
+        "run.main()\n"
+    )
     finished = subprocess.run(
-        [sys.executable, str(launcher), "--standalone", "--nproc-per-node=2", "--max-restarts=3", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=90)
+        [
+            sys.executable,
+            str(launcher),
+            "--standalone",
+            "--nproc-per-node=2",
+            "--max-restarts=3",
+            str(script),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
     assert finished.returncode == 0, finished.stderr[-4000:]
     assert {path.name for path in tmp_path.glob("life-*")} >= {"life-0-1", "life-1-0", "life-1-1"}
     manager.thread.join(LIMIT_S)

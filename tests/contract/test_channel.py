@@ -15,7 +15,9 @@ from taskd.transport.channel import Channel
 
 @pytest.fixture
 def pair():
-    ends = tuple(Channel(end.detach()) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ends = tuple(
+        Channel(end.detach()) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    )
     yield ends
     for end in ends:
         end.close()

@@ -1,4 +1,7 @@
-"""One suite for every transport: frames between identities, in order, never changed, nothing blocks but `poll`."""
+"""One suite for every transport.
+
+Frames between identities, in order, never changed, nothing blocks but `poll`.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +40,35 @@ def transport(request) -> Iterator[Transport]:
 
     if request.param == "memory":
         network = MemoryNetwork()
-        yield Transport(lambda: keep(MemoryRouter(network, "here")), lambda address, name: keep(MemoryDealer(network, address, name)))
+        yield Transport(
+            lambda: keep(MemoryRouter(network, "here")),
+            lambda address, name: keep(MemoryDealer(network, address, name)),
+        )
     elif request.param == "inproc":
-        first = keep(zeromq.Router("127.0.0.1:0"))       # lends its context: inproc addresses live within one
-        yield Transport(lambda: keep(zeromq.Router("inproc://contract", beside=first)),
-                        lambda address, name: keep(zeromq.Dealer(address, name, beside=first)))
+        # lends its context: inproc addresses live within one
+        first = keep(zeromq.Router("127.0.0.1:0"))
+        yield Transport(
+            lambda: keep(zeromq.Router("inproc://contract", beside=first)),
+            lambda address, name: keep(zeromq.Dealer(address, name, beside=first)),
+        )
     else:
         secret = SECRET if request.param == "curve" else None
         host = "[::1]:0" if request.param == "tcp6" else "127.0.0.1:0"
-        yield Transport(lambda: keep(zeromq.Router(host, secret=secret)),
-                        lambda address, name: keep(zeromq.Dealer(address, name, secret=secret)))
+        yield Transport(
+            lambda: keep(zeromq.Router(host, secret=secret)),
+            lambda address, name: keep(zeromq.Dealer(address, name, secret=secret)),
+        )
     for link in reversed(opened):
         link.close()
 
 
-def await_messages(link: base.Link, count: int, others: tuple[base.Link, ...] = (), limit_s: float = 10.0) -> list:
-    """The next `count` messages; `others` are served meanwhile (a router answers handshakes while it polls)."""
+def await_messages(
+    link: base.Link, count: int, others: tuple[base.Link, ...] = (), limit_s: float = 10.0
+) -> list:
+    """The next `count` messages.
+
+    `others` are served meanwhile (a router answers handshakes while it polls).
+    """
     deadline, received = time.monotonic() + limit_s, []
     while len(received) < count:
         assert time.monotonic() < deadline, f"{len(received)} of {count} messages came"
@@ -116,10 +132,14 @@ def test_receive_and_poll_do_not_block_when_nothing_is_there(transport: Transpor
 def test_an_address_can_be_bound_once(transport: Transport) -> None:
     router = transport.router()
     with pytest.raises(TransportError, match="taken"):
-        type(router)(router._network, router.address) if isinstance(router, MemoryRouter) else zeromq.Router(router.address, beside=router)
+        type(router)(router._network, router.address) if isinstance(
+            router, MemoryRouter
+        ) else zeromq.Router(router.address, beside=router)
 
 
-def test_messages_wait_for_a_router_that_comes_later_and_for_the_one_after_it(transport: Transport) -> None:
+def test_messages_wait_for_a_router_that_comes_later_and_for_the_one_after_it(
+    transport: Transport,
+) -> None:
     router = transport.router()
     address = router.address
     router.close()
@@ -135,7 +155,8 @@ def test_messages_wait_for_a_router_that_comes_later_and_for_the_one_after_it(tr
         later = make()
         if words == b"again":
             dealer.send(None, words)
-        # A connection that was cut may lose what was on its way: the contract says so. What is said later arrives.
+        # A connection that was cut may lose what was on its way: the contract says so. What is said
+        # later arrives.
         assert await_messages(later, 1, (dealer,))[0] == (b"a", words)
         assert later.send(b"a", b"answer")
         await_messages(dealer, 1, (later,))
@@ -151,7 +172,7 @@ def test_poll_wakes_for_a_descriptor_at_once_and_sleeps_otherwise(kind: str) -> 
     began = time.monotonic()
     assert router.poll(10.0, [reader]) == {reader}
     os.read(reader, 1)
-    os.close(writer)                                     # hang-up counts as readable
+    os.close(writer)  # hang-up counts as readable
     assert router.poll(None, [reader]) == {reader}
     assert time.monotonic() - began < 5.0
     os.close(reader)

@@ -49,11 +49,22 @@ def test_an_address_that_makes_no_sense_cannot_be_connected_to() -> None:
         zeromq.Dealer("nonsense", "a")
 
 
-@pytest.mark.parametrize(("greeting", "is_counted"), [
-    (b"GET / HTTP/1.0\r\n\r\n", True), (b"\xff" * 100, True), (b"\xff" + bytes(9), False), (bytes(64), False),
-], ids=["http", "ones", "cut", "zeros"])
-def test_strangers_do_no_harm_and_are_counted_if_they_got_as_far_as_a_handshake(router, greeting, is_counted) -> None:
-    with socket.create_connection(("127.0.0.1", int(router.address.rpartition(":")[2]))) as stranger:
+@pytest.mark.parametrize(
+    ("greeting", "is_counted"),
+    [
+        (b"GET / HTTP/1.0\r\n\r\n", True),
+        (b"\xff" * 100, True),
+        (b"\xff" + bytes(9), False),
+        (bytes(64), False),
+    ],
+    ids=["http", "ones", "cut", "zeros"],
+)
+def test_strangers_do_no_harm_and_are_counted_if_they_got_as_far_as_a_handshake(
+    router, greeting, is_counted
+) -> None:
+    with socket.create_connection(
+        ("127.0.0.1", int(router.address.rpartition(":")[2]))
+    ) as stranger:
         stranger.sendall(greeting)
     if is_counted:
         assert await_refusals(router)
@@ -83,7 +94,7 @@ def test_a_peer_that_comes_back_under_its_name_takes_its_place(router: zeromq.Ro
         assert await_messages(router, 1) == [(b"a", words)]
         assert router.send(b"a", b"answer to " + words)
         assert await_messages(dealer, 1) == [(b"", b"answer to " + words)]
-        dealer.close()           # the router may not have noticed when the next one comes
+        dealer.close()  # the router may not have noticed when the next one comes
 
 
 def test_a_monstrous_frame_costs_its_sender_the_connection(router: zeromq.Router) -> None:
@@ -110,13 +121,20 @@ def test_without_the_secret_nobody_gets_in(theirs: bytes | None) -> None:
 
 
 def test_a_key_that_is_not_on_the_list_does_not_get_in() -> None:
-    """Somebody who knows the listener's public key, but not the secret: encryption alone must not be enough."""
+    """Somebody who knows the listener's public key, but not the secret.
+
+    Encryption alone must not be enough.
+    """
     router = zeromq.Router("127.0.0.1:0", secret=SECRET)
     stranger = zeromq.Dealer.__new__(zeromq.Dealer)
     zeromq._Socket.__init__(stranger, zeromq.zmq.DEALER, router.address, None)
     public, private = zeromq.zmq.curve_keypair()
     server_key = zeromq.zmq.curve_public(zeromq._derive_key(SECRET, b"server"))
-    for option, value in ((zeromq.zmq.CURVE_SERVERKEY, server_key), (zeromq.zmq.CURVE_PUBLICKEY, public), (zeromq.zmq.CURVE_SECRETKEY, private)):
+    for option, value in (
+        (zeromq.zmq.CURVE_SERVERKEY, server_key),
+        (zeromq.zmq.CURVE_PUBLICKEY, public),
+        (zeromq.zmq.CURVE_SECRETKEY, private),
+    ):
         stranger._socket.setsockopt(option, value)
     stranger._socket.connect(f"tcp://{router.address}")
     stranger.send(None, b"x")
@@ -133,7 +151,10 @@ def test_an_address_that_others_reach_is_warned_of_unless_there_is_a_secret(capl
         caplog.clear()
         router = zeromq.Router("0.0.0.0:0", secret=secret)
         router.close()
-        assert len([record for record in caplog.records if "TASKD_SECRET_FILE" in record.message]) == warnings
+        assert (
+            len([record for record in caplog.records if "TASKD_SECRET_FILE" in record.message])
+            == warnings
+        )
 
 
 def test_closing_does_not_wait_for_a_manager_that_never_was() -> None:

@@ -18,7 +18,11 @@ def char_gpt(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Pa
     """What six steps of the char GPT with two ranks end with, without taskd."""
 
     def train() -> str:
-        (final,) = finals(run_plainly(tmp_path_factory.mktemp("char_gpt"), EXAMPLES / "char_gpt.py", "--steps", "6"))
+        (final,) = finals(
+            run_plainly(
+                tmp_path_factory.mktemp("char_gpt"), EXAMPLES / "char_gpt.py", "--steps", "6"
+            )
+        )
         return final
 
     return harness.once(shared_folder, "char gpt", train)

@@ -2,9 +2,11 @@
 
     kill_once.py MARKER RANK PLACE NUMBER script [arguments]
 
-The example itself knows nothing of it. PLACE: "optimizer", the beginning of an optimizer step, or "forward", that of a forward pass of
-DistributedDataParallel. NUMBER: the how manieth of this process; 0: none. There every rank tells its weights, and RANK dies unless MARKER
-is there: the file that remembers that it has happened. With a path in HOLD it does not die but waits until that file is there.
+The example itself knows nothing of it. PLACE: "optimizer", the beginning of an optimizer step, or
+"forward", that of a forward pass of DistributedDataParallel. NUMBER: the how manieth of this
+process; 0: none. There every rank tells its weights, and RANK dies unless MARKER is there: the file
+that remembers that it has happened. With a path in HOLD it does not die but waits until that file
+is there.
 """
 
 import collections
@@ -21,9 +23,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-marker, victim, wanted, number = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+marker, victim, wanted, number = (
+    pathlib.Path(sys.argv[1]),
+    sys.argv[2],
+    sys.argv[3],
+    int(sys.argv[4]),
+)
 sys.argv = sys.argv[5:]
-sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)      # as if the example had been started itself
+# as if the example had been started itself
+sys.path[0] = str(pathlib.Path(sys.argv[0]).resolve().parent)
 rank = os.environ["RANK"]
 counts = collections.Counter()
 
@@ -50,7 +58,10 @@ def here(place, parameters):
 
 
 def before_step(optimizer, *_):
-    here("optimizer", [parameter for group in optimizer.param_groups for parameter in group["params"]])
+    here(
+        "optimizer",
+        [parameter for group in optimizer.param_groups for parameter in group["params"]],
+    )
 
 
 def before_forward(module, _):
@@ -67,6 +78,7 @@ if model is not None:
 if dist.is_initialized():
     dist.barrier()
 if os.environ.get("TASKD_PROCESS_ENABLE") != "on":
-    # Under plain torchrun an interpreter that ends now may be aborted: a thread of gloo asks for the GIL once more (torch 2.13).
+    # Under plain torchrun an interpreter that ends now may be aborted: a thread of gloo asks for
+    # the GIL once more (torch 2.13).
     sys.stdout.flush()
     os._exit(0)

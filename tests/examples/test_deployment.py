@@ -1,4 +1,7 @@
-"""examples/train_start.sh and pre_stop.sh are run for real on one node; of the Dockerfile everything but the downloads."""
+"""examples/train_start.sh and pre_stop.sh are run for real on one node.
+
+Of the Dockerfile everything but the downloads.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ START = EXAMPLES / "train_start.sh"
 PRE_STOP = EXAMPLES / "pre_stop.sh"
 DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
 POD = EXAMPLES / "kubernetes" / "job.yaml"
-SED_LINE = ("sed -i '/import os/i import taskd.python.adaptor.patch' "
-            "$(pip3 show torch | grep Location | awk -F ' ' '{print $2}')/torch/distributed/run.py")
+SED_LINE = (
+    "sed -i '/import os/i import taskd.python.adaptor.patch' "
+    "$(pip3 show torch | grep Location | awk -F ' ' '{print $2}')/torch/distributed/run.py"
+)
 
 
 def programs(directory: pathlib.Path) -> str:
@@ -41,16 +46,28 @@ def programs(directory: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def node(tmp_path: pathlib.Path, script: str, *arguments: str, **env: str) -> Iterator[tuple[harness.Job, harness.Output]]:
+def node(
+    tmp_path: pathlib.Path, script: str, *arguments: str, **env: str
+) -> Iterator[tuple[harness.Job, harness.Output]]:
     """One node of a job, started as a pod starts it. The job's ranks run `script`."""
     with harness.job(tmp_path) as job:
         (tmp_path / "tiny.py").write_text(script)
         settings = {
-            "PATH": programs(tmp_path / "bin"), "RANK": "0", "POD_IP": "127.0.0.1", "MASTER_PORT": str(job.master_port),
-            "GPUS_PER_NODE": "2", "LAUNCHER": "python3 -m taskd.run", "MANAGER": str(harness.ROOT / "manager.py"),
+            "PATH": programs(tmp_path / "bin"),
+            "RANK": "0",
+            "POD_IP": "127.0.0.1",
+            "MASTER_PORT": str(job.master_port),
+            "GPUS_PER_NODE": "2",
+            "LAUNCHER": "python3 -m taskd.run",
+            "MANAGER": str(harness.ROOT / "manager.py"),
             "PID_FILE": str(tmp_path / "torchrun.pid"),
         }
-        start = harness.Output(["bash", str(START), "tiny.py", *arguments], job.env | settings | env, tmp_path / "start.out", tmp_path)
+        start = harness.Output(
+            ["bash", str(START), "tiny.py", *arguments],
+            job.env | settings | env,
+            tmp_path / "start.out",
+            tmp_path,
+        )
         try:
             yield job, start
         finally:
@@ -72,7 +89,8 @@ def test_the_start_script_runs_a_job_of_one_node(tmp_path: pathlib.Path, preload
     script = """import os, sys, torch.distributed as dist
 dist.init_process_group("gloo")
 preloaded = os.environ.get("LD_PRELOAD")
-sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} {os.environ['MASTER_ADDR']} {preloaded}\\n")
+place = f"rank {dist.get_rank()} of {dist.get_world_size()} {os.environ['MASTER_ADDR']}"
+sys.stdout.write(f"{place} {preloaded}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -80,7 +98,11 @@ dist.destroy_process_group()
         finished = start.wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
         for rank in range(2):
-            (line,) = [line for line in finished.output.splitlines() if line.startswith(f"rank {rank} of 2 127.0.0.1")]
+            (line,) = [
+                line
+                for line in finished.output.splitlines()
+                if line.startswith(f"rank {rank} of 2 127.0.0.1")
+            ]
             assert ("libtaskd.so" in line) == (preload == "on")
         assert "ERROR: ld.so" not in finished.output
         assert job.leftovers() == set()
@@ -97,27 +119,40 @@ def test_the_start_script_ends_with_the_exit_code_of_torchrun(tmp_path: pathlib.
 def test_the_start_script_hands_a_sigterm_on(tmp_path: pathlib.Path) -> None:
     """Also where the manager has not heard of anybody yet, and would wait for the job."""
     script = "import signal\nprint('tiny runs', flush=True)\nsignal.pause()\n"
-    with node(tmp_path, script, TASKD_MANAGER_ADDR=f"127.0.0.1:{harness.free_port()}", GPUS_PER_NODE="1") as (job, start):
+    with node(
+        tmp_path, script, TASKD_MANAGER_ADDR=f"127.0.0.1:{harness.free_port()}", GPUS_PER_NODE="1"
+    ) as (job, start):
         start.wait_text("tiny runs", 60)
         os.kill(start.process.pid, signal.SIGTERM)
-        assert start.wait(40).returncode != 0        # not the minute that is given to a manager otherwise
+        assert start.wait(40).returncode != 0  # not the minute that is given to a manager otherwise
         assert "joined the manager" not in start.text
         assert job.leftovers() == set()
 
 
 @pytest.mark.slow
-def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(tmp_path: pathlib.Path, char_gpt: str) -> None:
+def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(
+    tmp_path: pathlib.Path, char_gpt: str
+) -> None:
     example = (str(EXAMPLES / "char_gpt.py"), "--steps", "6")
     saved, held, gate = (tmp_path / name for name in ("checkpoints", "held", "gate"))
-    settings = {"TASKD_RECOVER_STRATEGY": "recover-in-place,dump", "TASKD_CHECKPOINT_DIR": str(saved), "TASKD_HANG_DETECTION": "off"}
+    settings = {
+        "TASKD_RECOVER_STRATEGY": "recover-in-place,dump",
+        "TASKD_CHECKPOINT_DIR": str(saved),
+        "TASKD_HANG_DETECTION": "off",
+    }
     # Rank 1 waits in the middle of step 4, so that the job cannot be over before it is told to end.
     arguments = (str(held), "1", "optimizer", "4", *example)
-    with node(tmp_path / "one", KILL_ONCE.read_text(), *arguments, HOLD=str(gate), **settings) as (job, start):
+    with node(tmp_path / "one", KILL_ONCE.read_text(), *arguments, HOLD=str(gate), **settings) as (
+        job,
+        start,
+    ):
         start.wait_text("rank 1: optimizer 4 begins", 60)
         assert held.exists()
         torchrun = int((job.directory / "torchrun.pid").read_text())
         env = job.env | {"PID_FILE": str(job.directory / "torchrun.pid")}
-        hook = harness.Output(["bash", str(PRE_STOP)], env, job.directory / "hook.out", job.directory)
+        hook = harness.Output(
+            ["bash", str(PRE_STOP)], env, job.directory / "hook.out", job.directory
+        )
         try:
             start.wait_text("is to end (SIGTERM): the job is to be saved first", 60)
             gate.touch()
@@ -129,14 +164,23 @@ def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(tmp_pa
         finished = start.wait(90)
         assert finished.returncode == 2, finished.output[-6000:]
         version = checkpoint.manifest.version
-        assert f"node 0 is to end (SIGTERM); step {version} was saved in {checkpoint.path}\n" in finished.output
+        assert (
+            f"node 0 is to end (SIGTERM); step {version} was saved in {checkpoint.path}\n"
+        ) in finished.output
         assert version in {3, 4, 5}
         assert not (job.directory / "torchrun.pid").exists()
         assert job.leftovers() == set()
-    with node(tmp_path / "two", KILL_ONCE.read_text(), str(held), "-", "-", "0", *example, **settings) as (job, start):
+    with node(
+        tmp_path / "two", KILL_ONCE.read_text(), str(held), "-", "-", "0", *example, **settings
+    ) as (job, start):
         finished = start.wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
-        assert finished.output.count(f"starts at step {version}: read version {version} from {checkpoint.path}") == 2
+        assert (
+            finished.output.count(
+                f"starts at step {version}: read version {version} from {checkpoint.path}"
+            )
+            == 2
+        )
         assert finals(finished.output) == [char_gpt]
         assert job.leftovers() == set()
 
@@ -148,7 +192,14 @@ def test_the_hook_ends_nothing_that_is_no_training(tmp_path: pathlib.Path) -> No
         for content in (None, "", "no number", str(other.pid), str(2**22 + 1)):
             if content is not None:
                 path.write_text(f"{content}\n")
-            hook = subprocess.run(["bash", str(PRE_STOP)], env=env, check=True, capture_output=True, text=True, timeout=60)
+            hook = subprocess.run(
+                ["bash", str(PRE_STOP)],
+                env=env,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
             assert (hook.stdout, hook.stderr) == (f"pre_stop: no training runs here ({path})\n", "")
         other.stdin.close()
         assert other.wait(60) == 0
@@ -162,7 +213,12 @@ def test_the_example_of_a_pod_fits_the_image_and_itself() -> None:
     assert grace
     assert int(grace[1]) + Timeouts.derive().give_up_grace_s < int(period[1])
     directory = next(line.split()[1] for line in instructions() if line.startswith("WORKDIR"))
-    copied = {word for line in instructions() if line.startswith("COPY") and "--from" not in line for word in line.split()[1:-1]}
+    copied = {
+        word
+        for line in instructions()
+        if line.startswith("COPY") and "--from" not in line
+        for word in line.split()[1:-1]
+    }
     assert {"examples/train_start.sh", "examples/pre_stop.sh", "examples"} <= copied
     assert f'command: ["{directory}/pre_stop.sh"]' in text
     assert 'command: ["./train_start.sh", "examples/char_gpt.py"' in text

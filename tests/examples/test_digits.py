@@ -1,4 +1,7 @@
-"""examples/digits.py against digits_plain.py: a small difference, the same results, and no trace of a killed process."""
+"""examples/digits.py against digits_plain.py.
+
+A small difference, the same results, and no trace of a killed process.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
     import pathlib
 
 PLAIN, ADAPTED = EXAMPLES / "digits_plain.py", EXAMPLES / "digits.py"
-OPTIONS = ("--epochs", "2", "--batch-size", "64")       # with two ranks 12 steps an epoch, and 3 forward passes to validate
+# with two ranks 12 steps an epoch, and 3 forward passes to validate
+OPTIONS = ("--epochs", "2", "--batch-size", "64")
 ACCURACY = re.compile(r"Acc@1 (\d+\.\d{3})")
 FILES = ("checkpoint.pth.tar", "model_best.pth.tar")
 
-needs_scikit_learn = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the images come with scikit-learn")
+needs_scikit_learn = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None, reason="the images come with scikit-learn"
+)
 
 
 def code(path: pathlib.Path) -> list[str]:
@@ -33,7 +39,11 @@ def code(path: pathlib.Path) -> list[str]:
 
 
 def test_the_difference_is_small() -> None:
-    changes = [line for line in difflib.ndiff(code(PLAIN), code(ADAPTED)) if line[0] in "+-" and line[1:].strip()]
+    changes = [
+        line
+        for line in difflib.ndiff(code(PLAIN), code(ADAPTED))
+        if line[0] in "+-" and line[1:].strip()
+    ]
     assert len([line for line in changes if line[0] == "-"]) <= 6
     assert len([line for line in changes if line[0] == "+"]) <= 16
     assert "taskd" not in "\n".join(code(PLAIN))
@@ -44,7 +54,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            same(value, other[key]) for key, value in one.items()
+        )
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
@@ -72,8 +84,17 @@ def test_both_train_to_the_same_in_one_process(tmp_path: pathlib.Path) -> None:
         directory = tmp_path / script.stem
         directory.mkdir()
         command = [sys.executable, str(script), "--epochs", "1", "--save-path", str(directory)]
-        running.append((directory, subprocess.Popen(command, env=harness.environment(), stdout=subprocess.PIPE, text=True)))
-    (plainly, expected), (with_taskd, found) = [(saved_in, process.communicate()[0]) for saved_in, process in running]
+        running.append(
+            (
+                directory,
+                subprocess.Popen(
+                    command, env=harness.environment(), stdout=subprocess.PIPE, text=True
+                ),
+            )
+        )
+    (plainly, expected), (with_taskd, found) = [
+        (saved_in, process.communicate()[0]) for saved_in, process in running
+    ]
     assert [process.returncode for _, process in running] == [0, 0]
     assert len(ACCURACY.findall(expected)) == 1
     assert found == expected
@@ -82,16 +103,26 @@ def test_both_train_to_the_same_in_one_process(tmp_path: pathlib.Path) -> None:
 
 @needs_scikit_learn
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "at"), [(0, NOWHERE), (0, ("optimizer", 6)), (1, ("forward", 14)), (0, ("forward", 16))],
-                         ids=["nobody", "in an epoch", "in a validation", "in the first step of an epoch"])
-def test_a_killed_process_changes_nothing(tmp_path: pathlib.Path, plain: tuple[str, dict[str, Any]], rank: int, at: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "at"),
+    [(0, NOWHERE), (0, ("optimizer", 6)), (1, ("forward", 14)), (0, ("forward", 16))],
+    ids=["nobody", "in an epoch", "in a validation", "in the first step of an epoch"],
+)
+def test_a_killed_process_changes_nothing(
+    tmp_path: pathlib.Path, plain: tuple[str, dict[str, Any]], rank: int, at: tuple[str, int]
+) -> None:
     (tmp_path / "saved").mkdir()
     with harness.job(tmp_path) as job:
-        output = run_and_kill(job, ADAPTED, *OPTIONS, "--save-path", str(tmp_path / "saved"), rank=rank, at=at)
-        assert [(record["strategy"], record["steps_redone"]) for record in job.recoveries()] == [("recover-in-place", 0)] * (at != NOWHERE)
+        output = run_and_kill(
+            job, ADAPTED, *OPTIONS, "--save-path", str(tmp_path / "saved"), rank=rank, at=at
+        )
+        assert [(record["strategy"], record["steps_redone"]) for record in job.recoveries()] == [
+            ("recover-in-place", 0)
+        ] * (at != NOWHERE)
     expected, files = plain
     accuracies = ACCURACY.findall(expected)
-    if at == ("forward", 16):                # rank 0 had told and saved it; no step was committed since, so it is done again
+    # rank 0 had told and saved it; no step was committed since, so it is done again
+    if at == ("forward", 16):
         accuracies.insert(1, accuracies[0])
     assert ACCURACY.findall(output) == accuracies
     assert same(saved(tmp_path / "saved"), files)
@@ -99,7 +130,9 @@ def test_a_killed_process_changes_nothing(tmp_path: pathlib.Path, plain: tuple[s
 
 @needs_scikit_learn
 @pytest.mark.slow
-def test_the_plain_script_goes_on_from_its_own_checkpoint(tmp_path: pathlib.Path, plain: tuple[str, dict[str, Any]]) -> None:
+def test_the_plain_script_goes_on_from_its_own_checkpoint(
+    tmp_path: pathlib.Path, plain: tuple[str, dict[str, Any]]
+) -> None:
     """Without a word of taskd all processes are started again; --resume does the rest."""
     directory = tmp_path / "saved"
     directory.mkdir()

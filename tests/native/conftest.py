@@ -17,8 +17,21 @@ HERE = Path(__file__).resolve().parent
 @pytest.fixture(scope="session")
 def crashes(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("crashes") / "libcrashes.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-fno-optimize-sibling-calls", "-w", "-pthread", str(HERE / "crashes.c"),
-                    "-o", str(path)], check=True)
+    subprocess.run(
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-fno-optimize-sibling-calls",
+            "-w",
+            "-pthread",
+            str(HERE / "crashes.c"),
+            "-o",
+            str(path),
+        ],
+        check=True,
+    )
     return str(path)
 
 
@@ -27,7 +40,9 @@ def throws(tmp_path_factory) -> str:
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     path = tmp_path_factory.mktemp("throws") / "libthrows.so"
-    subprocess.run(["g++", "-shared", "-fPIC", "-O1", str(HERE / "crashes.cpp"), "-o", str(path)], check=True)
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O1", str(HERE / "crashes.cpp"), "-o", str(path)], check=True
+    )
     return str(path)
 
 

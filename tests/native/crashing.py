@@ -13,7 +13,8 @@ from tests.native import programs
 if TYPE_CHECKING:
     from taskd.native.black_box import BlackBox
 
-# argv: box fd, path of the library with the faults, whatever the test adds. `armed` is what start() said, None if it was not called.
+# argv: box fd, path of the library with the faults, whatever the test adds. `armed` is what start()
+# said, None if it was not called.
 PRELUDE = """
 import ctypes, faulthandler, os, resource, signal, sys, threading, time
 from taskd.native import last_words
@@ -34,16 +35,35 @@ def command(body: str, box: BlackBox, *arguments: str) -> list[str]:
     return [sys.executable, "-c", PRELUDE + body, str(box.fd), *arguments]
 
 
-def run(body: str, box: BlackBox, *arguments: str, preload: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = programs.environment() | environment | ({"LD_PRELOAD": str(library.LIBRARY_PATH)} if preload else {})
-    return subprocess.run(command(body, box, *arguments), env=env, pass_fds=[box.fd], capture_output=True, text=True,
-                          timeout=programs.DEADLINE_S, check=False)
+def run(
+    body: str, box: BlackBox, *arguments: str, preload: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    env = (
+        programs.environment()
+        | environment
+        | ({"LD_PRELOAD": str(library.LIBRARY_PATH)} if preload else {})
+    )
+    return subprocess.run(
+        command(body, box, *arguments),
+        env=env,
+        pass_fds=[box.fd],
+        capture_output=True,
+        text=True,
+        timeout=programs.DEADLINE_S,
+        check=False,
+    )
 
 
 @contextlib.contextmanager
 def running(body: str, box: BlackBox, *arguments: str):
-    process = subprocess.Popen(command(body, box, *arguments), env=programs.environment(), pass_fds=[box.fd], text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        command(body, box, *arguments),
+        env=programs.environment(),
+        pass_fds=[box.fd],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     with programs.ending(process):
         yield process
 

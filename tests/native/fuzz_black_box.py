@@ -1,11 +1,14 @@
-"""Damages the box of a living worker at random, reads it with every reader, and lets a real death alarm watch it.
+"""Damages the box of a living worker at random, and reads it with every reader.
+
+A real death alarm watches the box meanwhile.
 
     python tests/native/fuzz_black_box.py [SECONDS [SEED]]
 
-The process that reads must survive, no reader may raise, the file may not become shorter, and no death may be reported: the worker lives.
-What an agent makes of the box must reach the manager: the marks of a heartbeat, and the report of a death, which are built by the agent's own
-code, encoded, decoded, and taken in by the manager's machine, for which one job recovers after the other. By hand for as long as one likes; a
-test runs it for a few seconds.
+The process that reads must survive, no reader may raise, the file may not become shorter, and no
+death may be reported: the worker lives. What an agent makes of the box must reach the manager: the
+marks of a heartbeat, and the report of a death, which are built by the agent's own code, encoded,
+decoded, and taken in by the manager's machine, for which one job recovers after the other. By hand
+for as long as one likes; a test runs it for a few seconds.
 """
 
 from __future__ import annotations
@@ -38,16 +41,45 @@ from tests.native.programs import GUARD, READ, ending, expect, is_readable, star
 
 # Where damage begins, more often than elsewhere: the structures that readers follow.
 STRUCTURES = (
-    0, 64, layout.OFFSET_PID, layout.OFFSET_PHASE_NS, layout.WORDS_OFFSET_STATE, layout.LAYOUT_OFFSET, layout.EXTRAS_OFFSET,
-    layout.EXTRAS_OFFSET + layout.EXTRAS_BYTES, layout.EXTRAS_OFFSET + 2 * layout.EXTRAS_BYTES, layout.COMMON_OFFSET,
-    layout.COLLECTIVES_OFFSET, layout.COLLECTIVES_OFFSET + layout.CALLS_OFFSET, layout.TEXT_OFFSET,
+    0,
+    64,
+    layout.OFFSET_PID,
+    layout.OFFSET_PHASE_NS,
+    layout.WORDS_OFFSET_STATE,
+    layout.LAYOUT_OFFSET,
+    layout.EXTRAS_OFFSET,
+    layout.EXTRAS_OFFSET + layout.EXTRAS_BYTES,
+    layout.EXTRAS_OFFSET + 2 * layout.EXTRAS_BYTES,
+    layout.COMMON_OFFSET,
+    layout.COLLECTIVES_OFFSET,
+    layout.COLLECTIVES_OFFSET + layout.CALLS_OFFSET,
+    layout.TEXT_OFFSET,
 )
-NUMBERS = (0, 1, 2, 3, 4, 5, -1, 64, 4096, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 63) - 1, -(1 << 63), -(1 << 31))
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    -1,
+    64,
+    4096,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    (1 << 63) - 1,
+    -(1 << 63),
+    -(1 << 31),
+)
 ROUNDS_PER_WATCH = 50
 
 
 def readers(box: BlackBox) -> dict[str, object]:
-    """Everything public that reads: properties, and methods that need no argument. What is added later is found by itself."""
+    """Everything public that reads: properties, and methods that need no argument.
+
+    What is added later is found by itself.
+    """
     found = {}
     for name, member in inspect.getmembers(BlackBox):
         if name.startswith("_") or name in {"fd", "close", "create"}:
@@ -55,7 +87,9 @@ def readers(box: BlackBox) -> dict[str, object]:
         if isinstance(member, property):
             found[name] = lambda name=name: getattr(box, name)
         elif inspect.isfunction(member) and not name.startswith(("mark", "write", "begin")):
-            needed = [p for p in inspect.signature(member).parameters.values() if p.default is p.empty]
+            needed = [
+                p for p in inspect.signature(member).parameters.values() if p.default is p.empty
+            ]
             if len(needed) == 1:
                 found[name] = getattr(box, name)
     for phase in LONG_PHASES:
@@ -66,7 +100,11 @@ def readers(box: BlackBox) -> dict[str, object]:
 def damage(dice: random.Random, fd: int) -> None:
     """Noise, a number where a number is, or many bytes of one value."""
     start_at = dice.choice(STRUCTURES) if dice.random() < 0.7 else dice.randrange(layout.BOX_BYTES)
-    at = start_at + 8 * dice.randrange(12) if dice.random() < 0.8 else start_at + dice.randrange(2048)
+    at = (
+        start_at + 8 * dice.randrange(12)
+        if dice.random() < 0.8
+        else start_at + dice.randrange(2048)
+    )
     kind = dice.randrange(3)
     if kind == 0:
         noise = dice.randbytes(dice.choice((1, 8, 64, 1024)))
@@ -92,7 +130,10 @@ class Manager:
         self.taken = 0
         self.timeouts = Timeouts.derive(30.0)
         self.machine = RecoveryMachine("job", self.timeouts)
-        workers = tuple(events.WorkerReport(rank, 0, WorkerState.RUNNING, True, 5, True, True) for rank in range(2))
+        workers = tuple(
+            events.WorkerReport(rank, 0, WorkerState.RUNNING, True, 5, True, True)
+            for rank in range(2)
+        )
         self.hear(events.AgentRegistered(0.0, "c", 0, "a", 1, 2, 100, 0, 0, workers))
         assert self.machine.phase is JobPhase.RUNNING
 
@@ -119,12 +160,16 @@ class Manager:
 
 
 def report(box: BlackBox, vitals: Vitals, endings: Endings, dice: random.Random) -> int:
-    """A heartbeat and a death of rank 1 as the agent tells them, to a manager; rank 0 is healthy, and the job goes on. Returns messages."""
+    """A heartbeat and a death of rank 1 as the agent tells them, to a manager.
+
+    Rank 0 is healthy, and the job goes on. Returns messages.
+    """
     manager = Manager()
     Collectives(box).calls()
     for later in range(3):
         manager.beat(vitals.look(time.monotonic() + later, 1.0, {1: Watched(box)}))
-    if manager.machine.phase is not JobPhase.RUNNING:         # it was taken for hanging, and is being replaced: a damaged box may say so
+    # it was taken for hanging, and is being replaced: a damaged box may say so
+    if manager.machine.phase is not JobPhase.RUNNING:
         return manager.taken
     node = NodeMachine(0, (0, 1), manager.timeouts, world_size=2)
     node.handle(events.ManagerJoined(manager.now, "c", 0, 0))
@@ -134,19 +179,28 @@ def report(box: BlackBox, vitals: Vitals, endings: Endings, dice: random.Random)
     versions, phase = tuple(sorted(box.read_extras())), box.phase.name.lower()
     told = []
     if dice.random() < 0.5:
-        told += node.handle(events.AlarmRang(manager.now, "c", 1, 0, manager.now, box.version, phase, versions))
+        told += node.handle(
+            events.AlarmRang(manager.now, "c", 1, 0, manager.now, box.version, phase, versions)
+        )
     status = dice.choice((-9, -11, 1, 139))
     words = endings.words((1, 0), status, box, time.monotonic())
-    told += node.handle(events.WorkerExited(manager.now, "c", 1, 0, status, box.version, phase, versions, words))
-    answers = [answer for command in told if isinstance(event := getattr(command, "event", None), events.Event) for answer in manager.hear(event)]
+    told += node.handle(
+        events.WorkerExited(manager.now, "c", 1, 0, status, box.version, phase, versions, words)
+    )
+    answers = [
+        answer
+        for command in told
+        if isinstance(event := getattr(command, "event", None), events.Event)
+        for answer in manager.hear(event)
+    ]
     kinds = {type(answer).__name__ for answer in answers}
     expected = {"Interrupt", "ReplaceWorker"}
     assert expected <= kinds or phase == "exiting" or "RestartGroup" in kinds, (kinds, told)
     return manager.taken
 
 
-OWNER_WORD_OFFSET = 64      # csrc/include/taskd.h
-OWNER_DIED = 0x40000000     # FUTEX_OWNER_DIED of <linux/futex.h>
+OWNER_WORD_OFFSET = 64  # csrc/include/taskd.h
+OWNER_DIED = 0x40000000  # FUTEX_OWNER_DIED of <linux/futex.h>
 
 
 def no_watch_is_left() -> bool:
@@ -189,8 +243,14 @@ def main(seconds: float = 60, seed: int = 1) -> int:
                 watches += alarm.watch(rounds, box)
                 damage(dice, box.fd)
                 alarm.unwatch(rounds)
-                assert not is_readable(alarm.fd, 0), f"seed {seed}, round {rounds}: a death was reported, the worker lives"
-                os.pwrite(box.fd, whole[: layout.COLLECTIVES_OFFSET] if dice.random() < 0.1 else whole[:4096], 0)
+                assert not is_readable(alarm.fd, 0), (
+                    f"seed {seed}, round {rounds}: a death was reported, the worker lives"
+                )
+                os.pwrite(
+                    box.fd,
+                    whole[: layout.COLLECTIVES_OFFSET] if dice.random() < 0.1 else whole[:4096],
+                    0,
+                )
             rounds += 1
         for shorter in (0, 4096, layout.BOX_BYTES - 1, layout.BOX_BYTES + 1):
             try:
@@ -201,15 +261,19 @@ def main(seconds: float = 60, seed: int = 1) -> int:
         assert not is_readable(alarm.fd, 0.05), "a death was reported, the worker lives"
         assert worker.poll() is None
         assert os.fstat(box.fd).st_size == layout.BOX_BYTES
-    # Those who sleep on a word that had lost its mark are woken by hand, as the agent does when the worker is gone. In a box whose header is
-    # damaged at this moment nobody is watched, and nobody would be woken. The owner's word is as the kernel leaves it: with that of a
-    # living worker they would sleep again.
+    # Those who sleep on a word that had lost its mark are woken by hand, as the agent does when the
+    # worker is gone. In a box whose header is damaged at this moment nobody is watched, and nobody
+    # would be woken. The owner's word is as the kernel leaves it: with that of a living worker they
+    # would sleep again.
     os.pwrite(box.fd, whole[:4096], 0)
     os.pwrite(box.fd, struct.pack("=I", OWNER_DIED), OWNER_WORD_OFFSET)
     alarm.watch(rounds, box)
     alarm.unwatch(rounds)
     wait_until(no_watch_is_left, "the end of all watches")
-    print(f"{rounds} rounds, {len(every)} readers, {told} messages to a manager, {watches} watches: no error, no false death, none refused")
+    print(
+        f"{rounds} rounds, {len(every)} readers, {told} messages to a manager, {watches} "
+        "watches: no error, no false death, none refused"
+    )
     endings.close()
     alarm.close()
     box.close()
@@ -217,5 +281,7 @@ def main(seconds: float = 60, seed: int = 1) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)    # that a damaged box is refused is what is expected here
-    raise SystemExit(main(*(kind(text) for kind, text in zip((float, int), sys.argv[1:], strict=False))))
+    logging.disable(logging.WARNING)  # that a damaged box is refused is what is expected here
+    raise SystemExit(
+        main(*(kind(text) for kind, text in zip((float, int), sys.argv[1:], strict=False)))
+    )

@@ -1,4 +1,7 @@
-"""Small programs for the tests of the death alarm, run as real processes. They speak over stdout, one line per fact."""
+"""Small programs for the tests of the death alarm, run as real processes.
+
+They speak over stdout, one line per fact.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 30.0     # for facts that take milliseconds: a busy machine is not a failure
+DEADLINE_S = 30.0  # for facts that take milliseconds: a busy machine is not a failure
 
 # argv: box fd, life fd (-1: none). Guards itself, says so, then does what the test asks for.
 PRELUDE = """
@@ -26,7 +29,7 @@ box.begin(os.getpid(), 1)
 def say(*words):
     print(*words, flush=True)
 def hold_the_gil_for_ever():
-    # A mutex locked twice by one thread never returns, and PyDLL does not give the interpreter lock away.
+    # A mutex that one thread locks twice never returns, and PyDLL keeps the interpreter lock.
     mutex, lib = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     lib.pthread_mutex_lock(mutex)
     lib.pthread_mutex_lock(mutex)
@@ -45,7 +48,11 @@ def start(body: str, box_fd: int, life_fd: int = -1, **options) -> subprocess.Po
     options = {"start_new_session": True, "pass_fds": fds} | options
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + body, str(box_fd), str(life_fd)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True, **options,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment(),
+        text=True,
+        **options,
     )
 
 
@@ -55,7 +62,10 @@ def expect(process: subprocess.Popen, line: str) -> None:
 
 
 def read_line(process: subprocess.Popen) -> str:
-    """The next line, within the deadline; byte by byte, because what a buffer has taken does not show in poll()."""
+    """The next line, within the deadline.
+
+    Byte by byte, because what a buffer has taken does not show in poll().
+    """
     fd, line = process.stdout.fileno(), b""
     while not line.endswith(b"\n"):
         assert is_readable(fd, DEADLINE_S), f"the program said no more than {line!r}"

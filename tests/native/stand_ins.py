@@ -1,7 +1,10 @@
-"""Stand-ins for NCCL and HCCL, with the real names and signatures, and programs that use them in the three ways in which programs do.
+"""Stand-ins for NCCL and HCCL, with the real names and signatures.
 
-The signatures are written down from nccl.h and hccl.h, not from hooks.def: one letter per parameter.
-p pointer, z size_t or uint64_t, i int or enum, u uint32_t, I ncclUniqueId by value, o where a new communicator goes.
+And programs that use them in the three ways in which programs do.
+
+The signatures are written down from nccl.h and hccl.h, not from hooks.def: one letter per
+parameter. p pointer, z size_t or uint64_t, i int or enum, u uint32_t, I ncclUniqueId by value, o
+where a new communicator goes.
 """
 
 from __future__ import annotations
@@ -18,21 +21,38 @@ if TYPE_CHECKING:
 
 SIGNATURES = {
     "nccl": {
-        "ncclAllReduce": "ppziipp", "ncclAllGather": "ppzipp", "ncclReduceScatter": "ppziipp", "ncclBroadcast": "ppziipp",
-        "ncclBcast": "pziipp", "ncclReduce": "ppziiipp", "ncclAlltoAll": "ppzipp", "ncclGather": "ppziipp",
-        "ncclScatter": "ppziipp", "ncclSend": "pziipp", "ncclRecv": "pziipp", "ncclGroupStart": "", "ncclGroupEnd": "",
-        "ncclCommInitRank": "oiIi", "ncclCommInitRankConfig": "oiIip", "ncclCommInitRankScalable": "oiiipp",
-        "ncclCommInitAll": "pip", "ncclCommSplit": "piiop", "ncclCommAbort": "p", "ncclCommDestroy": "p",
+        "ncclAllReduce": "ppziipp", "ncclAllGather": "ppzipp", "ncclReduceScatter": "ppziipp",
+        "ncclBroadcast": "ppziipp",
+        "ncclBcast": "pziipp", "ncclReduce": "ppziiipp", "ncclAlltoAll": "ppzipp",
+        "ncclGather": "ppziipp",
+        "ncclScatter": "ppziipp", "ncclSend": "pziipp", "ncclRecv": "pziipp", "ncclGroupStart": "",
+        "ncclGroupEnd": "",
+        "ncclCommInitRank": "oiIi", "ncclCommInitRankConfig": "oiIip",
+        "ncclCommInitRankScalable": "oiiipp",
+        "ncclCommInitAll": "pip", "ncclCommSplit": "piiop", "ncclCommAbort": "p",
+        "ncclCommDestroy": "p",
     },
     "hccl": {
-        "HcclAllReduce": "ppziipp", "HcclAllGather": "ppzipp", "HcclReduceScatter": "ppziipp", "HcclBroadcast": "pziupp",
-        "HcclReduce": "ppziiupp", "HcclScatter": "ppziupp", "HcclBarrier": "pp", "HcclAlltoAll": "pzipzipp",
-        "HcclAlltoAllV": "pppipppipp", "HcclAlltoAllVC": "ppipipp", "HcclSend": "pziupp", "HcclRecv": "pziupp",
-        "HcclCommInitRootInfo": "upuo", "HcclCommInitRootInfoConfig": "upupo", "HcclCommInitClusterInfo": "puo",
-        "HcclCommInitClusterInfoConfig": "pupo", "HcclCreateSubCommConfig": "pupzupo", "HcclCommDestroy": "p",
+        "HcclAllReduce": "ppziipp", "HcclAllGather": "ppzipp", "HcclReduceScatter": "ppziipp",
+        "HcclBroadcast": "pziupp",
+        "HcclReduce": "ppziiupp", "HcclScatter": "ppziupp", "HcclBarrier": "pp",
+        "HcclAlltoAll": "pzipzipp",
+        "HcclAlltoAllV": "pppipppipp", "HcclAlltoAllVC": "ppipipp", "HcclSend": "pziupp",
+        "HcclRecv": "pziupp",
+        "HcclCommInitRootInfo": "upuo", "HcclCommInitRootInfoConfig": "upupo",
+        "HcclCommInitClusterInfo": "puo",
+        "HcclCommInitClusterInfoConfig": "pupo", "HcclCreateSubCommConfig": "pupzupo",
+        "HcclCommDestroy": "p",
     },
 }  # fmt: skip
-TYPES = {"p": "void *", "z": "uint64_t ", "i": "int ", "u": "uint32_t ", "I": "struct id ", "o": "void **"}
+TYPES = {
+    "p": "void *",
+    "z": "uint64_t ",
+    "i": "int ",
+    "u": "uint32_t ",
+    "I": "struct id ",
+    "o": "void **",
+}
 SONAMES = {"nccl": "libnccl.so.2", "hccl": "libhccl.so"}
 
 COMMON = """
@@ -50,7 +70,8 @@ struct id { char bytes[128]; };
 
 # What the stand-in saw last, and what it is to answer.
 SEEN = """
-struct seen { char name[64]; uint64_t arguments[16]; uint64_t calls; int result; int error; uintptr_t next; };
+struct seen { char name[64]; uint64_t arguments[16]; uint64_t calls; int result; int error;
+    uintptr_t next; };
 """
 
 
@@ -63,11 +84,21 @@ def word(letter: str, value: str) -> str:
 
 
 def stand_in_source(family: str, without: tuple[str, ...] = ()) -> str:
-    text = COMMON + SEEN + "static __thread struct seen seen;\nstruct seen *stand_in_seen(void) { return &seen; }\n"
+    text = (
+        COMMON
+        + SEEN
+        + (
+            "static __thread struct seen seen;\nstruct seen *stand_in_seen(void) { "
+            "return &seen; }\n"
+        )
+    )
     for name, letters in SIGNATURES[family].items():
         if name in without:
             continue
-        text += f'int {name}({parameters(letters)})\n{{\n    strcpy(seen.name, "{name}");\n    seen.calls++;\n'
+        text += (
+            f'int {name}({parameters(letters)})\n{{\n    strcpy(seen.name, "{name}");\n    '
+            "seen.calls++;\n"
+        )
         for n, letter in enumerate(letters):
             text += f"    seen.arguments[{n}] = {word(letter, f'a{n}')};\n"
             if letter == "o":
@@ -76,7 +107,8 @@ def stand_in_source(family: str, without: tuple[str, ...] = ()) -> str:
     return text
 
 
-# Calls every function with arguments of its own; ends the process if the stand-in did not get them, or the caller not its answer.
+# Calls every function with arguments of its own; ends the process if the stand-in did not get them,
+# or the caller not its answer.
 def tour_source(family: str) -> str:
     text = ""
     for number, (name, letters) in enumerate(SIGNATURES[family].items(), 1):
@@ -97,7 +129,8 @@ def tour_source(family: str) -> str:
                 wanted.append(f"{value}")
         text += f"""
     seen->result = {5 + number}; seen->error = {100 + number}; seen->name[0] = 0; errno = 0;
-    check(CALL({name})({", ".join(arguments)}) == {5 + number} && errno == {100 + number}, "{name}: answer");
+    check(CALL({name})({", ".join(arguments)}) == {5 + number} && errno == {100 + number},
+        "{name}: answer");
     check(strcmp(seen->name, "{name}") == 0, "{name}: called");
     {{ uint64_t wanted[] = {{0, {", ".join(wanted)}}};
       check(memcmp(wanted + 1, seen->arguments, sizeof wanted - 8) == 0, "{name}: arguments"); }}
@@ -106,31 +139,49 @@ def tour_source(family: str) -> str:
 
 
 def program_source(family: str, *, looked_up: bool, body: str) -> str:
-    """`run(box_fd)`: starts the record if libtaskd is preloaded, then `body`. CALL(name) is the function in the way that is tested."""
+    """`run(box_fd)`: starts the record if libtaskd is preloaded, then `body`.
+
+    CALL(name) is the function in the way that is tested.
+    """
     text = COMMON + SEEN
     text += "int taskd_collectives_start(int) __attribute__((weak));\n"
     for name, letters in SIGNATURES[family].items():
         text += f"int {name}({parameters(letters)});\n"
     text += "struct seen *stand_in_seen(void);\n"
     if looked_up:
-        text += f'static void *library;\n#define CALL(name) ((__typeof__(&name))dlsym(library, #name))\n#define OPEN library = dlopen("{SONAMES[family]}", RTLD_NOW | RTLD_LOCAL)\n'
+        text += (
+            "static void *library;\n#define CALL(name) ((__typeof__(&name))dlsym(library, "
+            f'#name))\n#define OPEN library = dlopen("{SONAMES[family]}", RTLD_NOW | '
+            "RTLD_LOCAL)\n"
+        )
     else:
         text += "#define CALL(name) name\n#define OPEN\n"
-    return text + f"""
+    return (
+        text
+        + f"""
 static char area[4 << 20];   /* an array of as many ids as the tour says fits */
 static struct seen *seen;
-static void check(int is_true, const char *what) {{ if (!is_true) {{ printf("failed: %s\\n", what); exit(1); }} }}
+static void check(int is_true, const char *what) {{ if (!is_true) {{ printf("failed: %s\\n", what);
+    exit(1); }} }}
 {"" if "int run" in body else "int run(int box_fd)"}
-{body if "int run" in body else "{ OPEN; seen = CALL(stand_in_seen)(); struct id an_id; memset(&an_id, 'x', sizeof an_id); void *made = NULL;" + START + body + chr(10) + 'puts("done"); return 0; }'}
+{body if "int run" in body else _OPENING + START + body + chr(10) + 'puts("done"); return 0; }'}
 """
+    )
 
 
+_OPENING = """{ OPEN; seen = CALL(stand_in_seen)(); struct id an_id;
+    memset(&an_id, 'x', sizeof an_id); void *made = NULL;
+"""
 START = """
     (void)area; (void)made; (void)an_id;
-    if (box_fd >= 0) check(taskd_collectives_start && taskd_collectives_start(box_fd) == 0, "start");
+    if (box_fd >= 0) check(taskd_collectives_start && taskd_collectives_start(box_fd) == 0,
+        "start");
 """
 
-MAIN = "int run(int);\nint main(int count, char **words) { return count > 1 ? run(atoi(words[1])) : run(-1); }\n"
+MAIN = (
+    "int run(int);\nint main(int count, char **words) { return count > 1 ? run(atoi(words[1])) "
+    ": run(-1); }\n"
+)
 MAIN_OF_PLUGIN = """
 int main(int count, char **words)
 {
@@ -147,7 +198,10 @@ def compile_c(source: str, output: Path, *options: str) -> Path:
     file = output.with_suffix(output.suffix + ".c")
     file.write_text(source)
     done = subprocess.run(
-        ["gcc", "-std=gnu11", "-O1", "-w", "-pthread", str(file), "-o", str(output), *options], capture_output=True, text=True, check=False,
+        ["gcc", "-std=gnu11", "-O1", "-w", "-pthread", str(file), "-o", str(output), *options],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=output.parent,
     )
     assert done.returncode == 0, done.stderr
@@ -173,11 +227,29 @@ def build(directory: Path, family: str, way: str, body: str) -> Path:
     return compile_c(source + MAIN, directory / "program", *libraries)
 
 
-def run(program: Path, *words: str, preload: str = str(LIBRARY_PATH), fds: tuple[int, ...] = (), code: int = 0) -> subprocess.CompletedProcess:
+def run(
+    program: Path,
+    *words: str,
+    preload: str = str(LIBRARY_PATH),
+    fds: tuple[int, ...] = (),
+    code: int = 0,
+) -> subprocess.CompletedProcess:
     """In its own directory, within a minute."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(program.parent), "PYTHONPATH": str(ROOT), "LD_PRELOAD": preload}
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(program.parent),
+        "PYTHONPATH": str(ROOT),
+        "LD_PRELOAD": preload,
+    }
     done = subprocess.run(
-        [str(program), *words], cwd=program.parent, env=environment, pass_fds=fds, capture_output=True, text=True, timeout=60, check=False,
+        [str(program), *words],
+        cwd=program.parent,
+        env=environment,
+        pass_fds=fds,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done

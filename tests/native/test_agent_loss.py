@@ -1,4 +1,7 @@
-"""When the agent dies, its workers end: with Python stuck, with children, and only their own process group."""
+"""When the agent dies, its workers end.
+
+With Python stuck, with children, and only their own process group.
+"""
 
 import os
 import signal
@@ -24,9 +27,13 @@ from tests.native.programs import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(library.load() is None, reason="libtaskd is not built here")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(library.load() is None, reason="libtaskd is not built here"),
+]
 
-# The agent: holds the only write end of the life pipe, starts one worker in a session of its own, and waits to be killed.
+# The agent: holds the only write end of the life pipe, starts one worker in a session of its own,
+# and waits to be killed.
 AGENT = """
 import os, subprocess, sys
 from taskd.native.black_box import BlackBox
@@ -40,13 +47,19 @@ worker.wait()
 """
 
 # A child as a data loader has it: forked, in the worker's group, with all its descriptors.
-FORK = "child = os.fork()\nif child == 0:\n    while True: signal.pause()\nsay(os.getpid(), child)\n"
+FORK = (
+    "child = os.fork()\nif child == 0:\n    while True: signal.pause()\nsay(os.getpid(), child)\n"
+)
 
 
 def start_agent(worker_body):
     return subprocess.Popen(
         [sys.executable, "-c", AGENT, PRELUDE + worker_body],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+        text=True,
     )
 
 
@@ -65,7 +78,9 @@ def test_a_killed_agent_takes_the_worker_and_its_children_with_it(end_of_worker)
 
 
 def test_a_group_that_ignores_sigterm_is_killed_after_the_grace():
-    agent = start_agent("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + GUARD + FORK + "hold_the_gil_for_ever()")
+    agent = start_agent(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + GUARD + FORK + "hold_the_gil_for_ever()"
+    )
     with ending(agent):
         expect(agent, "guarded True")
         pidfds = [os.pidfd_open(int(pid)) for pid in read_line(agent).split()]
@@ -80,7 +95,8 @@ def test_a_group_that_ignores_sigterm_is_killed_after_the_grace():
 
 def test_a_worker_with_a_handler_can_say_goodbye():
     body = (
-        "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), os._exit(0)))\n" + GUARD
+        "signal.signal(signal.SIGTERM, lambda *_: (say('saved'), os._exit(0)))\n"
+        + GUARD
         + "while True: signal.pause()"
     )
     agent = start_agent(body)
@@ -96,12 +112,18 @@ def test_a_worker_that_does_not_lead_its_group_ends_alone():
     life_read, life_write = os.pipe()
     sibling = subprocess.Popen(["sleep", "600"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     worker = start(
-        GUARD + "signal.pause()", box.fd, life_read, start_new_session=False, stderr=subprocess.DEVNULL,
+        GUARD + "signal.pause()",
+        box.fd,
+        life_read,
+        start_new_session=False,
+        stderr=subprocess.DEVNULL,
     )
     os.close(life_read)
     with ending(worker, sibling):
         expect(worker, "guarded True")
-        assert os.getpgid(worker.pid) == os.getpgrp() != worker.pid, "it is in the group of this test"
+        assert os.getpgid(worker.pid) == os.getpgrp() != worker.pid, (
+            "it is in the group of this test"
+        )
         os.close(life_write)
         assert worker.wait(30) == -signal.SIGTERM
         assert sibling.poll() is None
@@ -111,7 +133,8 @@ def test_a_worker_that_does_not_lead_its_group_ends_alone():
 def test_a_program_that_closes_unknown_descriptors_is_not_ended_for_it():
     box = BlackBox.create()
     life_read, life_write = os.pipe()
-    # The numbers come back as ends of a pipe that hangs up at once: the guard must see that it is not its pipe.
+    # The numbers come back as ends of a pipe that hangs up at once: the guard must see that it is
+    # not its pipe.
     reuse = """
 os.closerange(3, 64)
 for _ in range(20):

@@ -1,4 +1,7 @@
-"""The arena: two snapshots in node memory, and whatever else may be in that memory. Real files, several processes."""
+"""The arena: two snapshots in node memory, and whatever else may be in that memory.
+
+Real files, several processes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ SHARD_BYTES = 64 << 10
 
 def content(version: int, sizes=(40_000, 8, 0, 12_345)) -> dict[str, bytes]:
     """What a snapshot of this version holds."""
-    return {f"layer.{i}.weight": random.Random(f"{version} {i}").randbytes(size) for i, size in enumerate(sizes)}
+    return {
+        f"layer.{i}.weight": random.Random(f"{version} {i}").randbytes(size)
+        for i, size in enumerate(sizes)
+    }
 
 
 def write(arena: Arena, version: int, tensors=None, generation=0, rest=b"rest"):
@@ -54,7 +60,9 @@ def attach_bytes(data: bytes, *, sealed=True) -> Arena:
     fd = os.memfd_create("damaged", os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     return Arena.attach(fd)
 
 
@@ -106,7 +114,9 @@ def test_the_older_of_two_is_overwritten_and_stays_gone_while_that_goes_on(fille
     assert filled.problems() == []
 
 
-def test_after_a_roll_back_the_version_that_was_rolled_back_to_is_not_the_next_to_be_overwritten(filled):
+def test_after_a_roll_back_the_version_that_was_rolled_back_to_is_not_the_next_to_be_overwritten(
+    filled,
+):
     filled.forget_after(10)
     assert numbers(filled) == [10]
     filled.begin(11, 1)
@@ -195,7 +205,9 @@ def test_two_buffers_are_twice_the_shard_and_one_percent_and_all_their_pages_are
 @pytest.mark.parametrize("count", [0, 1, 1000])
 def test_the_room_that_is_asked_for_is_enough_for_any_number_of_tensors(count):
     tensors = {f"module.{i}.weight": b"1234567" for i in range(count)}
-    needed = arena_index.room_for_rest(b"rest") + sum(arena_index.room_for(name, (7,), 7) for name in tensors)
+    needed = arena_index.room_for_rest(b"rest") + sum(
+        arena_index.room_for(name, (7,), 7) for name in tensors
+    )
     with contextlib.closing(Arena.create(needed)) as arena:
         held = write(arena, 1, tensors)
         assert read(arena, 1) == tensors
@@ -212,7 +224,13 @@ def test_any_flipped_bit_costs_at_most_what_it_is_in_and_never_shows_in_a_tensor
     chance = random.Random(20240611)
     header, capacity = range(40), filled.capacity
     slots = {0: range(512, 576), 1: range(1024, 1088)}
-    used = {held.slot: (held.version, range(4096 + held.slot * capacity, 4096 + held.slot * capacity + held.data_bytes + 400)) for held in filled.versions()}
+    used = {
+        held.slot: (
+            held.version,
+            range(4096 + held.slot * capacity, 4096 + held.slot * capacity + held.data_bytes + 400),
+        )
+        for held in filled.versions()
+    }
     offsets = [chance.randrange(len(whole)) for _ in range(300)]
     for area in (header, *slots.values()):
         offsets += [chance.choice(area) for _ in range(60)]
@@ -235,7 +253,9 @@ def test_any_flipped_bit_costs_at_most_what_it_is_in_and_never_shows_in_a_tensor
                 continue
             hit = [used[slot][0] for slot in slots if offset in slots[slot]]
             seen["slot"] += len(hit)
-            assert set(readable) >= {10, 20} - set(hit) - {version for version, area in used.values() if offset in area}
+            assert set(readable) >= {10, 20} - set(hit) - {
+                version for version, area in used.values() if offset in area
+            }
             assert not set(readable) & set(hit)
             if len(readable) < 2:
                 assert damaged.problems()
@@ -284,7 +304,8 @@ def test_a_file_that_could_be_cut_under_its_reader_is_refused(filled):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: os.pipe()[0], lambda: os.open(os.devnull, os.O_RDWR), lambda: os.open("/", os.O_RDONLY), lambda: os.open(__file__, os.O_RDONLY),
+    lambda: os.pipe()[0], lambda: os.open(os.devnull, os.O_RDWR), lambda: os.open("/", os.O_RDONLY),
+    lambda: os.open(__file__, os.O_RDONLY),
 ])  # fmt: skip
 def test_a_descriptor_of_something_else_holds_nothing(make):
     with contextlib.closing(Arena.attach(make())) as other:
@@ -299,11 +320,15 @@ def test_a_number_that_is_no_descriptor_is_not_closed_later():
     assert "Bad file descriptor" in other.problems()[0]
     assert os.open(os.devnull, os.O_RDONLY) == fd
     other.close()
-    os.close(fd)        # is still open
+    os.close(fd)  # is still open
 
 
 def test_an_index_that_points_outside_is_refused_even_when_its_checksum_fits():
-    for entry in (Entry("x", "uint8", (64,), 1 << 40, 64, 0), Entry("x", "uint8", (64,), 1, 64, 0), Entry("x", "uint8", (3,), 0, 64, 0)):
+    for entry in (
+        Entry("x", "uint8", (64,), 1 << 40, 64, 0),
+        Entry("x", "uint8", (64,), 1, 64, 0),
+        Entry("x", "uint8", (3,), 0, 64, 0),
+    ):
         with pytest.raises(ValueError, match="does not fit its buffer: 'x'"):
             arena_index.decode(arena_index.encode([entry], b""), 128)
     good = Entry("x", "uint8", (64,), 64, 64, 5)
@@ -312,7 +337,12 @@ def test_an_index_that_points_outside_is_refused_even_when_its_checksum_fits():
         arena_index.decode(arena_index.encode([good, good], b""), 128)
 
 
-@given(st.binary(max_size=200) | st.recursive(st.none() | st.integers(-2**63, 2**64 - 1) | st.text() | st.binary(), st.lists).map(arena_index.msgpack.packb))
+@given(
+    st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(), st.lists
+    ).map(arena_index.msgpack.packb)
+)
 def test_no_bytes_make_the_index_raise_anything_else(data):
     with contextlib.suppress(ValueError):
         arena_index.decode(data, 1 << 20)
@@ -327,24 +357,39 @@ def test_both_bindings_copy_and_agree():
     source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
     for module in (binding, _ctypes_binding):
         target = ctypes.create_string_buffer(1001)
-        assert module.copy_checksummed(ctypes.addressof(target), source, 1001) == binding.checksum(source, 1001) == _ctypes_binding.checksum(source, 1001)
+        assert (
+            module.copy_checksummed(ctypes.addressof(target), source, 1001)
+            == binding.checksum(source, 1001)
+            == _ctypes_binding.checksum(source, 1001)
+        )
         assert target.raw == data
 
 
 @needs_library
-def test_without_the_library_an_arena_works_and_one_that_was_made_with_it_says_what_is_missing(filled):
+def test_without_the_library_an_arena_works_and_one_that_was_made_with_it_says_what_is_missing(
+    filled,
+):
     code = """
         import sys
         from taskd.native.arena import Arena
         from tests.native import test_arena
         with_library = Arena.attach(int(sys.argv[1]))
         print(with_library.versions(), with_library.problems()[0])
-        arena = Arena.attach(int(sys.argv[2])) if len(sys.argv) > 2 else Arena.create(test_arena.SHARD_BYTES)
+        size = test_arena.SHARD_BYTES
+        arena = Arena.attach(int(sys.argv[2])) if len(sys.argv) > 2 else Arena.create(size)
         test_arena.write(arena, 10)
         print(test_arena.read(arena, 10) == test_arena.content(10), arena.problems())
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(filled.fd)], pass_fds=[filled.fd], capture_output=True, text=True,
-                          env=environment() | {"TASKD_NATIVE": "off"}, timeout=60, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(filled.fd)],
+        pass_fds=[filled.fd],
+        capture_output=True,
+        text=True,
+        env=environment() | {"TASKD_NATIVE": "off"},
+        timeout=60,
+        cwd=ROOT,
+        check=True,
+    )
     first, second = done.stdout.splitlines()
     assert first.startswith("[] ")
     assert "TASKD_NATIVE" in first
@@ -356,18 +401,38 @@ def test_without_the_library_an_arena_works_and_one_that_was_made_with_it_says_w
 
 
 def run(code: str, **options) -> str:
-    code = "from taskd.errors import ArenaError\nfrom taskd.native.arena import Arena\nimport os, resource\n" + textwrap.dedent(code)
-    code += "\ntry:\n    Arena.create(SHARD)\n    print('created')\nexcept ArenaError as error:\n    print(error)\nprint(len(os.listdir('/proc/self/fd')))\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60, check=True, **options)
+    code = (
+        "from taskd.errors import ArenaError\nfrom taskd.native.arena import Arena\nimport os, "
+        "resource\n"
+    ) + textwrap.dedent(code)
+    code += (
+        "\ntry:\n    Arena.create(SHARD)\n    print('created')\nexcept ArenaError as "
+        "error:\n  "
+        "  print(error)\nprint(len(os.listdir('/proc/self/fd')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=True,
+        **options,
+    )
     text, fds = done.stdout.splitlines()
-    assert int(fds) <= 5        # three streams, the folder itself: the memfd was closed
+    assert int(fds) <= 5  # three streams, the folder itself: the memfd was closed
     return text
 
 
 def test_ten_terabytes_are_refused_with_what_is_wanted_and_what_is_free():
     with pytest.raises(ArenaError) as caught:
         Arena.create(10**13)
-    for text in ("20.2 TB", "MemAvailable of this node leaves", "/dev/shm does not matter", "snapshot_every=0"):
+    for text in (
+        "20.2 TB",
+        "MemAvailable of this node leaves",
+        "/dev/shm does not matter",
+        "snapshot_every=0",
+    ):
         assert text in str(caught.value)
 
 
@@ -407,9 +472,16 @@ def test_a_memory_cgroup_refuses_instead_of_killing_and_what_fits_is_made():
 
 def test_the_limits_of_cgroups_are_read_in_both_versions_and_up_to_the_top(tmp_path):
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    for directory in (proc / "self", proc / "sys/vm", cgroups / "pod/container", cgroups / "memory/pod"):
+    for directory in (
+        proc / "self",
+        proc / "sys/vm",
+        cgroups / "pod/container",
+        cgroups / "memory/pod",
+    ):
         directory.mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 500 kB\nCommitLimit: 700 kB\nCommitted_AS: 300 kB\n")
+    (proc / "meminfo").write_text(
+        "MemTotal: 1000 kB\nMemAvailable: 500 kB\nCommitLimit: 700 kB\nCommitted_AS: 300 kB\n"
+    )
     (proc / "sys/vm/overcommit_memory").write_text("2\n")
     (proc / "self/cgroup").write_text("4:cpu,memory:/pod\n0::/pod/container\n")
     (cgroups / "pod/container/memory.max").write_text("max\n")
@@ -421,7 +493,13 @@ def test_the_limits_of_cgroups_are_read_in_both_versions_and_up_to_the_top(tmp_p
     (cgroups / "memory/pod/memory.usage_in_bytes").write_text("1500\n")
     (cgroups / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
     (cgroups / "memory/memory.usage_in_bytes").write_text("1500\n")
-    found = {limit.name.split(" (")[0]: limit.free_bytes for limit in node_memory.limits(proc, cgroups)}
-    assert found == {"MemAvailable of this node": 512_000, "CommitLimit of this node": 409_600,
-                     f"the memory cgroup {cgroups}/memory/pod": 500, f"the memory cgroup {cgroups}/pod": 400}
+    found = {
+        limit.name.split(" (")[0]: limit.free_bytes for limit in node_memory.limits(proc, cgroups)
+    }
+    assert found == {
+        "MemAvailable of this node": 512_000,
+        "CommitLimit of this node": 409_600,
+        f"the memory cgroup {cgroups}/memory/pod": 500,
+        f"the memory cgroup {cgroups}/pod": 400,
+    }
     assert node_memory.limits(tmp_path / "nothing", cgroups) == []

@@ -67,7 +67,9 @@ def test_a_mirror_has_every_byte_and_whatever_else_belongs_to_it(own: Arena, mir
     assert versions(mirror) == [30, 20]
 
 
-def test_one_that_does_not_arrive_costs_the_older_and_not_the_newer(own: Arena, mirror: Arena) -> None:
+def test_one_that_does_not_arrive_costs_the_older_and_not_the_newer(
+    own: Arena, mirror: Arena
+) -> None:
     for version in (10, 20):
         snapshot(own, version)
         outgoing = Outgoing(own)
@@ -90,8 +92,12 @@ def test_any_byte_that_changed_on_the_way_shows(own: Arena, mirror: Arena) -> No
     outline = outgoing.outline
     lengths = [(entry.offset, entry.length) for entry in own.open(10).entries.values()]
     chance = random.Random(7)
-    places = [outline.data_bytes, outline.size - 1, *(chance.randrange(outline.data_bytes, outline.size) for _ in range(10)),
-              *(offset + chance.randrange(length) for offset, length in lengths for _ in range(3))]
+    places = [
+        outline.data_bytes,
+        outline.size - 1,
+        *(chance.randrange(outline.data_bytes, outline.size) for _ in range(10)),
+        *(offset + chance.randrange(length) for offset, length in lengths for _ in range(3)),
+    ]
     for place in places:
         incoming = Incoming(mirror, outline)
         send(outgoing, incoming, hurt=place)
@@ -100,14 +106,27 @@ def test_any_byte_that_changed_on_the_way_shows(own: Arena, mirror: Arena) -> No
         assert versions(mirror) == []
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    ({"index_sum": 1}, "checksum of its index"), ({"data_bytes": 64}, r"bytes have come|checksum of its index"), ({"kind": 77}, "another kind"),
-    ({"data_bytes": 1 << 40}, "does not fit"),
-])
-def test_a_wrong_outline_is_refused(own: Arena, mirror: Arena, change: dict[str, int], why: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"index_sum": 1}, "checksum of its index"),
+        (
+            {"data_bytes": 64},
+            (
+                r"bytes have come|checksum "
+                r"of its index"
+            ),
+        ),
+        ({"kind": 77}, "another kind"),
+        ({"data_bytes": 1 << 40}, "does not fit"),
+    ],
+)
+def test_a_wrong_outline_is_refused(
+    own: Arena, mirror: Arena, change: dict[str, int], why: str
+) -> None:
     outgoing = Outgoing(own)
     outline = dataclasses.replace(outgoing.outline, **change)
-    with pytest.raises(ArenaError, match=why):        # which of the three refuses it is its own business
+    with pytest.raises(ArenaError, match=why):  # which of the three refuses it is its own business
         incoming = Incoming(mirror, outline)
         send(outgoing, incoming)
         incoming.complete()

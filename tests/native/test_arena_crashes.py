@@ -1,4 +1,7 @@
-"""A writer that is killed at any moment leaves the newest snapshot that was complete, to the last bit. Real processes, SIGKILL."""
+"""A writer killed at any moment leaves the newest complete snapshot, to the last bit.
+
+Real processes, SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from tests.native.programs import DEADLINE_S, ROOT, environment
 pytestmark = pytest.mark.slow
 
 
-# argv: arena, pipe. Makes snapshots for ever; a letter in the pipe for each thing that it begins or has done.
+# argv: arena, pipe. Makes snapshots for ever; a letter in the pipe for each thing that it begins or
+# has done.
 WRITER = """
 import os, sys
 from taskd.native.arena import Arena
@@ -41,7 +45,10 @@ while True:
 
 
 def read_lines(pipe: int, count: int) -> list[bytes]:
-    """So many facts of the writer, or all until its end if `count` is 0; byte by byte, so that nothing is taken too early."""
+    """So many facts of the writer, or all until its end if `count` is 0.
+
+    Byte by byte, so that nothing is taken too early.
+    """
     lines, line = [], b""
     while count == 0 or len(lines) < count:
         assert select.select([pipe], [], [], DEADLINE_S)[0], "the writer says nothing"
@@ -63,11 +70,16 @@ def test_after_many_kills_the_newest_complete_snapshot_is_there_each_time(kills)
     with contextlib.closing(Arena.create(SHARD_BYTES)) as arena:
         for _ in range(kills):
             reader, writer = os.pipe()
-            child = subprocess.Popen([sys.executable, "-c", WRITER, str(arena.fd), str(writer)], pass_fds=[arena.fd, writer],
-                                     env=environment(), cwd=ROOT)
+            child = subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(arena.fd), str(writer)],
+                pass_fds=[arena.fd, writer],
+                env=environment(),
+                cwd=ROOT,
+            )
             os.close(writer)
             lines = read_lines(reader, chance.randrange(1, 30))
-            if chance.random() < 0.5:       # a little later than a fact: the pipe is not where copies begin and end
+            # a little later than a fact: the pipe is not where copies begin and end
+            if chance.random() < 0.5:
                 for _ in range(chance.randrange(20_000)):
                     pass
             child.send_signal(signal.SIGKILL)
@@ -80,12 +92,16 @@ def test_after_many_kills_the_newest_complete_snapshot_is_there_each_time(kills)
             completed = max([completed, *done])
             held = [found.version for found in arena.versions()]
             if begun > completed and held[:1] == [begun]:
-                assert lines[-1] == b"i%d" % begun      # published, but killed before it could say so
+                assert lines[-1] == b"i%d" % begun  # published, but killed before it could say so
                 completed = begun
             assert held[:1] == ([completed] if completed else [])
-            interrupted += begun > completed and any("never completed" in problem for problem in arena.problems())
+            interrupted += begun > completed and any(
+                "never completed" in problem for problem in arena.problems()
+            )
             for version in held:
                 snapshot = arena.open(version)
-                assert {name: bytes(snapshot.view(name)) for name in snapshot.entries} == patterned(version)
+                assert {name: bytes(snapshot.view(name)) for name in snapshot.entries} == patterned(
+                    version
+                )
     assert completed > kills
     assert interrupted > kills // 4, "the kills did not hit copies"

@@ -79,7 +79,7 @@ def test_a_state_that_grows_takes_the_next_file_and_gives_the_old_memory_back(ar
 
 
 def test_a_file_that_was_being_made_is_made_again(arenas):
-    os.posix_fallocate(arenas.descriptors[0], 0, 1 << 20)        # a life that was killed there
+    os.posix_fallocate(arenas.descriptors[0], 0, 1 << 20)  # a life that was killed there
     life = another_process(arenas)
     assert (life.versions(), arenas.versions()) == ((), ())
     life = another_process(arenas)
@@ -89,7 +89,7 @@ def test_a_file_that_was_being_made_is_made_again(arenas):
 
 
 def test_an_arena_without_a_header_gives_its_memory_back(arenas):
-    node_memory.fill(arenas.descriptors[0], 1 << 20)             # a life that was killed between the two
+    node_memory.fill(arenas.descriptors[0], 1 << 20)  # a life that was killed between the two
     life = another_process(arenas)
     put(life.make(1000), 7)
     assert blocks(arenas.descriptors[0]) == 0

@@ -1,4 +1,7 @@
-"""The death alarm with real processes: it rings for every end of a worker, once, and for nothing else."""
+"""The death alarm with real processes.
+
+It rings for every end of a worker, once, and for nothing else.
+"""
 
 import logging
 import os
@@ -104,7 +107,10 @@ def test_it_rings_however_the_worker_ends(box, alarm, end):
 @needs_library
 def test_a_forked_child_that_outlives_the_worker_is_not_taken_for_it(box, alarm):
     life_read, life_write = os.pipe()
-    fork = "child = os.fork()\nif child == 0:\n    say('child', os.getpid())\n    sys.stdin.readline()\n    os._exit(0)\n"
+    fork = (
+        "child = os.fork()\nif child == 0:\n    say('child', os.getpid())\n    "
+        "sys.stdin.readline()\n    os._exit(0)\n"
+    )
     worker = start(GUARD + fork + "os.waitpid(child, 0)", box.fd, life_read)
     with ending(worker):
         expect(worker, "guarded True")
@@ -113,7 +119,9 @@ def test_a_forked_child_that_outlives_the_worker_is_not_taken_for_it(box, alarm)
         alarm.watch(1, box)
         worker.kill()
         assert [token for token, _ in deaths(alarm)] == [1]
-        assert not is_readable(child_fd, 0), "the child must still be there for this test to say anything"
+        assert not is_readable(child_fd, 0), (
+            "the child must still be there for this test to say anything"
+        )
         worker.stdin.close()
         assert is_readable(child_fd)
         os.close(child_fd)
@@ -185,7 +193,8 @@ def test_a_stopped_worker_does_not_ring_and_makes_no_marks(box, alarm):
 
 @needs_library
 @pytest.mark.parametrize(
-    ("limit", "reason"), [("RLIMIT_NPROC", "Resource temporarily unavailable"), ("RLIMIT_AS", "Cannot allocate memory")]
+    ("limit", "reason"),
+    [("RLIMIT_NPROC", "Resource temporarily unavailable"), ("RLIMIT_AS", "Cannot allocate memory")],
 )
 def test_a_guard_that_cannot_start_is_one_line_and_the_worker_goes_on(box, alarm, limit, reason):
     # Root is exempt from the first limit, hence the other user.
@@ -202,13 +211,17 @@ resource.setrlimit(resource.{limit}, (1, 1))
     with ending(worker):
         alarm.watch(1, box)
         line = read_line(worker)
-        assert line.startswith("WARNING no death alarm in this process: taskd_guard_start failed"), line
+        assert line.startswith(
+            "WARNING no death alarm in this process: taskd_guard_start failed"
+        ), line
         assert reason in line
         expect(worker, "guarded False")
         assert box.alive_at is None
         worker.kill()
         worker.wait()
-        assert not is_readable(alarm.fd, 0), "nothing was guarded: only the pidfd tells of this death"
+        assert not is_readable(alarm.fd, 0), (
+            "nothing was guarded: only the pidfd tells of this death"
+        )
         alarm.unwatch(1)
 
 
@@ -306,9 +319,14 @@ def test_wrong_descriptors_are_refused_with_a_reason(box, alarm, caplog, tmp_pat
     assert not death_alarm.guard(box, closed)
     assert "Bad file descriptor" in caplog.text
     binding = library.load()
-    with (tmp_path / "short").open("w+b") as file, pytest.raises(Exception, match="Invalid argument"):
+    with (
+        (tmp_path / "short").open("w+b") as file,
+        pytest.raises(Exception, match="Invalid argument"),
+    ):
         binding.watch(file.fileno(), 1, alarm.fd)
-    assert BlackBox.attach(os.dup(box.fd)).alive_at is None, "a refused guard leaves the box as it was"
+    assert BlackBox.attach(os.dup(box.fd)).alive_at is None, (
+        "a refused guard leaves the box as it was"
+    )
 
 
 CTYPES_WATCH = """
@@ -331,7 +349,9 @@ def test_without_the_compiled_binding_ctypes_does_the_same():
 
     assert _ctypes_binding.BUILT_FOR_ABI == _binding.BUILT_FOR_ABI == _ctypes_binding.abi_version()
     assert _ctypes_binding.layout_value("box_bytes") == _binding.layout_value("box_bytes")
-    done = subprocess.run([sys.executable, "-c", CTYPES_WATCH], env=environment(), timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", CTYPES_WATCH], env=environment(), timeout=60, check=False
+    )
     assert done.returncode == 0
 
 
@@ -345,7 +365,9 @@ def fresh_load():
     library.load.cache_clear()
 
 
-def test_without_the_library_nothing_rings_and_one_line_says_so(fresh_load, monkeypatch, caplog, box):
+def test_without_the_library_nothing_rings_and_one_line_says_so(
+    fresh_load, monkeypatch, caplog, box
+):
     monkeypatch.setenv("TASKD_NATIVE", "off")
     caplog.set_level(logging.INFO)
     alarm = DeathAlarm()
@@ -377,5 +399,13 @@ def test_a_library_of_another_version_is_one_warning(fresh_load, monkeypatch, ca
 
 
 def test_importing_the_native_side_loads_neither_torch_nor_zmq():
-    code = "import sys, taskd, taskd.native.death_alarm; sys.exit(bool({'torch', 'zmq'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT, timeout=60, check=False).returncode == 0
+    code = (
+        "import sys, taskd, taskd.native.death_alarm; sys.exit(bool({'torch', 'zmq'} & "
+        "set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment(), cwd=ROOT, timeout=60, check=False
+        ).returncode
+        == 0
+    )

@@ -22,7 +22,9 @@ from taskd.native.last_words import Kind
 from tests.native import programs
 from tests.native.crashing import START, command, running, words_of
 
-pytestmark = pytest.mark.skipif(library.load() is None or shutil.which("gcc") is None, reason="libtaskd or gcc is not there")
+pytestmark = pytest.mark.skipif(
+    library.load() is None or shutil.which("gcc") is None, reason="libtaskd or gcc is not there"
+)
 
 
 def take(process, box, timeout_s=programs.DEADLINE_S) -> last_words.LastWords:
@@ -48,7 +50,9 @@ WHEREABOUTS = {
 @pytest.mark.parametrize("where", WHEREABOUTS)
 def test_stacks_are_taken_wherever_the_main_thread_is(box, crashes, where):
     call, function = WHEREABOUTS[where]
-    body = START + "def other(): time.sleep(600)\nthreading.Thread(target=other, daemon=True).start()\n"
+    body = START + (
+        "def other(): time.sleep(600)\nthreading.Thread(target=other, daemon=True).start()\n"
+    )
     body += f"def innermost():\n    say('ready')\n    {call}\ninnermost()\n"
     with running(body, box, crashes) as process:
         programs.expect(process, "ready")
@@ -56,7 +60,9 @@ def test_stacks_are_taken_wherever_the_main_thread_is(box, crashes, where):
             words = take(process, box)
             assert "in innermost" in words.python
             assert "in other" in words.python
-        programs.wait_until(lambda: function in take(process, box).native, f"{function} in the native stack")
+        programs.wait_until(
+            lambda: function in take(process, box).native, f"{function} in the native stack"
+        )
         assert process.poll() is None
 
 
@@ -65,7 +71,9 @@ def test_a_stopped_process_answers_when_it_goes_on(box, crashes):
         programs.expect(process, "ready")
         programs.wait_until(lambda: "loop_for_ever" in take(process, box).native, "in the loop")
         process.send_signal(signal.SIGSTOP)
-        programs.wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T", "stopped")
+        programs.wait_until(
+            lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "T", "stopped"
+        )
         count = last_words.request(process.pid, box)
         assert count is not None
         assert last_words.wait(box, count, time.monotonic() + 0.2) is None
@@ -77,7 +85,9 @@ def test_a_stopped_process_answers_when_it_goes_on(box, crashes):
 
 def test_stacks_are_of_the_main_thread_whoever_gets_the_signal(box, crashes):
     # The main thread lets others have it first.
-    body = START + f"""
+    body = (
+        START
+        + f"""
 number = int.from_bytes(box.read({layout.WORDS_OFFSET_STACKS_SIGNAL}, 8), 'little')
 def other():
     say('ready')
@@ -90,6 +100,7 @@ def innermost():
     time.sleep(600)
 innermost()
 """
+    )
     with running(body, box, crashes) as process:
         programs.expect(process, "ready")
         count = last_words.request(process.pid, box)
@@ -100,7 +111,9 @@ innermost()
 
 
 def test_a_thousand_requests_change_no_result(box, crashes):
-    body = START + f"""
+    body = (
+        START
+        + f"""
 say(crashes.compute(1000000))
 say('ready')
 results = set()
@@ -110,6 +123,7 @@ while int.from_bytes(box.read({layout.WORDS_OFFSET_REQUESTED}, 8), 'little') < 1
 say(*results)
 sys.stdin.readline()
 """
+    )
     with running(body, box, crashes) as process:
         alone = programs.read_line(process)
         programs.expect(process, "ready")
@@ -123,7 +137,9 @@ sys.stdin.readline()
 
 
 def test_after_stacks_a_crash_is_told(box, crashes):
-    with running(START + "say('ready')\nsys.stdin.readline()\ncrashes.crash_null()\n", box, crashes) as process:
+    with running(
+        START + "say('ready')\nsys.stdin.readline()\ncrashes.crash_null()\n", box, crashes
+    ) as process:
         programs.expect(process, "ready")
         take(process, box)
         assert last_words.read_of_end(box) is None
@@ -133,10 +149,19 @@ def test_after_stacks_a_crash_is_told(box, crashes):
     assert words_of(box).number == signal.SIGSEGV
 
 
-def test_a_program_that_has_given_the_signal_up_or_another_program_is_not_ended_by_a_request(box, crashes):
-    for body in ("signal.signal(int.from_bytes(box.read(%d, 8), 'little'), signal.SIG_DFL)\nsay('ready')\ntime.sleep(600)\n",
-                 "# %d\nos.execv('/bin/sh', ['sh', '-c', 'echo ready; exec sleep 600'])\n"):
-        with running(START + body.replace("%d", str(layout.WORDS_OFFSET_STACKS_SIGNAL)), box, crashes) as process:
+def test_a_program_that_has_given_the_signal_up_or_another_program_is_not_ended_by_a_request(
+    box, crashes
+):
+    for body in (
+        (
+            "signal.signal(int.from_bytes(box.read(%d, 8), 'little'), "
+            "signal.SIG_DFL)\nsay('ready')\ntime.sleep(600)\n"
+        ),
+        "# %d\nos.execv('/bin/sh', ['sh', '-c', 'echo ready; exec sleep 600'])\n",
+    ):
+        with running(
+            START + body.replace("%d", str(layout.WORDS_OFFSET_STACKS_SIGNAL)), box, crashes
+        ) as process:
             programs.expect(process, "ready")
             assert last_words.request(process.pid, box) is None
             assert process.poll() is None
@@ -144,7 +169,9 @@ def test_a_program_that_has_given_the_signal_up_or_another_program_is_not_ended_
 
 def test_a_crash_while_stacks_are_written_is_told(box, crashes):
     # The main thread writes its stacks again and again; the other one crashes somewhere within.
-    body = START + """
+    body = (
+        START
+        + """
 number = int.from_bytes(box.read({0}, 8), 'little')
 def other():
     say('ready')
@@ -154,6 +181,7 @@ threading.Thread(target=other, daemon=True).start()
 while True:
     os.kill(os.getpid(), number)
 """.replace("{0}", str(layout.WORDS_OFFSET_STACKS_SIGNAL))
+    )
     with running(body, box, crashes) as process:
         programs.expect(process, "ready")
         process.stdin.write("\n")
@@ -164,7 +192,9 @@ while True:
 
 def test_a_process_that_is_gone_or_not_armed_gives_no_stacks(box, crashes):
     assert last_words.request(os.getpid(), box) is None
-    done = subprocess.Popen(command(START, box, crashes), env=programs.environment(), pass_fds=[box.fd])
+    done = subprocess.Popen(
+        command(START, box, crashes), env=programs.environment(), pass_fds=[box.fd]
+    )
     assert done.wait(programs.DEADLINE_S) == 0
     assert last_words.request(done.pid, box) is None
 
@@ -173,18 +203,27 @@ def test_a_process_that_is_gone_or_not_armed_gives_no_stacks(box, crashes):
 
 
 @settings(max_examples=300, deadline=None)
-@given(head=st.binary(max_size=layout.LAST_WORDS_BYTES), text=st.binary(max_size=2000), data=st.data())
+@given(
+    head=st.binary(max_size=layout.LAST_WORDS_BYTES), text=st.binary(max_size=2000), data=st.data()
+)
 def test_no_bytes_in_the_box_can_harm_the_reader(head, text, data):
     box = BlackBox.create()
     try:
         box._map[layout.WORDS_OFFSET_STATE : layout.WORDS_OFFSET_STATE + len(head)] = head
         box._map[layout.TEXT_OFFSET : layout.TEXT_OFFSET + len(text)] = text
-        if data.draw(st.booleans()):      # mostly plausible
-            for offset, most in ((layout.WORDS_OFFSET_STATE, 3), (layout.WORDS_OFFSET_KIND, 4), (layout.WORDS_OFFSET_NUMBER, 70),
-                                 (layout.WORDS_OFFSET_CODE, 140), (layout.WORDS_OFFSET_TEXT_BYTES, 3000)):
+        if data.draw(st.booleans()):  # mostly plausible
+            for offset, most in (
+                (layout.WORDS_OFFSET_STATE, 3),
+                (layout.WORDS_OFFSET_KIND, 4),
+                (layout.WORDS_OFFSET_NUMBER, 70),
+                (layout.WORDS_OFFSET_CODE, 140),
+                (layout.WORDS_OFFSET_TEXT_BYTES, 3000),
+            ):
                 struct.pack_into("=q", box._map, offset, data.draw(st.integers(-most, most)))
             for offset in (layout.WORDS_OFFSET_DETAIL, layout.WORDS_OFFSET_THREAD):
-                box._map[offset : offset + 3] = data.draw(st.sampled_from([b"a\nb", b"\t\r\x1b", b"\xff\xe2\x80", b"\x00\x00\x00"]))
+                box._map[offset : offset + 3] = data.draw(
+                    st.sampled_from([b"a\nb", b"\t\r\x1b", b"\xff\xe2\x80", b"\x00\x00\x00"])
+                )
         last_words.read_of_end(box)
         words = last_words.read(box)
         if words is not None:
@@ -199,7 +238,9 @@ def test_a_long_text_is_cut_so_that_both_stacks_are_seen(box):
     struct.pack_into("=qq", box._map, layout.WORDS_OFFSET_STATE, 2, 1)
     threads = [f"Thread {n}:\n" + '  File "x.py", line 1 in f\n' * 90 for n in range(30)]
     threads[17] = threads[17].replace("Thread 17", "Current thread 17")
-    text = ("[python]\n" + "\n".join(threads) + "\n[native]\n" + "lib.so(f+0x1)[0x1]\n" * 400).encode()
+    text = (
+        "[python]\n" + "\n".join(threads) + "\n[native]\n" + "lib.so(f+0x1)[0x1]\n" * 400
+    ).encode()
     struct.pack_into("=q", box._map, layout.WORDS_OFFSET_TEXT_BYTES, len(text))
     box._map[layout.TEXT_OFFSET : layout.TEXT_OFFSET + len(text)] = text
     words = last_words.read(box)
@@ -210,10 +251,21 @@ def test_a_long_text_is_cut_so_that_both_stacks_are_seen(box):
     assert shown.count("(cut)") >= 2
 
 
-@pytest.mark.parametrize(("mangled", "name"), [
-    ("St13runtime_error", "std::runtime_error"), ("N3c105ErrorE", "c10::Error"), ("7MyError", "MyError"), ("i", "i"),
-    ("St6vectorIiSaIiEE", "St6vectorIiSaIiEE"), ("", ""), ("999x", "999x"), ("N", "N"), ("St", "std"), ("0", "0"),
-])
+@pytest.mark.parametrize(
+    ("mangled", "name"),
+    [
+        ("St13runtime_error", "std::runtime_error"),
+        ("N3c105ErrorE", "c10::Error"),
+        ("7MyError", "MyError"),
+        ("i", "i"),
+        ("St6vectorIiSaIiEE", "St6vectorIiSaIiEE"),
+        ("", ""),
+        ("999x", "999x"),
+        ("N", "N"),
+        ("St", "std"),
+        ("0", "0"),
+    ],
+)
 def test_plain_names_of_cpp_are_made_readable(mangled, name):
     assert last_words.demangle(mangled) == name
 
@@ -222,12 +274,18 @@ def test_plain_names_of_cpp_are_made_readable(mangled, name):
 
 
 def test_the_line_that_preloads_us_can_be_evaluated_by_a_shell():
-    script = f'eval "$({sys.executable} -m taskd.native)" && echo "$LD_PRELOAD" && cat /proc/self/maps'
-    done = subprocess.run(["sh", "-c", script], env=programs.environment(), capture_output=True, text=True, check=True)
+    script = (
+        f'eval "$({sys.executable} -m taskd.native)" && echo "$LD_PRELOAD" && cat /proc/self/maps'
+    )
+    done = subprocess.run(
+        ["sh", "-c", script], env=programs.environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[0] == str(library.LIBRARY_PATH)
     assert done.stdout.count("libtaskd.so") > 1
     with_other = programs.environment() | {"LD_PRELOAD": "libm.so.6"}
-    done = subprocess.run(["sh", "-c", script], env=with_other, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sh", "-c", script], env=with_other, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[0] == f"libm.so.6:{library.LIBRARY_PATH}"
 
 
@@ -251,13 +309,25 @@ def test_a_feature_that_needs_preloading_says_once_what_is_missing():
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format='%(levelname)s %(message)s')
 from taskd.native.library import require_preloaded
-print([require_preloaded('profiling of communication') for _ in range(3)], require_preloaded('another'))
+first = [require_preloaded('profiling of communication') for _ in range(3)]
+print(first, require_preloaded('another'))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=programs.environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=programs.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     lines = done.stdout.splitlines()
     assert lines[-1] == "[False, False, False] False"
     assert len(lines) == 3
-    assert lines[0].startswith("ERROR the libtaskd.so has not been loaded: profiling of communication does not work. Run `export")
+    assert lines[0].startswith(
+        "ERROR the libtaskd.so has not been loaded: profiling of "
+        "communication does not work. Run `export"
+    )
     env = programs.environment() | {"LD_PRELOAD": str(library.LIBRARY_PATH)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[True, True, True] True\n"

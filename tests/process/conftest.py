@@ -1,4 +1,7 @@
-"""What several files of process tests compare with: computed once, also where several processes run the tests."""
+"""What several files of process tests compare with.
+
+Computed once, also where several processes run the tests.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path) -> Callable[[str], dict[int, str]]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path
+) -> Callable[[str], dict[int, str]]:
     """Digest of each rank in a run of sharded.py without faults, by layout."""
 
     def digests(layout: str) -> dict[int, str]:
@@ -25,7 +30,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib
                 check_recovered(job, finished, job.digests(), faults=0, replaced=set())
                 return job.digests()
 
-        known = {int(rank): digest for rank, digest in harness.once(shared_folder, f"sharded {layout}", train).items()}
+        known = {
+            int(rank): digest
+            for rank, digest in harness.once(shared_folder, f"sharded {layout}", train).items()
+        }
         assert sorted(known) == [0, 1, 2, 3]
         return known
 

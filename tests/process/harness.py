@@ -35,8 +35,8 @@ _reserved: list[socket.socket] = []
 def free_port() -> int:
     """A port that nobody else is given while this process lives.
 
-    It stays bound: the kernel then gives it to no other socket that asks for any port. Servers that set SO_REUSEADDR (ZeroMQ, torch's
-    store) may bind it all the same, because nobody listens on it.
+    It stays bound: the kernel then gives it to no other socket that asks for any port. Servers that
+    set SO_REUSEADDR (ZeroMQ, torch's store) may bind it all the same, because nobody listens on it.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,13 +46,23 @@ def free_port() -> int:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """A clean environment for one job on loopback: nothing of ours inherited, and nothing that torch has set in this process."""
-    env = {key: value for key, value in spawn.initial_environment().items()
-           if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC", "PYTEST_"))}
+    """A clean environment for one job on loopback.
+
+    Nothing of ours inherited, and nothing that torch has set in this process.
+    """
+    env = {
+        key: value
+        for key, value in spawn.initial_environment().items()
+        if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC", "PYTEST_"))
+    }
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
         env.pop(key, None)
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
     return env | extra
 
 
@@ -81,23 +91,49 @@ def state_of(pid: int) -> str:
 
 
 def marked(value: str) -> set[int]:
-    """All live processes whose environment holds TASKD_TEST_MARK=value: orphans of a job are found by it."""
+    """All live processes whose environment holds TASKD_TEST_MARK=value.
+
+    Orphans of a job are found by it.
+    """
     needle = f"TASKD_TEST_MARK={value}".encode()
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
-                if needle in pathlib.Path(f"/proc/{entry}/environ").read_bytes().split(b"\0") and state_of(int(entry)) != "Z":
+                if (
+                    needle in pathlib.Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+                    and state_of(int(entry)) != "Z"
+                ):
                     found.add(int(entry))
     return found
 
 
-def run_plainly(directory: pathlib.Path, script: str, *arguments: str, nproc: int, timeout_s: float = 120, **env: str) -> str:
-    """Train without taskd: `nproc` processes with the variables that torchrun sets. Returns what they printed; all ended with 0."""
-    group = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def run_plainly(
+    directory: pathlib.Path,
+    script: str,
+    *arguments: str,
+    nproc: int,
+    timeout_s: float = 120,
+    **env: str,
+) -> str:
+    """Train without taskd: `nproc` processes with the variables that torchrun sets.
+
+    Returns what they printed; all ended with 0.
+    """
+    group = {
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [
-        Output([sys.executable, script, *arguments], environment(**group, RANK=str(rank), LOCAL_RANK=str(rank), **env),
-               directory / f"plain{rank}.out", directory, warm=True)
+        Output(
+            [sys.executable, script, *arguments],
+            environment(**group, RANK=str(rank), LOCAL_RANK=str(rank), **env),
+            directory / f"plain{rank}.out",
+            directory,
+            warm=True,
+        )
         for rank in range(nproc)
     ]
     try:
@@ -136,18 +172,33 @@ class Finished:
 class Output:
     """A process whose output goes to a file, so that nobody has to drain a pipe.
 
-    With `warm`, a command of this interpreter (`-m module …`, `script …`) is a fork of the warm parent where that looks the same.
+    With `warm`, a command of this interpreter (`-m module …`, `script …`) is a fork of the warm
+    parent where that looks the same.
     """
 
-    def __init__(self, command: list[str], env: dict[str, str], path: pathlib.Path, cwd: pathlib.Path, *, warm: bool = False) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        path: pathlib.Path,
+        cwd: pathlib.Path,
+        *,
+        warm: bool = False,
+    ) -> None:
         self.path = path
         if warm and command[0] == sys.executable and WARM.can_start(env):
             self.process = WARM.start(command[1:], env, path, cwd)
             self.pidfd = self.process.pidfd
             return
         with path.open("wb") as out:
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=cwd,
-                                            start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                start_new_session=True,
+            )
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
@@ -168,7 +219,9 @@ class Output:
             if text in self.text:
                 return
             if ended or time.monotonic() > deadline:
-                message = f"{'ended' if ended else 'too late'}, never said {text!r}:\n{self.text[-6000:]}"
+                message = (
+                    f"{'ended' if ended else 'too late'}, never said {text!r}:\n{self.text[-6000:]}"
+                )
                 raise TimeoutError(message)
 
     def end(self) -> None:
@@ -190,10 +243,17 @@ class Job:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.port = free_port()
         self.master_port = free_port()
-        self.env = environment(
-            FACTS=str(self.facts_dir), TASKD_PORT=str(self.port), TASKD_PROCESS_ENABLE="on", MINDX_TASK_ID="test-job",
-            TASKD_LOG_PATH=str(self.log_dir), TASKD_TEST_MARK=self.mark,
-        ) | env
+        self.env = (
+            environment(
+                FACTS=str(self.facts_dir),
+                TASKD_PORT=str(self.port),
+                TASKD_PROCESS_ENABLE="on",
+                MINDX_TASK_ID="test-job",
+                TASKD_LOG_PATH=str(self.log_dir),
+                TASKD_TEST_MARK=self.mark,
+            )
+            | env
+        )
         self.manager: Output | None = None
         self.agents: list[Output] = []
 
@@ -204,22 +264,64 @@ class Job:
         self.manager = Output(command, self.env | env, self.directory / name, self.directory)
         return self.manager
 
-    def start_agent(self, script: str, *script_args: str, nproc: int = 4, options: tuple[str, ...] = (), prefix: tuple[str, ...] = (),
-                    warm: bool = True, **env: str) -> Output:
+    def start_agent(
+        self,
+        script: str,
+        *script_args: str,
+        nproc: int = 4,
+        options: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        warm: bool = True,
+        **env: str,
+    ) -> Output:
         """`warm`: not an interpreter of its own, but a fork of one that has imported torch."""
         path = SCRIPTS / script
-        if not any(option.startswith(("--standalone", "--rdzv", "--nnodes", "--master")) for option in options):
-            # torch's dynamic rendezvous would spend 1.5 s of processor time on looking at its own stack.
-            options = ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={self.master_port}", *options)
-        command = [*prefix, sys.executable, "-m", "taskd.run", f"--nproc-per-node={nproc}", *options, str(path), *script_args]
+        if not any(
+            option.startswith(("--standalone", "--rdzv", "--nnodes", "--master"))
+            for option in options
+        ):
+            # torch's dynamic rendezvous would spend 1.5 s of processor time on looking at its own
+            # stack.
+            options = (
+                "--nnodes=1",
+                "--node-rank=0",
+                "--master-addr=127.0.0.1",
+                f"--master-port={self.master_port}",
+                *options,
+            )
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "taskd.run",
+            f"--nproc-per-node={nproc}",
+            *options,
+            str(path),
+            *script_args,
+        ]
         if self.manager is not None and self.manager.process.poll() is None:
-            self.manager.wait_text("listens on", 60)      # a warm agent and its first fault would be there before a cold manager
-        agent = Output(command, self.env | env, self.directory / f"agent{len(self.agents)}.out", self.directory, warm=warm)
+            # a warm agent and its first fault would be there before a cold manager
+            self.manager.wait_text("listens on", 60)
+        agent = Output(
+            command,
+            self.env | env,
+            self.directory / f"agent{len(self.agents)}.out",
+            self.directory,
+            warm=warm,
+        )
         self.agents.append(agent)
         return agent
 
-    def run(self, script: str = "train.py", *, nproc: int = 4, timeout_s: float = 90, options: tuple[str, ...] = (),
-            manager: bool = True, **env: str) -> Finished:
+    def run(
+        self,
+        script: str = "train.py",
+        *,
+        nproc: int = 4,
+        timeout_s: float = 90,
+        options: tuple[str, ...] = (),
+        manager: bool = True,
+        **env: str,
+    ) -> Finished:
         """Manager and one torchrun; returns torchrun's end."""
         if manager:
             self.start_manager()
@@ -231,8 +333,15 @@ class Job:
 
     def story(self) -> str:
         """What everybody said so far and what each rank noted last, for the message of a test that waited in vain."""
-        said = [f"{process.path.name}:\n{process.text[-4000:]}" for process in [*self.agents, self.manager] if process is not None]
-        last = {fact["rank"]: f"rank {fact['rank']}, state {self._state(fact['pid'])}: {fact}" for fact in self.facts()}
+        said = [
+            f"{process.path.name}:\n{process.text[-4000:]}"
+            for process in [*self.agents, self.manager]
+            if process is not None
+        ]
+        last = {
+            fact["rank"]: f"rank {fact['rank']}, state {self._state(fact['pid'])}: {fact}"
+            for fact in self.facts()
+        }
         return "\n".join([*said, *(last[rank] for rank in sorted(last))])
 
     @staticmethod

@@ -1,6 +1,9 @@
-"""Runs a list of programs through a forkserver, one after the other: the child of tests/process/test_spawn.py.
+"""Runs a list of programs through a forkserver, one after the other.
 
-Usage: spawn_driver.py fork|exec JOBS.json RESULTS.json. A process of its own, because "fork" copies the process itself.
+The child of tests/process/test_spawn.py.
+
+Usage: spawn_driver.py fork|exec JOBS.json RESULTS.json. A process of its own, because "fork" copies
+the process itself.
 """
 
 import json
@@ -19,8 +22,17 @@ def main(mode: str, jobs_path: str, results_path: str) -> None:
     with open(jobs_path, encoding="utf-8") as file:
         jobs = json.load(file)
     for token, job in enumerate(jobs):
-        server.spawn(SpawnRequest(token=token, argv=tuple(job["argv"]), env=job["env"], cwd=job["cwd"],
-                                  stdout=job["stdout"], stderr=job["stderr"], ignored=processes.ignored_signals()))
+        server.spawn(
+            SpawnRequest(
+                token=token,
+                argv=tuple(job["argv"]),
+                env=job["env"],
+                cwd=job["cwd"],
+                stdout=job["stdout"],
+                stderr=job["stderr"],
+                ignored=processes.ignored_signals(),
+            )
+        )
         note, status = None, None
         deadline = time.monotonic() + 60
         while status is None:

@@ -1,4 +1,7 @@
-"""Ranks that have declared that they are recoverable and have not come to their function: slow ones, and some that never will."""
+"""Ranks that have declared that they are recoverable and have not come to their function.
+
+Slow ones, and some that never will.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,18 @@ def pids(job: harness.Job, what: str) -> dict[int, set[int]]:
     return found
 
 
-def test_a_rank_that_sets_up_for_longer_than_the_fault_timeout_is_left_alone(tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_sets_up_for_longer_than_the_fault_timeout_is_left_alone(
+    tmp_path: pathlib.Path,
+) -> None:
     with harness.job(tmp_path, CASE="slow", TASKD_FAULT_TIMEOUT="8", SETUP_S="12") as job:
         finished = job.run("entering.py", nproc=3)
         assert finished.returncode == 0, finished.output
         assert len(job.facts("fault")) == 1
-        assert {rank: len(found) for rank, found in pids(job, "began").items()} == {0: 1, 1: 2, 2: 1}
+        assert {rank: len(found) for rank, found in pids(job, "began").items()} == {
+            0: 1,
+            1: 2,
+            2: 1,
+        }
         assert sorted(pids(job, "done")) == [0, 1, 2]
 
 
@@ -48,4 +57,6 @@ def test_a_rank_that_leaves_before_its_function_is_wanted_back(tmp_path: pathlib
         assert len(job.facts("fault")) == 1
         assert sorted(pids(job, "done")) == [0, 1, 2]
         (record,) = job.recoveries()
-        assert [(fault["rank"], fault["kind"]) for fault in record["faults"]] == [(1, "exited early")]
+        assert [(fault["rank"], fault["kind"]) for fault in record["faults"]] == [
+            (1, "exited early")
+        ]

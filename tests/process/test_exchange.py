@@ -1,7 +1,7 @@
 """State and bucket layout across a recovery, with real gloo groups of 2 to 4 processes.
 
-The ranks are forked from a helper process (this file as a script). A fault is an agreed stop of all ranks; the victim then
-plays its own replacement: it forgets everything but its black box.
+The ranks are forked from a helper process (this file as a script). A fault is an agreed stop of all
+ranks; the victim then plays its own replacement: it forgets everything but its black box.
 """
 
 import json
@@ -22,7 +22,9 @@ def launch(world, scenario, **options):
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         command = [sys.executable, __file__, str(world), scenario, name, json.dumps(options)]
-        run = harness.Output(command, harness.environment(), directory / "output", directory, warm=True)
+        run = harness.Output(
+            command, harness.environment(), directory / "output", directory, warm=True
+        )
         try:
             done = run.wait(120)
         finally:
@@ -51,13 +53,20 @@ def test_a_replaced_rank_leaves_no_trace_in_the_result(version):
     for victim in (0, 2):
         got = launch(3, "train", faults=[{"version": version, "victims": [victim]}])
         assert digests(got) == digests(plain(3))
-        assert got[victim]["restored"] == [f"received version {version} from rank {1 if victim == 0 else 0}"]
+        assert got[victim]["restored"] == [
+            f"received version {version} from rank {1 if victim == 0 else 0}"
+        ]
         assert got[1]["restored"] == [f"kept in memory at version {version}"]
 
 
 @pytest.mark.slow
 def test_many_faults_in_a_row_and_two_victims_at_once():
-    faults = [{"version": 1, "victims": [0]}, {"version": 1, "victims": [1]}, {"version": 2, "victims": [0, 1]}, {"version": 4, "victims": []}]
+    faults = [
+        {"version": 1, "victims": [0]},
+        {"version": 1, "victims": [1]},
+        {"version": 2, "victims": [0, 1]},
+        {"version": 4, "victims": []},
+    ]
     assert digests(launch(3, "train", faults=faults)) == digests(plain(3))
 
 
@@ -78,9 +87,17 @@ def test_a_torn_copy_is_replaced():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["outside", "accumulate", "sgd", "adamw", "late_ddp", "static", "unused", "default_cap"])
+@pytest.mark.parametrize(
+    "variant",
+    ["outside", "accumulate", "sgd", "adamw", "late_ddp", "static", "unused", "default_cap"],
+)
 def test_variants_of_the_script_end_with_the_same_bits(variant):
-    got = launch(2, "train", variant=variant, faults=[{"version": 2, "victims": [0]}, {"version": 4, "victims": [1], "behind": [1]}])
+    got = launch(
+        2,
+        "train",
+        variant=variant,
+        faults=[{"version": 2, "victims": [0]}, {"version": 4, "victims": [1], "behind": [1]}],
+    )
     assert digests(got) == digests(plain(2, variant=variant))
 
 
@@ -119,7 +136,10 @@ def _make(variant, seed):
     torch.manual_seed(seed)
 
     class Net(nn.Module):
-        """Uses its layers in another order than it defines them; two share a weight, one is frozen."""
+        """Uses its layers in another order than it defines them.
+
+        Two share a weight, one is frozen.
+        """
 
         def __init__(self):
             super().__init__()
@@ -140,7 +160,9 @@ def _make(variant, seed):
     if variant == "sgd":
         optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
     elif variant == "adamw":
-        optimizer = torch.optim.AdamW([{"params": trained[:3], "lr": 0.003}, {"params": trained[3:]}], lr=0.01, amsgrad=True)
+        optimizer = torch.optim.AdamW(
+            [{"params": trained[:3], "lr": 0.003}, {"params": trained[3:]}], lr=0.01, amsgrad=True
+        )
     else:
         optimizer = torch.optim.Adam(trained, lr=0.01)
     return model, optimizer
@@ -188,7 +210,7 @@ class Rank:
     def connect(self):
         store = self.dist.PrefixStore(str(self.attempt), self.store)
         self.dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        self.retired.append(self.dist.group.WORLD)      # never freed, see taskd.worker.groups
+        self.retired.append(self.dist.group.WORLD)  # never freed, see taskd.worker.groups
 
     def run(self, store):
         self.store = store
@@ -228,16 +250,28 @@ class Rank:
 
         self.connect()
         # A replacement starts with other weights: nothing but the restore may bring the right ones.
-        model, optimizer = self.outside or _make(self.variant, 7 if self.attempt == 0 else 50 + self.rank)
+        model, optimizer = self.outside or _make(
+            self.variant, 7 if self.attempt == 0 else 50 + self.rank
+        )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         temperature = torch.nn.Parameter(torch.ones(3))
         second = torch.optim.SGD([temperature], lr=0.1, momentum=0.9)
         cap = {} if self.variant == "default_cap" else {"bucket_cap_mb": 0.01}
-        wrap = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(self.variant, {})
+        wrap = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(
+            self.variant, {}
+        )
         ddp = None if self.variant == "late_ddp" else DistributedDataParallel(model, **cap, **wrap)
         self.ema = Ema(model)
-        state = TrainState(model=ddp or model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, second=second, ema=self.ema, seen=0)
+        state = TrainState(
+            model=ddp or model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            second=second,
+            ema=self.ema,
+            seen=0,
+        )
         torch.manual_seed(1000 + self.rank)
         restored = state.restore()
         if restored.version is not None:
@@ -282,8 +316,14 @@ class Rank:
 
         import torch
 
-        data = b"".join(t.detach().numpy().tobytes() for t in (*model.state_dict().values(), *self.ema.shadow.values(), temperature))
-        return {"digest": hashlib.sha256(data + repr(state.seen).encode()).hexdigest(), "random": torch.rand(1).item()}
+        data = b"".join(
+            t.detach().numpy().tobytes()
+            for t in (*model.state_dict().values(), *self.ema.shadow.values(), temperature)
+        )
+        return {
+            "digest": hashlib.sha256(data + repr(state.seen).encode()).hexdigest(),
+            "random": torch.rand(1).item(),
+        }
 
     # -------------------------------------------------------- other scenarios
 
@@ -325,10 +365,19 @@ class Rank:
                 g = torch.Generator().manual_seed(seed)
                 rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
                 self.big = torch.nn.Parameter(rand(70_001))
-                self.last = torch.nn.Parameter(rand(8, 30, 20, 20).contiguous(memory_format=torch.channels_last))
+                self.last = torch.nn.Parameter(
+                    rand(8, 30, 20, 20).contiguous(memory_format=torch.channels_last)
+                )
                 self.narrow = torch.nn.Parameter(rand(3001).to(torch.bfloat16))
-                for name, value in {"scalar": rand(1)[0], "empty": rand(0, 3), "flag": rand(7) > 0.5, "integers": (rand(5) * 99).long(),
-                                    "pairs": torch.complex(rand(4), rand(4)), "turned": rand(60, 70).t(), "small": rand(2000)}.items():
+                for name, value in {
+                    "scalar": rand(1)[0],
+                    "empty": rand(0, 3),
+                    "flag": rand(7) > 0.5,
+                    "integers": (rand(5) * 99).long(),
+                    "pairs": torch.complex(rand(4), rand(4)),
+                    "turned": rand(60, 70).t(),
+                    "small": rand(2000),
+                }.items():
                     self.register_buffer(name, value)
 
         def entry(seed):
@@ -341,7 +390,10 @@ class Rank:
                     p.grad = torch.ones_like(p)
                 optimizer.step()
                 state.commit()
-            own = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
+            own = [
+                *model.state_dict().values(),
+                *(t for s in optimizer.state.values() for t in s.values()),
+            ]
             return [t.clone() for t in own]
 
         expected, _ = self.job.enter(entry, 0)
@@ -353,11 +405,19 @@ class Rank:
         self.dist.all_gather_object(shared, got)
         if self.rank == 0:
             return {"equal": all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))}
-        return {"equal": len(got) == 19 and all(torch.equal(a, b) for a, b in zip(shared[0], got, strict=True))}
+        return {
+            "equal": len(got) == 19
+            and all(torch.equal(a, b) for a, b in zip(shared[0], got, strict=True))
+        }
 
 
 def main():
-    world, scenario, directory, options = int(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+    world, scenario, directory, options = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3],
+        json.loads(sys.argv[4]),
+    )
     import torch
     import torch._dynamo  # before the fork: the first optimizer step needs it
     import torch.distributed as dist

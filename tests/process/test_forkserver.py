@@ -1,4 +1,7 @@
-"""The forkserver's own duties: descriptors, exit reports, orphans, its own death and its agent's, when not to fork."""
+"""The forkserver's own duties.
+
+Descriptors, exit reports, orphans, its own death and its agent's, when not to fork.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,16 @@ class Client:
         script.write_text(source, encoding="utf-8")
         argv = options.pop("argv", ("-u", script.name))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-        self.server.spawn(SpawnRequest(token=self._token, argv=argv, env=environment, cwd=str(self.folder),
-                                       stdout=str(self.folder / f"out{self._token}"), **options))
+        self.server.spawn(
+            SpawnRequest(
+                token=self._token,
+                argv=argv,
+                env=environment,
+                cwd=str(self.folder),
+                stdout=str(self.folder / f"out{self._token}"),
+                **options,
+            )
+        )
         return self._token
 
     def await_reply(self, kind: type, token: int) -> Any:
@@ -53,7 +64,9 @@ class Client:
             for reply in self.replies:
                 if isinstance(reply, kind) and reply.token == token:
                     return reply
-            assert select.select([self.server.fd], [], [], max(0.0, deadline - time.monotonic()))[0], "no answer"
+            assert select.select([self.server.fd], [], [], max(0.0, deadline - time.monotonic()))[
+                0
+            ], "no answer"
             self.replies += self.server.read()
 
     def output(self, token: int) -> str:
@@ -96,12 +109,17 @@ def await_end(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], f"{pid} lives"
+    assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], (
+        f"{pid} lives"
+    )
     os.close(descriptor)
 
 
 def test_workers_draw_different_random_numbers(shared: Client) -> None:
-    source = "import random, numpy, torch, os\nprint(random.random(), numpy.random.rand(), torch.rand(1).item(), os.urandom(4).hex())"
+    source = (
+        "import random, numpy, torch, os\nprint(random.random(), numpy.random.rand(), "
+        "torch.rand(1).item(), os.urandom(4).hex())"
+    )
     tokens = [shared.spawn(source) for _ in range(2)]
     for token in tokens:
         assert shared.await_reply(Exited, token).status == 0
@@ -113,10 +131,13 @@ def test_only_passed_descriptors_are_open(shared: Client) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     token = shared.spawn(
         "import os, socket\n"
-        "fds = sorted(int(n) for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}'))\n"
+        "fds = sorted(int(n) for n in os.listdir('/proc/self/fd') if "
+        "os.path.exists(f'/proc/self/fd/{n}'))\n"
         "extra = [n for n in fds if n > 2]\n"
-        "socket.socket(fileno=extra[0]).send(repr([len(extra), os.get_inheritable(extra[0])]).encode())\n",
-        fds={"channel": theirs.fileno()})
+        "socket.socket(fileno=extra[0]).send(repr([len(extra), "
+        "os.get_inheritable(extra[0])]).encode())\n",
+        fds={"channel": theirs.fileno()},
+    )
     theirs.close()
     assert shared.await_reply(Exited, token).status == 0
     assert ours.recv(100) == b"[1, False]"
@@ -127,9 +148,13 @@ def test_fresh_interpreter_gets_the_bootstrap(shared: Client) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     token = shared.spawn(
         "import json, os, socket\nworker = json.loads(os.environ['TASKD_WORKER'])\n"
-        "assert worker['pid'] == os.getpid() and worker['previous_fd'] is None and worker['rank'] == 5\n"
+        "assert worker['pid'] == os.getpid() and worker['previous_fd'] is None and worker['rank'] "
+        "== 5\n"
         "socket.socket(fileno=worker['channel_fd']).send(b'here')\n",
-        kind="exec", fds={"channel": theirs.fileno()}, worker={"rank": 5})
+        kind="exec",
+        fds={"channel": theirs.fileno()},
+        worker={"rank": 5},
+    )
     theirs.close()
     assert shared.await_reply(Started, token).note == "asked for"
     assert shared.await_reply(Exited, token).status == 0
@@ -138,7 +163,10 @@ def test_fresh_interpreter_gets_the_bootstrap(shared: Client) -> None:
 
 
 def test_nothing_of_a_dead_worker_outlives_it(shared: Client) -> None:
-    token = shared.spawn("import os, time\npid = os.fork()\nif pid == 0:\n    time.sleep(600)\nprint(pid)\ntime.sleep(600)\n")
+    token = shared.spawn(
+        "import os, time\npid = os.fork()\nif pid == 0:\n    "
+        "time.sleep(600)\nprint(pid)\ntime.sleep(600)\n"
+    )
     child = int(shared.await_output(token))
     os.kill(shared.await_reply(Started, token).pid, signal.SIGKILL)
     assert shared.await_reply(Exited, token).status == -signal.SIGKILL
@@ -157,7 +185,10 @@ def test_pidfd_tells_the_end(shared: Client) -> None:
 
 
 def test_workers_outlive_the_forkserver(own: Client) -> None:
-    token = own.spawn("import os, sys, time\nprint('up')\nwhile os.path.exists('wait'):\n    time.sleep(0.01)\nsys.exit(7)\n")
+    token = own.spawn(
+        "import os, sys, time\nprint('up')\nwhile os.path.exists('wait'):\n    "
+        "time.sleep(0.01)\nsys.exit(7)\n"
+    )
     (own.folder / "wait").touch()
     own.await_output(token)
     started = own.await_reply(Started, token)
@@ -186,15 +217,22 @@ def test_close_ends_live_workers(own: Client) -> None:
 def test_loss_of_the_agent_ends_workers(tmp_path: Path, mode: str) -> None:
     """A worker that ignores SIGTERM too; the agent is killed and can do nothing about it."""
     (tmp_path / "work.py").write_text(
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid(), os.getppid())\n"
-        "time.sleep(600)\n", encoding="utf-8")
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, "
+        "signal.SIG_IGN)\nprint(os.getpid(), os.getppid())\n"
+        "time.sleep(600)\n",
+        encoding="utf-8",
+    )
     agent = (
         "import os, signal, time\nfrom taskd.agent.forkserver import Forkserver, SpawnRequest\n"
         f"server = Forkserver.start({mode!r})\n"
-        "server.spawn(SpawnRequest(token=1, argv=('-u', 'work.py'), env=dict(os.environ), cwd=os.getcwd()))\n"
-        "time.sleep(600)\n")
+        "server.spawn(SpawnRequest(token=1, argv=('-u', 'work.py'), env=dict(os.environ), "
+        "cwd=os.getcwd()))\n"
+        "time.sleep(600)\n"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", agent], cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", agent], cwd=tmp_path, env=environment, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], DEADLINE_S)[0]
         pids = [int(word) for word in process.stdout.readline().split()]
@@ -203,9 +241,14 @@ def test_loss_of_the_agent_ends_workers(tmp_path: Path, mode: str) -> None:
         await_end(pid)
 
 
-def test_preloaded_thread_makes_workers_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloaded_thread_makes_workers_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "starts_a_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n", encoding="utf-8")
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), "
+        "daemon=True).start()\n",
+        encoding="utf-8",
+    )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     client = Client(Forkserver.start("exec", ["starts_a_thread"]), tmp_path)
     try:
@@ -228,7 +271,9 @@ def test_missing_preload_is_survived(tmp_path: Path) -> None:
 
 
 def test_title_and_fields_of_a_worker(shared: Client) -> None:
-    token = shared.spawn("print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0))[-1])")
+    token = shared.spawn(
+        "print(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0))[-1])"
+    )
     assert shared.await_reply(Exited, token).status == 0
     assert shared.output(token) == f"script{token}.py\n"
     title = Path(f"/proc/{shared.server.pid}/cmdline").read_text(encoding="utf-8").rstrip("\0")
@@ -246,18 +291,30 @@ def test_a_process_with_threads_is_not_forked() -> None:
         thread.join()
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ([], None), (["-u"], None), (["-W", "ignore"], "-W"), (["-X", "dev"], "-X"), (["-E"], "-E"),
-])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], None),
+        (["-u"], None),
+        (["-W", "ignore"], "-W"),
+        (["-X", "dev"], "-X"),
+        (["-E"], "-E"),
+    ],
+)
 def test_options_of_the_interpreter(options: list[str], expected: str | None) -> None:
     code = "from taskd.agent.forkserver import why_not_fork; print(why_not_fork())"
-    done = subprocess.run([sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
-                          capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+    )
     assert done.stdout == "None\n" if expected is None else expected in done.stdout
 
 
 def test_a_process_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_HARMLESS_DEVICES", ())     # so that /dev/null counts as a device
+    monkeypatch.setattr(processes, "_HARMLESS_DEVICES", ())  # so that /dev/null counts as a device
     with open("/dev/null", "rb"):
         assert processes.device_files()
         assert "/dev/null" in (forkserver.why_not_fork() or "")
@@ -265,10 +322,19 @@ def test_a_process_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) 
 
 def test_numpy_pool_does_not_count() -> None:
     """OpenBLAS ends its threads before a fork; a process that has only those may be forked."""
-    code = ("import numpy, json\nfrom taskd.agent import forkserver, processes\n"
-            "before = processes.thread_count()\nprint(json.dumps([before, forkserver.why_not_fork(), processes.thread_count()]))")
+    code = (
+        "import numpy, json\nfrom taskd.agent import forkserver, processes\n"
+        "before = processes.thread_count()\nprint(json.dumps([before, "
+        "forkserver.why_not_fork(), processes.thread_count()]))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=DEADLINE_S,
-                          env={**environment, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "2"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+        env={**environment, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "2"},
+    )
     before, reason, after = json.loads(done.stdout)
     assert (before, reason, after) == (min(2, os.cpu_count() or 1), None, 1)

@@ -1,4 +1,7 @@
-"""Ranks that stand still while the others wait for them: found, named, killed with their stacks taken, and replaced."""
+"""Ranks that stand still while the others wait for them.
+
+Found, named, killed with their stacks taken, and replaced.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401 - a fixture
+from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib
@@ -20,13 +23,25 @@ STEP_S = "0.05"
 
 @pytest.mark.parametrize(
     ("how", "detail"),
-    [("stop", "stopped by a signal"), ("spin", "with the interpreter lock held"), ("sleep", "asleep")],
+    [
+        ("stop", "stopped by a signal"),
+        ("spin", "with the interpreter lock held"),
+        ("sleep", "asleep"),
+    ],
 )
 @pytest.mark.parametrize("place", ["step", "forward"])
-def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference, how: str, detail: str, place: str) -> None:  # noqa: F811
+def test_a_rank_that_stands_still_is_replaced(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+    how: str,
+    detail: str,
+    place: str,
+) -> None:
     with harness.job(tmp_path, FAULTS=f"2@20:{place}:{how}", STEPS="30", SLEEP_S=STEP_S) as job:
         finished = job.run()
-        check_recovered(job, finished, reference(STEPS="30", SLEEP_S=STEP_S), faults=1, replaced={2})
+        check_recovered(
+            job, finished, reference(STEPS="30", SLEEP_S=STEP_S), faults=1, replaced={2}
+        )
         (record,) = job.recoveries()
         (fault,) = record["faults"]
         assert (fault["rank"], fault["kind"]) == (2, "hang")
@@ -37,8 +52,14 @@ def test_a_rank_that_stands_still_is_replaced(tmp_path: pathlib.Path, reference,
         assert record["steps_redone"] == 0
 
 
-def test_what_ranks_said_before_the_manager_answered_is_known(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
-    """The agent's registration is on its way while they begin to train: a rank that was not known to would never be judged."""
+def test_what_ranks_said_before_the_manager_answered_is_known(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """The agent's registration is on its way while they begin to train.
+
+    A rank that was not known to would never be judged.
+    """
     with harness.job(tmp_path, FAULTS="2@60:step:sleep", STEPS="70", SLEEP_S=STEP_S) as job:
         manager = job.start_manager()
         manager.wait_text("listens on", 30)
@@ -47,24 +68,44 @@ def test_what_ranks_said_before_the_manager_answered_is_known(tmp_path: pathlib.
         wait_for_step(job, 5)
         assert "registered" not in manager.text
         manager.process.send_signal(signal.SIGCONT)
-        check_recovered(job, agent.wait(90), reference(STEPS="70", SLEEP_S=STEP_S), faults=1, replaced={2})
+        check_recovered(
+            job, agent.wait(90), reference(STEPS="70", SLEEP_S=STEP_S), faults=1, replaced={2}
+        )
         (record,) = job.recoveries()
         assert [fault["rank"] for fault in record["faults"]] == [2]
         assert record["total_s"] < 20
 
 
-def test_one_that_gave_its_state_to_another_is_found_like_any_other(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+def test_one_that_gave_its_state_to_another_is_found_like_any_other(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
     """What it has sent is no collective, and makes nobody look further than the others."""
-    with harness.job(tmp_path, FAULTS="2@10:step:kill;3@20:step:sleep;0@24:forward:sleep;1@28:step:sleep", STEPS="32", SLEEP_S=STEP_S) as job:
+    with harness.job(
+        tmp_path,
+        FAULTS="2@10:step:kill;3@20:step:sleep;0@24:forward:sleep;1@28:step:sleep",
+        STEPS="32",
+        SLEEP_S=STEP_S,
+    ) as job:
         finished = job.run()
-        check_recovered(job, finished, reference(STEPS="32", SLEEP_S=STEP_S), faults=4, replaced={0, 1, 2, 3})
+        check_recovered(
+            job, finished, reference(STEPS="32", SLEEP_S=STEP_S), faults=4, replaced={0, 1, 2, 3}
+        )
         assert [record["faults"][0]["rank"] for record in job.recoveries()] == [2, 3, 0, 1]
         assert all(record["total_s"] < 20 for record in job.recoveries())
 
 
 def test_slow_steps_a_long_checkpoint_and_a_slow_start_are_no_hangs(tmp_path: pathlib.Path) -> None:
     """A small version of `benchmarks/hangs.py --steps 10000`."""
-    with harness.job(tmp_path, STEPS="300", STEP_S="0.02", SLOW_SHARE="0.02", FIRST_S="6", SAVE_AT="50,150", SAVE_S="5") as job:
+    with harness.job(
+        tmp_path,
+        STEPS="300",
+        STEP_S="0.02",
+        SLOW_SHARE="0.02",
+        FIRST_S="6",
+        SAVE_AT="50,150",
+        SAVE_S="5",
+    ) as job:
         finished = job.run("slow.py")
         assert finished.returncode == 0, finished.output
         assert len(job.facts("slow")) >= 3

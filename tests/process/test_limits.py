@@ -18,14 +18,24 @@ pytestmark = pytest.mark.slow
 def run_under(job: harness.Job, limits: str) -> harness.Finished:
     """Manager and torchrun, both started by a shell that sets limits first."""
     job.start_manager()
-    command = ["sh", "-c", f'{limits} && exec "$0" "$@"', sys.executable, "-m", "taskd.run", "--nproc-per-node=2",
-               str(harness.SCRIPTS / "train.py")]
+    command = [
+        "sh",
+        "-c",
+        f'{limits} && exec "$0" "$@"',
+        sys.executable,
+        "-m",
+        "taskd.run",
+        "--nproc-per-node=2",
+        str(harness.SCRIPTS / "train.py"),
+    ]
     agent = harness.Output(command, job.env, job.directory / "agent.out", job.directory)
     job.agents.append(agent)
     return agent.wait(90)
 
 
-def test_a_job_trains_and_recovers_without_locked_memory_and_with_few_descriptors(tmp_path: pathlib.Path) -> None:
+def test_a_job_trains_and_recovers_without_locked_memory_and_with_few_descriptors(
+    tmp_path: pathlib.Path,
+) -> None:
     with harness.job(tmp_path, FAULTS="1@5:forward:kill") as job:
         finished = run_under(job, "ulimit -l 0 && ulimit -n 72")
         assert finished.returncode == 0, finished.output
@@ -37,9 +47,12 @@ def test_a_job_trains_and_recovers_without_locked_memory_and_with_few_descriptor
 
 def test_where_no_black_box_can_be_made_one_line_says_why(tmp_path: pathlib.Path) -> None:
     with harness.job(tmp_path) as job:
-        finished = run_under(job, "ulimit -f 8000")     # 512 bytes each: below a box, above a log
+        finished = run_under(job, "ulimit -f 8000")  # 512 bytes each: below a box, above a log
         assert finished.returncode == 1, finished.output
-        assert "taskd: the workers of node 0 could not be started: [Errno 27] no black box, a file of 16 MiB in memory: File too large" \
-            in finished.output
+        assert (
+            "taskd: the workers of node 0 could not be started: [Errno 27] no black box, a "
+            "file "
+            "of 16 MiB in memory: File too large"
+        ) in finished.output
         assert "Traceback" not in finished.output
         assert job.facts() == []

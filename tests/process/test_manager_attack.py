@@ -1,4 +1,7 @@
-"""A real manager on loopback meets strangers, liars and floods; afterwards it still serves the one who behaves."""
+"""A real manager on loopback meets strangers, liars and floods.
+
+Afterwards it still serves the one who behaves.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,16 @@ MAX_RSS_KB = 60 * 1024
 class Client:
     """A dealer that says what it is told to say."""
 
-    def __init__(self, port: int, *, role: str = "agent", job_id: str = "test-job", incarnation: str = "a0",
-                 node_rank: int = 0, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        port: int,
+        *,
+        role: str = "agent",
+        job_id: str = "test-job",
+        incarnation: str = "a0",
+        node_rank: int = 0,
+        rank: int | None = None,
+    ) -> None:
         self.dealer = zeromq.Dealer(f"127.0.0.1:{port}", f"{role}-{node_rank}-{rank}-{incarnation}")
         self.envelope = codec.Envelope(job_id, role, node_rank, rank, incarnation, 0, 0, "test")
 
@@ -41,7 +52,9 @@ class Client:
     def register(self) -> None:
         workers = (events.WorkerReport(0, 0, "running"),)
         incarnation = self.envelope.incarnation
-        self.say(messages.AgentRegistered(self.envelope.node_rank, incarnation, 1, 1, 0, 0, 0, workers))
+        self.say(
+            messages.AgentRegistered(self.envelope.node_rank, incarnation, 1, 1, 0, 0, 0, workers)
+        )
 
     def answer(self) -> messages.Message:
         """The next message of the manager."""
@@ -82,7 +95,7 @@ def rss_kb(pid: int) -> int:
 
 
 def shout(port: int, data: bytes) -> None:
-    """Raw bytes on a TCP connection, read back until the manager has had enough, or says nothing more."""
+    """Send raw bytes over TCP, and read until the manager closes or says nothing more."""
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
         try:
             connection.sendall(data)
@@ -90,14 +103,22 @@ def shout(port: int, data: bytes) -> None:
             while connection.recv(4096):
                 pass
         except OSError:
-            pass                 # it hung up on us: that is fine
+            pass  # it hung up on us: that is fine
 
 
-def test_the_manager_survives_everything_that_can_be_sent_to_its_port(job: harness.Job, agent: Client) -> None:
+def test_the_manager_survives_everything_that_can_be_sent_to_its_port(
+    job: harness.Job, agent: Client
+) -> None:
     rng = random.Random(7)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    for data in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 1000, greeting + rng.randbytes(500), greeting[:30], b"",
-                 *(rng.randbytes(rng.randrange(1, 3000)) for _ in range(20))):
+    for data in (
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\xff" * 1000,
+        greeting + rng.randbytes(500),
+        greeting[:30],
+        b"",
+        *(rng.randbytes(rng.randrange(1, 3000)) for _ in range(20)),
+    ):
         shout(job.port, data)
 
     stranger = Client(job.port, incarnation="stranger", node_rank=5)
@@ -127,7 +148,9 @@ def test_the_manager_survives_everything_that_can_be_sent_to_its_port(job: harne
         foreigner.dealer.close()
     liar = Client(job.port, incarnation="liar", node_rank=0)
     liar.say(translate.event_to_message(events.AgentLeft(0.0, "", 0, "failed", "I say so")))
-    assert liar.answer() == messages.HeartbeatAck(agent.ask().manager_incarnation, known=False, generation=0)
+    assert liar.answer() == messages.HeartbeatAck(
+        agent.ask().manager_incarnation, known=False, generation=0
+    )
 
     assert job.manager is not None
     agent.ask()
@@ -135,25 +158,34 @@ def test_the_manager_survives_everything_that_can_be_sent_to_its_port(job: harne
     for client in (stranger, monster, rival, liar):
         client.dealer.close()
 
-    agent.register()             # connections broke around it, so it may have been asked to
+    agent.register()  # connections broke around it, so it may have been asked to
     assert isinstance(agent.answer(), messages.Accepted)
     agent.say(messages.WorkerFinished(0, 0))
     agent.say(messages.AgentLeft(0, "succeeded", ""))
     finished = job.manager.wait(LIMIT_S)
     assert finished.returncode == 0, finished.output
     (summary,) = [line for line in finished.output.splitlines() if "refused in all" in line]
-    counts = {words.rsplit(" ", 1)[0].strip(): int(words.rsplit(" ", 1)[1]) for words in summary.split("refused in all:")[1].split(",")}
+    counts = {
+        words.rsplit(" ", 1)[0].strip(): int(words.rsplit(" ", 1)[1])
+        for words in summary.split("refused in all:")[1].split(",")
+    }
     assert counts["malformed"] >= 140
     assert {name: counts[name] for name in ("version", "unknown type", "size", "refused")} == {
-        "version": 2, "unknown type": 1, "size": 1, "refused": 1}
+        "version": 2,
+        "unknown type": 1,
+        "size": 1,
+        "refused": 1,
+    }
     assert counts["foreign"] >= 3
     assert counts["connection"] >= 3
     assert "Traceback" not in finished.output
     assert finished.output.count("refused a message of agent-5-None-stranger: malformed") == 1
 
 
-@pytest.mark.extended            # tests/unit/manager has the same without a socket
-def test_odd_values_in_messages_of_every_type_are_refused_and_the_job_goes_on(job: harness.Job, agent: Client, tmp_path: pathlib.Path) -> None:
+@pytest.mark.extended  # tests/unit/manager has the same without a socket
+def test_odd_values_in_messages_of_every_type_are_refused_and_the_job_goes_on(
+    job: harness.Job, agent: Client, tmp_path: pathlib.Path
+) -> None:
     dice, model = random.Random(7), fuzz_manager.Job(tmp_path / "model")
     odd = Client(job.port, incarnation="odd", node_rank=1)
     for _ in range(300):
@@ -174,7 +206,9 @@ def test_odd_values_in_messages_of_every_type_are_refused_and_the_job_goes_on(jo
     odd.dealer.close()
 
 
-def test_a_taken_port_ends_a_second_manager_with_code_2_and_says_where_to_look(job: harness.Job) -> None:
+def test_a_taken_port_ends_a_second_manager_with_code_2_and_says_where_to_look(
+    job: harness.Job,
+) -> None:
     first = job.manager
     starting = job.start_manager()
     second = starting.wait(LIMIT_S)
@@ -191,7 +225,9 @@ def test_a_wrong_setting_ends_the_manager_with_code_2(tmp_path: pathlib.Path) ->
     assert "TASKD_FAULT_TIMEOUT='never'" in finished.output
 
 
-def test_sigterm_ends_the_manager_in_order_and_a_new_one_takes_over(job: harness.Job, agent: Client) -> None:
+def test_sigterm_ends_the_manager_in_order_and_a_new_one_takes_over(
+    job: harness.Job, agent: Client
+) -> None:
     first = job.manager
     assert first is not None
     first.process.send_signal(signal.SIGTERM)
@@ -207,7 +243,9 @@ def test_sigterm_ends_the_manager_in_order_and_a_new_one_takes_over(job: harness
     assert job.manager.wait(LIMIT_S).returncode == 1
 
 
-def test_promises_on_the_command_line_are_held_against_registrations(tmp_path: pathlib.Path) -> None:
+def test_promises_on_the_command_line_are_held_against_registrations(
+    tmp_path: pathlib.Path,
+) -> None:
     with harness.job(tmp_path) as job:
         job.start_manager("--nnodes", "2", "--nproc-per-node", "8").wait_text("listens on", LIMIT_S)
         client = Client(job.port)
@@ -218,15 +256,22 @@ def test_promises_on_the_command_line_are_held_against_registrations(tmp_path: p
         client.dealer.close()
 
 
-def test_the_manager_is_small_loads_no_torch_and_sleeps_while_nothing_happens(job: harness.Job) -> None:
+def test_the_manager_is_small_loads_no_torch_and_sleeps_while_nothing_happens(
+    job: harness.Job,
+) -> None:
     assert job.manager is not None
     pid = job.manager.process.pid
     assert "torch" not in pathlib.Path(f"/proc/{pid}/maps").read_text()
     assert rss_kb(pid) <= MAX_RSS_KB
-    # Asleep without a timeout: its main thread waits in poll(2) with -1, so that nothing but a message wakes it.
+    # Asleep without a timeout: its main thread waits in poll(2) with -1, so that nothing but a
+    # message wakes it.
     deadline = time.monotonic() + LIMIT_S
     while True:
-        call = pathlib.Path(f"/proc/{pid}/syscall").read_text().split() if os.access(f"/proc/{pid}/syscall", os.R_OK) else []
+        call = (
+            pathlib.Path(f"/proc/{pid}/syscall").read_text().split()
+            if os.access(f"/proc/{pid}/syscall", os.R_OK)
+            else []
+        )
         if not call or call[0] == "running" or time.monotonic() > deadline:
             break
         if call[0] == "7" and call[3] in ("0xffffffff", "0xffffffffffffffff"):

@@ -1,4 +1,7 @@
-"""Snapshots on a buddy node: a whole node is killed, and the dump is complete all the same; the next start goes on from it to the last bit."""
+"""Snapshots on a buddy node: a whole node is killed, and the dump is complete all the same.
+
+The next start goes on from it to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,20 @@ pytestmark = pytest.mark.slow
 
 EVERY, STEPS = 3, 60
 TRAINING = {"LAYOUT": "fsdp", "NOISE": "1", "STEPS": str(STEPS)}
-MIRRORED = {**TRAINING, "SNAPSHOT_EVERY": str(EVERY), "SNAPSHOT_BUDDY": "1", "STEP_S": "0.03", "TASKD_FAULT_TIMEOUT": "6", "TASKD_RECOVER_STRATEGY": "dump"}
+MIRRORED = {
+    **TRAINING,
+    "SNAPSHOT_EVERY": str(EVERY),
+    "SNAPSHOT_BUDDY": "1",
+    "STEP_S": "0.03",
+    "TASKD_FAULT_TIMEOUT": "6",
+    "TASKD_RECOVER_STRATEGY": "dump",
+}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path) -> dict[int, str]:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path
+) -> dict[int, str]:
     """Digests of a run without faults, on one node."""
 
     def train() -> dict[int, str]:
@@ -37,15 +49,31 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib
             assert job.run("sharded.py").returncode == 0
             return job.digests()
 
-    return {int(rank): digest for rank, digest in harness.once(shared_folder, f"sharded {sorted(TRAINING.items())}", train).items()}
+    return {
+        int(rank): digest
+        for rank, digest in harness.once(
+            shared_folder, f"sharded {sorted(TRAINING.items())}", train
+        ).items()
+    }
 
 
 def start(job: harness.Job, hosts: Sequence[str], nproc: int = 2) -> list[harness.Output]:
     """A manager, and one torchrun on each of the hosts, which differ by name alone."""
     job.start_manager()
-    options = (f"--nnodes={len(hosts)}", "--master-addr=127.0.0.1", f"--master-port={job.master_port}")
-    return [job.start_agent("sharded.py", nproc=nproc, options=(*options, f"--node-rank={node_rank}"), TASKD_HOST=host)
-            for node_rank, host in enumerate(hosts)]
+    options = (
+        f"--nnodes={len(hosts)}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={job.master_port}",
+    )
+    return [
+        job.start_agent(
+            "sharded.py",
+            nproc=nproc,
+            options=(*options, f"--node-rank={node_rank}"),
+            TASKD_HOST=host,
+        )
+        for node_rank, host in enumerate(hosts)
+    ]
 
 
 def kill_node(agent: harness.Output) -> None:
@@ -61,11 +89,19 @@ def kill_node(agent: harness.Output) -> None:
 
 def committed(job: harness.Job) -> dict[int, int]:
     """The newest step that each rank said it had committed."""
-    return {rank: max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank) for rank in range(4)}
+    return {
+        rank: max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank)
+        for rank in range(4)
+    }
 
 
-def dump_of(job: harness.Job, survivor: harness.Output, lost: int, every: int = EVERY) -> folder.Checkpoint:
-    """The job has ended as it does when the node `lost` has vanished and its shards were elsewhere; what it has left."""
+def dump_of(
+    job: harness.Job, survivor: harness.Output, lost: int, every: int = EVERY
+) -> folder.Checkpoint:
+    """The job has ended as it does when the node `lost` has vanished and its shards were elsewhere.
+
+    What it has left.
+    """
     finished = survivor.wait(60)
     assert finished.returncode == 2, job.story()
     assert job.manager is not None
@@ -73,7 +109,10 @@ def dump_of(job: harness.Job, survivor: harness.Output, lost: int, every: int = 
     (checkpoint,) = checkpoints(job)
     version = checkpoint.manifest.version
     assert checkpoint.manifest.fault == f"the agent of node {lost} has been silent for 6 s"
-    assert finished.last_line == f"taskd: job test-job has ended: {checkpoint.manifest.fault}; step {version} was saved in {checkpoint.path}"
+    assert finished.last_line == (
+        f"taskd: job test-job has ended: {checkpoint.manifest.fault}; "
+        f"step {version} was saved in {checkpoint.path}"
+    )
     assert set(checkpoint.manifest.writers) == ({2, 3} if lost == 0 else {0, 1})
     assert checkpoint.manifest.world_size == 4
     assert version % every == 0
@@ -82,7 +121,9 @@ def dump_of(job: harness.Job, survivor: harness.Output, lost: int, every: int = 
 
 
 @pytest.mark.parametrize("lost", [1, 0])
-def test_the_shards_of_a_lost_node_are_in_the_dump(tmp_path: pathlib.Path, undisturbed: dict[int, str], lost: int) -> None:
+def test_the_shards_of_a_lost_node_are_in_the_dump(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str], lost: int
+) -> None:
     with harness.job(tmp_path, **MIRRORED) as job:
         agents = start(job, ("one", "two"))
         wait_for_step(job, 12)
@@ -93,16 +134,23 @@ def test_the_shards_of_a_lost_node_are_in_the_dump(tmp_path: pathlib.Path, undis
         version = checkpoint.manifest.version
         assert 0 < version <= max(reached.values()) + 1
         if lost == 1:
-            resumed(job, version, script="sharded.py")       # on one node
+            resumed(job, version, script="sharded.py")  # on one node
         else:
             for agent in start(job, ("one", "two")):
                 assert agent.wait(60).returncode == 0, job.story()
-            assert {fact["source"] for fact in job.facts("restored")[-4:]} == {f"read version {version} from {checkpoint.path}"}
+            assert {fact["source"] for fact in job.facts("restored")[-4:]} == {
+                f"read version {version} from {checkpoint.path}"
+            }
         assert job.digests() == undisturbed
 
 
-def test_mirrors_that_are_slower_than_steps_still_meet_in_one_version(tmp_path: pathlib.Path, undisturbed: dict[int, str]) -> None:
-    """A snapshot is due after every step, and a step takes a few milliseconds: most are left out, by all ranks alike."""
+def test_mirrors_that_are_slower_than_steps_still_meet_in_one_version(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str]
+) -> None:
+    """A snapshot is due after every step, and a step takes a few milliseconds.
+
+    Most are left out, by all ranks alike.
+    """
     with harness.job(tmp_path, **MIRRORED | {"SNAPSHOT_EVERY": "1", "STEP_S": "0.005"}) as job:
         agents = start(job, ("one", "two"))
         wait_for_step(job, 15)
@@ -113,7 +161,9 @@ def test_mirrors_that_are_slower_than_steps_still_meet_in_one_version(tmp_path: 
         assert job.digests() == undisturbed
 
 
-def test_mirrors_follow_a_recovery_in_place(tmp_path: pathlib.Path, undisturbed: dict[int, str]) -> None:
+def test_mirrors_follow_a_recovery_in_place(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str]
+) -> None:
     """A rank dies and everybody goes back; then the node of that rank is lost."""
     faults = {"FAULTS": "3@10:backward-end:kill", "TASKD_RECOVER_STRATEGY": "recover-in-place,dump"}
     with harness.job(tmp_path, **MIRRORED | faults) as job:
@@ -128,7 +178,9 @@ def test_mirrors_follow_a_recovery_in_place(tmp_path: pathlib.Path, undisturbed:
         assert job.digests() == undisturbed
 
 
-def test_a_manager_that_was_restarted_knows_the_mirrors(tmp_path: pathlib.Path, undisturbed: dict[int, str]) -> None:
+def test_a_manager_that_was_restarted_knows_the_mirrors(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str]
+) -> None:
     with harness.job(tmp_path, **MIRRORED) as job:
         agents = start(job, ("one", "two"))
         wait_for_step(job, 9)
@@ -139,20 +191,49 @@ def test_a_manager_that_was_restarted_knows_the_mirrors(tmp_path: pathlib.Path, 
         kill_node(agents[1])
         assert max(committed(job).values()) < STEPS
         checkpoint = dump_of(job, agents[0], 1)
-        assert not any("mirrors its snapshots on" in line for agent in agents for line in agent.text.split("mirrors its snapshots on", 1)[1].splitlines())
+        assert not any(
+            "mirrors its snapshots on" in line
+            for agent in agents
+            for line in agent.text.split("mirrors its snapshots on", 1)[1].splitlines()
+        )
         resumed(job, checkpoint.manifest.version, script="sharded.py")
         assert job.digests() == undisturbed
 
 
 def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[int, str]) -> None:
-    """Two hosts with addresses of their own, a secret, and a cable that is pulled: no connection breaks, they all fall silent."""
+    """Two hosts with addresses of their own, a secret, and a cable that is pulled.
+
+    No connection breaks, they all fall silent.
+    """
     secret = tmp_path / "secret"
     secret.write_text("of this test, and long enough")
-    with hosts(tmp_path, 2) as (first, second), harness.job(tmp_path / "job", **MIRRORED, GLOO_SOCKET_IFNAME=INTERFACE, TASKD_SECRET_FILE=str(secret)) as job:
+    with (
+        hosts(tmp_path, 2) as (first, second),
+        harness.job(
+            tmp_path / "job",
+            **MIRRORED,
+            GLOO_SOCKET_IFNAME=INTERFACE,
+            TASKD_SECRET_FILE=str(secret),
+        ) as job,
+    ):
         job.start_manager(prefix=first.prefix, POD_IP=first.address)
-        options = ("--nnodes=2", f"--master-addr={first.address}", f"--master-port={job.master_port}")
-        agents = [job.start_agent("sharded.py", nproc=2, options=(*options, "--node-rank=0"), prefix=first.prefix, POD_IP=first.address),
-                  job.start_agent("sharded.py", nproc=2, options=(*options, "--node-rank=1"), prefix=second.prefix)]
+        options = (
+            "--nnodes=2",
+            f"--master-addr={first.address}",
+            f"--master-port={job.master_port}",
+        )
+        agents = [
+            job.start_agent(
+                "sharded.py",
+                nproc=2,
+                options=(*options, "--node-rank=0"),
+                prefix=first.prefix,
+                POD_IP=first.address,
+            ),
+            job.start_agent(
+                "sharded.py", nproc=2, options=(*options, "--node-rank=1"), prefix=second.prefix
+            ),
+        ]
         wait_for_step(job, 12)
         second.unplug()
         reached = committed(job)
@@ -172,13 +253,24 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
         assert job.digests() == undisturbed
 
 
-def test_nodes_of_one_host_mirror_nothing_and_say_so_once(tmp_path: pathlib.Path, undisturbed: dict[int, str]) -> None:
+def test_nodes_of_one_host_mirror_nothing_and_say_so_once(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str]
+) -> None:
     with harness.job(tmp_path, **MIRRORED | {"STEP_S": "0"}) as job:
         agents = start(job, ("same", "same"))
         for agent in agents:
             assert agent.wait(60).returncode == 0, job.story()
         assert job.manager is not None
         said = job.manager.wait(20).output
-        assert len(re.findall(r"no snapshot can be mirrored: all nodes are on one host \(same\)", said)) == 1
+        assert (
+            len(
+                re.findall(
+                    r"no snapshot can be mirrored: all nodes are on one host "
+                    r"\(same\)",
+                    said,
+                )
+            )
+            == 1
+        )
         assert not any("mirrors its snapshots on" in agent.text for agent in agents)
         assert job.digests() == undisturbed

@@ -1,4 +1,7 @@
-"""The patch in a real torchrun, without a manager: installed by sed or by `python -m taskd.run`, inert, never in the way."""
+"""The patch in a real torchrun, without a manager.
+
+Installed by sed or by `python -m taskd.run`, inert, never in the way.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 sys.stdout.write(f"rank {dist.get_rank()} of {int(total)} parent {parent} argv {sys.argv[1:]} "
-                 f"agent store {os.environ['TORCHELASTIC_USE_AGENT_STORE']} max {os.environ['TORCHELASTIC_MAX_RESTARTS']}\\n")
+                 f"agent store {os.environ['TORCHELASTIC_USE_AGENT_STORE']} "
+                 f"max {os.environ['TORCHELASTIC_MAX_RESTARTS']}\\n")
 dist.destroy_process_group()
 """
 FAILS_TWICE = """
@@ -42,14 +46,26 @@ if attempt < 2 and dist.get_rank() == 1:
 dist.barrier()
 dist.destroy_process_group()
 """
-SAYS_PARENT = "import os\nprint('parent ' + open(f'/proc/{os.getppid()}/cmdline').read().split(chr(0))[0])\n"
+SAYS_PARENT = (
+    "import os\nprint('parent ' + open(f'/proc/{os.getppid()}/cmdline').read().split(chr(0))[0])\n"
+)
 WAITS = "import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\n"
 
 
 def start(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     mark = uuid.uuid4().hex
-    environment = harness.environment(TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()), **extra)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    environment = harness.environment(
+        TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()), **extra
+    )
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert harness.marked(mark) == set(), "something of the job lives on"
     return done
 
@@ -72,7 +88,9 @@ def patched_run(tmp_path: Path) -> Path:
     copy = tmp_path / "overlay" / "run.py"
     copy.parent.mkdir()
     copy.write_text(Path(torchrun.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    subprocess.run(["sed", "-i", "/import os/i import taskd.python.adaptor.patch", str(copy)], check=True)
+    subprocess.run(
+        ["sed", "-i", "/import os/i import taskd.python.adaptor.patch", str(copy)], check=True
+    )
     assert "\nimport taskd.python.adaptor.patch\nimport os\n" in copy.read_text(encoding="utf-8")
     return copy
 
@@ -82,49 +100,92 @@ def patched_run(tmp_path: Path) -> Path:
 def test_workers_come_from_the_forkserver(script: Path, rendezvous: str, forkserver: str) -> None:
     port = harness.free_port()
     arguments = {
-        "none": [], "standalone": ["--standalone"], "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
+        "none": [],
+        "standalone": ["--standalone"],
+        "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"],
     }[rendezvous]
-    done = taskd_run(script.parent, *arguments, "--nproc-per-node", "2", "train.py", "x", TASKD_FORKSERVER=forkserver)
+    done = taskd_run(
+        script.parent,
+        *arguments,
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "x",
+        TASKD_FORKSERVER=forkserver,
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"rank {rank} of 2 parent taskd-forkserver argv ['x'] agent store True max 32767" for rank in range(2)]
+        f"rank {rank} of 2 parent taskd-forkserver argv ['x'] agent store True max 32767"
+        for rank in range(2)
+    ]
 
 
 def test_agents_host_the_store_in_any_case(script: Path) -> None:
-    done = taskd_run(script.parent, "--standalone", "--nproc-per-node", "2", "train.py", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    done = taskd_run(
+        script.parent,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("agent store True") == 2
 
 
 def test_sed_installs_it(script: Path, patched_run: Path) -> None:
-    done = start([sys.executable, str(patched_run), "--standalone", "--nproc-per-node", "2", str(script)], script.parent,
-                 TASKD_PROCESS_ENABLE="on")
+    done = start(
+        [sys.executable, str(patched_run), "--standalone", "--nproc-per-node", "2", str(script)],
+        script.parent,
+        TASKD_PROCESS_ENABLE="on",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("parent taskd-forkserver") == 2
 
 
-@pytest.mark.parametrize("extra", [{}, {"TASKD_PROCESS_ENABLE": "off"}, {"TASKD_PROCESS_ENABLE": ""}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"TASKD_PROCESS_ENABLE": "off"}, {"TASKD_PROCESS_ENABLE": ""}]
+)
 def test_inert_unless_enabled(script: Path, patched_run: Path, extra: dict[str, str]) -> None:
-    done = start([sys.executable, str(patched_run), "--standalone", "--nproc-per-node", "2", str(script)], script.parent, **extra)
+    done = start(
+        [sys.executable, str(patched_run), "--standalone", "--nproc-per-node", "2", str(script)],
+        script.parent,
+        **extra,
+    )
     assert done.returncode == 0, done.stderr
     assert "taskd-forkserver" not in done.stdout
     assert done.stdout.count("max 0") == 2
 
 
 def test_inert_import_loads_nothing() -> None:
-    code = ("import sys\nimport taskd.python.adaptor.patch\n"
-            "print([name for name in ('torch', 'zmq', 'msgpack', 'taskd.torchrun', 'taskd.agent') if name in sys.modules])")
-    done = subprocess.run([sys.executable, "-c", code], env=harness.environment(), capture_output=True, text=True, check=True,
-                          timeout=TIMEOUT_S)
+    code = (
+        "import sys\nimport taskd.python.adaptor.patch\n"
+        "print([name for name in ('torch', 'zmq', 'msgpack', 'taskd.torchrun', 'taskd.agent') "
+        "if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=harness.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
+    )
     assert done.stdout == "[]\n"
 
 
 def test_unknown_torch_is_said_and_left_alone(script: Path) -> None:
-    code = ("import os, torch, sys\nreal, torch.__version__ = torch.__version__, '3.0.0'\n"
-            "import taskd.python.adaptor.patch\ntorch.__version__ = real\nfrom torch.distributed import run\nrun.main(sys.argv[1:])")
-    done = start([sys.executable, "-c", code, "--standalone", "--nproc-per-node", "2", str(script)], script.parent,
-                 TASKD_PROCESS_ENABLE="on")
+    code = (
+        "import os, torch, sys\nreal, torch.__version__ = torch.__version__, '3.0.0'\n"
+        "import taskd.python.adaptor.patch\ntorch.__version__ = real\nfrom torch.distributed "
+        "import run\nrun.main(sys.argv[1:])"
+    )
+    done = start(
+        [sys.executable, "-c", code, "--standalone", "--nproc-per-node", "2", str(script)],
+        script.parent,
+        TASKD_PROCESS_ENABLE="on",
+    )
     assert done.returncode == 0, done.stderr
     assert "UnsupportedTorchError: torch 3.0.0" in done.stderr
     assert "taskd-forkserver" not in done.stdout
@@ -136,8 +197,11 @@ def test_other_entrypoints_are_left_to_torch(tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").chmod(0o755)
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
-    arguments = {"no python": ["--no-python", "./train.py"], "other python": ["train.py"],
-                 "function": ["--run-path", "train.py"]}[way]
+    arguments = {
+        "no python": ["--no-python", "./train.py"],
+        "other python": ["train.py"],
+        "function": ["--run-path", "train.py"],
+    }[way]
     extra = {"PYTHON_EXEC": str(other)} if way == "other python" else {}
     done = taskd_run(tmp_path, "--standalone", "--nproc-per-node", "2", *arguments, **extra)
     assert done.returncode == 0, done.stderr
@@ -157,9 +221,23 @@ def test_what_cannot_be_forked_is_executed(tmp_path: Path) -> None:
 
 def test_redirects_and_tee(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', os.environ['RANK'], file=sys.stderr)\n", encoding="utf-8")
-    done = taskd_run(tmp_path, "--standalone", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "--tee", "0:1",
-                     "train.py")
+        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', os.environ['RANK'], "
+        "file=sys.stderr)\n",
+        encoding="utf-8",
+    )
+    done = taskd_run(
+        tmp_path,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "logs",
+        "--redirects",
+        "3",
+        "--tee",
+        "0:1",
+        "train.py",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[default0]:out 0\n"
     for rank in "01":
@@ -170,22 +248,43 @@ def test_redirects_and_tee(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rendezvous", ["standalone", "static", "c10d"])
 def test_restart_without_a_manager(tmp_path: Path, rendezvous: str) -> None:
-    """The whole group, warm, under a fresh store prefix: plain torchrun >= 2.6 fails its second attempt here."""
+    """The whole group, warm, under a fresh store prefix.
+
+    Plain torchrun >= 2.6 fails its second attempt here.
+    """
     (tmp_path / "train.py").write_text(FAILS_TWICE, encoding="utf-8")
     port = harness.free_port()
     arguments = {
-        "standalone": ["--standalone"], "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
+        "standalone": ["--standalone"],
+        "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"],
     }[rendezvous]
-    done = taskd_run(tmp_path, *arguments, "--nproc-per-node", "2", "--max-restarts", "2", "train.py", TASKD_FAULT_TIMEOUT="3")
+    done = taskd_run(
+        tmp_path,
+        *arguments,
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+        "train.py",
+        TASKD_FAULT_TIMEOUT="3",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"attempt {attempt}" for attempt in range(3)]
 
 
 def test_spent_budget_without_a_manager(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_TWICE, encoding="utf-8")
-    done = taskd_run(tmp_path, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py",
-                     TASKD_FAULT_TIMEOUT="3")
+    done = taskd_run(
+        tmp_path,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "train.py",
+        TASKD_FAULT_TIMEOUT="3",
+    )
     assert done.returncode == 1
     assert done.stdout.splitlines() == ["attempt 0", "attempt 1"]
     assert "exitcode  : 3" in done.stderr
@@ -196,11 +295,21 @@ def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signal
     (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     mark = uuid.uuid4().hex
     environment = harness.environment(TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()))
-    command = [sys.executable, "-m", "taskd.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "taskd.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         seen = b""
-        while seen.count(b"up") < 2:         # unbuffered workers write a line in pieces, and share it
+        while seen.count(b"up") < 2:  # unbuffered workers write a line in pieces, and share it
             assert select.select([process.stdout], [], [], TIMEOUT_S)[0]
             seen += os.read(process.stdout.fileno(), 100)
             assert seen
@@ -213,5 +322,7 @@ def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signal
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], f"{pid} lives on"
+        assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], (
+            f"{pid} lives on"
+        )
         os.close(descriptor)

@@ -1,4 +1,8 @@
-"""Profiling of a real job: switched on and off while it trains, with a rank that is replaced meanwhile, and where it cannot write."""
+"""Profiling of a real job.
+
+Switched on and off while it trains, with a rank that is replaced meanwhile, and where it cannot
+write.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import pytest
 
 from taskd import profiling, trace
 from tests.process import harness
-from tests.process.test_recovery import reference  # noqa: F401 - a fixture
+from tests.process.test_recovery import reference  # noqa: F401
 from tests.unit.test_trace import check_format
 from tests.unit.worker.test_profiling import small_disk
 
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
-STEPS = "250"          # with the pause of each, at least 12 s
+STEPS = "250"  # with the pause of each, at least 12 s
 
 
 def until(fact: Callable[[], object], job: harness.Job) -> None:
@@ -42,7 +46,11 @@ def committed(job: harness.Job) -> int:
 
 
 def marks(folder: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for path in sorted(folder.iterdir(), key=lambda path: int(path.name)) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for path in sorted(folder.iterdir(), key=lambda path: int(path.name))
+        for line in path.read_text().splitlines()
+    ]
 
 
 @pytest.fixture
@@ -52,7 +60,12 @@ def base(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def settings(tmp_path: pathlib.Path, base: pathlib.Path) -> dict[str, str]:
-    return {"STEPS": STEPS, "SLEEP_S": "0.05", "TASKD_PROFILING_SWITCH": str(tmp_path / "a" / "switch"), "TASKD_PROFILING_PATH": str(base)}
+    return {
+        "STEPS": STEPS,
+        "SLEEP_S": "0.05",
+        "TASKD_PROFILING_SWITCH": str(tmp_path / "a" / "switch"),
+        "TASKD_PROFILING_PATH": str(base),
+    }
 
 
 def command(job: harness.Job, *words: str) -> None:
@@ -78,7 +91,9 @@ def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) ->
         finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, finished.output[-4000:]
         assert job.digests() == reference(STEPS=STEPS)
-        assert {path: path.stat().st_size for path in base.glob("test-job/*/*")} == sizes, "nothing is written when it is off"
+        assert {path: path.stat().st_size for path in base.glob("test-job/*/*")} == sizes, (
+            "nothing is written when it is off"
+        )
         assert manager.wait(20).returncode == 0
         assert job.leftovers() == set()
     assert sorted(path.name for path in (base / "test-job").iterdir()) == ["0", "1", "2", "3"]
@@ -93,9 +108,12 @@ def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) ->
     document = json.loads((tmp_path / "trace.json").read_text())
     check_format(document)
     assert merger.events > 4 * 20
-    assert {event["pid"] for event in document["traceEvents"] if event["ph"] == "X"} == set(range(4))
+    assert {event["pid"] for event in document["traceEvents"] if event["ph"] == "X"} == set(
+        range(4)
+    )
     assert set(+merger.skipped) <= {"ranges without an end"}
-    # All-reduces keep the ranks in step: a commit that is seconds from its peers would mean clocks that do not agree.
+    # All-reduces keep the ranks in step: a commit that is seconds from its peers would mean clocks
+    # that do not agree.
     commits: dict[int, list[float]] = {}
     for event in document["traceEvents"]:
         if event["ph"] == "X" and event["name"] == "Step":
@@ -108,7 +126,7 @@ def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) ->
 def test_a_replaced_rank_goes_on_being_profiled(tmp_path, base, settings, reference) -> None:  # noqa: F811
     settings |= {"STEPS": "120", "SLEEP_S": "0"}
     with harness.job(tmp_path, **settings, FAULTS="2@40:forward:kill") as job:
-        command(job, "on")                   # before anybody is there: whoever comes is told
+        command(job, "on")  # before anybody is there: whoever comes is told
         finished = job.run()
         assert finished.returncode == 0, finished.output[-4000:]
         assert len(job.facts("fault")) == 1
@@ -122,13 +140,20 @@ def test_a_replaced_rank_goes_on_being_profiled(tmp_path, base, settings, refere
     assert merger.events > 4 * 100
 
 
-def test_a_job_whose_profiles_cannot_be_written_trains_on(tmp_path, base, settings, reference) -> None:  # noqa: F811
+def test_a_job_whose_profiles_cannot_be_written_trains_on(
+    tmp_path,
+    base,
+    settings,
+    reference,  # noqa: F811
+) -> None:
     settings |= {"STEPS": "120"}
     with small_disk(base, 64, "ro"), harness.job(tmp_path, **settings) as job:
         command(job, "on", "CommunicationOperator")
         manager, agent = job.start_manager(), job.start_agent("train.py")
         manager.wait_text("exception on ranks 0, 1, 2, 3", LIMIT_S)
-        assert "profiling does not work everywhere: default exception, communication exception" in manager.text
+        assert (
+            "profiling does not work everywhere: default exception, communication exception"
+        ) in manager.text
         finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, finished.output[-4000:]
         assert job.digests() == reference(STEPS="120")
@@ -143,8 +168,22 @@ def test_a_job_whose_profiles_cannot_be_written_trains_on(tmp_path, base, settin
 
 def run_groups(directory: pathlib.Path, *arguments: str, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(harness.SCRIPTS / "groups.py"), *arguments],
-        env=harness.environment(MINDX_TASK_ID="a job", **env), cwd=directory, check=True, timeout=120, capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(harness.SCRIPTS / "groups.py"),
+            *arguments,
+        ],
+        env=harness.environment(MINDX_TASK_ID="a job", **env),
+        cwd=directory,
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.count("went on") == 2
     return done.stdout + done.stderr
 
@@ -156,17 +195,26 @@ def test_the_groups_of_each_rank_are_written(tmp_path: pathlib.Path) -> None:
         assert os.listdir(path.parent) == ["parallel_group.json"]
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
         groups = json.loads(path.read_text())
-        found = {group["group_name"]: (group["group_rank"], group["global_ranks"]) for group in groups.values()}
-        assert found == {"default_pg": (rank, [0, 1]), "both": (rank, [0, 1])} | ({"alone": (0, [0])} if rank == 0 else {})
+        found = {
+            group["group_name"]: (group["group_rank"], group["global_ranks"])
+            for group in groups.values()
+        }
+        assert found == {"default_pg": (rank, [0, 1]), "both": (rank, [0, 1])} | (
+            {"alone": (0, [0])} if rank == 0 else {}
+        )
         assert len(groups) == len(found)
 
 
 @pytest.mark.parametrize("where", ["", "a_job", "a_job/0", "a_job/0/parallel_group.json"])
-def test_a_symbolic_link_is_refused_and_the_script_goes_on(tmp_path: pathlib.Path, where: str) -> None:
+def test_a_symbolic_link_is_refused_and_the_script_goes_on(
+    tmp_path: pathlib.Path, where: str
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "groups" / where
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(tmp_path / "elsewhere" if "json" not in where else tmp_path / "elsewhere" / "victim")
+    link.symlink_to(
+        tmp_path / "elsewhere" if "json" not in where else tmp_path / "elsewhere" / "victim"
+    )
     said = run_groups(tmp_path, GROUP_BASE_DIR=str(tmp_path / "groups"))
     assert "dump_group_info: nothing was written" in said
     assert list((tmp_path / "elsewhere").iterdir()) == []
@@ -174,9 +222,23 @@ def test_a_symbolic_link_is_refused_and_the_script_goes_on(tmp_path: pathlib.Pat
 
 def test_the_commands_are_programs(tmp_path: pathlib.Path) -> None:
     env = harness.environment(TASKD_PROFILING_SWITCH=str(tmp_path / "switch"))
-    done = subprocess.run([sys.executable, "-m", "taskd.profiling", "on"], env=env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "taskd.profiling", "on"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout.splitlines()[1] == "710: default on, communication off"
     assert profiling.main(["status", "--path", str(tmp_path / "switch")]) == 0
-    done = subprocess.run([sys.executable, "-m", "taskd.trace", str(tmp_path)], env=env, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "taskd.trace", str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 1
     assert "holds no profile" in done.stderr

@@ -1,6 +1,9 @@
-"""The crash matrix: real torchrun, real kills, four ranks on gloo. Each injected fault is asserted to have happened.
+"""The crash matrix: real torchrun, real kills, four ranks on gloo.
 
-The reference digest comes from a run without faults and without taskd in its way (no manager, recovery off).
+Each injected fault is asserted to have happened.
+
+The reference digest comes from a run without faults and without taskd in its way (no manager,
+recovery off).
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ pytestmark = pytest.mark.slow
 RENDEZVOUS = [
     pytest.param(("--standalone",), id="standalone"),
     pytest.param(("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}"), id="c10d"),
-    pytest.param(("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port={port}"), id="static"),
+    pytest.param(
+        ("--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port={port}"),
+        id="static",
+    ),
 ]
 
 
@@ -39,9 +45,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.P
     def digest_of(nproc: int = 4, **env: str) -> dict[int, str]:
         def train() -> dict[str, str]:
             directory = tmp_path_factory.mktemp("reference")
-            harness.run_plainly(directory, str(harness.SCRIPTS / "train.py"), nproc=nproc, FACTS=str(directory), **env)
-            return {path.stem: json.loads(line)["digest"] for path in directory.glob("*.jsonl")
-                    for line in path.read_text().splitlines() if '"returned"' in line}
+            harness.run_plainly(
+                directory,
+                str(harness.SCRIPTS / "train.py"),
+                nproc=nproc,
+                FACTS=str(directory),
+                **env,
+            )
+            return {
+                path.stem: json.loads(line)["digest"]
+                for path in directory.glob("*.jsonl")
+                for line in path.read_text().splitlines()
+                if '"returned"' in line
+            }
 
         digests = harness.once(shared_folder, f"train {nproc} {sorted(env.items())}", train)
         assert sorted(digests) == [str(rank) for rank in range(nproc)]
@@ -50,9 +66,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.P
     return digest_of
 
 
-def check_recovered(job: harness.Job, finished: harness.Finished, reference: dict[int, str], *, faults: int, replaced: set[int],
-                    redone: int = 0) -> None:
-    """The job ended well, to the last bit; every fault happened; only what died was replaced; nothing is left."""
+def check_recovered(
+    job: harness.Job,
+    finished: harness.Finished,
+    reference: dict[int, str],
+    *,
+    faults: int,
+    replaced: set[int],
+    redone: int = 0,
+) -> None:
+    """The job ended well, to the last bit; every fault happened; only what died was replaced.
+
+    Nothing is left.
+    """
     assert finished.returncode == 0, finished.output[-6000:]
     assert len(job.facts("fault")) == faults
     assert job.digests() == reference
@@ -67,11 +93,15 @@ def check_recovered(job: harness.Job, finished: harness.Finished, reference: dic
     assert job.manager is not None
     assert job.manager.wait(20).returncode == 0, job.manager.text
     assert job.leftovers() == set()
-    assert os.listdir("/dev/shm") == [] or not [name for name in os.listdir("/dev/shm") if "taskd" in name]
+    assert os.listdir("/dev/shm") == [] or not [
+        name for name in os.listdir("/dev/shm") if "taskd" in name
+    ]
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_kill_of_any_rank_in_the_middle_of_a_step(tmp_path: pathlib.Path, reference, rank: int) -> None:
+def test_kill_of_any_rank_in_the_middle_of_a_step(
+    tmp_path: pathlib.Path, reference, rank: int
+) -> None:
     with harness.job(tmp_path, FAULTS=f"{rank}@5:forward:kill") as job:
         finished = job.run()
         check_recovered(job, finished, reference(), faults=1, replaced={rank})
@@ -88,12 +118,20 @@ def test_kill_of_any_rank_in_the_middle_of_a_step(tmp_path: pathlib.Path, refere
 
 @pytest.mark.parametrize("place", ["step", "forward", "backward", "optimizer", "before-commit"])
 @pytest.mark.parametrize("step", [0, 1, 2, 11])
-def test_kill_at_each_place_of_the_first_second_and_last_step(tmp_path: pathlib.Path, reference, place: str, step: int) -> None:
+def test_kill_at_each_place_of_the_first_second_and_last_step(
+    tmp_path: pathlib.Path, reference, place: str, step: int
+) -> None:
     with harness.job(tmp_path, FAULTS=f"2@{step}:{place}:kill") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={2})
 
 
-DETAILS = {"segv": "SIGSEGV", "abort": "SIGABRT", "exit3": "exit 3", "exit0": "exit 0", "sysexit0": "exit 0"}
+DETAILS = {
+    "segv": "SIGSEGV",
+    "abort": "SIGABRT",
+    "exit3": "exit 3",
+    "exit0": "exit 0",
+    "sysexit0": "exit 0",
+}
 
 
 def test_every_other_way_to_die_in_one_run(tmp_path: pathlib.Path, reference) -> None:
@@ -120,7 +158,9 @@ def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, re
 
 
 @pytest.mark.extended
-def test_an_exception_that_cannot_be_shown_is_one_like_others(tmp_path: pathlib.Path, reference) -> None:
+def test_an_exception_that_cannot_be_shown_is_one_like_others(
+    tmp_path: pathlib.Path, reference
+) -> None:
     with harness.job(tmp_path, FAULTS="3@4:forward:odd") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced=set())
         (record,) = job.recoveries()
@@ -130,7 +170,10 @@ def test_an_exception_that_cannot_be_shown_is_one_like_others(tmp_path: pathlib.
 
 
 def test_an_exception_that_comes_back_at_the_same_step_ends_the_job(tmp_path: pathlib.Path) -> None:
-    """Whatever its text says, and in whichever process: it is tried once more in the same one, and once in a new one."""
+    """Whatever its text says, and in whichever process.
+
+    It is tried once more in the same one, and once in a new one.
+    """
     with harness.job(tmp_path, FAULTS="3@4:forward:always-raise-differently") as job:
         finished = job.run()
         assert finished.returncode != 0
@@ -142,16 +185,25 @@ def test_an_exception_that_comes_back_at_the_same_step_ends_the_job(tmp_path: pa
         assert job.manager is not None
         assert job.manager.wait(20).returncode == 1
         assert job.leftovers() == set()
-        assert [(record["strategy"], bool(record["not_completed"])) for record in job.recoveries()] == [
-            ("retry", True), ("recover-in-place", True), ("exit", True)]
+        assert [
+            (record["strategy"], bool(record["not_completed"])) for record in job.recoveries()
+        ] == [("retry", True), ("recover-in-place", True), ("exit", True)]
 
 
-def test_a_process_that_is_broken_is_replaced_the_second_time(tmp_path: pathlib.Path, reference) -> None:
+def test_a_process_that_is_broken_is_replaced_the_second_time(
+    tmp_path: pathlib.Path, reference
+) -> None:
     with harness.job(tmp_path, FAULTS="3@4:step:break") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={3})
         retried, replaced = job.recoveries()
-        assert retried["not_completed"].startswith("before every rank had made a new step, rank 3 raised ValueError: a bad sample at ")
-        assert (replaced["strategy"], replaced["steps_redone"], replaced["not_completed"]) == ("recover-in-place", 0, "")
+        assert retried["not_completed"].startswith(
+            "before every rank had made a new step, rank 3 raised ValueError: a bad sample at "
+        )
+        assert (replaced["strategy"], replaced["steps_redone"], replaced["not_completed"]) == (
+            "recover-in-place",
+            0,
+            "",
+        )
         assert "the process of rank 3 is replaced" in replaced["reason"]
         assert replaced["faults"][0]["detail"] != retried["faults"][0]["detail"]
         assert replaced["faults"][0]["signature"] == retried["faults"][0]["signature"]
@@ -174,8 +226,13 @@ def test_one_that_restores_while_another_recovers(tmp_path: pathlib.Path, refere
 
 @pytest.mark.parametrize("place", ["0@0:boot", "0@5:step"])
 def test_one_that_was_just_replaced(tmp_path: pathlib.Path, reference, place: str) -> None:
-    # The first fault fires at its step; the second, of the same rank, in the replacement: at its start or its first step.
-    faults = f"0@5:forward:kill;{place}:kill" if "boot" not in place else "2@5:forward:kill;2@5:step:kill;2@5:backward:kill"
+    # The first fault fires at its step; the second, of the same rank, in the replacement: at its
+    # start or its first step.
+    faults = (
+        f"0@5:forward:kill;{place}:kill"
+        if "boot" not in place
+        else "2@5:forward:kill;2@5:step:kill;2@5:backward:kill"
+    )
     with harness.job(tmp_path, FAULTS=faults) as job:
         finished = job.run()
         rank = 0 if "boot" not in place else 2
@@ -186,12 +243,16 @@ def test_twenty_in_one_run(tmp_path: pathlib.Path, reference) -> None:
     places = ["forward", "backward", "optimizer", "step", "before-commit"]
     faults = ";".join(f"{i * 7 % 4}@{2 + 3 * i}:{places[i % 5]}:kill" for i in range(20))
     with harness.job(tmp_path, FAULTS=faults, STEPS="64") as job:
-        check_recovered(job, job.run(timeout_s=120), reference(STEPS="64"), faults=20, replaced=set(range(4)))
+        check_recovered(
+            job, job.run(timeout_s=120), reference(STEPS="64"), faults=20, replaced=set(range(4))
+        )
         assert [record["generation"] for record in job.recoveries()] == list(range(1, 21))
 
 
 @pytest.mark.parametrize("place", ["before-init", "in-init"])
-def test_before_and_inside_init_process_group(tmp_path: pathlib.Path, reference, place: str) -> None:
+def test_before_and_inside_init_process_group(
+    tmp_path: pathlib.Path, reference, place: str
+) -> None:
     with harness.job(tmp_path, FAULTS=f"1@0:{place}:kill") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={1})
 
@@ -203,22 +264,30 @@ def test_groups_made_outside_the_function(tmp_path: pathlib.Path, reference, pla
 
 
 def test_groups_made_above_the_decorated_function(tmp_path: pathlib.Path, reference) -> None:
-    with harness.job(tmp_path, FAULTS="1@4:forward:kill;0@6:backward:kill", OUTER_INIT="above") as job:
+    with harness.job(
+        tmp_path, FAULTS="1@4:forward:kill;0@6:backward:kill", OUTER_INIT="above"
+    ) as job:
         check_recovered(job, job.run(), reference(), faults=2, replaced={0, 1})
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_while_the_others_have_already_finished(tmp_path: pathlib.Path, reference, rank: int) -> None:
+def test_while_the_others_have_already_finished(
+    tmp_path: pathlib.Path, reference, rank: int
+) -> None:
     with harness.job(tmp_path, FAULTS=f"{rank}@12:after-last:kill") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={rank})
 
 
 def test_with_data_loader_processes_alive(tmp_path: pathlib.Path, reference) -> None:
-    with harness.job(tmp_path, FAULTS="1@4:forward:kill;2@7:backward:kill", LOADER_WORKERS="2") as job:
+    with harness.job(
+        tmp_path, FAULTS="1@4:forward:kill;2@7:backward:kill", LOADER_WORKERS="2"
+    ) as job:
         check_recovered(job, job.run(), reference(LOADER_WORKERS="2"), faults=2, replaced={1, 2})
 
 
-def test_forward_and_backward_in_a_closure_of_the_optimizer(tmp_path: pathlib.Path, reference) -> None:
+def test_forward_and_backward_in_a_closure_of_the_optimizer(
+    tmp_path: pathlib.Path, reference
+) -> None:
     with harness.job(tmp_path, FAULTS="1@4:backward:kill", CLOSURE="1") as job:
         check_recovered(job, job.run(), reference(), faults=1, replaced={1})
 
@@ -228,14 +297,19 @@ def test_batch_norm_statistics_are_exact(tmp_path: pathlib.Path, reference) -> N
         check_recovered(job, job.run(), reference(BATCH_NORM="1"), faults=2, replaced={0, 1})
 
 
-def test_the_largest_is_killed_as_by_an_out_of_memory_killer(tmp_path: pathlib.Path, reference) -> None:
+def test_the_largest_is_killed_as_by_an_out_of_memory_killer(
+    tmp_path: pathlib.Path, reference
+) -> None:
     """SIGKILL from outside to the process with the largest memory, as the kernel chooses it."""
     with harness.job(tmp_path, SLEEP_S="0.05", STEPS="40") as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         pids = {fact["rank"]: fact["pid"] for fact in job.facts("entered")}
-        sizes = {rank: int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for rank, pid in pids.items()}
+        sizes = {
+            rank: int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for rank, pid in pids.items()
+        }
         victim = max(sizes, key=lambda rank: sizes[rank])
         os.kill(pids[victim], signal.SIGKILL)
         finished = agent.wait(60)
@@ -244,16 +318,28 @@ def test_the_largest_is_killed_as_by_an_out_of_memory_killer(tmp_path: pathlib.P
 
 
 def test_a_rank_that_does_not_come_is_replaced(tmp_path: pathlib.Path, reference) -> None:
-    """Rank 2 dies only when rank 1 has stopped: a rank that stops after the recovery is a hang, and no fault of this kind."""
+    """Rank 2 dies only when rank 1 has stopped.
+
+    A rank that stops after the recovery is a hang, and no fault of this kind.
+    """
     with harness.job(tmp_path, FAULTS="1@4:forward:stop", TASKD_FAULT_TIMEOUT="6") as job:
         job.start_manager()
         agent = job.start_agent("train.py")
-        pids = wait_until(job, lambda: {fact["rank"]: fact["pid"] for fact in job.facts("fault") + job.facts("entered")}
-                          if job.facts("fault") else None)
+        pids = wait_until(
+            job,
+            lambda: (
+                {fact["rank"]: fact["pid"] for fact in job.facts("fault") + job.facts("entered")}
+                if job.facts("fault")
+                else None
+            ),
+        )
         wait_until(job, lambda: harness.state_of(pids[1]) == "T")
         os.kill(pids[2], signal.SIGKILL)
         check_recovered(job, agent.wait(60), reference(), faults=1, replaced={1, 2})
-        assert {fault["rank"] for record in job.recoveries() for fault in record["faults"]} >= {1, 2}
+        assert {fault["rank"] for record in job.recoveries() for fault in record["faults"]} >= {
+            1,
+            2,
+        }
 
 
 def test_a_spent_budget_ends_the_job_and_says_so(tmp_path: pathlib.Path) -> None:
@@ -269,15 +355,21 @@ def test_a_spent_budget_ends_the_job_and_says_so(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.parametrize("options", RENDEZVOUS)
 @pytest.mark.parametrize("share", ["0", "1"])
-def test_each_rendezvous(tmp_path: pathlib.Path, reference, options: tuple[str, ...], share: str) -> None:
-    with harness.job(tmp_path, FAULTS="0@5:forward:kill", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share) as job:
+def test_each_rendezvous(
+    tmp_path: pathlib.Path, reference, options: tuple[str, ...], share: str
+) -> None:
+    with harness.job(
+        tmp_path, FAULTS="0@5:forward:kill", TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share
+    ) as job:
         options = tuple(option.format(port=job.master_port) for option in options)
         check_recovered(job, job.run(options=options), reference(), faults=1, replaced={0})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_torchrun_is_ended(tmp_path: pathlib.Path, number: int) -> None:
-    with harness.job(tmp_path, SLEEP_S="0.05", STEPS="2000", TASKD_FAULT_TIMEOUT="6", LOADER_WORKERS="1") as job:
+    with harness.job(
+        tmp_path, SLEEP_S="0.05", STEPS="2000", TASKD_FAULT_TIMEOUT="6", LOADER_WORKERS="1"
+    ) as job:
         job.start_manager()
         agent = job.start_agent("train.py", nproc=2)
         wait_for_step(job, 3)
@@ -287,7 +379,8 @@ def test_nothing_is_left_when_torchrun_is_ended(tmp_path: pathlib.Path, number: 
         assert job.manager.wait(30).returncode == 1
         deadline = harness.time.monotonic() + 15
         while job.leftovers() and harness.time.monotonic() < deadline:
-            harness.time.sleep(0.02)      # the workers end a moment after torchrun: waiting for that fact
+            # the workers end a moment after torchrun: waiting for that fact
+            harness.time.sleep(0.02)
         assert job.leftovers() == set()
 
 
@@ -302,7 +395,9 @@ def test_two_agents_on_one_machine(tmp_path: pathlib.Path, reference, rank: int)
         check_recovered(job, first.wait(30), reference(), faults=2, replaced={rank, 2})
 
 
-def test_without_a_manager_the_job_trains_after_a_warning(tmp_path: pathlib.Path, reference) -> None:
+def test_without_a_manager_the_job_trains_after_a_warning(
+    tmp_path: pathlib.Path, reference
+) -> None:
     with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="3", SLEEP_S="0.15") as job:
         finished = job.run(manager=False)
         assert finished.returncode == 0, finished.output[-6000:]
@@ -311,7 +406,9 @@ def test_without_a_manager_the_job_trains_after_a_warning(tmp_path: pathlib.Path
         assert job.leftovers() == set()
 
 
-def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(tmp_path: pathlib.Path, reference) -> None:
+def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(
+    tmp_path: pathlib.Path, reference
+) -> None:
     with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="3", FAULTS="1@4:forward:kill") as job:
         finished = job.run(manager=False)
         assert finished.returncode == 0, finished.output[-6000:]
@@ -321,8 +418,12 @@ def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(tmp_path:
 
 
 @pytest.mark.extended
-def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_it(tmp_path: pathlib.Path, reference) -> None:
-    with harness.job(tmp_path, FAULTS="1@8:forward:kill", SLEEP_S="0.2", TASKD_FAULT_TIMEOUT="3") as job:
+def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_it(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    with harness.job(
+        tmp_path, FAULTS="1@8:forward:kill", SLEEP_S="0.2", TASKD_FAULT_TIMEOUT="3"
+    ) as job:
         manager, agent = job.start_manager(), job.start_agent("train.py")
         wait_for_step(job, 2)
         os.kill(manager.process.pid, signal.SIGSTOP)
@@ -338,7 +439,9 @@ def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_i
 
 
 def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, reference) -> None:
-    with harness.job(tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS="1@5:forward:kill;2@70:forward:kill") as job:
+    with harness.job(
+        tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS="1@5:forward:kill;2@70:forward:kill"
+    ) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         manager.wait_text("recover", 60)
@@ -351,18 +454,38 @@ def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, 
 
 
 @pytest.mark.parametrize("options", RENDEZVOUS)
-def test_an_unmodified_script_is_restarted_warm(tmp_path: pathlib.Path, options: tuple[str, ...]) -> None:
+def test_an_unmodified_script_is_restarted_warm(
+    tmp_path: pathlib.Path, options: tuple[str, ...]
+) -> None:
     example = harness.ROOT / "examples" / "unmodified.py"
     with harness.job(tmp_path) as job:
-        clean = harness.Output([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example),
-                                str(tmp_path / "clean.pt")], job.env, tmp_path / "clean.out", tmp_path)
-        sums = re.compile(r"rank \d: weight sum -?\d+\.\d{6}")       # unbuffered lines of two processes may share a line
+        clean = harness.Output(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                str(example),
+                str(tmp_path / "clean.pt"),
+            ],
+            job.env,
+            tmp_path / "clean.out",
+            tmp_path,
+        )
+        # unbuffered lines of two processes may share a line
+        sums = re.compile(r"rank \d: weight sum -?\d+\.\d{6}")
         expected = sorted(sums.findall(clean.wait(60).output))
         clean.end()
         assert len(expected) == 2
         job.start_manager()
-        agent = job.start_agent("hurt_unmodified.py", str(example), str(tmp_path / "hurt.pt"), nproc=2,
-                                options=tuple(option.format(port=job.master_port) for option in options))
+        agent = job.start_agent(
+            "hurt_unmodified.py",
+            str(example),
+            str(tmp_path / "hurt.pt"),
+            nproc=2,
+            options=tuple(option.format(port=job.master_port) for option in options),
+        )
         finished = agent.wait(60)
         assert finished.returncode == 0, finished.output[-6000:]
         assert sorted(sums.findall(finished.output)) == expected
@@ -384,6 +507,7 @@ def test_an_unmodified_script_that_always_fails_ends_soon(tmp_path: pathlib.Path
 
 def wait_for_step(job: harness.Job, step: int) -> None:
     """Until every rank has committed `step`."""
+
     def everyone() -> bool:
         done = {fact["rank"] for fact in job.facts("committed") if fact["step"] >= step}
         return len(done) >= 2 and done == {fact["rank"] for fact in job.facts("entered")}
@@ -392,10 +516,13 @@ def wait_for_step(job: harness.Job, step: int) -> None:
 
 
 def wait_until(job: harness.Job, said: Callable[[], T]) -> T:
-    """Until `said` returns something true; what it returned. With a deadline, and the job's own words when it passes."""
+    """Until `said` returns something true; what it returned.
+
+    With a deadline, and the job's own words when it passes.
+    """
     deadline = time.monotonic() + 60
     while not (answer := said()):
         if time.monotonic() > deadline:
             raise TimeoutError(job.story())
-        time.sleep(0.02)          # between two looks at the facts
+        time.sleep(0.02)  # between two looks at the facts
     return answer

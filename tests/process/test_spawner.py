@@ -1,4 +1,7 @@
-"""Workers start, and their ends are told, whatever becomes of the forkserver: it is stopped, killed, again and again."""
+"""Workers start, and their ends are told, whatever becomes of the forkserver.
+
+It is stopped, killed, again and again.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class Workshop:
         self.folder = folder
         self.script = folder / "main.py"
         self.script.write_text(WAITS, encoding="utf-8")
-        self.spawner = Spawner(Forkserver.start("exec"), MonotonicClock(), lambda: Forkserver.start("exec"))
+        self.spawner = Spawner(
+            Forkserver.start("exec"), MonotonicClock(), lambda: Forkserver.start("exec")
+        )
         self.replies: list[Any] = []
         self._token = 0
 
@@ -81,7 +86,11 @@ class Workshop:
     def runs(self) -> list[int]:
         """Process ids of all that have begun the script."""
         path = self.folder / "runs"
-        return [int(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return (
+            [int(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if path.exists()
+            else []
+        )
 
     def kill_forkserver(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -145,7 +154,7 @@ def test_a_stopped_forkserver_is_replaced_and_no_worker_of_its_comes_late(shop: 
     assert stopped not in harness.descendants(os.getpid())
     shop.wait_until(lambda: len(shop.runs()) == 2, "the second worker")
     (shop.folder / "end").touch()
-    for ended in (first, token):                    # one of a forkserver that is gone, one of the present one
+    for ended in (first, token):  # one of a forkserver that is gone, one of the present one
         assert shop.await_reply(Exited, ended).status == 7
     assert shop.runs() == [shop.await_reply(Started, first).pid, started.pid]
     assert not [reply for reply in shop.replies if isinstance(reply, StartFailed)]
@@ -172,42 +181,54 @@ def test_a_forkserver_that_waits_and_owes_nothing_is_left_alone(shop: Workshop) 
 def test_what_a_dying_forkserver_was_asked_for_is_asked_of_the_next_one(shop: Workshop) -> None:
     shop.await_ready()
     shop.stop_forkserver()
-    token = shop.spawn()             # it has been sent, and is not answered
+    token = shop.spawn()  # it has been sent, and is not answered
     shop.kill_forkserver()
     assert shop.await_reply(Started, token).note is None
     shop.wait_until(shop.runs, "the worker")
     shop.kill_forkserver()
-    token = shop.spawn()             # nobody is there to be asked
+    token = shop.spawn()  # nobody is there to be asked
     assert shop.await_reply(Started, token).note is None
     shop.wait_until(lambda: len(shop.runs()) == 2, "the second worker")
     assert not [reply for reply in shop.replies if isinstance(reply, StartFailed)]
 
 
-def test_where_no_forkserver_lives_workers_are_started_as_torchrun_starts_them(shop: Workshop) -> None:
+def test_where_no_forkserver_lives_workers_are_started_as_torchrun_starts_them(
+    shop: Workshop,
+) -> None:
     killed = set()
     for _ in range(forkservers.DEATHS + 1):
         killed.add(shop.pid)
         shop.kill_forkserver()
-        shop.wait_until(lambda: shop.pid not in killed or not shop.spawner.forkserver.alive, "its end")
+        shop.wait_until(
+            lambda: shop.pid not in killed or not shop.spawner.forkserver.alive, "its end"
+        )
     assert len(killed) == forkservers.DEATHS + 1
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    shop.script.write_text("""
+    shop.script.write_text(
+        """
 import json, os, socket
 worker = json.loads(os.environ["TASKD_WORKER"])
 assert worker["pid"] == os.getpid() and worker["rank"] == 5 and worker["previous_fd"] is None
-socket.socket(fileno=worker["channel_fd"]).send(repr([os.getsid(0) == os.getpid(), os.getcwd()]).encode())
+said = repr([os.getsid(0) == os.getpid(), os.getcwd()]).encode()
+socket.socket(fileno=worker["channel_fd"]).send(said)
 print("said")
 raise SystemExit(3)
-""", encoding="utf-8")
+""",
+        encoding="utf-8",
+    )
     with ours, theirs:
-        token = shop.spawn(fds={"channel": theirs.fileno()}, worker={"rank": 5}, stdout=str(shop.folder / "out"))
+        token = shop.spawn(
+            fds={"channel": theirs.fileno()}, worker={"rank": 5}, stdout=str(shop.folder / "out")
+        )
         assert "forkservers were lost" in shop.await_reply(Started, token).note
         assert shop.await_reply(Exited, token).status == 3
         assert ours.recv(1000).decode() == repr([True, str(shop.folder)])
     assert (shop.folder / "out").read_text(encoding="utf-8") == "said\n"
 
 
-def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(shop: Workshop) -> None:
+def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
+    shop: Workshop,
+) -> None:
     shop.spawn()
     shop.wait_until(shop.runs, "the worker")
     first = shop.pid
@@ -221,7 +242,9 @@ def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
 
 
 @pytest.mark.parametrize("torch", ["none", pytest.param("real", marks=pytest.mark.extended)])
-def test_a_removed_working_directory_is_what_workers_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
+def test_a_removed_working_directory_is_what_workers_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str
+) -> None:
     """Real torch cannot be loaded there."""
     if torch == "none":
         hide_torch(tmp_path / "without", monkeypatch)
@@ -231,8 +254,10 @@ def test_a_removed_working_directory_is_what_workers_get(tmp_path: Path, monkeyp
         context.chdir(folder)
         shop = Workshop(tmp_path)
         shop.script.write_text(
-            "import os, sys\ntry:\n    os.getcwd()\nexcept FileNotFoundError:\n    print('removed', 'numpy' in sys.modules)\n",
-            encoding="utf-8")
+            "import os, sys\ntry:\n    os.getcwd()\nexcept FileNotFoundError:\n    "
+            "print('removed', 'numpy' in sys.modules)\n",
+            encoding="utf-8",
+        )
         try:
             shop.await_ready()
             shutil.rmtree(folder)
@@ -241,13 +266,17 @@ def test_a_removed_working_directory_is_what_workers_get(tmp_path: Path, monkeyp
                 assert (shop.await_reply(Started, token).note is None) == (kind == "python")
                 assert shop.await_reply(Exited, token).status == 0
                 if kind == "exec":
-                    shop.kill_forkserver()           # the next one begins there
+                    shop.kill_forkserver()  # the next one begins there
         finally:
             shop.spawner.close()
-    assert (tmp_path / "out").read_text(encoding="utf-8") == "removed True\nremoved False\nremoved True\n"
+    assert (tmp_path / "out").read_text(encoding="utf-8") == (
+        "removed True\nremoved False\nremoved True\n"
+    )
 
 
-def test_without_descriptors_a_start_fails_with_the_reason_and_succeeds_when_they_are_back(shop: Workshop) -> None:
+def test_without_descriptors_a_start_fails_with_the_reason_and_succeeds_when_they_are_back(
+    shop: Workshop,
+) -> None:
     shop.await_ready()
     theirs, ours = socket.socketpair()
     with theirs, ours:
@@ -269,7 +298,9 @@ def test_a_start_is_told_though_its_descriptor_does_not_fit(shop: Workshop) -> N
     assert shop.await_reply(Exited, token).status == 7
 
 
-def test_without_descriptors_and_without_a_forkserver_a_start_fails_with_the_reason(shop: Workshop) -> None:
+def test_without_descriptors_and_without_a_forkserver_a_start_fails_with_the_reason(
+    shop: Workshop,
+) -> None:
     shop.await_ready()
     with no_descriptors():
         shop.kill_forkserver()

@@ -1,9 +1,9 @@
 """A parent that has imported torch once, and forks a process of a job for whoever asks.
 
-Importing torch and what it loads lazily takes 3 to 5 s of processor time; a job under test takes one.
-The child becomes what a fresh interpreter would be (arguments, environment, folder, output, session)
-and then runs the module or script as `__main__`, to the natural end of the interpreter. Tests of the
-start itself, of `LD_PRELOAD` and of limits start fresh interpreters instead.
+Importing torch and what it loads lazily takes 3 to 5 s of processor time; a job under test takes
+one. The child becomes what a fresh interpreter would be (arguments, environment, folder, output,
+session) and then runs the module or script as `__main__`, to the natural end of the interpreter.
+Tests of the start itself, of `LD_PRELOAD` and of limits start fresh interpreters instead.
 
     pytest ──request (argv, env, cwd, output)──►  warm parent ──fork──►  python -m taskd.run …
            ◄──pidfd, pid; later its status──────  (its parent: reaps it)
@@ -33,12 +33,18 @@ if __name__ == "__main__":
 from taskd.agent import spawn
 
 MARK_ENV = "TASKD_TEST_MARK"
-MARK_ROOM = 48          # bytes kept in the parent's initial environment for the mark of a job
-_PRELOAD = ("torch.distributed.launcher.api", "torch.distributed.elastic.agent.server.local_elastic_agent",
-            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous", "torch.distributed.elastic.multiprocessing.subprocess_handler",
-            "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "taskd.torchrun.loop",
-            "taskd.torchrun.context", "taskd.torchrun.elastic_agent")
-_START_S = 120          # torch from a cold disk on a loaded machine
+MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
+_PRELOAD = (
+    "torch.distributed.launcher.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "taskd.torchrun.loop",
+    "taskd.torchrun.context",
+    "taskd.torchrun.elastic_agent",
+)
+_START_S = 120  # torch from a cold disk on a loaded machine
 
 
 class WarmProcess:
@@ -88,7 +94,9 @@ class WarmParent:
         self._address = ""
         self._lock = threading.Lock()
 
-    def start(self, arguments: list[str], env: dict[str, str], out: pathlib.Path, cwd: pathlib.Path) -> WarmProcess:
+    def start(
+        self, arguments: list[str], env: dict[str, str], out: pathlib.Path, cwd: pathlib.Path
+    ) -> WarmProcess:
         """Fork a process. `arguments`: of Python, `-m module …` or `script …`."""
         with self._lock:
             if self._process is None:
@@ -96,13 +104,23 @@ class WarmParent:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_START_S)
         connection.connect(self._address)
-        connection.send(json.dumps({"arguments": arguments, "env": env, "out": str(out), "cwd": str(cwd)}).encode())
+        connection.send(
+            json.dumps(
+                {"arguments": arguments, "env": env, "out": str(out), "cwd": str(cwd)}
+            ).encode()
+        )
         return WarmProcess(connection)
 
     def can_start(self, env: dict[str, str]) -> bool:
-        """Whether a fork sees what a fresh interpreter sees: interpreter and libraries read these once, at their start."""
-        return all(self._base.get(name) == env.get(name) for name in self._base.keys() | env.keys()
-                   if name.startswith(spawn._READ_AT_START) and not name.startswith("TORCHELASTIC"))
+        """Whether a fork sees what a fresh interpreter sees.
+
+        Interpreter and libraries read these once, at their start.
+        """
+        return all(
+            self._base.get(name) == env.get(name)
+            for name in self._base.keys() | env.keys()
+            if name.startswith(spawn._READ_AT_START) and not name.startswith("TORCHELASTIC")
+        )
 
     def close(self) -> None:
         """End it. Processes that it has started are ended by those who asked for them."""
@@ -116,12 +134,15 @@ class WarmParent:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-u", __file__, str(theirs.fileno()), self._address[1:], "-" * 1024],
-            env=self._base | {MARK_ENV: "-" * MARK_ROOM}, pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL)
+            env=self._base | {MARK_ENV: "-" * MARK_ROOM},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
         theirs.close()
         ours.settimeout(_START_S)
         assert ours.recv(16) == b"ready"
-        self._life = ours                        # when it closes, with this process at the latest, the parent ends
+        self._life = ours  # when it closes, with this process at the latest, the parent ends
 
 
 def _serve(descriptor: int, name: str) -> dict:
@@ -134,7 +155,7 @@ def _serve(descriptor: int, name: str) -> dict:
     poll = select.poll()
     poll.register(life, select.POLLIN)
     poll.register(listener, select.POLLIN)
-    children: dict[int, tuple[int, socket.socket]] = {}      # pidfd -> pid, who asked
+    children: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, who asked
     while True:
         for number, _ in poll.poll():
             if number == life.fileno():
@@ -160,7 +181,7 @@ def _serve(descriptor: int, name: str) -> dict:
                 poll.unregister(number)
                 os.close(number)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with contextlib.suppress(OSError):         # who asked has gone: nobody wants to know
+                with contextlib.suppress(OSError):  # who asked has gone: nobody wants to know
                     connection.send(str(status).encode())
                 connection.close()
 
@@ -195,7 +216,7 @@ def _write_mark(mark: str) -> None:
     assert len(wanted) <= MARK_ROOM, mark
     needle = f"{MARK_ENV}={'-' * MARK_ROOM}".encode()
     fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[47]), int(fields[48])      # env_start, env_end: fields 50 and 51 of proc(5)
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51 of proc(5)
     block = ctypes.string_at(start, end - start)
     place = block.index(needle) + len(MARK_ENV) + 1
     ctypes.memmove(start + place, wanted + b"\0" * (MARK_ROOM - len(wanted)), MARK_ROOM)
@@ -208,7 +229,7 @@ def _main() -> None:
         importlib.import_module(name)
     forkserver._warm_optimizers()
     gc.collect()
-    gc.freeze()              # collections in the children copy no pages then
+    gc.freeze()  # collections in the children copy no pages then
     signal.signal(signal.SIGINT, signal.default_int_handler)
     request = _serve(int(sys.argv[1]), sys.argv[2])
     _become(request)

@@ -1,4 +1,7 @@
-"""Every interleaving of small jobs: no state is stuck, and every invariant of both machines holds in each."""
+"""Every interleaving of small jobs.
+
+No state is stuck, and every invariant of both machines holds in each.
+"""
 
 from dataclasses import replace
 
@@ -28,11 +31,24 @@ def test_any_fault_at_any_moment_of_two_nodes_with_one_rank(is_sharded: bool) ->
 
 
 def test_a_node_that_keeps_to_itself_who_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way to it is told: a rank offers a step, Resume is lost, and the node registers as if it had heard it."""
+    """The way to it is told.
+
+    A rank offers a step, Resume is lost, and the node registers as if it had heard it.
+    """
     honest = Lives.reports
-    monkeypatch.setattr(Lives, "reports", lambda self, now: tuple(
-        replace(report, state="running", may_advance=False) if report.may_advance else report for report in honest(self, now)))
-    with pytest.raises(Violation, match=r"(?s)stuck: .*asking.*the manager resumed.*FAULT.*registers"):
+    monkeypatch.setattr(
+        Lives,
+        "reports",
+        lambda self, now: tuple(
+            replace(report, state="running", may_advance=False) if report.may_advance else report
+            for report in honest(self, now)
+        ),
+    )
+    with pytest.raises(
+        Violation,
+        match=r"(?s)stuck: .*asking.*the manager "
+        r"resumed.*FAULT.*registers",
+    ):
         explore(replace(SMALL, is_sharded=True, kinds=("raise", "cut"), faults=2))
 
 

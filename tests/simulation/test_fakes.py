@@ -4,7 +4,14 @@ import random
 
 from taskd.core import events as ev
 from taskd.core.node import NodeMachine
-from taskd.testing import FakeClock, FaultScript, MemoryNetwork, NetworkQuality, SimulatedJob, Trouble
+from taskd.testing import (
+    FakeClock,
+    FaultScript,
+    MemoryNetwork,
+    NetworkQuality,
+    SimulatedJob,
+    Trouble,
+)
 from taskd.testing.shells import SimulatedAgent
 
 
@@ -70,18 +77,24 @@ def test_a_trouble_that_finds_nobody_is_reported() -> None:
 
 
 def test_scripts_are_repeatable() -> None:
-    one, two = (FaultScript.random(random.Random(3), count=5, until=1.0, ranks=4, nodes=2) for _ in range(2))
+    one, two = (
+        FaultScript.random(random.Random(3), count=5, until=1.0, ranks=4, nodes=2) for _ in range(2)
+    )
     assert one == two
     results = [SimulatedJob(nodes=2, seed=7, script=one).run(50.0) for _ in range(2)]
     assert results[0].ended_at == results[1].ended_at
-    assert [story.to_dicts() for story in results[0].stories] == [story.to_dicts() for story in results[1].stories]
+    assert [story.to_dicts() for story in results[0].stories] == [
+        story.to_dicts() for story in results[1].stories
+    ]
 
 
 def test_a_second_agent_on_a_taken_position_is_refused_and_the_job_goes_on() -> None:
     job = SimulatedJob(nodes=2, ranks_per_node=2, steps=10)
     assert job.manager is not None
     job.clock.advance(0.1)
-    machine = NodeMachine(1, [2, 3], job.timeouts, node_count=2, world_size=4, agent_incarnation="impostor")
+    machine = NodeMachine(
+        1, [2, 3], job.timeouts, node_count=2, world_size=4, agent_incarnation="impostor"
+    )
     refusal = job.manager.machine.refusal(machine.registration(job.clock.now()))
     assert refusal == "node 1 is taken by agent agent 1"
     stray = SimulatedJob(nodes=1, ranks_per_node=2, steps=10, has_manager=False)

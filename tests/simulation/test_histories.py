@@ -1,4 +1,7 @@
-"""Random histories, other ones in each run: what the fixed examples beside do not hold is found sooner or later."""
+"""Random histories, other ones in each run.
+
+What the fixed examples beside do not hold is found sooner or later.
+"""
 
 import os
 import subprocess
@@ -11,11 +14,13 @@ from taskd.core.lives import Lives
 from taskd.testing import FaultScript, NetworkQuality, SimulatedJob, Stuck, Trouble, histories
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
-PARTS = 4                  # so that several processes share them
-SECONDS = 5.0              # of processor time, for each part
-# A cut takes Resume along; node 1 registers while its ranks wait with their offers, and nobody has set a deadline.
+PARTS = 4  # so that several processes share them
+SECONDS = 5.0  # of processor time, for each part
+# A cut takes Resume along; node 1 registers while its ranks wait with their offers, and nobody has
+# set a deadline.
 LOST_RESUME = FaultScript((
-    Trouble(0.24318637815135638, "cut", 0, 0.1), Trouble(0.28454576024194606, "raise", 1, 0.1), Trouble(0.369204313894234, "kill", 0, 1.0),
+    Trouble(0.24318637815135638, "cut", 0, 0.1), Trouble(0.28454576024194606, "raise", 1, 0.1),
+    Trouble(0.369204313894234, "kill", 0, 1.0),
     Trouble(0.8420036170408796, "cut", 1, 0.1),
 ))  # fmt: skip
 
@@ -24,14 +29,27 @@ LOST_RESUME = FaultScript((
 def test_histories_that_nobody_has_seen(part: int) -> None:
     tally = histories.play_many(SEED + part, seconds=SECONDS)
     for outcome in tally.bad:
-        print(f"{outcome.kind}: {outcome.detail}\n    {histories.replay_command(tally.seed, outcome.number)}")
-    assert not tally.bad, f"{tally}; replay with: {histories.replay_command(tally.seed, tally.bad[0].number)}"
+        print(
+            f"{outcome.kind}: {outcome.detail}\n    "
+            f"{histories.replay_command(tally.seed, outcome.number)}"
+        )
+    assert not tally.bad, (
+        f"{tally}; replay with: {histories.replay_command(tally.seed, tally.bad[0].number)}"
+    )
     assert tally.succeeded > 10, tally
 
 
 def lost_resume() -> SimulatedJob:
     quality = NetworkQuality(jitter_s=0.05, loss=0.1, duplicate=0.2)
-    return SimulatedJob(nodes=3, ranks_per_node=2, steps=30, script=LOST_RESUME, seed=2841621, quality=quality, is_sharded=True)
+    return SimulatedJob(
+        nodes=3,
+        ranks_per_node=2,
+        steps=30,
+        script=LOST_RESUME,
+        seed=2841621,
+        quality=quality,
+        is_sharded=True,
+    )
 
 
 def test_a_resume_that_is_lost_while_ranks_offer_a_step() -> None:
@@ -40,9 +58,19 @@ def test_a_resume_that_is_lost_while_ranks_offer_a_step() -> None:
 
 def test_a_node_that_keeps_to_itself_who_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Lives.reports
-    monkeypatch.setattr(Lives, "reports", lambda self, now: tuple(
-        replace(report, state="running", may_advance=False) if report.may_advance else report for report in honest(self, now)))
-    with pytest.raises(Stuck, match=r"rank 2 is in asking; rank 3 is in asking; .* the manager is resumed"):
+    monkeypatch.setattr(
+        Lives,
+        "reports",
+        lambda self, now: tuple(
+            replace(report, state="running", may_advance=False) if report.may_advance else report
+            for report in honest(self, now)
+        ),
+    )
+    with pytest.raises(
+        Stuck,
+        match=r"rank 2 is in asking; rank 3 is in asking; .* the manager is "
+        r"resumed",
+    ):
         lost_resume().run()
 
 

@@ -1,4 +1,7 @@
-"""Whole jobs in virtual time: real machines, bad network, faults at any time; no step lost, none done twice, it ends."""
+"""Whole jobs in virtual time: real machines, bad network, faults at any time.
+
+No step lost, none done twice, it ends.
+"""
 
 import random
 
@@ -50,9 +53,17 @@ class TestSharded:
         """Two steps, in pieces of 0.2 ms: all phases of the vote are among them."""
         advanced = 0
         for moment in range(300):
-            job, result = run((0.3 + moment * 0.0002, "kill", rank), nodes=2, ranks_per_node=2, is_sharded=True, seed=moment)
+            job, result = run(
+                (0.3 + moment * 0.0002, "kill", rank),
+                nodes=2,
+                ranks_per_node=2,
+                is_sharded=True,
+                seed=moment,
+            )
             assert_whole(result)
-            assert [(record.strategy, record.steps_redone) for record in result.records] == [("recover-in-place", 0)]
+            assert [(record.strategy, record.steps_redone) for record in result.records] == [
+                ("recover-in-place", 0)
+            ]
             advanced += any(isinstance(command, do.Advance) for command in job.commands)
         assert advanced > 10, "the moment in which some have passed the vote was never met"
 
@@ -65,13 +76,18 @@ class TestSingleTroubles:
         assert [type(command) for command in job.commands] == [do.Release, do.EndJob]
 
     @pytest.mark.parametrize("rank", range(4))
-    @pytest.mark.parametrize(("kind", "detail"), [("kill", "SIGKILL"), ("crash", "SIGSEGV"), ("exit", "exit 3")])
+    @pytest.mark.parametrize(
+        ("kind", "detail"), [("kill", "SIGKILL"), ("crash", "SIGSEGV"), ("exit", "exit 3")]
+    )
     def test_a_rank_dies(self, kind, detail, rank) -> None:
         _, result = run((0.5, kind, rank), nodes=2, ranks_per_node=2)
         assert_whole(result)
         (record,) = result.records
         assert (record.strategy, record.restarts_used) == ("recover-in-place", 1)
-        assert [(fault.rank, fault.detail) for fault in record.faults] in ([(rank, detail)], [(rank, "")])
+        assert [(fault.rank, fault.detail) for fault in record.faults] in (
+            [(rank, detail)],
+            [(rank, "")],
+        )
         assert record.steps_redone <= 1
         assert record.total_s < 0.5
 
@@ -111,7 +127,9 @@ class TestSingleTroubles:
     def test_a_stopped_rank_is_killed_when_others_need_it_out(self) -> None:
         job, result = run((0.4, "freeze", 1), (0.5, "kill", 2))
         assert_whole(result)
-        assert any(isinstance(command, do.KillWorker) and command.rank == 1 for command in job.commands)
+        assert any(
+            isinstance(command, do.KillWorker) and command.rank == 1 for command in job.commands
+        )
 
     def test_a_replacement_that_cannot_be_started_is_tried_again(self) -> None:
         _, result = run((0.5, "fail start", 1))
@@ -151,14 +169,14 @@ class TestSingleTroubles:
 
 class TestManagerAndNodes:
     def test_a_manager_that_comes_back_is_not_noticed(self) -> None:
-        _, result = run(
-            (0.1, "manager", 0, 0.1), nodes=2, ranks_per_node=2
-        )
+        _, result = run((0.1, "manager", 0, 0.1), nodes=2, ranks_per_node=2)
         assert all(state == ALL_STEPS for state in result.states.values())
 
     @pytest.mark.parametrize("delay", [0.0, 0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.15])
     def test_a_manager_that_dies_in_the_middle_of_a_recovery(self, delay) -> None:
-        job, result = run((0.5, "kill", 1), (0.5 + delay, "manager", 0, 0.2), nodes=2, ranks_per_node=2)
+        job, result = run(
+            (0.5, "kill", 1), (0.5 + delay, "manager", 0, 0.2), nodes=2, ranks_per_node=2
+        )
         assert all(state == ALL_STEPS for state in result.states.values())
         assert {outcome.outcome for outcome in result.outcomes.values()} == {"succeeded"}
         assert job.agents[0].machine.generation >= 1
@@ -186,7 +204,13 @@ class TestManagerAndNodes:
 
     @pytest.mark.parametrize("delay", [-0.002, 0.0, 0.002, 0.02, 0.08, 0.12])
     def test_a_cut_connection_during_a_recovery(self, delay) -> None:
-        _, result = run((0.5, "kill", 1), (0.5 + delay, "cut", 0), (0.5 + delay, "cut", 1), nodes=2, ranks_per_node=2)
+        _, result = run(
+            (0.5, "kill", 1),
+            (0.5 + delay, "cut", 0),
+            (0.5 + delay, "cut", 1),
+            nodes=2,
+            ranks_per_node=2,
+        )
         assert_whole(result)
 
     def test_accelerators_wait_for_the_old_process(self) -> None:
@@ -195,7 +219,12 @@ class TestManagerAndNodes:
         assert job.agents[0].machine.lives.present[1].incarnation == 1
 
     def test_hundreds_of_nodes(self) -> None:
-        job = SimulatedJob(nodes=64, ranks_per_node=4, steps=5, script=script((0.12, "kill", 77), (0.13, "kill", 200)))
+        job = SimulatedJob(
+            nodes=64,
+            ranks_per_node=4,
+            steps=5,
+            script=script((0.12, "kill", 77), (0.13, "kill", 200)),
+        )
         result = job.run()
         assert result.succeeded
         assert all(state == list(range(5)) for state in result.states.values())
@@ -208,7 +237,9 @@ class TestUndeclared:
         assert result.records[0].strategy == "restart"
 
     def test_a_script_that_always_fails_is_given_up(self) -> None:
-        _, result = run(*[(0.3 + 2.0 * count, "exit", 1) for count in range(3)], is_declared=False, steps=1000)
+        _, result = run(
+            *[(0.3 + 2.0 * count, "exit", 1) for count in range(3)], is_declared=False, steps=1000
+        )
         assert result.succeeded is False
         assert result.reason.startswith("3 equal failures in a row")
 
@@ -221,19 +252,40 @@ class TestUndeclared:
 
 
 QUALITIES = st.builds(
-    NetworkQuality, jitter_s=st.sampled_from([0.001, 0.05]), loss=st.sampled_from([0.0, 0.1]), duplicate=st.sampled_from([0.0, 0.2])
+    NetworkQuality,
+    jitter_s=st.sampled_from([0.001, 0.05]),
+    loss=st.sampled_from([0.0, 0.1]),
+    duplicate=st.sampled_from([0.0, 0.2]),
 )
 
 
 @settings(max_examples=settings.default.max_examples * 3 // 2)
-@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5), QUALITIES, st.booleans(), st.booleans())
-def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait_for_exit, is_sharded) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 5),
+    QUALITIES,
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_script_over_any_network(
+    seed, nodes, per_node, count, quality, wait_for_exit, is_sharded
+) -> None:
     ranks = nodes * per_node
     faults = FaultScript.random(
         random.Random(seed), count=count, until=1.2, ranks=ranks, nodes=nodes, kinds=RECOVERABLE
     )
-    job = SimulatedJob(nodes=nodes, ranks_per_node=per_node, steps=STEPS, script=faults, seed=seed, quality=quality,
-                       wait_for_exit=wait_for_exit, is_sharded=is_sharded)
+    job = SimulatedJob(
+        nodes=nodes,
+        ranks_per_node=per_node,
+        steps=STEPS,
+        script=faults,
+        seed=seed,
+        quality=quality,
+        wait_for_exit=wait_for_exit,
+        is_sharded=is_sharded,
+    )
     result = job.run()
     check_replay(job)
     outcomes = {getattr(outcome, "outcome", None) for outcome in result.outcomes.values()}
@@ -243,11 +295,20 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
     if (result.succeeded and not went_on_alone) or outcomes == {"succeeded"}:
         assert all(state == ALL_STEPS for state in result.states.values())
     else:
-        # What the rules end on purpose: a failure after Release, or one that came back; or a node that had a fault, found no manager in time, and went
-        # on as plain torchrun does, without the others.
+        # What the rules end on purpose: a failure after Release, or one that came back; or a node
+        # that had a fault, found no manager in time, and went on as plain torchrun does, without
+        # the others.
         assert any(
             words in result.reason or words in str(result.outcomes)
-            for words in ("returned everywhere", "came back", "times:", "in a row", "already left", "not known to this manager", "no manager answers")
+            for words in (
+                "returned everywhere",
+                "came back",
+                "times:",
+                "in a row",
+                "already left",
+                "not known to this manager",
+                "no manager answers",
+            )
         ), result.reason
     kept = [record for record in result.records if record.strategy in {"retry", "recover-in-place"}]
     assert all(record.steps_redone <= 1 for record in kept)
@@ -257,10 +318,22 @@ def test_any_script_over_any_network(seed, nodes, per_node, count, quality, wait
 @given(st.integers(0, 2**32), st.integers(1, 2), st.integers(2, 3), st.integers(0, 3), QUALITIES)
 def test_any_script_that_is_not_recoverable(seed, nodes, per_node, count, quality) -> None:
     faults = FaultScript.random(
-        random.Random(seed), count=count, until=0.5, ranks=nodes * per_node, nodes=nodes, kinds=("kill", "exit", "cut")
+        random.Random(seed),
+        count=count,
+        until=0.5,
+        ranks=nodes * per_node,
+        nodes=nodes,
+        kinds=("kill", "exit", "cut"),
     )
-    job = SimulatedJob(nodes=nodes, ranks_per_node=per_node, steps=STEPS, script=faults, seed=seed, quality=quality,
-                       is_declared=False)
+    job = SimulatedJob(
+        nodes=nodes,
+        ranks_per_node=per_node,
+        steps=STEPS,
+        script=faults,
+        seed=seed,
+        quality=quality,
+        is_declared=False,
+    )
     result = job.run()
     check_replay(job)
     assert result.succeeded is not None

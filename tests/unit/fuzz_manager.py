@@ -1,10 +1,13 @@
-"""Says odd things to a real manager: messages of every type, well formed, with values that no process of ours would send.
+"""Says odd things to a real manager.
+
+Messages of every type, well formed, with values that no process of ours would send.
 
     python tests/unit/fuzz_manager.py [MESSAGES [SEED]]
 
-Two ways. A stranger says them while a job trains: the job must not notice. And an agent of the job does: then the job may end, the manager
-must not stumble, time must go on, and what it was told must leave every invariant of its machine true. By hand for as many messages as
-one likes; a test says a few thousand.
+Two ways. A stranger says them while a job trains: the job must not notice. And an agent of the job
+does: then the job may end, the manager must not stumble, time must go on, and what it was told must
+leave every invariant of its machine true. By hand for as many messages as one likes; a test says a
+few thousand.
 """
 
 from __future__ import annotations
@@ -31,14 +34,69 @@ from taskd.testing.clock import FakeClock
 from taskd.transport.memory import MemoryDealer, MemoryNetwork, MemoryRouter
 from taskd.wire import codec, messages, schema
 
-NUMBERS = (0, 1, 2, 3, 4, 5, 7, 1000, -1, -7, 1 << 20, (1 << 20) + 1, (1 << 31) - 1, 1 << 31, 1 << 32, schema.MAX_CLAIM, schema.MAX_CLAIM + 1,
-           schema.MAX_INTEGER, (1 << 64) - 1, -(1 << 63), 0.5, -0.5, 1e9, 1e308, float("nan"), float("inf"), -float("inf"))
-TEXTS = ("", "zombie", "lost", "succeeded", "failed", "step", "boot", "checkpoint", "whole", "published", "\0\n\x1b[2J", "\U0010ffff", "x" * 5000,
-         "line\n" * 40_000)
-OTHERS: tuple[object, ...] = (None, True, False, [], {}, [[]], [None], b"\xff", [1, 2, 3], {"kind": "killed"})
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    1000,
+    -1,
+    -7,
+    1 << 20,
+    (1 << 20) + 1,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    schema.MAX_CLAIM,
+    schema.MAX_CLAIM + 1,
+    schema.MAX_INTEGER,
+    (1 << 64) - 1,
+    -(1 << 63),
+    0.5,
+    -0.5,
+    1e9,
+    1e308,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+)
+TEXTS = (
+    "",
+    "zombie",
+    "lost",
+    "succeeded",
+    "failed",
+    "step",
+    "boot",
+    "checkpoint",
+    "whole",
+    "published",
+    "\0\n\x1b[2J",
+    "\U0010ffff",
+    "x" * 5000,
+    "line\n" * 40_000,
+)
+OTHERS: tuple[object, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    b"\xff",
+    [1, 2, 3],
+    {"kind": "killed"},
+)
 NODES, PER_NODE = 2, 2
 RANKS = range(NODES * PER_NODE)
-UPSTREAM = (*(cls for cls in messages.MESSAGE_BY_CODE.values() if not cls.is_order), messages.Heartbeat)
+UPSTREAM = (
+    *(cls for cls in messages.MESSAGE_BY_CODE.values() if not cls.is_order),
+    messages.Heartbeat,
+)
 
 
 class Bugs(logging.Handler):
@@ -62,7 +120,9 @@ class Peer:
 
     def frame(self, message: messages.Message) -> dict:
         self.sequence += 1
-        envelope = codec.Envelope("job", "agent", self.node_rank, None, self.incarnation, 0, self.sequence, "fuzz")
+        envelope = codec.Envelope(
+            "job", "agent", self.node_rank, None, self.incarnation, 0, self.sequence, "fuzz"
+        )
         return dict(msgpack.unpackb(codec.encode(envelope, message)))
 
     def say(self, message: messages.Message) -> None:
@@ -77,7 +137,11 @@ class Peer:
 
     def register(self) -> None:
         workers = tuple(events.WorkerReport(rank, 0, WorkerState.RUNNING) for rank in self.ranks)
-        self.say(messages.AgentRegistered(self.node_rank, self.incarnation, NODES, len(RANKS), 10**6, 0, 0, workers))
+        self.say(
+            messages.AgentRegistered(
+                self.node_rank, self.incarnation, NODES, len(RANKS), 10**6, 0, 0, workers
+            )
+        )
 
 
 class Job:
@@ -86,7 +150,9 @@ class Job:
     def __init__(self, directory: pathlib.Path, strategies: tuple[str, ...] = ()) -> None:
         self.network, self.clock = MemoryNetwork(), FakeClock()
         self.phases: set[Phase] = set()
-        config = ManagerConfig("job", "unused", 30.0, None, LogConfig(directory), strategies=strategies)
+        config = ManagerConfig(
+            "job", "unused", 30.0, None, LogConfig(directory), strategies=strategies
+        )
         self.service = Service(config, MemoryRouter(self.network, "manager"), self.clock)
         self.agents = [Peer(self.network, node_rank, f"a{node_rank}") for node_rank in range(NODES)]
         for agent in self.agents:
@@ -113,11 +179,24 @@ class Job:
     @property
     def is_unhurt(self) -> bool:
         machine = self.service._machine
-        return (machine.phase, machine.generation, machine.restarts_used) == (Phase.RUNNING, 0, 0) and len(machine.membership.members) == len(RANKS)
+        return (machine.phase, machine.generation, machine.restarts_used) == (
+            Phase.RUNNING,
+            0,
+            0,
+        ) and len(machine.membership.members) == len(RANKS)
 
 
 def mark(rank: int) -> Mark:
-    return Mark(rank, 0, 0, 5, "forward", 0.1, groups=(GroupMark(7, "world", 3, 3, "all_reduce"),), times=(("forward", 10, 2.0),))
+    return Mark(
+        rank,
+        0,
+        0,
+        5,
+        "forward",
+        0.1,
+        groups=(GroupMark(7, "world", 3, 3, "all_reduce"),),
+        times=(("forward", 10, 2.0),),
+    )
 
 
 def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
@@ -127,15 +206,33 @@ def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
     machine = job.service._machine
     member = machine.membership.members.get(rank)
     life = 0 if member is None else member.incarnation
-    fault = Fault(dice.choice(list(FaultKind)), rank, life, "x", dice.choice((None, 5, 6)), "step", "x", "Traceback", -9)
-    report = events.WorkerReport(rank, life, dice.choice(list(WorkerState)), True, 5, True, True, (4,), "")
+    fault = Fault(
+        dice.choice(list(FaultKind)),
+        rank,
+        life,
+        "x",
+        dice.choice((None, 5, 6)),
+        "step",
+        "x",
+        "Traceback",
+        -9,
+    )
+    report = events.WorkerReport(
+        rank, life, dice.choice(list(WorkerState)), True, 5, True, True, (4,), ""
+    )
     values: dict[str, object] = {
-        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)), "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
-        "world_size": len(RANKS), "max_restarts": 100, "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
-        "workers": (report, *(dataclasses.replace(report, rank=other) for other in agent.ranks if other != rank)), "fault": fault,
-        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5, "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
-        "stage": dice.choice(("written", "failed", "published")), "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
-        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5, "sequence": 1, "may_advance": dice.random() < 0.3,
+        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)),
+        "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
+        "world_size": len(RANKS), "max_restarts": 100,
+        "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
+        "workers": (report, *(dataclasses.replace(report,
+        rank=other) for other in agent.ranks if other != rank)), "fault": fault,
+        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5,
+        "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
+        "stage": dice.choice(("written", "failed", "published")),
+        "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
+        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5,
+        "sequence": 1, "may_advance": dice.random() < 0.3,
     }  # fmt: skip
     known = {field.name: field for field in dataclasses.fields(cls)}
     filled = {name: values.get(name, 0.5 if name.endswith("_s") else "text") for name in known}
@@ -153,7 +250,7 @@ def mutate(dice: random.Random, thing: object) -> object:
         at = dice.randrange(len(thing))
         if dice.random() < 0.1:
             return [*thing, thing[at]]
-        return [*thing[:at], mutate(dice, thing[at]), *thing[at + 1:]]
+        return [*thing[:at], mutate(dice, thing[at]), *thing[at + 1 :]]
     if isinstance(thing, bool) or thing is None or dice.random() < 0.1:
         return dice.choice((*NUMBERS, *TEXTS, *OTHERS))
     return dice.choice(TEXTS) if isinstance(thing, str) else dice.choice(NUMBERS)
@@ -171,10 +268,22 @@ def obey(dice: random.Random, agent: Peer, job: Job, answers: list[messages.Mess
     """What an honest agent would say to these orders, mostly: so that recoveries get on."""
     machine = job.service._machine
     for order in answers:
-        for rank in agent.ranks if dice.random() < 0.8 and rank_of(order) in (None, *agent.ranks) else ():
+        for rank in (
+            agent.ranks if dice.random() < 0.8 and rank_of(order) in (None, *agent.ranks) else ()
+        ):
             life = machine.membership.members[rank].incarnation
-            if isinstance(order, messages.Interrupt) or (isinstance(order, messages.ReplaceWorker) and order.rank == rank):
-                agent.say(messages.WorkerPaused(rank, life, order.generation, 5 if isinstance(order, messages.Interrupt) else None, clean=True))
+            if isinstance(order, messages.Interrupt) or (
+                isinstance(order, messages.ReplaceWorker) and order.rank == rank
+            ):
+                agent.say(
+                    messages.WorkerPaused(
+                        rank,
+                        life,
+                        order.generation,
+                        5 if isinstance(order, messages.Interrupt) else None,
+                        clean=True,
+                    )
+                )
             elif isinstance(order, messages.Resume):
                 agent.say(messages.WorkerRecovered(rank, life, order.generation, 6, 0.1, 0.1, 0.1))
             elif isinstance(order, messages.RestartGroup):
@@ -208,7 +317,10 @@ def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> N
 
 
 def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dict[str, int]:
-    """The manager must go on, whatever becomes of the job. Returns how many jobs it took, and how much was taken in."""
+    """The manager must go on, whatever becomes of the job.
+
+    Returns how many jobs it took, and how much was taken in.
+    """
     seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0}
     said = 0
     phases: set[Phase] = set()
@@ -224,19 +336,30 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
             said += 1
             job.turn()
             answers = liar.heard()
-            rejected = sum(isinstance(answer, messages.Rejected | messages.Refused) for answer in answers)
+            rejected = sum(
+                isinstance(answer, messages.Rejected | messages.Refused) for answer in answers
+            )
             seen["rejected"] += rejected
             seen["taken"] += not rejected
             for agent in job.agents:
                 obey(dice, agent, job, answers if agent is liar else agent.heard())
             if dice.random() < 0.2:
                 job.beat(dice.choice((0.01, 0.3, 1.0, 5.0)), *job.agents)
-            if any(isinstance(answer, messages.HeartbeatAck) and not answer.known for answer in answers):
+            if any(
+                isinstance(answer, messages.HeartbeatAck) and not answer.known for answer in answers
+            ):
                 liar.register()
         if job.service.result is None:
-            job.beat(100.0)                 # all of them are silent: leases, alarms and whatever was awaited
+            job.beat(100.0)  # all of them are silent: leases, alarms and whatever was awaited
         phases |= job.phases
-    assert phases >= {Phase.RUNNING, Phase.PAUSING, Phase.RESUMED, Phase.SAVING, Phase.ENDING, Phase.ENDED}, phases
+    assert phases >= {
+        Phase.RUNNING,
+        Phase.PAUSING,
+        Phase.RESUMED,
+        Phase.SAVING,
+        Phase.ENDING,
+        Phase.ENDED,
+    }, phases
     return seen
 
 

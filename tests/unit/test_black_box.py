@@ -1,4 +1,7 @@
-"""The black box: what is written is read, what was torn is not, and the layout is that of taskd.h."""
+"""The black box.
+
+What is written is read, what was torn is not, and the layout is that of taskd.h.
+"""
 
 import os
 import re
@@ -32,7 +35,11 @@ def test_every_constant_is_the_one_the_library_was_built_with():
     if binding is None:
         pytest.skip("libtaskd is not built here")
     names = re.findall(r'^    \{"(\w+)",', (ROOT / "csrc/layout.c").read_text(), re.MULTILINE)
-    ours = {name: getattr(box_layout, name.upper()) for name in names if name not in {"guard_held", "death_bytes"}}
+    ours = {
+        name: getattr(box_layout, name.upper())
+        for name in names
+        if name not in {"guard_held", "death_bytes"}
+    }
     assert len(ours) > 15
     assert {name: binding.layout_value(name) for name in ours} == ours
     assert binding.layout_value("no such name") == -1
@@ -49,7 +56,12 @@ def test_what_one_side_marks_the_other_side_reads(box):
     box.begin(pid=4711, incarnation=3)
     box.mark_phase(Phase.OPTIMIZER)
     box.mark_version(12)
-    assert (other.pid, other.incarnation, other.phase, other.version) == (4711, 3, Phase.OPTIMIZER, 12)
+    assert (other.pid, other.incarnation, other.phase, other.version) == (
+        4711,
+        3,
+        Phase.OPTIMIZER,
+        12,
+    )
     box.mark_version(0)
     assert other.version == 0
     other.close()
@@ -173,10 +185,20 @@ def test_a_torn_layout_is_no_layout(box, monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, black_box.MAX_COUNT), st.binary(max_size=64), st.booleans(), st.integers(0, 5)), max_size=12),
+    st.lists(
+        st.tuples(
+            st.integers(0, black_box.MAX_COUNT),
+            st.binary(max_size=64),
+            st.booleans(),
+            st.integers(0, 5),
+        ),
+        max_size=12,
+    ),
     st.binary(max_size=4096),
 )
-def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_for_one(writes, noise):
+def test_the_newest_committed_payload_is_always_there_and_noise_is_never_taken_for_one(
+    writes, noise
+):
     box = BlackBox.create()
     committed = {}
     commons = [b"%d" % number for number in range(6)]
@@ -213,7 +235,10 @@ def test_a_killed_writer_leaves_complete_extras_for_its_version():
     for _ in range(5):
         box = BlackBox.create()
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(box.fd)], pass_fds=[box.fd], stdout=subprocess.PIPE, cwd=ROOT
+            [sys.executable, "-c", WRITER, str(box.fd)],
+            pass_fds=[box.fd],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
         )
         with writer:
             assert writer.stdout.readline() == b"running\n"
@@ -277,7 +302,12 @@ def test_phases_are_timed_and_counted(box):
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CHECKPOINT, Phase.STEP):
         box.mark_phase(phase)
     times = box.phase_times()
-    assert {name: count for name, (count, _) in times.items()} == {"boot": 1, "forward": 1, "backward": 1, "checkpoint": 1}
+    assert {name: count for name, (count, _) in times.items()} == {
+        "boot": 1,
+        "forward": 1,
+        "backward": 1,
+        "checkpoint": 1,
+    }
     assert box.progress == 4
     assert box.slowest_long_s(Phase.CHECKPOINT) > 0
     assert box.slowest_long_s(Phase.EVALUATION) == 0
@@ -320,7 +350,17 @@ def test_the_longest_step_is_forgotten_after_a_while(box, monkeypatch):
 def test_a_damaged_header_is_read_without_an_error(garbage, place):
     box = BlackBox.create()
     os.pwrite(box.fd, garbage, box_layout.OFFSET_PID if place == 0 else place * 256 + 64)
-    for name in ("pid", "incarnation", "phase", "version", "alive_at", "progress_at", "python_at", "is_waiting", "slowest_step_s"):
+    for name in (
+        "pid",
+        "incarnation",
+        "phase",
+        "version",
+        "alive_at",
+        "progress_at",
+        "python_at",
+        "is_waiting",
+        "slowest_step_s",
+    ):
         getattr(box, name)
     box.phase_times()
     box.read_extras()
@@ -328,7 +368,21 @@ def test_a_damaged_header_is_read_without_an_error(garbage, place):
     box.close()
 
 
-NUMBERS = (0, 1, 2, 5, 15, 16, -1, -2, -7, black_box.MAX_COUNT, black_box.MAX_COUNT + 1, (1 << 63) - 1, -(1 << 63))
+NUMBERS = (
+    0,
+    1,
+    2,
+    5,
+    15,
+    16,
+    -1,
+    -2,
+    -7,
+    black_box.MAX_COUNT,
+    black_box.MAX_COUNT + 1,
+    (1 << 63) - 1,
+    -(1 << 63),
+)
 WORDS = {name: word for name, word, _, _ in black_box._RANGES}
 
 
@@ -341,7 +395,13 @@ def test_counts_that_cannot_be_are_not_known_and_the_box_says_so(box, number):
     box.begin(1234, 3)
     box.mark_generation(2)
     box.mark_version(7)
-    assert (box.pid, box.incarnation, box.generation, box.version, box.damage) == (1234, 3, 2, 7, None)
+    assert (box.pid, box.incarnation, box.generation, box.version, box.damage) == (
+        1234,
+        3,
+        2,
+        7,
+        None,
+    )
     for name in ("pid", "incarnation", "generation", "version"):
         before = box._words[WORDS[name]]
         box._words[WORDS[name]] = number
@@ -357,10 +417,21 @@ def test_whatever_a_word_is_its_reader_gives_what_can_be_told(box, number):
     for word in WORDS.values():
         before, box._words[word] = box._words[word], number
         assert box.pid is None or 0 < box.pid <= 1 << 22
-        assert all(value is None or 0 <= value <= black_box.MAX_COUNT for value in (box.incarnation, box.generation, box.version))
-        assert all(value is None or 0 < value <= 1e10 for value in (box.alive_at, box.progress_at, box.python_at))
-        assert all(0 <= value <= 1e10 for value in (box.slowest_step_s, *map(box.slowest_long_s, black_box.LONG_PHASES)))
-        assert all(count > 0 and 0 <= seconds <= 1e10 for count, seconds in box.phase_times().values())
+        assert all(
+            value is None or 0 <= value <= black_box.MAX_COUNT
+            for value in (box.incarnation, box.generation, box.version)
+        )
+        assert all(
+            value is None or 0 < value <= 1e10
+            for value in (box.alive_at, box.progress_at, box.python_at)
+        )
+        assert all(
+            0 <= value <= 1e10
+            for value in (box.slowest_step_s, *map(box.slowest_long_s, black_box.LONG_PHASES))
+        )
+        assert all(
+            count > 0 and 0 <= seconds <= 1e10 for count, seconds in box.phase_times().values()
+        )
         box._words[word] = before
 
 

@@ -27,9 +27,16 @@ def area(calls=(), communicators=()) -> bytes:
     content = bytearray(_AREA)
     for mark, *words, name in calls:
         place = ((mark - 1) // 2 if mark % 2 else mark // 2 - 1) % layout.CALLS
-        struct.pack_into("=Q7q32s", content, layout.CALLS_OFFSET + place * layout.CALL_BYTES, mark, *words, name)
+        struct.pack_into(
+            "=Q7q32s", content, layout.CALLS_OFFSET + place * layout.CALL_BYTES, mark, *words, name
+        )
     for place, words in enumerate(communicators):
-        struct.pack_into("=Qqqq32s", content, layout.COMMUNICATORS_OFFSET + place * layout.COMMUNICATOR_BYTES, *words)
+        struct.pack_into(
+            "=Qqqq32s",
+            content,
+            layout.COMMUNICATORS_OFFSET + place * layout.COMMUNICATOR_BYTES,
+            *words,
+        )
     return bytes(content)
 
 
@@ -38,8 +45,12 @@ def call(index: int, *, odd: bool = False) -> tuple:
 
 
 def test_what_was_written_is_read() -> None:
-    box = Box(area([call(0)], [(7, 3, 2, 2_000_000_000, b"nccl, 8 ranks"), ((1 << 63) | 5, 1, 1, 0, b"")]))
-    assert Collectives(box).calls() == [Call(0, 7, 1, 40, None, None, 1_000_000_000, 0, "ncclAllReduce")]
+    box = Box(
+        area([call(0)], [(7, 3, 2, 2_000_000_000, b"nccl, 8 ranks"), ((1 << 63) | 5, 1, 1, 0, b"")])
+    )
+    assert Collectives(box).calls() == [
+        Call(0, 7, 1, 40, None, None, 1_000_000_000, 0, "ncclAllReduce")
+    ]
     known, unknown = Collectives(box).communicators()
     assert known == Communicator(7, "nccl, 8 ranks", 3, 2, 2.0)
     assert (known.is_comparable, unknown.is_comparable, unknown.entered_at) == (True, False, None)
@@ -61,7 +72,11 @@ def test_an_entry_that_changed_while_it_was_copied_is_left_out() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(0, 4096), st.booleans())
 def test_garbage_is_read_without_a_word(random, damage: int, whole: bool) -> None:
-    content = bytearray(random.randbytes(_AREA) if whole else area([call(n) for n in range(300)], [(7, 3, 2, 1, b"x")] * 64))
+    content = bytearray(
+        random.randbytes(_AREA)
+        if whole
+        else area([call(n) for n in range(300)], [(7, 3, 2, 1, b"x")] * 64)
+    )
     for _ in range(damage):
         content[random.randrange(_AREA)] = random.randrange(256)
     found = Collectives(Box(bytes(content)))
@@ -69,4 +84,7 @@ def test_garbage_is_read_without_a_word(random, damage: int, whole: bool) -> Non
     assert len(calls) <= layout.CALLS
     assert len(communicators) <= layout.COMMUNICATORS
     assert [one.index for one in calls] == sorted({one.index for one in calls})
-    assert all(text.name.isprintable() and len(text.name) <= layout.NAME_BYTES for text in (*calls, *communicators))
+    assert all(
+        text.name.isprintable() and len(text.name) <= layout.NAME_BYTES
+        for text in (*calls, *communicators)
+    )

@@ -1,4 +1,7 @@
-"""Every key and variable: default, accepted values, and an error that names key, value and what is accepted."""
+"""Every key and variable.
+
+Default, accepted values, and an error that names key, value and what is accepted.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ import pathlib
 import pytest
 
 from taskd import config
-from taskd.config import AgentConfig, CallbackAgentConfig, LogConfig, ManagerConfig, RelayConfig, WorkerConfig
+from taskd.config import (
+    AgentConfig,
+    CallbackAgentConfig,
+    LogConfig,
+    ManagerConfig,
+    RelayConfig,
+    WorkerConfig,
+)
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
@@ -25,7 +35,9 @@ def refusal(load, *names: str) -> None:
 
 def test_a_manager_without_settings_has_the_documented_defaults() -> None:
     loaded = ManagerConfig.load({}, {})
-    assert loaded == ManagerConfig("default_job", "127.0.0.1:9601", 30.0, None, LogConfig(pathlib.Path("./taskd_log/")))
+    assert loaded == ManagerConfig(
+        "default_job", "127.0.0.1:9601", 30.0, None, LogConfig(pathlib.Path("./taskd_log/"))
+    )
     assert (loaded.node_count, loaded.ranks_per_node, loaded.is_enabled) == (None, None, True)
     assert ManagerConfig.load(None, {}) == loaded
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -34,37 +46,71 @@ def test_a_manager_without_settings_has_the_documented_defaults() -> None:
 
 def test_a_manager_takes_its_settings_from_dict_and_environment() -> None:
     loaded = ManagerConfig.load(
-        {"job_id": "j", "node_nums": 2, "proc_per_node": 8, "plugin_dir": "x", "fault_recover": "", "taskd_enable": "on",
-         "cluster_infos": {}},
-        {"MINDX_TASK_ID": "other", "TASKD_PORT": "7000", "POD_IP": "10.0.0.7", "TASKD_FAULT_TIMEOUT": "2.5",
-         "TASKD_LOG_PATH": "/var/log/x", "TASKD_FILE_LOG_LEVEL": "DEBUG", "TASKD_STD_LOG_LEVEL": "ERROR",
-         "TASKD_LOG_STDOUT": "False", "TASKD_PROCESS_ENABLE": "off"})
+        {
+            "job_id": "j",
+            "node_nums": 2,
+            "proc_per_node": 8,
+            "plugin_dir": "x",
+            "fault_recover": "",
+            "taskd_enable": "on",
+            "cluster_infos": {},
+        },
+        {
+            "MINDX_TASK_ID": "other",
+            "TASKD_PORT": "7000",
+            "POD_IP": "10.0.0.7",
+            "TASKD_FAULT_TIMEOUT": "2.5",
+            "TASKD_LOG_PATH": "/var/log/x",
+            "TASKD_FILE_LOG_LEVEL": "DEBUG",
+            "TASKD_STD_LOG_LEVEL": "ERROR",
+            "TASKD_LOG_STDOUT": "False",
+            "TASKD_PROCESS_ENABLE": "off",
+        },
+    )
     assert (loaded.job_id, loaded.node_count, loaded.ranks_per_node) == ("j", 2, 8)
-    assert (loaded.bind_address, loaded.fault_timeout_s, loaded.is_enabled) == ("10.0.0.7:7000", 2.5, False)
+    assert (loaded.bind_address, loaded.fault_timeout_s, loaded.is_enabled) == (
+        "10.0.0.7:7000",
+        2.5,
+        False,
+    )
     assert loaded.log == LogConfig(pathlib.Path("/var/log/x"), "DEBUG", "ERROR", to_std=False)
     assert ManagerConfig.load({}, {"MINDX_TASK_ID": "m"}).job_id == "m"
 
 
-@pytest.mark.parametrize(("environment", "address"), [
-    ({"POD_IP": "10.0.0.7", "LOCAL_PROXY_ENABLE": "on"}, "127.0.0.1:9601"),
-    ({"POD_IP": "10.0.0.7", "LOCAL_PROXY_ENABLE": "off"}, "10.0.0.7:9601"),
-    ({"POD_IP": "10.0.0.7", "TASKD_BIND_ADDR": "10.0.0.8"}, "10.0.0.8:9601"),
-    ({"TASKD_BIND_ADDR": "10.0.0.8:1", "LOCAL_PROXY_ENABLE": "on"}, "10.0.0.8:1"),
-    ({"TASKD_BIND_ADDR": "*"}, "0.0.0.0:9601"),
-    ({"TASKD_BIND_ADDR": "localhost", "TASKD_PORT": "5"}, "127.0.0.1:5"),
-    ({"POD_IP": "fe80::1"}, "[fe80::1]:9601"),
-    ({"TASKD_BIND_ADDR": "[::1]:77"}, "[::1]:77"),
-    ({"TASKD_BIND_ADDR": "[::1]"}, "[::1]:9601"),
-    ({"POD_IP": ""}, "127.0.0.1:9601"),
-])
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({"POD_IP": "10.0.0.7", "LOCAL_PROXY_ENABLE": "on"}, "127.0.0.1:9601"),
+        ({"POD_IP": "10.0.0.7", "LOCAL_PROXY_ENABLE": "off"}, "10.0.0.7:9601"),
+        ({"POD_IP": "10.0.0.7", "TASKD_BIND_ADDR": "10.0.0.8"}, "10.0.0.8:9601"),
+        ({"TASKD_BIND_ADDR": "10.0.0.8:1", "LOCAL_PROXY_ENABLE": "on"}, "10.0.0.8:1"),
+        ({"TASKD_BIND_ADDR": "*"}, "0.0.0.0:9601"),
+        ({"TASKD_BIND_ADDR": "localhost", "TASKD_PORT": "5"}, "127.0.0.1:5"),
+        ({"POD_IP": "fe80::1"}, "[fe80::1]:9601"),
+        ({"TASKD_BIND_ADDR": "[::1]:77"}, "[::1]:77"),
+        ({"TASKD_BIND_ADDR": "[::1]"}, "[::1]:9601"),
+        ({"POD_IP": ""}, "127.0.0.1:9601"),
+    ],
+)
 def test_where_the_manager_listens(environment: dict, address: str) -> None:
     assert ManagerConfig.load({}, environment).bind_address == address
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("job_id", 5), ("node_nums", "2"), ("node_nums", 0), ("node_nums", True), ("node_nums", -1), ("proc_per_node", 1.5),
-    ("plugin_dir", 1), ("fault_recover", True), ("taskd_enable", 1), ("cluster_infos", "x"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("job_id", 5),
+        ("node_nums", "2"),
+        ("node_nums", 0),
+        ("node_nums", True),
+        ("node_nums", -1),
+        ("proc_per_node", 1.5),
+        ("plugin_dir", 1),
+        ("fault_recover", True),
+        ("taskd_enable", 1),
+        ("cluster_infos", "x"),
+    ],
+)
 def test_wrong_manager_settings_are_named(key: str, value: object) -> None:
     refusal(lambda: ManagerConfig.load({key: value}, {}), key, repr(value))
 
@@ -74,14 +120,32 @@ def test_settings_are_a_dict_with_strings_as_keys(settings: object) -> None:
     refusal(lambda: ManagerConfig.load(settings, {}), "config")
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("TASKD_PORT", "x"), ("TASKD_PORT", "0"), ("TASKD_PORT", "65536"), ("TASKD_PORT", "-1"), ("TASKD_PORT", "٣"),
-    ("TASKD_FAULT_TIMEOUT", "0"), ("TASKD_FAULT_TIMEOUT", "-3"), ("TASKD_FAULT_TIMEOUT", "nan"), ("TASKD_FAULT_TIMEOUT", "inf"),
-    ("TASKD_FAULT_TIMEOUT", "soon"), ("TASKD_FILE_LOG_LEVEL", "LOUD"), ("TASKD_STD_LOG_LEVEL", "info"),
-    ("TASKD_LOG_STDOUT", "no"), ("TASKD_PROCESS_ENABLE", "yes"), ("LOCAL_PROXY_ENABLE", "1"), ("POD_IP", "a.b.c"),
-    ("TASKD_BIND_ADDR", "some.host"), ("TASKD_BIND_ADDR", "1.2.3.4:x"), ("TASKD_BIND_ADDR", "[::1"), ("TASKD_BIND_ADDR", "[::1]x"),
-    ("TASKD_SECRET_FILE", "/no/such/file"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("TASKD_PORT", "x"),
+        ("TASKD_PORT", "0"),
+        ("TASKD_PORT", "65536"),
+        ("TASKD_PORT", "-1"),
+        ("TASKD_PORT", "٣"),
+        ("TASKD_FAULT_TIMEOUT", "0"),
+        ("TASKD_FAULT_TIMEOUT", "-3"),
+        ("TASKD_FAULT_TIMEOUT", "nan"),
+        ("TASKD_FAULT_TIMEOUT", "inf"),
+        ("TASKD_FAULT_TIMEOUT", "soon"),
+        ("TASKD_FILE_LOG_LEVEL", "LOUD"),
+        ("TASKD_STD_LOG_LEVEL", "info"),
+        ("TASKD_LOG_STDOUT", "no"),
+        ("TASKD_PROCESS_ENABLE", "yes"),
+        ("LOCAL_PROXY_ENABLE", "1"),
+        ("POD_IP", "a.b.c"),
+        ("TASKD_BIND_ADDR", "some.host"),
+        ("TASKD_BIND_ADDR", "1.2.3.4:x"),
+        ("TASKD_BIND_ADDR", "[::1"),
+        ("TASKD_BIND_ADDR", "[::1]x"),
+        ("TASKD_SECRET_FILE", "/no/such/file"),
+    ],
+)
 def test_wrong_variables_are_named(key: str, value: str) -> None:
     refusal(lambda: ManagerConfig.load({}, {key: value}), key, repr(value))
 
@@ -93,31 +157,62 @@ def test_the_secret_is_read_from_its_file(tmp_path: pathlib.Path) -> None:
     assert ManagerConfig.load({}, environment).secret == b"0123456789abcdef"
     assert AgentConfig.load(environment).secret == b"0123456789abcdef"
     path.write_bytes(b"short\n")
-    refusal(lambda: AgentConfig.load(environment), "TASKD_SECRET_FILE", "at least 16 bytes", "holds 5")
+    refusal(
+        lambda: AgentConfig.load(environment), "TASKD_SECRET_FILE", "at least 16 bytes", "holds 5"
+    )
 
 
 def test_an_agent_without_settings_has_the_documented_defaults() -> None:
     assert AgentConfig.load({}) == AgentConfig(
-        "default_job", "127.0.0.1:9601", 30.0, None, LogConfig(pathlib.Path("./taskd_log/")), wait_for_exit=False, native=True,
-        forkserver="auto", preload=(), own_address="127.0.0.1", host=BOOT)
+        "default_job",
+        "127.0.0.1:9601",
+        30.0,
+        None,
+        LogConfig(pathlib.Path("./taskd_log/")),
+        wait_for_exit=False,
+        native=True,
+        forkserver="auto",
+        preload=(),
+        own_address="127.0.0.1",
+        host=BOOT,
+    )
 
 
-@pytest.mark.parametrize(("environment", "own", "expected"), [
-    ({}, None, ("127.0.0.1", BOOT)), ({}, "10.0.0.1", ("10.0.0.1", BOOT)), ({"POD_IP": "10.0.0.7"}, "10.0.0.1", ("10.0.0.7", BOOT)),
-    ({"TASKD_HOST": "rack 4"}, None, ("127.0.0.1", "rack 4")),
-])
-def test_where_other_nodes_find_an_agent_and_on_which_host_it_is(environment: dict, own: str | None, expected: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("environment", "own", "expected"),
+    [
+        ({}, None, ("127.0.0.1", BOOT)),
+        ({}, "10.0.0.1", ("10.0.0.1", BOOT)),
+        ({"POD_IP": "10.0.0.7"}, "10.0.0.1", ("10.0.0.7", BOOT)),
+        ({"TASKD_HOST": "rack 4"}, None, ("127.0.0.1", "rack 4")),
+    ],
+)
+def test_where_other_nodes_find_an_agent_and_on_which_host_it_is(
+    environment: dict, own: str | None, expected: tuple[str, str]
+) -> None:
     config = AgentConfig.load(environment, own_address=own)
     assert (config.own_address, config.host) == expected
 
 
-@pytest.mark.parametrize(("environment", "address"), [
-    ({}, "master:9601"), ({"TASKD_PORT": "7"}, "master:7"), ({"LOCAL_PROXY_ENABLE": "on"}, "127.0.0.1:9601"),
-    ({"TASKD_MANAGER_ADDR": "other"}, "other:9601"), ({"TASKD_MANAGER_ADDR": "other:8", "TASKD_PORT": "7"}, "other:8"),
-    ({"TASKD_MANAGER_ADDR": "::1"}, "[::1]:9601"), ({"TASKD_MANAGER_ADDR": "[::1]:8"}, "[::1]:8"),
-])
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({}, "master:9601"),
+        ({"TASKD_PORT": "7"}, "master:7"),
+        ({"LOCAL_PROXY_ENABLE": "on"}, "127.0.0.1:9601"),
+        ({"TASKD_MANAGER_ADDR": "other"}, "other:9601"),
+        ({"TASKD_MANAGER_ADDR": "other:8", "TASKD_PORT": "7"}, "other:8"),
+        ({"TASKD_MANAGER_ADDR": "::1"}, "[::1]:9601"),
+        ({"TASKD_MANAGER_ADDR": "[::1]:8"}, "[::1]:8"),
+    ],
+)
 def test_where_an_agent_finds_the_manager(environment: dict, address: str) -> None:
-    assert AgentConfig.load(environment, master_addr="master", rendezvous_host="rendezvous").manager_address == address
+    assert (
+        AgentConfig.load(
+            environment, master_addr="master", rendezvous_host="rendezvous"
+        ).manager_address
+        == address
+    )
 
 
 def test_without_master_address_the_rendezvous_host_is_asked() -> None:
@@ -125,17 +220,27 @@ def test_without_master_address_the_rendezvous_host_is_asked() -> None:
 
 
 def test_an_agent_takes_its_settings_from_the_environment() -> None:
-    loaded = AgentConfig.load({"TASKD_NATIVE": "off", "TASKD_FORKSERVER": "exec", "TASKD_PRELOAD": "numpy, a.b ,"},
-                              job_id="run-id", wait_for_exit=True)
+    loaded = AgentConfig.load(
+        {"TASKD_NATIVE": "off", "TASKD_FORKSERVER": "exec", "TASKD_PRELOAD": "numpy, a.b ,"},
+        job_id="run-id",
+        wait_for_exit=True,
+    )
     assert (loaded.native, loaded.forkserver, loaded.preload) == (False, "exec", ("numpy", "a.b"))
     assert (loaded.job_id, loaded.wait_for_exit) == ("run-id", True)
     assert AgentConfig.load({"MINDX_TASK_ID": "m"}, job_id="run-id").job_id == "m"
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("TASKD_NATIVE", "0"), ("TASKD_FORKSERVER", "maybe"), ("TASKD_PRELOAD", "os; rm"), ("TASKD_MANAGER_ADDR", "tcp://x"),
-    ("TASKD_MANAGER_ADDR", ":1"), ("TASKD_MANAGER_ADDR", "x:0"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("TASKD_NATIVE", "0"),
+        ("TASKD_FORKSERVER", "maybe"),
+        ("TASKD_PRELOAD", "os; rm"),
+        ("TASKD_MANAGER_ADDR", "tcp://x"),
+        ("TASKD_MANAGER_ADDR", ":1"),
+        ("TASKD_MANAGER_ADDR", "x:0"),
+    ],
+)
 def test_wrong_agent_variables_are_named(key: str, value: str) -> None:
     refusal(lambda: AgentConfig.load({key: value}), key, repr(value))
 
@@ -144,17 +249,29 @@ def test_a_worker_finds_its_node_by_framework() -> None:
     loaded = WorkerConfig.load(5, 100, "pt", PT)
     assert loaded == WorkerConfig("default_job", 5, 2, 100, "pt", "127.0.0.1:9602", None)
     assert WorkerConfig.load(5, 0, "ms", {"MS_NODE_RANK": "3"}).node_rank == 3
-    assert WorkerConfig.load(0, 0, "pt", PT | {"TASKD_MANAGER_ADDR": "m"}).upstream_address == "m:9601"
+    assert (
+        WorkerConfig.load(0, 0, "pt", PT | {"TASKD_MANAGER_ADDR": "m"}).upstream_address == "m:9601"
+    )
 
 
-@pytest.mark.parametrize(("arguments", "environment", "key"), [
-    ((-1, 1, "pt"), PT, "rank_id"), (("1", 1, "pt"), PT, "rank_id"), ((True, 1, "pt"), PT, "rank_id"),
-    ((0, -1, "pt"), PT, "upper_limit_of_disk_in_mb"), ((0, 1.5, "pt"), PT, "upper_limit_of_disk_in_mb"),
-    ((0, 1, "tf"), PT, "framework"), ((0, 1, None), PT, "framework"),
-    ((0, 1, "pt"), {"LOCAL_WORLD_SIZE": "2"}, "RANK"), ((0, 1, "pt"), {"RANK": "0"}, "LOCAL_WORLD_SIZE"),
-    ((0, 1, "pt"), {"RANK": "-1", "LOCAL_WORLD_SIZE": "2"}, "RANK"), ((0, 1, "pt"), {"RANK": "x", "LOCAL_WORLD_SIZE": "2"}, "RANK"),
-    ((0, 1, "pt"), {"RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"), ((0, 1, "ms"), PT, "MS_NODE_RANK"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "environment", "key"),
+    [
+        ((-1, 1, "pt"), PT, "rank_id"),
+        (("1", 1, "pt"), PT, "rank_id"),
+        ((True, 1, "pt"), PT, "rank_id"),
+        ((0, -1, "pt"), PT, "upper_limit_of_disk_in_mb"),
+        ((0, 1.5, "pt"), PT, "upper_limit_of_disk_in_mb"),
+        ((0, 1, "tf"), PT, "framework"),
+        ((0, 1, None), PT, "framework"),
+        ((0, 1, "pt"), {"LOCAL_WORLD_SIZE": "2"}, "RANK"),
+        ((0, 1, "pt"), {"RANK": "0"}, "LOCAL_WORLD_SIZE"),
+        ((0, 1, "pt"), {"RANK": "-1", "LOCAL_WORLD_SIZE": "2"}, "RANK"),
+        ((0, 1, "pt"), {"RANK": "x", "LOCAL_WORLD_SIZE": "2"}, "RANK"),
+        ((0, 1, "pt"), {"RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
+        ((0, 1, "ms"), PT, "MS_NODE_RANK"),
+    ],
+)
 def test_wrong_worker_arguments_are_named(arguments: tuple, environment: dict, key: str) -> None:
     refusal(lambda: WorkerConfig.load(*arguments, environment), key)
 
@@ -163,14 +280,33 @@ def test_a_relay_without_settings_has_the_documented_defaults() -> None:
     assert RelayConfig.load({}, {}) == RelayConfig("127.0.0.1:9602", "127.0.0.1:9601", 0, None)
     assert RelayConfig.load(None, {"RANK": "2"}).node_rank == 2
     assert RelayConfig.load({}, {"MS_NODE_RANK": "3"}).node_rank == 3
-    loaded = RelayConfig.load({"ListenAddr": "::1", "ListenPort": "1", "UpstreamAddr": "10.0.0.1", "UpstreamPort": "2", "ServerRank": "4"}, {})
+    loaded = RelayConfig.load(
+        {
+            "ListenAddr": "::1",
+            "ListenPort": "1",
+            "UpstreamAddr": "10.0.0.1",
+            "UpstreamPort": "2",
+            "ServerRank": "4",
+        },
+        {},
+    )
     assert loaded == RelayConfig("[::1]:1", "10.0.0.1:2", 4, None)
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("ListenAddr", "localhost"), ("ListenAddr", 5), ("UpstreamAddr", "a.b"), ("ListenPort", 9602), ("ListenPort", "x"),
-    ("UpstreamPort", "0"), ("ServerRank", "-1"), ("ServerRank", 1), ("ServerRank", "a"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ListenAddr", "localhost"),
+        ("ListenAddr", 5),
+        ("UpstreamAddr", "a.b"),
+        ("ListenPort", 9602),
+        ("ListenPort", "x"),
+        ("UpstreamPort", "0"),
+        ("ServerRank", "-1"),
+        ("ServerRank", 1),
+        ("ServerRank", "a"),
+    ],
+)
 def test_wrong_relay_settings_are_named(key: str, value: object) -> None:
     refusal(lambda: RelayConfig.load({key: value}, {}), key, repr(value))
 
@@ -178,20 +314,43 @@ def test_wrong_relay_settings_are_named(key: str, value: object) -> None:
 def test_an_agent_of_callbacks_finds_its_rank_by_framework() -> None:
     loaded = CallbackAgentConfig.load({"Framework": "PyTorch"}, {"RANK": "1"})
     assert loaded == CallbackAgentConfig("default_job", "PyTorch", "127.0.0.1:9602", 1, 30.0, None)
-    loaded = CallbackAgentConfig.load({"Framework": "MindSpore", "UpstreamAddr": "::1", "UpstreamPort": "9"}, {"MS_NODE_RANK": "2"})
-    assert (loaded.framework, loaded.upstream_address, loaded.node_rank) == ("MindSpore", "[::1]:9", 2)
-    assert CallbackAgentConfig.load({"Framework": "PyTorch", "ServerRank": "7"}, {"RANK": "1"}).node_rank == 7
+    loaded = CallbackAgentConfig.load(
+        {"Framework": "MindSpore", "UpstreamAddr": "::1", "UpstreamPort": "9"},
+        {"MS_NODE_RANK": "2"},
+    )
+    assert (loaded.framework, loaded.upstream_address, loaded.node_rank) == (
+        "MindSpore",
+        "[::1]:9",
+        2,
+    )
+    assert (
+        CallbackAgentConfig.load(
+            {"Framework": "PyTorch", "ServerRank": "7"}, {"RANK": "1"}
+        ).node_rank
+        == 7
+    )
 
 
-@pytest.mark.parametrize(("settings", "key"), [
-    ({}, "Framework"), ({"Framework": "TensorFlow"}, "Framework"), ({"Framework": 3}, "Framework"),
-    ({"Framework": "PyTorch", "UpstreamAddr": "host"}, "UpstreamAddr"), ({"Framework": "PyTorch", "UpstreamPort": 9602}, "UpstreamPort"),
-    ({"Framework": "PyTorch", "ServerRank": "x"}, "ServerRank"), ({"Framework": "MindSpore"}, "ServerRank"),
-])
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({}, "Framework"),
+        ({"Framework": "TensorFlow"}, "Framework"),
+        ({"Framework": 3}, "Framework"),
+        ({"Framework": "PyTorch", "UpstreamAddr": "host"}, "UpstreamAddr"),
+        ({"Framework": "PyTorch", "UpstreamPort": 9602}, "UpstreamPort"),
+        ({"Framework": "PyTorch", "ServerRank": "x"}, "ServerRank"),
+        ({"Framework": "MindSpore"}, "ServerRank"),
+    ],
+)
 def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: str) -> None:
     refusal(lambda: CallbackAgentConfig.load(settings, {"RANK": "0"}), key)
 
 
-@pytest.mark.parametrize(("value", "is_on"), [("on", True), ("off", False), ("ON", False), ("", False), (None, False)])
+@pytest.mark.parametrize(
+    ("value", "is_on"), [("on", True), ("off", False), ("ON", False), ("", False), (None, False)]
+)
 def test_the_patch_is_enabled_by_on_alone(value: str | None, is_on: bool) -> None:
-    assert config.is_patch_enabled({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
+    assert (
+        config.is_patch_enabled({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
+    )

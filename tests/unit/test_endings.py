@@ -1,4 +1,8 @@
-"""How a process ended: the kernel's counters from files as kernels write them, a real kill for lack of memory, and what is made of it."""
+"""How a process ended.
+
+The kernel's counters from files as kernels write them, a real kill for lack of memory, and what is
+made of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ V2 = "0::/system.slice/one.scope\n"
 OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 EVENTS = "low 0\nhigh 0\nmax 1502\noom 3\noom_kill {0}\noom_group_kill 7\n"
 VMSTAT = "nr_free_pages 1\noom_kill {}\nballoon_inflate 0\n"
-RECORD = "3,1021,5012345,-;Memory cgroup out of memory: Killed process {} (python) total-vm:1kB, anon-rss:1kB, file-rss:0kB\n"
+RECORD = (
+    "3,1021,5012345,-;Memory cgroup out of memory: Killed process {} (python) total-vm:1kB, "
+    "anon-rss:1kB, file-rss:0kB\n"
+)
 
 
 class Machine:
@@ -74,7 +81,11 @@ def test_a_kill_in_the_control_group_is_told_with_the_counter(machine):
 def test_each_of_several_kills_at_once_belongs_to_one_death(machine):
     kills = machine.kills()
     machine.set(2, 2)
-    assert [kills.reason(pid, 1.0) for pid in (1, 2, 3)] == ["cgroup oom_kill 0 → 2", "cgroup oom_kill 0 → 2", None]
+    assert [kills.reason(pid, 1.0) for pid in (1, 2, 3)] == [
+        "cgroup oom_kill 0 → 2",
+        "cgroup oom_kill 0 → 2",
+        None,
+    ]
 
 
 def test_a_kill_that_no_death_belongs_to_is_forgotten(machine):
@@ -98,7 +109,7 @@ def test_the_kernel_s_log_names_the_process(tmp_path):
     log = tmp_path / "kmsg"
     log.write_text(RECORD.format(77))
     kills = machine.kills()
-    assert kills.reason(77, 0.0) is None      # before our time
+    assert kills.reason(77, 0.0) is None  # before our time
     with log.open("a") as file:
         file.write(RECORD.format(78))
     machine.set(1, 1)
@@ -128,15 +139,23 @@ def test_a_machine_that_shows_nothing_says_nothing(tmp_path):
 
 # ---------------------------------------------------------------------- a real one
 
-EAT = "import os; os.write(1, b'.'); os.read(0, 1); b = [bytearray(b'x' * 1048576) for _ in range(400)]; os.write(1, b'too much room')"
+EAT = (
+    "import os; os.write(1, b'.'); os.read(0, 1); b = [bytearray(b'x' * 1048576) for _ in "
+    "range(400)]; os.write(1, b'too much room')"
+)
 
 
 @contextlib.contextmanager
 def control_group():
-    """A new one with little memory; yields (directory, base of the mount, text of /proc/self/cgroup for it)."""
+    """A new one with little memory.
+
+    Yields (directory, base of the mount, text of /proc/self/cgroup for it).
+    """
     name = f"taskd-test-{os.getpid()}"
-    for base, limit, text in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "4:memory:/{}\n"),
-                              ("/sys/fs/cgroup", "memory.max", "0::/{}\n")):
+    for base, limit, text in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "4:memory:/{}\n"),
+        ("/sys/fs/cgroup", "memory.max", "0::/{}\n"),
+    ):
         group = Path(base, name)
         try:
             group.mkdir()
@@ -159,12 +178,28 @@ def control_group():
 
 def test_a_real_kill_for_lack_of_memory_is_told(tmp_path):
     with control_group() as (group, text):
-        if read_counter(str(next((p for p in (group / "memory.oom_control", group / "memory.events") if p.exists()), group))) is None:
+        if (
+            read_counter(
+                str(
+                    next(
+                        (
+                            p
+                            for p in (group / "memory.oom_control", group / "memory.events")
+                            if p.exists()
+                        ),
+                        group,
+                    )
+                )
+            )
+            is None
+        ):
             pytest.skip("this kernel does not count the kills of a control group")
         (tmp_path / "self").mkdir()
         (tmp_path / "self/cgroup").write_text(text)
         kills = MemoryKills(proc=str(tmp_path))
-        victim = subprocess.Popen([sys.executable, "-c", EAT], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        victim = subprocess.Popen(
+            [sys.executable, "-c", EAT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         try:
             assert victim.stdout.read(1) == b"."
             (group / "cgroup.procs").write_text(str(victim.pid))
@@ -203,52 +238,79 @@ def endings(tmp_path):
 
 
 def write(box, kind, number, code=1, *, complete=True):
-    text = b'[python]\nCurrent thread 0x1 (most recent call first):\n  File "x", line 1 in f\n\n[native]\nlib(f+0x1)[0x1]\n'
-    values = {layout.WORDS_OFFSET_STATE: 2 if complete else 1, layout.WORDS_OFFSET_KIND: kind, layout.WORDS_OFFSET_NUMBER: number,
-              layout.WORDS_OFFSET_CODE: code, layout.WORDS_OFFSET_ADDRESS: 16, layout.WORDS_OFFSET_TID: 4321,
-              layout.WORDS_OFFSET_TEXT_BYTES: len(text),
-              layout.WORDS_OFFSET_MONOTONIC_NS: int((box.progress_at + 1) * 1e9)}
+    text = (
+        b'[python]\nCurrent thread 0x1 (most recent call first):\n  File "x", line 1 in '
+        b"f\n\n[native]\nlib(f+0x1)[0x1]\n"
+    )
+    values = {
+        layout.WORDS_OFFSET_STATE: 2 if complete else 1,
+        layout.WORDS_OFFSET_KIND: kind,
+        layout.WORDS_OFFSET_NUMBER: number,
+        layout.WORDS_OFFSET_CODE: code,
+        layout.WORDS_OFFSET_ADDRESS: 16,
+        layout.WORDS_OFFSET_TID: 4321,
+        layout.WORDS_OFFSET_TEXT_BYTES: len(text),
+        layout.WORDS_OFFSET_MONOTONIC_NS: int((box.progress_at + 1) * 1e9),
+    }
     for offset, value in values.items():
         struct.pack_into("=q", box._map, offset, value)
-    box._map[layout.TEXT_OFFSET:layout.TEXT_OFFSET + len(text)] = text
+    box._map[layout.TEXT_OFFSET : layout.TEXT_OFFSET + len(text)] = text
 
 
 def said():
-    return Fault(FaultKind.EXITED, *LIFE, "exit 1 after ValueError: x", signature="ValueError: x", traceback="T", exit_code=1)
+    return Fault(
+        FaultKind.EXITED,
+        *LIFE,
+        "exit 1 after ValueError: x",
+        signature="ValueError: x",
+        traceback="T",
+        exit_code=1,
+    )
 
 
 def test_a_crash_is_described_by_what_it_wrote(endings, box):
     write(box, 1, 11)
     fault = endings.words(LIFE, -11, box, 0.0)
-    assert (fault.kind, fault.detail) == (FaultKind.CRASHED, "SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread")
-    assert fault.signature == "SIGSEGV"       # wherever the address of the next one is
+    assert (fault.kind, fault.detail) == (
+        FaultKind.CRASHED,
+        "SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread",
+    )
+    assert fault.signature == "SIGSEGV"  # wherever the address of the next one is
     assert "in f" in fault.traceback
     assert "lib(f+0x1)" in fault.traceback
 
 
-@pytest.mark.parametrize(("kind", "number", "status", "detail"), [
-    (1, 11, 139, "exit 139 after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
-    (1, 11, -6, "SIGABRT after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
-    (1, 11, -9, "SIGKILL after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
-    (2, 3, 3, "exit 3 called in the main thread"),
-    (2, -1, 255, "exit 255 called in the main thread"),
-    (2, 3, -11, "SIGSEGV after exit 3 called in the main thread"),
-])
-def test_the_status_stays_true_if_the_words_say_something_else(endings, box, kind, number, status, detail):
+@pytest.mark.parametrize(
+    ("kind", "number", "status", "detail"),
+    [
+        (1, 11, 139, "exit 139 after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
+        (1, 11, -6, "SIGABRT after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
+        (1, 11, -9, "SIGKILL after SIGSEGV at address 0x10 (SEGV_MAPERR) in the main thread"),
+        (2, 3, 3, "exit 3 called in the main thread"),
+        (2, -1, 255, "exit 255 called in the main thread"),
+        (2, 3, -11, "SIGSEGV after exit 3 called in the main thread"),
+    ],
+)
+def test_the_status_stays_true_if_the_words_say_something_else(
+    endings, box, kind, number, status, detail
+):
     write(box, kind, number)
     assert endings.words(LIFE, status, box, 0.0).detail == detail
 
 
 def test_words_that_were_not_finished_are_used_and_said_to_be(endings, box):
     write(box, 1, 11, complete=False)
-    assert endings.words(LIFE, -11, box, 0.0).detail.endswith("in the main thread, while it wrote its last words")
+    assert endings.words(LIFE, -11, box, 0.0).detail.endswith(
+        "in the main thread, while it wrote its last words"
+    )
 
 
 def test_an_exception_says_more_than_the_exit_that_it_ends_in_but_less_than_a_crash(endings, box):
     write(box, 2, 1)
     endings.said(LIFE, said())
     assert endings.words(LIFE, 1, box, 0.0) == said()
-    assert endings.words(LIFE, 1, box, 0.0).detail == "exit 1 called in the main thread"     # said once
+    # said once
+    assert endings.words(LIFE, 1, box, 0.0).detail == "exit 1 called in the main thread"
     write(box, 1, 11)
     endings.said(LIFE, said())
     assert endings.words(LIFE, -11, box, 0.0).detail.startswith("SIGSEGV at")
@@ -266,7 +328,11 @@ def test_the_kernel_is_asked_about_a_kill_that_is_not_ours(endings, box):
     endings.signalled(LIFE, signal.SIGKILL)
     assert endings.words(LIFE, -9, box, 0.0) is None
     fault = endings.words((4, 0), -9, box, 0.0)
-    assert (fault.kind, fault.detail, fault.signature) == (FaultKind.KILLED, "SIGKILL, cgroup oom_kill 0 → 1", "SIGKILL")
+    assert (fault.kind, fault.detail, fault.signature) == (
+        FaultKind.KILLED,
+        "SIGKILL, cgroup oom_kill 0 → 1",
+        "SIGKILL",
+    )
     assert endings.words((5, 0), -9, box, 0.0) is None
     endings.signalled((6, 0), signal.SIGTERM)
     assert endings.words((6, 0), -15, box, 0.0) is None
@@ -279,8 +345,12 @@ def test_an_interpreter_that_finds_no_script_says_which(machine) -> None:
         endings.started((1, 2), note)
         words = endings.words((1, 2), 2, box, 100.0)
         assert words is not None
-        assert (words.kind, words.detail, words.signature) == (FaultKind.EXITED, f"exit 2 of a fresh interpreter: {note}", "exit 2")
-        assert endings.words((1, 2), 2, box, 100.0) is None          # it was about that life
+        assert (words.kind, words.detail, words.signature) == (
+            FaultKind.EXITED,
+            f"exit 2 of a fresh interpreter: {note}",
+            "exit 2",
+        )
+        assert endings.words((1, 2), 2, box, 100.0) is None  # it was about that life
         for status in (0, 1, -9):
             endings.started((1, 3), note)
             assert endings.words((1, 3), status, box, 100.0) is None

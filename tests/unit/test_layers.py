@@ -1,4 +1,7 @@
-"""The dependency rule: who may import what, read from the source by `ast`; who may look at a clock; and the limits of size."""
+"""The dependency rule: who may import what, read from the source by `ast`; who may look at a clock.
+
+And the limits of size.
+"""
 
 import ast
 import subprocess
@@ -20,50 +23,72 @@ VENEER = ("taskd.api", "taskd.python")
 FORBIDDEN = {
     "taskd.errors": ("taskd",),
     "taskd.clock": ("taskd",),
-    "taskd.core": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.checkpoint", "taskd.native", "taskd.testing",
+    "taskd.core": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.checkpoint",
+    "taskd.native", "taskd.testing",
                    "taskd.config", "taskd.clock", "taskd.log"),
-    "taskd.wire": (*SHELLS, *VENEER, "taskd.transport", "taskd.checkpoint", "taskd.native", "taskd.testing"),
-    "taskd.transport": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.checkpoint", "taskd.native", "taskd.testing"),
+    "taskd.wire": (*SHELLS, *VENEER, "taskd.transport", "taskd.checkpoint", "taskd.native",
+    "taskd.testing"),
+    "taskd.transport": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.checkpoint",
+    "taskd.native", "taskd.testing"),
     "taskd.checkpoint": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.testing"),
-    "taskd.native": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport", "taskd.checkpoint", "taskd.testing"),
+    "taskd.native": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport",
+    "taskd.checkpoint", "taskd.testing"),
     "taskd.manager": ("taskd.agent", "taskd.worker", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.agent": ("taskd.manager", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.worker": ("taskd.manager", "taskd.agent", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.torchrun": ("taskd.manager", *VENEER, "taskd.testing"),
     "taskd.testing": (*SHELLS, *VENEER, "taskd.config", "taskd.log"),
-    "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native", "taskd.testing"),
+    "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native",
+    "taskd.testing"),
 }  # fmt: skip
 # The forkserver's child becomes a worker: it imports the runtime, lazily, in its last function.
 EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawn.py"}}
 
 IMPURE = {
-    "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading", "multiprocessing", "queue",
+    "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading",
+    "multiprocessing", "queue",
     "logging", "asyncio", "uuid", "subprocess", "signal", "pathlib", "io", "tempfile", "sys",
 }  # fmt: skip
 # taskd.run is torchrun itself, with the patch: it hands over to torch.distributed.run.
 TORCH_ALLOWED = (
-    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py", "taskd/agent/spawn.py", "taskd/run.py",
+    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py",
+    "taskd/agent/spawn.py", "taskd/run.py",
 )  # fmt: skip
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
 # Ends itself, when its agent is gone: not a process that it started.
 OWN_END = {"taskd/native/death_alarm.py"}
 
-CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time",
-          "thread_time_ns", "clock_gettime", "clock_gettime_ns"}
+CLOCKS = {
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "thread_time_ns",
+    "clock_gettime",
+    "clock_gettime_ns",
+}
 DATE_CLOCKS = {"now", "utcnow", "today"}
 # Who looks at a clock itself, and why it is not handed one. "/" at the end: a whole package.
 CLOCK_ALLOWED = {
     "taskd/clock.py": "it is the clock",
-    "taskd/worker/": "a training process measures itself, in several threads, with nobody above it who has a clock; no fake time can drive torch",
-    "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with theirs: CLOCK_MONOTONIC in ns, for some µs per step",
+    "taskd/worker/": "a training process measures itself, in several threads, with nobody above it "
+    "who has a clock; no fake time can drive torch",
+    "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with "
+    "theirs: CLOCK_MONOTONIC in ns, for some µs per step",
     "taskd/native/last_words.py": "waits for another process, in real time",
     "taskd/transport/zeromq.py": "the wait of a real socket",
     "taskd/checkpoint/publish.py": "the date of a checkpoint, for people",
     "taskd/checkpoint/saver.py": "waits for another process, in real time",
     "taskd/checkpoint/stream.py": "measures the disk, for a log line",
     "taskd/testing/explorer.py": "says what it has cost; nothing that it judges depends on that",
-    "taskd/testing/histories.py": "says what it has cost, and may be given a limit; no history depends on that",
+    "taskd/testing/histories.py": "says what it has cost, and may be given a limit; no history "
+    "depends on that",
 }
 # Groups of modules that import each other, directly or not. No group may be added, and one that has
 # changed or gone is changed or removed here, until nothing is left.
@@ -103,14 +128,17 @@ def typing_only(tree: ast.Module) -> set[int]:
     """Lines under `if TYPE_CHECKING:`, which are never imported at run time."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        }:
             for child in node.body:
                 lines.update(range(child.lineno, (child.end_lineno or child.lineno) + 1))
     return lines
 
 
 def imports_of(path: Path, *, at_run_time: bool = False) -> Iterator[str]:
-    """Full names of everything imported anywhere in the file, `from a import b` as both a and a.b."""
+    """Full names of all that the file imports anywhere, `from a import b` as both a and a.b."""
     tree = tree_of(path)
     skipped = typing_only(tree) if at_run_time else set()
     for node in ast.walk(tree):
@@ -172,12 +200,19 @@ def test_core_imports_nothing_but_the_standard_library_and_our_errors() -> None:
 
 
 def test_only_one_module_imports_zmq() -> None:
-    found = {short(path) for path in MODULES for name in imports_of(path) if name.split(".")[0] == "zmq"}
+    found = {
+        short(path) for path in MODULES for name in imports_of(path) if name.split(".")[0] == "zmq"
+    }
     assert found <= {"taskd/transport/zeromq.py"}
 
 
 def test_torch_stays_where_it_belongs() -> None:
-    found = {short(path) for path in MODULES for name in imports_of(path, at_run_time=True) if name.split(".")[0] == "torch"}
+    found = {
+        short(path)
+        for path in MODULES
+        for name in imports_of(path, at_run_time=True)
+        if name.split(".")[0] == "torch"
+    }
     assert not {path for path in found if not path.startswith(TORCH_ALLOWED)}
 
 
@@ -189,7 +224,11 @@ def test_only_the_agent_makes_and_ends_processes() -> None:
         if any(name.split(".")[0] == "subprocess" for name in imports_of(path)):
             wrong.append(f"{short(path)} imports subprocess")
         for node in ast.walk(tree_of(path)):
-            is_call = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"
+            is_call = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "os"
+            )
             if is_call and node.attr in PROCESS_CALLS and short(path) not in OWN_END:
                 wrong.append(f"{short(path)}:{node.lineno} uses os.{node.attr}")
     assert not wrong
@@ -197,29 +236,56 @@ def test_only_the_agent_makes_and_ends_processes() -> None:
 
 def clocks_read(tree: ast.Module) -> list[tuple[int, str]]:
     """Line and name of every look at a clock, however it was imported."""
-    modules = {alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-               for alias in node.names if alias.name in {"time", "datetime"}}
-    classes = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "datetime"
-               for alias in node.names}
+    modules = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name in {"time", "datetime"}
+    }
+    classes = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "datetime"
+        for alias in node.names
+    }
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "time":
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name in CLOCKS or alias.name == "*"]
+            found += [
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name in CLOCKS or alias.name == "*"
+            ]
         if not isinstance(node, ast.Attribute):
             continue
         owner = ast.unparse(node.value)
-        is_date = owner in classes or (owner.rpartition(".")[0] in modules and modules[owner.rpartition(".")[0]] == "datetime")
-        if (modules.get(owner) == "time" and node.attr in CLOCKS) or (is_date and node.attr in DATE_CLOCKS):
+        is_date = owner in classes or (
+            owner.rpartition(".")[0] in modules and modules[owner.rpartition(".")[0]] == "datetime"
+        )
+        if (modules.get(owner) == "time" and node.attr in CLOCKS) or (
+            is_date and node.attr in DATE_CLOCKS
+        ):
             found.append((node.lineno, f"{owner}.{node.attr}"))
     return found
 
 
-@pytest.mark.parametrize(("code", "count"), [
-    ("import time\ntime.monotonic()", 1), ("import time as t\nt.time()", 1), ("from time import monotonic", 1), ("from time import *", 1),
-    ("import time\nread = time.perf_counter_ns", 1), ("from datetime import datetime\ndatetime.now()", 1),
-    ("import datetime\ndatetime.datetime.utcnow()", 1), ("import datetime as d\nd.date.today()", 1),
-    ("import time\ntime.sleep(1)", 0), ("clock.now()", 0), ("from datetime import datetime\ndatetime.fromisoformat(x)", 0),
-])
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("import time\ntime.monotonic()", 1),
+        ("import time as t\nt.time()", 1),
+        ("from time import monotonic", 1),
+        ("from time import *", 1),
+        ("import time\nread = time.perf_counter_ns", 1),
+        ("from datetime import datetime\ndatetime.now()", 1),
+        ("import datetime\ndatetime.datetime.utcnow()", 1),
+        ("import datetime as d\nd.date.today()", 1),
+        ("import time\ntime.sleep(1)", 0),
+        ("clock.now()", 0),
+        ("from datetime import datetime\ndatetime.fromisoformat(x)", 0),
+    ],
+)
 def test_a_look_at_a_clock_is_seen_however_it_was_imported(code: str, count: int) -> None:
     assert len(clocks_read(ast.parse(code))) == count
 
@@ -230,7 +296,14 @@ def test_time_is_read_by_the_clock_alone() -> None:
     used = set()
     wrong = []
     for path, found in looks.items():
-        allowed = next((entry for entry in CLOCK_ALLOWED if path == entry or (entry.endswith("/") and path.startswith(entry))), None)
+        allowed = next(
+            (
+                entry
+                for entry in CLOCK_ALLOWED
+                if path == entry or (entry.endswith("/") and path.startswith(entry))
+            ),
+            None,
+        )
         if found and allowed is not None:
             used.add(allowed)
         elif found:
@@ -241,15 +314,36 @@ def test_time_is_read_by_the_clock_alone() -> None:
 
 def test_what_the_tables_name_exists() -> None:
     names = {name_of(path) for path in MODULES}
-    parts = {*FORBIDDEN, *(part for forbidden in FORBIDDEN.values() for part in forbidden), *SHELLS, *VENEER,
-             *(part for pair in EXCEPTIONS for part in pair)}
+    parts = {
+        *FORBIDDEN,
+        *(part for forbidden in FORBIDDEN.values() for part in forbidden),
+        *SHELLS,
+        *VENEER,
+        *(part for pair in EXCEPTIONS for part in pair),
+    }
     assert not {part for part in parts if part not in names}
-    files = {*(file for files in EXCEPTIONS.values() for file in files), *TORCH_ALLOWED, *PROCESSES_ALLOWED, *OWN_END, *CLOCK_ALLOWED}
+    files = {
+        *(file for files in EXCEPTIONS.values() for file in files),
+        *TORCH_ALLOWED,
+        *PROCESSES_ALLOWED,
+        *OWN_END,
+        *CLOCK_ALLOWED,
+    }
     assert not {file for file in files if not (ROOT / file).exists()}
     for (_, forbidden), excepted in EXCEPTIONS.items():
-        assert not {file for file in excepted if not any(is_within(name, forbidden) for name in imports_of(ROOT / file))}
-    assert not {file for file in OWN_END if not any(
-        isinstance(node, ast.Attribute) and node.attr in PROCESS_CALLS for node in ast.walk(tree_of(ROOT / file)))}
+        assert not {
+            file
+            for file in excepted
+            if not any(is_within(name, forbidden) for name in imports_of(ROOT / file))
+        }
+    assert not {
+        file
+        for file in OWN_END
+        if not any(
+            isinstance(node, ast.Attribute) and node.attr in PROCESS_CALLS
+            for node in ast.walk(tree_of(ROOT / file))
+        )
+    }
 
 
 Imports = dict[str, set[str]]
@@ -278,7 +372,9 @@ def circles(imported: Imports) -> list[set[str]]:
         return frozenset(seen)
 
     reach = {name: reached(name) for name in imported}
-    groups = {frozenset(other for other in reach[name] if name in reach[other]) for name in imported}
+    groups = {
+        frozenset(other for other in reach[name] if name in reach[other]) for name in imported
+    }
     return [set(group) for group in sorted(groups, key=sorted) if group]
 
 
@@ -290,7 +386,9 @@ def test_a_circle_is_seen_whatever_its_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_run_time", "known"), [(True, CIRCLES_AT_RUN_TIME), (False, CIRCLES)], ids=["run time", "types"]
+    ("at_run_time", "known"),
+    [(True, CIRCLES_AT_RUN_TIME), (False, CIRCLES)],
+    ids=["run time", "types"],
 )
 def test_modules_import_each_other_only_where_it_is_known(at_run_time, known) -> None:
     found = circles(imports_among_us(at_run_time=at_run_time))
@@ -311,7 +409,12 @@ def long_functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_the_docstring_counts_for_the_length_of_a_function() -> None:
-    lines = ["def function():", '    """First.', *["    More."] * (MAX_FUNCTION_LINES - 3), '    """']
+    lines = [
+        "def function():",
+        '    """First.',
+        *["    More."] * (MAX_FUNCTION_LINES - 3),
+        '    """',
+    ]
     assert long_functions(ast.parse("\n".join(lines))) == []
     assert len(long_functions(ast.parse("\n".join([*lines, "    return 1"])))) == 1
 
@@ -331,12 +434,25 @@ def test_no_module_is_too_long() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    empty = [short(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(tree_of(path))]
+    empty = [
+        short(path)
+        for path in MODULES
+        if path.stat().st_size and not ast.get_docstring(tree_of(path))
+    ]
     assert not empty
 
 
-@pytest.mark.parametrize("module", ["taskd", "taskd.core", "taskd.core.job.machine", "taskd.core.node", "taskd.replay"])
+@pytest.mark.parametrize(
+    "module", ["taskd", "taskd.core", "taskd.core.job.machine", "taskd.core.node", "taskd.replay"]
+)
 def test_importing_it_loads_neither_torch_nor_zmq(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'zmq'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"

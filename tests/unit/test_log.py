@@ -1,4 +1,8 @@
-"""Log set-up: prefix, levels, one line per record, a file that is ours alone, and what happens when it cannot be written."""
+"""Log set-up.
+
+Prefix, levels, one line per record, a file that is ours alone, and what happens when it cannot be
+written.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,12 @@ def clean():
     log_module.log.setLevel(logging.NOTSET)
 
 
-def test_lines_carry_job_generation_and_role_and_go_to_both_places(tmp_path: pathlib.Path, capsys) -> None:
-    identity = log_module.setup(LogConfig(tmp_path / "log", "DEBUG", "WARNING"), job_id="job", role="agent 3")
+def test_lines_carry_job_generation_and_role_and_go_to_both_places(
+    tmp_path: pathlib.Path, capsys
+) -> None:
+    identity = log_module.setup(
+        LogConfig(tmp_path / "log", "DEBUG", "WARNING"), job_id="job", role="agent 3"
+    )
     identity.generation = 7
     logging.getLogger("taskd.some.module").debug("quiet")
     logging.getLogger("taskd.some.module").warning("loud")
@@ -53,7 +61,9 @@ def test_output_can_be_switched_off(tmp_path: pathlib.Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["file", "link", "linked file"])
-def test_a_log_that_cannot_be_written_costs_one_line(tmp_path: pathlib.Path, capsys, obstacle: str) -> None:
+def test_a_log_that_cannot_be_written_costs_one_line(
+    tmp_path: pathlib.Path, capsys, obstacle: str
+) -> None:
     directory = tmp_path / "log"
     if obstacle == "file":
         directory.write_text("")
@@ -87,4 +97,9 @@ def test_a_second_set_up_replaces_the_first(tmp_path: pathlib.Path) -> None:
 
 def test_a_thing_is_said_once_and_the_memory_of_it_is_bounded() -> None:
     once = log_module.SayOnce(capacity=2)
-    assert [once.is_new("a"), once.is_new("a"), once.is_new("b", 1), once.is_new("c")] == [True, False, True, False]
+    assert [once.is_new("a"), once.is_new("a"), once.is_new("b", 1), once.is_new("c")] == [
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,4 +1,7 @@
-"""What an agent does with a report that cannot be sent, or that the manager refuses: a death is told all the same."""
+"""What an agent does with a report that cannot be sent, or that the manager refuses.
+
+A death is told all the same.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class Link:
         self._most = most
 
     def send(self, message: messages.Message, cause: str) -> int:
-        if isinstance(message, messages.AgentRegistered) and sum(len(report.snapshots) for report in message.workers) > self._most:
+        if (
+            isinstance(message, messages.AgentRegistered)
+            and sum(len(report.snapshots) for report in message.workers) > self._most
+        ):
             raise LocalProtocolError("too large")
         self.sent.append(message)
         return len(self.sent)
@@ -44,7 +50,9 @@ def reports(link: Link) -> Reports:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("taskd"), "propagate", True)
     return caplog
 
@@ -55,15 +63,31 @@ def test_what_can_be_told_is_told_as_it_is(reports, link, lines) -> None:
     assert not lines.records
 
 
-@pytest.mark.parametrize("event", [
-    events.WorkerLost(1.0, "c", 3, 1, Fault(FaultKind.CRASHED, 3, 1, "SIGSEGV", -7, "step", "SIGSEGV"), 0.5, (5,), (4,)),
-    events.WorkerLost(1.0, "c", 3, 1, FAULT, -0.5, (5,), (4,)),
-    events.WorkerLost(1.0, "c", 3, 1, FAULT, float("nan"), (5,), (4,)),
-    events.WorkerLost(1.0, "c", 3, 1, FAULT, 0.5, (-1,), (4,)),
-    events.WorkerLost(1.0, "c", 3, 1, FAULT, 0.5, (5,), (1 << 60,)),
-    events.WorkerLost(1.0, "c", 3, 1, Fault(FaultKind.CRASHED, 4, 1, "SIGSEGV", signature="SIGSEGV"), 0.5),
-])
-def test_a_death_that_breaks_a_rule_is_told_without_its_details(reports, link, lines, event) -> None:
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.WorkerLost(
+            1.0,
+            "c",
+            3,
+            1,
+            Fault(FaultKind.CRASHED, 3, 1, "SIGSEGV", -7, "step", "SIGSEGV"),
+            0.5,
+            (5,),
+            (4,),
+        ),
+        events.WorkerLost(1.0, "c", 3, 1, FAULT, -0.5, (5,), (4,)),
+        events.WorkerLost(1.0, "c", 3, 1, FAULT, float("nan"), (5,), (4,)),
+        events.WorkerLost(1.0, "c", 3, 1, FAULT, 0.5, (-1,), (4,)),
+        events.WorkerLost(1.0, "c", 3, 1, FAULT, 0.5, (5,), (1 << 60,)),
+        events.WorkerLost(
+            1.0, "c", 3, 1, Fault(FaultKind.CRASHED, 4, 1, "SIGSEGV", signature="SIGSEGV"), 0.5
+        ),
+    ],
+)
+def test_a_death_that_breaks_a_rule_is_told_without_its_details(
+    reports, link, lines, event
+) -> None:
     reports.say(event)
     reports.say(event)
     assert link.sent == [LEAST_LOST, LEAST_LOST]
@@ -71,14 +95,18 @@ def test_a_death_that_breaks_a_rule_is_told_without_its_details(reports, link, l
     assert "node 0 tells a WorkerLost without its details: it cannot be sent as it is" in line
 
 
-def test_a_death_that_the_manager_refuses_is_told_once_more_without_details(reports, link, lines) -> None:
+def test_a_death_that_the_manager_refuses_is_told_once_more_without_details(
+    reports, link, lines
+) -> None:
     reports.say(events.WorkerStarted(1.0, "c", 3, 1, 10))
     reports.say(LOST)
     refused = messages.Rejected(messages.WorkerLost.code, 2, "malformed: it is too new for me")
     reports.rejected(refused)
     assert link.sent[2:] == [LEAST_LOST]
-    reports.rejected(messages.Rejected(messages.WorkerLost.code, 3, "malformed: it is too new for me"))
-    assert len(link.sent) == 3                              # there is nothing smaller
+    reports.rejected(
+        messages.Rejected(messages.WorkerLost.code, 3, "malformed: it is too new for me")
+    )
+    assert len(link.sent) == 3  # there is nothing smaller
     told, gave_up = [record.message for record in lines.records]
     assert "the manager refused it (malformed: it is too new for me)" in told
     assert "node 0: the manager goes on without a WorkerLost" in gave_up
@@ -91,14 +119,21 @@ def test_what_has_no_smaller_form_is_said_to_be_missing(reports, link, lines) ->
     reports.rejected(messages.Rejected(1234, 78, "malformed"))
     assert len(link.sent) == 1
     assert [record.message.split(":")[1] for record in lines.records] == [
-        f" the manager goes on without a {name}" for name in ("WorkerStarted", "Heartbeat", "message")]
+        f" the manager goes on without a {name}"
+        for name in ("WorkerStarted", "Heartbeat", "message")
+    ]
 
 
 def test_a_registration_that_is_too_large_is_told_without_details(link, reports, lines) -> None:
-    workers = tuple(events.WorkerReport(rank, 0, WorkerState.PAUSED, True, 5, snapshots=tuple(range(20))) for rank in range(10))
+    workers = tuple(
+        events.WorkerReport(rank, 0, WorkerState.PAUSED, True, 5, snapshots=tuple(range(20)))
+        for rank in range(10)
+    )
     reports.say(events.AgentRegistered(1.0, "c", 0, "a", 1, 10, 3, 0, 0, workers))
     (sent,) = link.sent
-    assert [(report.rank, report.state, report.snapshots) for report in sent.workers] == [(rank, WorkerState.PAUSED, ()) for rank in range(10)]
+    assert [(report.rank, report.state, report.snapshots) for report in sent.workers] == [
+        (rank, WorkerState.PAUSED, ()) for rank in range(10)
+    ]
 
 
 def test_reports_are_remembered_for_a_while_only(reports, link) -> None:

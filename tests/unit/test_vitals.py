@@ -1,4 +1,7 @@
-"""What an agent sees of its workers: real processes that sleep, work, are stopped; and an agent that slept itself."""
+"""What an agent sees of its workers: real processes that sleep, work, are stopped.
+
+And an agent that slept itself.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,12 @@ class Worker:
 
 
 class Program:
-    """A process that does one thing, with the black box of a worker that has stood since the program began."""
+    """A process that does one thing; its black box says that it has hung from the beginning."""
 
     def __init__(self, code: str) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+        )
         self.box = BlackBox.create()
         self.box.begin(self.process.pid, 0)
         self.box.mark_phase(Phase.FORWARD)
@@ -78,12 +83,14 @@ def looked_at(program: Program, wanted: str, deadline_s: float = 20.0) -> Mark:
         seen.append(mark.activity)
         if mark.activity == wanted:
             return mark
-        time.sleep(0.25)           # the agent's interval
+        time.sleep(0.25)  # the agent's interval
     raise AssertionError(f"never {wanted}: {seen}")
 
 
 def test_a_process_that_sleeps(start) -> None:
-    mark = looked_at(start("import time; print('ready', flush=True); time.sleep(1000)"), marks.ASLEEP)
+    mark = looked_at(
+        start("import time; print('ready', flush=True); time.sleep(1000)"), marks.ASLEEP
+    )
     assert (mark.rank, mark.incarnation, mark.phase) == (3, 0, "forward")
     assert mark.still_s > 0.7
 
@@ -93,43 +100,66 @@ def test_a_process_that_works(start) -> None:
 
 
 def test_a_process_whose_child_works_is_busy(start) -> None:
-    looked_at(start("import subprocess, sys; print('ready', flush=True); subprocess.run([sys.executable, '-c', 'while True: pass'])"),
-              marks.BUSY)
+    looked_at(
+        start(
+            "import subprocess, sys; print('ready', flush=True); "
+            "subprocess.run([sys.executable, '-c', 'while True: pass'])"
+        ),
+        marks.BUSY,
+    )
 
 
 def test_a_process_whose_short_children_work_one_after_the_other_is_busy(start) -> None:
     child = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass"
-    looked_at(start(f"import subprocess, sys; print('ready', flush=True)\nwhile True: subprocess.run([sys.executable, '-Sc', {child!r}])"),
-              marks.BUSY)
+    looked_at(
+        start(
+            "import subprocess, sys; print('ready', flush=True)\nwhile True: "
+            f"subprocess.run([sys.executable, '-Sc', {child!r}])"
+        ),
+        marks.BUSY,
+    )
 
 
 def test_a_process_whose_child_has_a_session_of_its_own_is_busy(start) -> None:
-    """A compiler of torch's, for example. The main thread waits for a thread that reads its answer."""
-    looked_at(start("""if True:
+    """A compiler of torch's, for example.
+
+    The main thread waits for a thread that reads its answer.
+    """
+    looked_at(
+        start("""if True:
         import subprocess, sys, threading
         code = "import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
         print("ready", flush=True)
-        threading.Event().wait()"""), marks.BUSY)
+        threading.Event().wait()"""),
+        marks.BUSY,
+    )
 
 
 def test_a_process_whose_other_threads_work_is_busy(start) -> None:
     """A tokenizer, a pool of threads: the main thread waits for them."""
-    looked_at(start("""if True:
+    looked_at(
+        start("""if True:
         import hashlib, threading
         def work(data=bytes(1 << 20)):
             while True:
                 hashlib.sha256(data)
         threading.Thread(target=work, daemon=True).start()
         print("ready", flush=True)
-        threading.Event().wait()"""), marks.BUSY)
+        threading.Event().wait()"""),
+        marks.BUSY,
+    )
 
 
 @pytest.fixture
 def rival() -> Iterator[int]:
     """A processor that another process keeps busy. Its number."""
     processor = max(os.sched_getaffinity(0))
-    code = f"import os\nos.sched_setaffinity(0, [{processor}])\nprint('ready', flush=True)\nwhile True: pass"
+    code = (
+        f"import os\nos.sched_setaffinity(0, [{processor}])\nprint('ready', flush=True)\nwhile "
+        "True: pass"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
@@ -137,8 +167,13 @@ def rival() -> Iterator[int]:
         process.kill()
 
 
-def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_not(start, rival: int) -> None:
-    """As on a machine with far more to do than processors: here by a policy that lets everybody else go first."""
+def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_not(
+    start, rival: int
+) -> None:
+    """As on a machine with far more to do than processors.
+
+    Here by a policy that lets everybody else go first.
+    """
     program = start(f"""if True:
         import os, threading
         def work():
@@ -158,8 +193,15 @@ def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_n
 
 def test_threads_that_watch_and_wait_for_a_processor_now_and_then_are_no_work() -> None:
     """On a full machine each of their wakings takes a while."""
-    earlier = kernel.Activity(100.0, 1.0, 1.0, 0.0, 0, 0, {tid: kernel.Thread(float(tid), 5) for tid in (1, 2, 3)})
-    now = {1: kernel.Thread(1.0, 5), 2: kernel.Thread(2.3, 9), 3: kernel.Thread(3.4, 7, is_ready=True), 4: kernel.Thread(0.1, 1)}
+    earlier = kernel.Activity(
+        100.0, 1.0, 1.0, 0.0, 0, 0, {tid: kernel.Thread(float(tid), 5) for tid in (1, 2, 3)}
+    )
+    now = {
+        1: kernel.Thread(1.0, 5),
+        2: kernel.Thread(2.3, 9),
+        3: kernel.Thread(3.4, 7, is_ready=True),
+        4: kernel.Thread(0.1, 1),
+    }
     later = kernel.Activity(101.0, 1.0, 1.0, 0.0, 0, 0, now)
     assert later.longest_runnable_s(earlier) == pytest.approx(0.4)
     assert later.longest_runnable_s(earlier) < vitals._RUNNABLE_SHARE
@@ -176,8 +218,11 @@ def test_a_thread_that_gets_no_processor_at_all_wants_one_all_the_time() -> None
 
 @pytest.mark.parametrize(
     "call",
-    ["__import__('subprocess').run(['sleep', '1000'])", "a = __import__('socket').socketpair(); a[0].recv(1)",
-     "a = __import__('socket').socketpair(); a[0].settimeout(1000); a[0].recv(1)"],
+    [
+        "__import__('subprocess').run(['sleep', '1000'])",
+        "a = __import__('socket').socketpair(); a[0].recv(1)",
+        "a = __import__('socket').socketpair(); a[0].settimeout(1000); a[0].recv(1)",
+    ],
     ids=["child", "socket", "socket with a time-out"],
 )
 def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
@@ -187,7 +232,10 @@ def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
 
 def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> None:
     """It writes a file bit by bit, with pauses."""
-    program = start("import time; print('ready', flush=True)\nwhile True:\n  open('/dev/null', 'w').write('1'); time.sleep(1.5)")
+    program = start(
+        "import time; print('ready', flush=True)\nwhile True:\n  open('/dev/null', "
+        "'w').write('1'); time.sleep(1.5)"
+    )
     vitals, end, seen = Vitals(), time.monotonic() + 6.0, []
     while time.monotonic() < end:
         (mark,) = vitals.look(time.monotonic(), 0.25, {3: program.worker})
@@ -223,7 +271,13 @@ def test_one_in_pythons_debugger_is_held(start) -> None:
 
 
 def test_a_process_that_reads_a_little_now_and_then_is_busy(start) -> None:
-    looked_at(start("import time; print('ready', flush=True)\nwhile True:\n  open('/proc/self/stat').read(); time.sleep(0.3)"), marks.BUSY)
+    looked_at(
+        start(
+            "import time; print('ready', flush=True)\nwhile True:\n  "
+            "open('/proc/self/stat').read(); time.sleep(0.3)"
+        ),
+        marks.BUSY,
+    )
 
 
 def test_a_stopped_process(start) -> None:
@@ -274,7 +328,7 @@ def test_an_agent_that_slept_does_not_blame_its_workers() -> None:
     vitals.look(began + 62.0, 5.0, {0: Worker(None, box)})
     (mark,) = vitals.look(began + 67.0, 1.0, {0: Worker(None, box)})
     assert mark.still_s == pytest.approx(7.0)
-    assert not vitals.is_urgent              # it stands for long: once a second is enough
+    assert not vitals.is_urgent  # it stands for long: once a second is enough
     box.close()
 
 
@@ -291,7 +345,10 @@ def test_a_worker_that_sets_up_or_has_returned_stands_in_nobody_s_way() -> None:
 
 
 def test_a_damaged_box_is_told_of_once_and_its_marks_can_be_sent(caplog, monkeypatch) -> None:
-    """Generation -7 of a living worker: every heartbeat of its node was refused as malformed, and the node taken for dead."""
+    """Generation -7 of a living worker.
+
+    Every heartbeat of its node was refused as malformed, and the node taken for dead.
+    """
     monkeypatch.setattr(logging.getLogger("taskd"), "propagate", True)
     box = BlackBox.create()
     box.begin(1, 0)
@@ -309,5 +366,8 @@ def test_a_damaged_box_is_told_of_once_and_its_marks_can_be_sent(caplog, monkeyp
     assert "the black box of rank 3 (incarnation 0) is damaged: version -7 cannot be" in said[0]
     worker.incarnation = 1
     vitals.look(now + 3, 1.0, {3: worker})
-    assert len([record for record in caplog.records if "rank 3 (incarnation 1)" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "rank 3 (incarnation 1)" in record.message])
+        == 1
+    )
     box.close()

@@ -1,1 +1,4 @@
-"""The manager's side of recovery: the state of a job, the moves that change it, and the table of which event calls for which move."""
+"""The manager's side of recovery.
+
+The state of a job, the moves that change it, and the table of which event calls for which move.
+"""

@@ -1,7 +1,8 @@
 """What counts against a job: equal failures, recoveries that lead nowhere, the restart budget.
 
-Owns the counting of faults, and its correction when a fault turns out to be the consequence of another one, or when its exit status comes.
-The rules themselves are `taskd.core.ladder`'s and `taskd.core.stagnation`'s.
+Owns the counting of faults, and its correction when a fault turns out to be the consequence of
+another one, or when its exit status comes. The rules themselves are `taskd.core.ladder`'s and
+`taskd.core.stagnation`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from taskd.core.job.state import Commands, Job
     from taskd.core.record import Attempt, TimedFault
 
-Verdict = tuple[str, "Fault"]            # why the job must end, and the fault to show
+Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show
 
 
 def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None:
@@ -47,12 +48,15 @@ def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None
 
 
 def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
-    """It is known now how a death came about. Returns why the job must end, if that shows that it must."""
-    assert known.generation is not None      # it has been counted
+    """It is known now how a death came about.
+
+    Returns why the job must end, if that shows that it must.
+    """
+    assert known.generation is not None  # it has been counted
     job.stagnation.explained(known)
     reason = _count_repeat(job, known, known.generation)
     if known.is_declared and (job.attempt is None or known not in job.attempt.faults):
-        return None                          # its recovery is complete
+        return None  # its recovery is complete
     return (reason, known.fault) if reason is not None else job.stagnation.verdict()
 
 

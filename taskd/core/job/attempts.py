@@ -1,6 +1,7 @@
 """The recovery that is under way, from its first fault to its record.
 
-Owns when an attempt begins, when it is complete, and when its record goes out unfinished. One recovery is one generation.
+Owns when an attempt begins, when it is complete, and when its record goes out unfinished. One
+recovery is one generation.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def close_attempt(job: Job, not_completed: str) -> Commands:
 
 
 def count_recovered(job: Job, rank: int, report: WorkerRecovered | None) -> Commands:
-    """A rank is back; without a report it started, returned or ended. The last one completes the record."""
+    """A rank is back; without a report it started, returned or ended.
+
+    The last one completes the record.
+    """
     attempt = job.attempt
     if attempt is not None and attempt.is_restart:
         attempt.paused(job.now, replaced=True)

@@ -1,6 +1,7 @@
 """Time passes: whatever is overdue in a job.
 
-Owns what is done when a deadline has come (`OVERDUE`, at the end), and the order when several have come at once.
+Owns what is done when a deadline has come (`OVERDUE`, at the end), and the order when several have
+come at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def tick(job: Job, event: ev.Tick) -> Commands:
     """Nodes that are silent, then what the whole job waits for, then single ranks."""
     commands: Commands = []
     for node_rank in job.leases.expired(event.now):
-        before, how = job.phase, f"has been silent for {job.leases.silence_s(node_rank, event.now):.0f} s"
+        before, how = (
+            job.phase,
+            (f"has been silent for {job.leases.silence_s(node_rank, event.now):.0f} s"),
+        )
         outcome = "succeeded" if _has_ended(job, node_rank) else LOST_NODE
         commands += lose_node(job, node_rank, outcome, how)
         job.declare("a node is silent", before, WITHOUT_NODE[before])
@@ -48,7 +52,8 @@ def _has_ended(job: Job, node_rank: int) -> bool:
     return job.phase is Phase.RELEASED and not is_lost
 
 
-# ---------------------------------------------------------------------- what the job as a whole waits for
+# ---------------------------------------------------------------------- what the job as a whole
+# waits for
 
 
 def _has_come(job: Job, deadline: float | None) -> bool:
@@ -56,9 +61,14 @@ def _has_come(job: Job, deadline: float | None) -> bool:
 
 
 def _take_suspect(job: Job) -> Commands:
-    """An exception that came back says more than a broken connection; else the earliest is the cause."""
+    """An exception that came back says more than a broken connection.
+
+    Else the earliest is the cause.
+    """
     is_raised = FaultKind.RAISED
-    culprit = min(job.suspects, key=lambda known: (known.fault.kind is not is_raised, known.died_at))
+    culprit = min(
+        job.suspects, key=lambda known: (known.fault.kind is not is_raised, known.died_at)
+    )
     job.suspects.remove(culprit)
     job.unanswered.append(culprit)
     return []
@@ -72,7 +82,9 @@ def _overdue_ranks(job: Job) -> list[int]:
 
 
 def _may_finish_step(job: Job) -> bool:
-    return job.dump is not None and job.dump.finish_step_by is not None and bool(_overdue_ranks(job))
+    return (
+        job.dump is not None and job.dump.finish_step_by is not None and bool(_overdue_ranks(job))
+    )
 
 
 def _count_overdue_as_lost(job: Job) -> Commands:
@@ -83,7 +95,12 @@ def _count_overdue_as_lost(job: Job) -> Commands:
         is_starting = member.state is WorkerState.STARTING
         detail = "did not start" if is_starting else "did not leave its step"
         fault = Fault(
-            FaultKind.UNRESPONSIVE, rank, member.incarnation, detail, version=member.version, signature=detail
+            FaultKind.UNRESPONSIVE,
+            rank,
+            member.incarnation,
+            detail,
+            version=member.version,
+            signature=detail,
         )
         if job.phase is Phase.PAUSING and job.attempt is not None:
             commands.append(kill(job, fault, job.attempt.cause, examine=False))
@@ -105,7 +122,8 @@ OVERDUE = (
          frozenset({Phase.DISCARDING})),
     FollowUp("the first writer is not done", frozenset({Phase.PUBLISHING, Phase.DISCARDING}),
          lambda job: bool(_overdue_ranks(job)), overdue_writers, OVER),
-    FollowUp("a rank has not finished its step", frozenset({Phase.PAUSING}), _may_finish_step, stop_for_dump),
+    FollowUp("a rank has not finished its "
+             "step", frozenset({Phase.PAUSING}), _may_finish_step, stop_for_dump),
     FollowUp("a rank has not stopped or started", frozenset({Phase.PAUSING, Phase.RESTARTING}),
          lambda job: bool(_overdue_ranks(job)), _count_overdue_as_lost),
 )  # fmt: skip

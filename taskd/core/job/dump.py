@@ -1,4 +1,6 @@
-"""The emergency checkpoint: when a job must end, the ranks that are left write its state to disk first.
+"""The emergency checkpoint.
+
+When a job must end, the ranks that are left write its state to disk first.
 
 Owns what is written by whom, and how far that is. The phases of it:
 
@@ -9,8 +11,9 @@ Owns what is written by whom, and how far that is. The phases of it:
     PUBLISHING   all parts are there; the first writer gives the checkpoint its name
     DISCARDING   there will be none: the first writer removes what was written
 
-A writer that dies is done without if the others still hold everything: all parts are written anew, in a new generation. Whatever else goes
-wrong ends the job without a checkpoint, and says so: a checkpoint is complete or it does not exist.
+A writer that dies is done without if the others still hold everything: all parts are written anew,
+in a new generation. Whatever else goes wrong ends the job without a checkpoint, and says so: a
+checkpoint is complete or it does not exist.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _MAY_BEGIN = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RE
 def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 0.0) -> Commands:
     """The job cannot go on: save its state if that is allowed and possible, else give it up.
 
-    `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time. The other half is for writing.
+    `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time.
+    The other half is for writing.
     """
     if job.phase in DUMPING:
         return []
@@ -54,14 +58,17 @@ def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 
         why = reason or "nothing milder is allowed"
         job.story.note(job.now, f"emergency checkpoint: {why}")
     elif grace_s and dump.finish_step_by is not None:
-        return []                            # another node is to end as well
+        return []  # another node is to end as well
     elif dump.fault is not None and dump.fault.kind is FaultKind.COMMUNICATION:
         dump.reason = dump.reason or reason  # a lost node explains the broken communication
     return stop_for_dump(job, grace_s)
 
 
 def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
-    """All live ranks leave their step. Those that were to be replaced are not waited for. `grace_s`: see `end_job`."""
+    """All live ranks leave their step. Those that were to be replaced are not waited for.
+
+    `grace_s`: see `end_job`.
+    """
     dump = job.dump
     assert dump is not None
     is_out = job.phase is Phase.PAUSING and dump.finish_step_by is None
@@ -121,7 +128,10 @@ def _copies(job: Job) -> list[Copy]:
 
 
 def _must_wait_for_status(job: Job, dump: Dump) -> bool:
-    """Whether to wait for an exit status, or for what a process leaves that is being killed. True only the first time."""
+    """Whether to wait for an exit status, or for what a process leaves that is being killed.
+
+    True only the first time.
+    """
     fault = _fault(job, dump)
     members = job.membership.members.values()
     is_doomed = dump.may_save and any(member.is_doomed for member in members)
@@ -232,7 +242,11 @@ def _count_report(job: Job, dump: Dump, rank: int) -> None:
 
 
 def _discard(job: Job, dump: Dump, problem: str, culprit: int) -> Commands:
-    """There will be no checkpoint. Writers that are still at it get a short time to come to an end, so that nothing is written behind the removal."""
+    """There will be no checkpoint.
+
+    Writers that are still at it get a short time to come to an end, so that nothing is written
+    behind the removal.
+    """
     job.phase, dump.problem = Phase.DISCARDING, problem
     _count_report(job, dump, culprit)
     if not dump.pending:
@@ -251,7 +265,12 @@ def _order_publisher(job: Job, dump: Dump, phase: Phase) -> Commands:
     job.awaited.clear()
     job.awaited.set(member.rank, job.now + patience_s)
     job.last_order = do.Publish(
-        job.cause, job.generation, member.node_rank, member.rank, member.incarnation, dump.is_removal_ordered
+        job.cause,
+        job.generation,
+        member.node_rank,
+        member.rank,
+        member.incarnation,
+        dump.is_removal_ordered,
     )
     return [job.last_order]
 
@@ -272,7 +291,10 @@ def _reason(job: Job, dump: Dump) -> str:
 
 
 def _fault(job: Job, dump: Dump) -> Fault | None:
-    """The fault that ends the job, as far as it is known by now: the exit status comes after the death."""
+    """The fault that ends the job, as far as it is known by now.
+
+    The exit status comes after the death.
+    """
     fault = dump.fault
     if fault is None or job.attempt is None:
         return fault

@@ -1,6 +1,7 @@
 """The ends of a job.
 
-Owns giving up (agents stop their workers first), the end itself, and failures after `Release`, when every function has returned and nothing is to be trained any more.
+Owns giving up (agents stop their workers first), the end itself, and failures after `Release`, when
+every function has returned and nothing is to be trained any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def give_up(job: Job, reason: str, fault: Fault | None = None, *, dump: str = "") -> Commands:
-    """End the job as failed: agents stop their workers. `dump`: path of the checkpoint that it leaves."""
+    """End the job as failed: agents stop their workers.
+
+    `dump`: path of the checkpoint that it leaves.
+    """
     job.phase, job.reason = Phase.ENDING, reason
     if job.attempt is not None:
         job.attempt.strategy = Strategy.DUMP if dump else Strategy.EXIT
@@ -48,7 +52,10 @@ def end(job: Job, *, succeeded: bool, reason: str, left_alone: bool = False) -> 
 
 
 def fail_after_release(job: Job, known: TimedFault) -> Commands:
-    """A process failed after Release. The others may be writing results: they may end by themselves, for a while."""
+    """A process failed after Release.
+
+    The others may be writing results: they may end by themselves, for a while.
+    """
     job.after_release.append(known)
     if job.end_by is None:
         job.end_by = job.now + job.timeouts.start_s
@@ -58,7 +65,9 @@ def fail_after_release(job: Job, known: TimedFault) -> Commands:
 def end_after_release(job: Job) -> Commands:
     """Give up because of the earliest failure after Release."""
     fault = min(job.after_release, key=lambda known: (known.died_at, known.fault.rank)).fault
-    return give_up(job, f"{describe(fault)} after the training function had returned everywhere", fault)
+    return give_up(
+        job, f"{describe(fault)} after the training function had returned everywhere", fault
+    )
 
 
 def may_end_after_release(job: Job) -> bool:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def heard_in_step(job: Job, event: AgentHeard) -> Commands:
-    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like a dead rank."""
+    """RUNNING, RESUMED.
+
+    Whoever keeps the others waiting is killed, and replaced like a dead rank.
+    """
     heard(job, event)
     if not event.marks:
         return []
@@ -30,15 +33,19 @@ def heard_in_step(job: Job, event: AgentHeard) -> Commands:
     members = [member for member in job.membership.ordered() if member.state is WorkerState.RUNNING]
     if not members:
         return []
-    if not job.membership.is_declared:       # a restart of the whole group is dear
+    if not job.membership.is_declared:  # a restart of the whole group is dear
         patience_s = job.timeouts.hang_wait_s
-        frozen = job.progress.frozen(job.now, job.generation, _lives(members), patience_s=patience_s)
+        frozen = job.progress.frozen(
+            job.now, job.generation, _lives(members), patience_s=patience_s
+        )
         return _kill(job, frozen) if 0 < len(frozen) < len(members) else []
     lives = _lives([member for member in members if member.entered])
     verdict = job.progress.judge(job.now, job.generation, lives)
     if verdict is None:
         return [
-            do.ReportStraggler(job.cause, job.generation, slow.rank, slow.phase, slow.own_s, slow.others_s)
+            do.ReportStraggler(
+                job.cause, job.generation, slow.rank, slow.phase, slow.own_s, slow.others_s
+            )
             for slow in job.stragglers.note(job.now, event.marks)
         ]
     if verdict.culprits:
@@ -51,7 +58,10 @@ def heard_in_step(job: Job, event: AgentHeard) -> Commands:
 
 
 def heard_while_stopping(job: Job, event: AgentHeard) -> Commands:
-    """PAUSING: a process that does not run cannot stop; it is not waited for until its time is over."""
+    """PAUSING: a process that does not run cannot stop.
+
+    It is not waited for until its time is over.
+    """
     heard(job, event)
     if not event.marks:
         return []
@@ -91,7 +101,12 @@ def _kill(job: Job, culprits: tuple[Culprit, ...]) -> Commands:
     for culprit in culprits:
         member = job.membership.members[culprit.rank]
         fault = Fault(
-            FaultKind.HANG, culprit.rank, member.incarnation, culprit.detail, version=version, signature="hang"
+            FaultKind.HANG,
+            culprit.rank,
+            member.incarnation,
+            culprit.detail,
+            version=version,
+            signature="hang",
         )
         commands.append(kill(job, fault, job.cause, examine=True))
         count_as_lost(job, fault, culprit.since_s)

@@ -1,6 +1,7 @@
 """Before every rank is known: faults wait, but not for ever; then what was found is taken on.
 
-Owns the phase JOINING: of a job that begins, and of a manager that was restarted, for which every rank is new.
+Owns the phase JOINING: of a job that begins, and of a manager that was restarted, for which every
+rank is new.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def defer_faults(job: Job) -> None:
 
 
 def complete(job: Job) -> None:
-    """Every rank is known. Faults that waited, and a recovery that an earlier manager left behind, come first."""
+    """Every rank is known.
+
+    Faults that waited, and a recovery that an earlier manager left behind, come first.
+    """
     members = job.membership.ordered()
     job.phase, job.join_by = Phase.RUNNING, None
     working = {member.rank for member in members if not member.is_done}
@@ -51,7 +55,7 @@ def complete(job: Job) -> None:
     if job.unanswered or len(generations) > 1 or stopped - suspected:
         job.is_recovery_needed = True
         return
-    job.inherited = []                       # all go on already
+    job.inherited = []  # all go on already
     if job.suspects:
         job.phase = Phase.SUSPECTING
         job.suspect_until = job.now + job.timeouts.communication_grace_s
@@ -64,7 +68,8 @@ def join_overdue(job: Job) -> Commands:
         return end(job, succeeded=True, reason="every node that joined succeeded")
     members = job.membership.ordered()
     if not any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members):
-        # Some have returned, the others are not here. If all have, then an earlier manager released the others.
+        # Some have returned, the others are not here. If all have, then an earlier manager released
+        # the others.
         job.unanswered, job.suspects = [], []
         if all(member.is_done for member in members):
             job.phase = Phase.RUNNING
@@ -72,7 +77,9 @@ def join_overdue(job: Job) -> Commands:
     faults = [*job.unanswered, *job.suspects]
     first = min(faults, key=lambda known: (known.died_at, known.fault.rank), default=None)
     what = "a recovery is under way" if first is None else describe(first.fault)
-    missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members]
+    missing = [
+        rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members
+    ]
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
     reason = f"{what}, and ranks {shown} are not known to this manager"
@@ -80,7 +87,10 @@ def join_overdue(job: Job) -> Commands:
 
 
 def lose_unreported(job: Job, member: Member) -> None:
-    """A registration says that this rank is lost. Unless it said how and when, too, that report is still on its way."""
+    """A registration says that this rank is lost.
+
+    Unless it said how and when, too, that report is still on its way.
+    """
     known = job.vanished(member)
     life = (member.rank, member.incarnation)
     known.fault, known.died_at = job.told_faults.pop(life, (known.fault, known.died_at))

@@ -1,10 +1,13 @@
-"""The manager's brain: which event calls for which move in which phase. Knows ranks, lives, versions and times; no sockets, no clock.
+"""The manager's brain: which event calls for which move in which phase.
+
+Knows ranks, lives, versions and times; no sockets, no clock.
 
 Phases:
 
     JOINING     not every rank is known yet; faults wait
     RUNNING     training
-    SUSPECTING  a communication broke, or an exception came back: its cause may be on its way, for a short time
+    SUSPECTING  a communication broke, or an exception came back: its cause may be on its way, for a
+        short time
     PAUSING     all ranks leave the step; dead ones are being replaced; nobody may go on yet
     RESUMED     all may go on; not all have committed a new step yet
     RESTARTING  nothing could be kept: all processes are being replaced
@@ -15,25 +18,35 @@ Phases:
     ENDED       over
 
 Invariants (`taskd.core.job.invariants`, and the properties in tests/unit/core):
-- `Resume` goes out only when every live rank waits outside its function; a rank that raised waits, so it counts;
-- the generation only grows, one recovery has one generation, and what an earlier life says is recorded and ignored;
+- `Resume` goes out only when every live rank waits outside its function; a rank that raised waits,
+  so it counts;
+- the generation only grows, one recovery has one generation, and what an earlier life says is
+  recorded and ignored;
 - a rank gets a new incarnation only after its old one was reported lost or is ordered to be killed;
-- every fault uses one restart of the budget, and ends in Resume, RestartGroup or GiveUp once everybody has answered.
+- every fault uses one restart of the budget, and ends in Resume, RestartGroup or GiveUp once
+  everybody has answered.
 
 Hard cases:
-- A second worker dies while PAUSING: same generation, it is replaced too, and one record tells of both. While RESUMED: a new
+- A second worker dies while PAUSING: same generation, it is replaced too, and one record tells of
+  both. While RESUMED: a new
   generation for all, and the record of the recovery before says that it was not completed.
 - A rank does not stop when called: killed and replaced, like a dead one.
-- An exception that is followed by news of an earlier death was its consequence: it no longer counts. An exception that came back waits the
+- An exception that is followed by news of an earlier death was its consequence: it no longer
+  counts. An exception that came back waits the
   same short time for such news, before its process is replaced (`taskd.core.job.stopped`) or the job ends.
-- Recoveries follow each other and no new step is committed, whatever it is that fails: see `taskd.core.stagnation`.
-- Everybody who held the state is gone, or every copy is inconsistent: RestartGroup with the exact reason.
-- A rank dies after Release: its function returned everywhere, so nothing is trained again. The others are left alone until they end (they may
+- Recoveries follow each other and no new step is committed, whatever it is that fails: see
+  `taskd.core.stagnation`.
+- Everybody who held the state is gone, or every copy is inconsistent: RestartGroup with the exact
+  reason.
+- A rank dies after Release: its function returned everywhere, so nothing is trained again. The
+  others are left alone until they end (they may
   be writing the result; killing them would lose it), then the job is given up with the reason.
-- The manager was restarted: it takes generation, budget and workers from the registrations; a recovery that was under way (stopped or lost
+- The manager was restarted: it takes generation, budget and workers from the registrations; a
+  recovery that was under way (stopped or lost
   workers, agents that heard different generations) is begun again with a new generation.
 - An agent comes back after a lost connection: it hears again what it may have missed.
-- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced like a dead one.
+- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced
+  like a dead one.
 - The manager itself did not run for a while: see `taskd.core.leases`.
 """
 
@@ -100,7 +113,7 @@ _ALWAYS: Rules = {
     ev.ManagerBeganAnew: Rule(nodes.expect, follows=_nothing),
     ev.AgentMirrors: Rule(nodes.ask_for_peer, follows=_nothing),
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
-    ev.Tick: Rule(clock.tick),               # `clock.OVERDUE` says where that leads
+    ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads
 }
 _BACK = frozenset({Phase.RUNNING})
 _TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
@@ -196,7 +209,13 @@ _IN_DUMP = dict.fromkeys(
 _IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
     **{
         phase: {ev.WorkerDumped: _NO_DUMP}
-        for phase in (Phase.JOINING, Phase.RUNNING, Phase.SUSPECTING, Phase.RESUMED, Phase.RESTARTING)
+        for phase in (
+            Phase.JOINING,
+            Phase.RUNNING,
+            Phase.SUSPECTING,
+            Phase.RESUMED,
+            Phase.RESTARTING,
+        )
     },
     Phase.PAUSING: {
         ev.WorkerReturned: "it was told to stop just then, and stops next",
@@ -205,7 +224,8 @@ _IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
     **dict.fromkeys(DUMPING, _IN_DUMP),
     Phase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
     Phase.RELEASED: dict.fromkeys(
-        (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining), "its function has returned since"
+        (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining),
+        "its function has returned since",
     ),
     Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
     Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
@@ -221,11 +241,16 @@ class RecoveryMachine:
     Args:
         job_id: for the shell's log; decides nothing.
         strategies: what the user allows (`recover-strategy`); nothing: all but a dump.
-        node_count, ranks_per_node: what the user promised; registrations that contradict are refused.
+        node_count, ranks_per_node: what the user promised; registrations that contradict are
+            refused.
     """
 
     def __init__(
-        self, job_id: str, timeouts: Timeouts, node_count: int | None = None, ranks_per_node: int | None = None,
+        self,
+        job_id: str,
+        timeouts: Timeouts,
+        node_count: int | None = None,
+        ranks_per_node: int | None = None,
         strategies: Iterable[str] = (),
     ) -> None:
         self.job_id = job_id
@@ -262,7 +287,10 @@ class RecoveryMachine:
         return self._job.story
 
     def refusal(self, event: ev.AgentRegistered) -> str | None:
-        """Why this agent may not join, or None. Ask before `handle`, which ignores a refused one."""
+        """Why this agent may not join, or None.
+
+        Ask before `handle`, which ignores a refused one.
+        """
         return nodes.refusal(self._job, event)
 
     def handle(self, event: ev.Event) -> Commands:
@@ -289,7 +317,11 @@ class RecoveryMachine:
         return commands
 
     def next_deadline(self, *, with_leases: bool = True) -> float | None:
-        """When `Tick` is due. A lease ends nothing as long as its node is there: without it, when the wait for something ends."""
+        """When `Tick` is due.
+
+        A lease ends nothing as long as its node is there: without it, when the wait for something
+        ends.
+        """
         if self.phase is Phase.ENDED:
             return None
         lease = self._job.leases.next_deadline() if with_leases else None
@@ -305,7 +337,14 @@ class RecoveryMachine:
         return deadline is not None and deadline <= now
 
     def _take_stale(self, event: ev.WorkerEvent, why: str) -> Commands:
-        """From a life that is over. A death there may have been the reason for the restart after it."""
-        late = workers.lost_before_restart(self._job, event) if isinstance(event, ev.WorkerLost) else []
+        """From a life that is over.
+
+        A death there may have been the reason for the restart after it.
+        """
+        late = (
+            workers.lost_before_restart(self._job, event)
+            if isinstance(event, ev.WorkerLost)
+            else []
+        )
         self._job.story.commands(late)
         return late or workers.ignore(self._job, why, event.rank)

@@ -1,6 +1,7 @@
 """Agent registration, reconnection, heartbeats, departure, and the pairs of nodes that keep each other's snapshots.
 
-Owns what the job learns from agents about themselves. What workers report is in `taskd.core.job.workers`.
+Owns what the job learns from agents about themselves. What workers report is in
+`taskd.core.job.workers`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ WITHOUT_NODE: dict[Phase, frozenset[Phase]] = {
 
 
 def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
-    """Why this agent may not join, or None. Once the job has begun, generations are made by this manager alone."""
+    """Why this agent may not join, or None.
+
+    Once the job has begun, generations are made by this manager alone.
+    """
     if job.phase is Phase.ENDED:
         return f"the job has ended: {job.reason}"
     if job.phase is not Phase.JOINING and event.generation > job.generation:
@@ -80,8 +84,8 @@ def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
     if job.phase is Phase.ENDING:
         return end_if_all_left(job)
     if outcome == FELL_BACK:
-        # The manager was away for longer than a fault may wait. The other nodes cannot train without this one, and cannot follow it
-        # while they listen to the manager.
+        # The manager was away for longer than a fault may wait. The other nodes cannot train
+        # without this one, and cannot follow it while they listen to the manager.
         reason = f"the agent of node {node_rank} {how}"
         return end(job, succeeded=True, reason=reason, left_alone=True)
     members = membership.on_node(node_rank)
@@ -143,9 +147,12 @@ def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
 
 
 def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
-    """Take over what an agent that came back says of its workers. Returns those whose new life it has missed.
+    """Take over what an agent that came back says of its workers.
 
-    A version that a worker held before a life or a recovery that this manager has ordered since counts no more.
+    Returns those whose new life it has missed.
+
+    A version that a worker held before a life or a recovery that this manager has ordered since
+    counts no more.
     """
     is_awaited = job.phase is Phase.PAUSING and event.generation == job.generation
     missed = []
@@ -160,7 +167,7 @@ def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
         member.entered = member.entered or report.entered
         is_starting = member.state is WorkerState.STARTING and not member.replaced
         if is_starting and state is not WorkerState.STARTING:
-            member.state = WorkerState.RUNNING       # the report of its start was lost
+            member.state = WorkerState.RUNNING  # the report of its start was lost
         if state is WorkerState.LOST and member.is_live:
             job.membership.note_version(report.version)
             member.lose()
@@ -175,7 +182,11 @@ def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
 
 
 def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> None:
-    """It waits. If it was told to advance since, this is older than the order, or the order was lost: then it is repeated."""
+    """It waits.
+
+    If it was told to advance since, this is older than the order, or the order was lost: then it is
+    repeated.
+    """
     job.membership.note_version(report.version)
     if report.may_advance and job.was_told_to_advance(member.rank):
         return
@@ -186,7 +197,7 @@ def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> Non
 def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
     """Repeat what the agent may have missed, and answer what it brings."""
     if job.phase in DUMPING:
-        job.unanswered = []                  # nobody is replaced any more
+        job.unanswered = []  # nobody is replaced any more
         return [] if has_lost_writer(job) else _repeat_order(job)
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
     if job.phase is Phase.PAUSING:
@@ -226,7 +237,9 @@ def _is_to_come(job: Job, member: Member) -> bool:
 
 
 def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
-    """A node wants its snapshots kept elsewhere, too; or it has come back and may have missed its peer.
+    """A node wants its snapshots kept elsewhere, too.
+
+    Or it has come back and may have missed its peer.
 
     Pairs are made when every node has asked: else each that comes would move the mirrors of others.
     """

@@ -1,4 +1,6 @@
-"""The orders that change the lives and the places of ranks: Interrupt, ReplaceWorker, KillWorker, RestartGroup.
+"""The orders that change the lives and the places of ranks.
+
+Interrupt, ReplaceWorker, KillWorker, RestartGroup.
 
 Owns what each of them does to the members, and by when they must have obeyed.
 """
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
-    """All ranks leave the step, for a new generation. `finish_step`: after the step that they are in."""
+    """All ranks leave the step, for a new generation.
+
+    `finish_step`: after the step that they are in.
+    """
     job.phase = Phase.PAUSING
     job.generation += 1
     attempt.commanded(job.now)
@@ -28,7 +33,7 @@ def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.In
     latest = job.dump.finish_step_by if job.dump is not None else None
     for member in job.membership.live():
         if member.may_advance:
-            member.go_on()                    # it will ask again, or leave
+            member.go_on()  # it will ask again, or leave
         if member.state is not WorkerState.PAUSED:
             patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
             job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
@@ -60,7 +65,13 @@ def kill(job: Job, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     member = job.membership.members[fault.rank]
     member.is_doomed = True
     return do.KillWorker(
-        cause, job.generation, member.node_rank, fault.rank, fault.incarnation, fault.detail, examine
+        cause,
+        job.generation,
+        member.node_rank,
+        fault.rank,
+        fault.incarnation,
+        fault.detail,
+        examine,
     )
 
 

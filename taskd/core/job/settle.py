@@ -1,6 +1,7 @@
 """What follows from the state of the job after an event, one thing after the other, until nothing more follows.
 
-Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an event only writes down what happened; here it is decided what to do about it.
+Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an event only writes
+down what happened; here it is decided what to do about it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def answer(job: Job) -> Commands:
         verdict = count_fault(job, attempt, known)
         if verdict is not None:
             return records + dump.end_job(job, *verdict)
-    said = records + warn(job)               # files and log lines can wait, ranks cannot
+    said = records + warn(job)  # files and log lines can wait, ranks cannot
     acts = _recover(job, attempt) if job.dump is None else dump.stop_for_dump(job)
     return acts + said
 
@@ -96,7 +97,12 @@ def _want_back(job: Job) -> Commands:
     for member in job.membership.missing():
         detail = "exit 0 before it came to its function, while others train"
         fault = Fault(
-            FaultKind.EXITED_EARLY, member.rank, member.incarnation, detail, signature=detail, exit_code=0
+            FaultKind.EXITED_EARLY,
+            member.rank,
+            member.incarnation,
+            detail,
+            signature=detail,
+            exit_code=0,
         )
         job.unanswered.append(job.timed(fault, 0.0))
         member.lose()
@@ -136,7 +142,10 @@ def _are_back(job: Job) -> bool:
 
 
 def _is_back(member: Member, attempt: Attempt) -> bool:
-    """Whether it has recovered without a new commit: it was to start, and has; or nothing is left for it to do."""
+    """Whether it has recovered without a new commit: it was to start, and has.
+
+    Or nothing is left for it to do.
+    """
     return member.is_done or (attempt.is_restart and member.state is WorkerState.RUNNING)
 
 
@@ -168,13 +177,54 @@ _WRITING = frozenset({Phase.SAVING, Phase.PUBLISHING})
 _ENDS = frozenset({Phase.CONFIRMING}) | OVER
 _GOING_ON = frozenset({Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING})
 FOLLOW_UPS = (
-    FollowUp("a writer is gone", _WRITING, dump.has_lost_writer, dump.do_without_writer, frozenset({Phase.SAVING}) | _ENDS),
-    FollowUp("the writer that removes is gone", frozenset({Phase.DISCARDING}), dump.has_lost_writer, dump.do_without_writer, OVER),
-    FollowUp("all others have ended", frozenset({Phase.RELEASED}), may_end_after_release, end_after_release, OVER),
-    FollowUp("a fault", TRAINING, _has_unanswered, answer, frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS),
+    FollowUp(
+        "a writer is gone",
+        _WRITING,
+        dump.has_lost_writer,
+        dump.do_without_writer,
+        frozenset({Phase.SAVING}) | _ENDS,
+    ),
+    FollowUp(
+        "the writer that removes is gone",
+        frozenset({Phase.DISCARDING}),
+        dump.has_lost_writer,
+        dump.do_without_writer,
+        OVER,
+    ),
+    FollowUp(
+        "all others have ended",
+        frozenset({Phase.RELEASED}),
+        may_end_after_release,
+        end_after_release,
+        OVER,
+    ),
+    FollowUp(
+        "a fault",
+        TRAINING,
+        _has_unanswered,
+        answer,
+        frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS,
+    ),
     FollowUp("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
-    FollowUp("all ranks have stopped", frozenset({Phase.PAUSING}), _have_all_stopped, all_stopped, _GOING_ON | _ENDS),
+    FollowUp(
+        "all ranks have stopped",
+        frozenset({Phase.PAUSING}),
+        _have_all_stopped,
+        all_stopped,
+        _GOING_ON | _ENDS,
+    ),
     FollowUp("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
-    FollowUp("all are back, and another fault is suspected", frozenset({Phase.SUSPECTING}), _are_back, _count_back),
-    FollowUp("all functions have returned", frozenset({Phase.RUNNING}), _all_have_returned, _release, frozenset({Phase.RELEASED})),
+    FollowUp(
+        "all are back, and another fault is suspected",
+        frozenset({Phase.SUSPECTING}),
+        _are_back,
+        _count_back,
+    ),
+    FollowUp(
+        "all functions have returned",
+        frozenset({Phase.RUNNING}),
+        _all_have_returned,
+        _release,
+        frozenset({Phase.RELEASED}),
+    ),
 )

@@ -1,4 +1,6 @@
-"""The state of one job as its manager knows it: plain data, read everywhere, written by the moves of this folder alone.
+"""The state of one job as its manager knows it.
+
+Plain data, read everywhere, written by the moves of this folder alone.
 
 Owns the attributes and what each of them means. Decides nothing.
 """
@@ -25,23 +27,23 @@ if TYPE_CHECKING:
     from taskd.core.timeouts import Timeouts
 
 Commands = list[do.Command]
-Life = tuple[int, int]                   # (rank, incarnation)
+Life = tuple[int, int]  # (rank, incarnation)
 
 
 @dataclass(slots=True)
 class Dump:
     """The emergency checkpoint of a job that must end, from the decision on."""
 
-    reason: str                          # why the job ends; "": because of the faults of the attempt
+    reason: str  # why the job ends; "": because of the faults of the attempt
     fault: Fault | None
-    may_save: bool                       # False: nothing is written, only the reason is completed
-    has_waited: bool = False             # for the exit status, or for what a killed process leaves
+    may_save: bool  # False: nothing is written, only the reason is completed
+    has_waited: bool = False  # for the exit status, or for what a killed process leaves
     finish_step_by: float | None = None  # until then ranks may finish a step; None: they leave it
     version: int = 0
-    writers: tuple[int, ...] = ()        # the first of them publishes
-    pending: set[int] = field(default_factory=set)   # writers whose next report is awaited
-    problem: str = ""                    # why there will be no checkpoint
-    is_removal_ordered: bool = False     # the first writer was told to remove what was written
+    writers: tuple[int, ...] = ()  # the first of them publishes
+    pending: set[int] = field(default_factory=set)  # writers whose next report is awaited
+    problem: str = ""  # why there will be no checkpoint
+    is_removal_ordered: bool = False  # the first writer was told to remove what was written
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class PeerRequests:
 
     asked: dict[int, AgentMirrors] = field(default_factory=dict)
     told: dict[int, tuple[object, ...]] = field(default_factory=dict)
-    is_hopeless: bool = False            # all nodes are on one host, and that was reported
+    is_hopeless: bool = False  # all nodes are on one host, and that was reported
 
 
 @dataclass(slots=True)
@@ -65,27 +67,31 @@ class Job:
     cause: str = ""
     phase: Phase = Phase.JOINING
     generation: int = 0
-    resumed_generation: int = -1         # the last one that this manager resumed
-    reason: str = ""                     # why the job was given up, or has ended
-    last_order: do.Command | None = None     # to all nodes; repeated to an agent that comes back
+    resumed_generation: int = -1  # the last one that this manager resumed
+    reason: str = ""  # why the job was given up, or has ended
+    last_order: do.Command | None = None  # to all nodes; repeated to an agent that comes back
     # Faults.
     unanswered: list[TimedFault] = field(default_factory=list)
-    is_recovery_needed: bool = False     # although no fault is known: an earlier manager began one
-    suspects: list[TimedFault] = field(default_factory=list)   # perhaps victims of a fault on its way
-    inherited: list[TimedFault] = field(default_factory=list)  # that an earlier manager was answering
+    is_recovery_needed: bool = False  # although no fault is known: an earlier manager began one
+    # perhaps victims of a fault on its way
+    suspects: list[TimedFault] = field(default_factory=list)
+    # that an earlier manager was answering
+    inherited: list[TimedFault] = field(default_factory=list)
     after_release: list[TimedFault] = field(default_factory=list)
-    without_status: dict[Life, TimedFault] = field(default_factory=dict)   # deaths whose exit status is not known
+    # deaths whose exit status is not known
+    without_status: dict[Life, TimedFault] = field(default_factory=dict)
     told_faults: dict[Life, tuple[Fault, float]] = field(default_factory=dict)  # by registrations
-    restart_cause: TimedFault | None = None      # of the last restart of the group, as far as known
+    restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
     dump: Dump | None = None
-    awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks that must stop, start or write, and by when
+    # ranks that must stop, start or write, and by when
+    awaited: Deadlines[int] = field(default_factory=Deadlines)
     # Deadlines of the job as a whole. None: nothing is waited for.
-    join_by: float | None = None         # JOINING: every rank must be known
-    suspect_until: float | None = None   # SUSPECTING: a suspect counts as the cause from then on
-    status_by: float | None = None       # CONFIRMING: the end is decided without the exit status
-    end_by: float | None = None          # RELEASED: processes that are still there are given up
+    join_by: float | None = None  # JOINING: every rank must be known
+    suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
+    status_by: float | None = None  # CONFIRMING: the end is decided without the exit status
+    end_by: float | None = None  # RELEASED: processes that are still there are given up
     # What the rules remember.
     budget: Budget = field(default_factory=Budget)
     repeats: RepeatRules = field(default_factory=RepeatRules)
@@ -94,13 +100,15 @@ class Job:
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
     story: Story = field(default_factory=Story)
-    undeclared: list[str] = field(default_factory=list)  # changes of phase that no table knows: bugs
+    # changes of phase that no table knows: bugs
+    undeclared: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """What is made from the other attributes."""
         self.progress = Progress(self.timeouts)
 
-    # ------------------------------------------------------------------ what follows from the attributes
+    # ------------------------------------------------------------------ what follows from the
+    # attributes
 
     @property
     def deadlines(self) -> tuple[float | None, ...]:
@@ -140,4 +148,3 @@ class Job:
         """Whether this rank was told to do one step more, and has not stopped since."""
         order = self.last_order
         return isinstance(order, do.Advance) and rank in order.ranks and rank in self.awaited
-

@@ -1,7 +1,7 @@
 """Every rank has stopped: what is next, and from which version the job goes on.
 
-Owns that decision. In this order: some do one step more; the job is saved because it must end; broken processes are replaced; or all go on from
-a version that `taskd.core.cut` chooses.
+Owns that decision. In this order: some do one step more; the job is saved because it must end;
+broken processes are replaced; or all go on from a version that `taskd.core.cut` chooses.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ def explain(job: Job, choice: Choice) -> None:
 
 
 def advance(job: Job) -> Commands:
-    """Some stopped within their function and could do one step more: order it if that makes all meet in one version.
+    """Some stopped within their function and could do one step more.
 
-    Two reasons. A vote on the step that broke for some had passed for others, who have committed it: those who have not do it after them
-    (`taskd.core.cut.who_advances`). And a job that is to end in good time (`Interrupt.finish_step`) does not leave a step half done: as
-    some ranks may be one step ahead, all do the one that the first has begun.
+    Order it if that makes all meet in one version.
+
+    Two reasons. A vote on the step that broke for some had passed for others, who have committed
+    it: those who have not do it after them (`taskd.core.cut.who_advances`). And a job that is to
+    end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
+    one step ahead, all do the one that the first has begun.
     """
     members = job.membership.members
     stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)
@@ -103,24 +106,29 @@ def _resume(job: Job, attempt: Attempt, live: list[Member]) -> Commands:
         member.resume()
     job.phase, job.resumed_generation = Phase.RESUMED, job.generation
     attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
-    job.membership.mirrors.clear()           # they change from now on; nodes tell again at the next Interrupt
+    # they change from now on; nodes tell again at the next Interrupt
+    job.membership.mirrors.clear()
     job.stagnation.answered(job.now, job.membership.committed)
-    job.membership.committed = cut.version   # what was newer is done again
+    job.membership.committed = cut.version  # what was newer is done again
     order = do.Resume(attempt.cause, job.generation, cut.version, cut.moves, job.budget.used)
     job.last_order = order
     return [order]
 
 
-# ---------------------------------------------------------------------- processes that may be broken
+# ---------------------------------------------------------------------- processes that may be
+# broken
 
 
 def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
-    """An exception came back in a rank: its process may be broken (a device that stays in error, a module half set up).
+    """An exception came back in a rank.
+
+    Its process may be broken (a device that stays in error, a module half set up).
 
     None if there is no such rank. Else, decided now because only now it is known who holds what:
 
     1. a process whose state another one holds as well is replaced, and receives it from there;
-    2. else it is replaced if node memory has a snapshot to go back to: committed steps are done again;
+    2. else it is replaced if node memory has a snapshot to go back to: committed steps are done
+       again;
     3. else its state is saved by a dump and the job ends, if dumps are allowed;
     4. else all processes are replaced; the job goes on from its newest checkpoint.
     """
@@ -133,7 +141,7 @@ def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
     copies = {member.rank: member.copy() for member in job.membership.live()}
     best = plan_cut(copies.values(), committed)
     if not suspected or not isinstance(best, Cut):
-        return None                          # without a cut the group is restarted anyway
+        return None  # without a cut the group is restarted anyway
     spared = _without_loss(copies, suspected, best.redone, committed)
     if spared:
         return _replace(job, attempt, spared, "others hold what they had")
@@ -182,7 +190,8 @@ def _replace(job: Job, attempt: Attempt, ranks: list[int], how: str) -> Commands
     commands: Commands = []
     for rank in ranks:
         member = job.membership.members[rank]
-        # Its black box has the per-rank part of the version that it stands at; its successor reads it.
+        # Its black box has the per-rank part of the version that it stands at; its successor reads
+        # it.
         member.lose(() if member.version is None else (member.version,))
         commands.append(orders.replace(job, member))
     return commands

@@ -1,4 +1,6 @@
-"""What workers report, and what that changes. What is done about it follows in `taskd.core.job.settle`.
+"""What workers report, and what that changes.
+
+What is done about it follows in `taskd.core.job.settle`.
 
 Owns one function for each report; where a report means something else in some phase, one more.
 """
@@ -84,7 +86,10 @@ def lost_while_joining(job: Job, event: ev.WorkerLost) -> Commands:
 
 
 def lost_while_dumping(job: Job, event: ev.WorkerLost) -> Commands:
-    """The job ends already: nobody is replaced. It may be a writer; or one that was killed, which leaves its snapshots."""
+    """The job ends already: nobody is replaced.
+
+    It may be a writer; or one that was killed, which leaves its snapshots.
+    """
     was_doomed = job.membership.members[event.rank].is_doomed
     known = _take_loss(job, event)
     if known is not None:
@@ -169,7 +174,8 @@ def _take_status(job: Job, event: Status) -> TimedFault | None:
 def stopped(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
     """A rank has stopped outside of its function, or within it, and asks how far to go.
 
-    Here nobody of this manager's called for it: an earlier manager did, and nobody else will resume it.
+    Here nobody of this manager's called for it: an earlier manager did, and nobody else will resume
+    it.
     """
     if _is_over(job, event):
         return _ignore_generation(job, event, "paused for")
@@ -235,7 +241,10 @@ def _gather(
 
 
 def raised(job: Job, event: ev.WorkerRaised) -> Commands:
-    """An exception left the function of a rank, which has stopped: it is the culprit, or a victim."""
+    """An exception left the function of a rank, which has stopped.
+
+    It is the culprit, or a victim.
+    """
     member = job.membership.members[event.rank]
     is_answered = member.state is WorkerState.PAUSED or not member.is_live
     if event.generation != job.generation or is_answered:
@@ -265,7 +274,10 @@ def raised_while_joining(job: Job, event: ev.WorkerRaised) -> Commands:
 
 
 def raised_when_called(job: Job, event: ev.WorkerRaised) -> Commands:
-    """PAUSING: its exception and the Interrupt crossed. It has stopped, which is all that is needed, or will say more."""
+    """PAUSING: its exception and the Interrupt crossed.
+
+    It has stopped, which is all that is needed, or will say more.
+    """
     member = job.membership.members[event.rank]
     if event.generation < job.resumed_generation:
         return _ignore_generation(job, event, "raised in")
@@ -295,7 +307,10 @@ def _take_exception(job: Job, event: ev.WorkerRaised) -> TimedFault:
 
 
 def _may_be_victim(job: Job, event: ev.WorkerRaised) -> bool:
-    """Whether to wait for news of an earlier death. An exception that came back waits, too, before its process is replaced or the job ends."""
+    """Whether to wait for news of an earlier death.
+
+    An exception that came back waits, too, before its process is replaced or the job ends.
+    """
     came_back = job.repeats.has_come_back(event.fault, job.generation + 1)
     return event.fault.kind is FaultKind.COMMUNICATION or came_back
 

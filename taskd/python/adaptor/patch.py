@@ -1,4 +1,7 @@
-"""Importing this module installs taskd into torchrun, if TASKD_PROCESS_ENABLE is on. Fixed path, no content of its own."""
+"""Importing this module installs taskd into torchrun, if TASKD_PROCESS_ENABLE is on.
+
+Fixed path, no content of its own.
+"""
 
 import logging
 import os
@@ -9,10 +12,13 @@ def install() -> bool:
     if os.environ.get("TASKD_PROCESS_ENABLE", "").strip().lower() != "on":
         return False
     try:
-        from taskd.torchrun import patch  # noqa: PLC0415 - torch is imported only when taskd is wanted
+        from taskd.torchrun import patch  # noqa: PLC0415
+
         patch.apply()
     except Exception:  # the veneer: a failure here is logged and torchrun goes on as it is
-        logging.getLogger("taskd").exception("taskd is not installed into this torchrun, which runs without it")
+        logging.getLogger("taskd").exception(
+            "taskd is not installed into this torchrun, which runs without it"
+        )
         return False
     return True
 

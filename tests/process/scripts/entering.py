@@ -1,4 +1,6 @@
-"""A script whose ranks come to their function at different times, or not at all. Used by tests/process/test_entering.py.
+"""A script whose ranks come to their function at different times, or not at all.
+
+Used by tests/process/test_entering.py.
 
 CASE   "slow"       rank 1 dies inside; rank 2 is then still setting up, for SETUP_S
        "evaluate"   nobody calls the decorated function

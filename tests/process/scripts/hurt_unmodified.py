@@ -1,4 +1,7 @@
-"""Runs examples/unmodified.py and kills rank 1 at step 25, once. The example itself knows nothing of it."""
+"""Runs examples/unmodified.py and kills rank 1 at step 25, once.
+
+The example itself knows nothing of it.
+"""
 
 import json
 import os
@@ -13,7 +16,7 @@ steps = 0
 
 
 def count(*_):
-    global steps  # noqa: PLW0603 - a script
+    global steps  # noqa: PLW0603
     steps += 1
     if steps == 25 and os.environ["RANK"] == "1" and not os.path.exists(marker):
         open(marker, "x").close()

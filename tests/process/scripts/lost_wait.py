@@ -1,4 +1,7 @@
-"""Two ranks; rank 1 never joins the collective. Rank 0 ends the waits of its gloo threads instead of waiting half an hour."""
+"""Two ranks; rank 1 never joins the collective.
+
+Rank 0 ends the waits of its gloo threads instead of waiting half an hour.
+"""
 
 import os
 import sys

@@ -1,11 +1,14 @@
 """A small training whose state is sharded in one of many ways. Hurts itself as train.py does.
 
-LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided between 2 ranks, twice), stages (plain
-         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or
-         another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
-FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come to their places; "stop": by SIGSTOP; "late": when half
-of the ranks have committed this step; or, at place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
-SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every rank draws from its own global generator in each step
+LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided
+         between 2 ranks, twice), stages (plain tensors that differ: two parts of a model, each on
+         2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or another
+         strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
+FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come
+to their places; "stop": by SIGSTOP; "late": when half of the ranks have committed this step; or, at
+place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
+SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every
+rank draws from its own global generator in each step
 """
 
 import hashlib
@@ -36,7 +39,10 @@ FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 
 def fact(what, **fields):
     with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields}) + "\n")
+        out.write(
+            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
+            + "\n"
+        )
 
 
 def here(place, step):
@@ -49,24 +55,30 @@ def here(place, step):
             os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
-        while how == "together" and not all(os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS))):
+        while how == "together" and not all(
+            os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS))
+        ):
             time.sleep(0.001)
         while how == "late" and count_committed(step + 1) < WORLD // 2:
             time.sleep(0.001)
         fact("fault", spec=spec, step=step)
         if how == "break":
-            original_all_reduce(torch.ones(1))       # nobody else takes part, and one of them dies
+            original_all_reduce(torch.ones(1))  # nobody else takes part, and one of them dies
         assert how in ("kill", "together", "late", "stop"), how
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def count_committed(step):
-    lines = [line for path in pathlib.Path(FACTS).glob("*.jsonl") for line in path.read_text("utf-8").splitlines()]
+    lines = [
+        line
+        for path in pathlib.Path(FACTS).glob("*.jsonl")
+        for line in path.read_text("utf-8").splitlines()
+    ]
     return sum('"committed"' in line and line.endswith(f'"step": {step}}}') for line in lines)
 
 
 original_all_reduce = dist.all_reduce
-votes_at = []                            # the step whose vote comes next
+votes_at = []  # the step whose vote comes next
 
 
 def all_reduce(tensor, *args, **kwargs):
@@ -94,14 +106,25 @@ class Net(torch.nn.Module):
 
 
 def build():
-    """The model, its optimizer, the number of this rank's part of the model (None: DTensors or torch's optimizer tell), and that of its data."""
+    """The model, its optimizer, and the numbers of this rank's part of the model and of its data.
+
+    The part is None where DTensors or torch's optimizer tell.
+    """
     layout = os.environ["LAYOUT"]
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)] if layout in ("zero", "stages") else []
+    pairs = (
+        [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
+        if layout in ("zero", "stages")
+        else []
+    )
     part = RANK // 2 if layout == "stages" else None
     torch.manual_seed(1234 + (part or 0))
     model = Net()
     if layout in ("hsdp", "fsdp"):
-        sizes, names = ((2, WORLD // 2), ("replicate", "shard")) if layout == "hsdp" else ((WORLD,), ("shard",))
+        sizes, names = (
+            ((2, WORLD // 2), ("replicate", "shard"))
+            if layout == "hsdp"
+            else ((WORLD,), ("shard",))
+        )
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -110,29 +133,52 @@ def build():
         return *wrap(model, *layout.split("-")[1:]), None, RANK
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
-        plan = {f"layers.{index}": ColwiseParallel() if index % 2 == 0 else RowwiseParallel() for index in range(4)}
+        plan = {
+            f"layers.{index}": ColwiseParallel() if index % 2 == 0 else RowwiseParallel()
+            for index in range(4)
+        }
         parallelize_module(model, mesh["tp"], plan)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad.to_local(), group=mesh.get_group("dp")))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), None, mesh.get_local_rank("dp")
+            parameter.register_post_accumulate_grad_hook(
+                lambda own: dist.all_reduce(own.grad.to_local(), group=mesh.get_group("dp"))
+            )
+        return (
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+            None,
+            mesh.get_local_rank("dp"),
+        )
     elif layout == "stages":
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad, group=pairs[part]))
+            parameter.register_post_accumulate_grad_hook(
+                lambda own: dist.all_reduce(own.grad, group=pairs[part])
+            )
     else:
         assert layout == "zero", layout
         for layer in model.layers:
             for parameter in layer.parameters():
                 parameter.register_post_accumulate_grad_hook(lambda own: dist.all_reduce(own.grad))
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=pairs[RANK // 2], lr=1e-2)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=pairs[RANK // 2], lr=1e-2
+        )
         return model, optimizer, None, RANK
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), part, RANK
 
 
 def wrap(model, strategy, orig=""):
-    """FSDP1: a unit for every layer but the last, and one for that and what is around them. And the optimizer."""
-    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": bool(orig), "device_id": torch.device("cpu")}
+    """FSDP1: a unit for every layer but the last, and one for that and what is around them.
+
+    And the optimizer.
+    """
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": bool(orig),
+        "device_id": torch.device("cpu"),
+    }
     if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(
+            "cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard")
+        )
     for index in range(3):
         model.layers[index] = FullyShardedDataParallel(model.layers[index], **options)
     model = FullyShardedDataParallel(model, **options)
@@ -142,8 +188,13 @@ def wrap(model, strategy, orig=""):
 def digest(model):
     """Of all ranks' shards together; with FSDP1 of this rank's."""
     if isinstance(model, FullyShardedDataParallel):
-        return hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()[:16]
-    tensors = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in model.state_dict().values()]
+        return hashlib.sha256(
+            b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        ).hexdigest()[:16]
+    tensors = [
+        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for tensor in model.state_dict().values()
+    ]
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -157,8 +208,13 @@ def train():
     net.layers[0].register_full_backward_hook(lambda *_: here("backward-end", net.step))
     optimizer.register_step_pre_hook(lambda *_: here("before-vote", net.step))
     optimizer.register_step_pre_hook(lambda *_: votes_at.append(net.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, shard_id=part, snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")),
-                             snapshot_buddy=os.environ.get("SNAPSHOT_BUDDY") == "1")
+    state = taskd.TrainState(
+        model=model,
+        optimizer=optimizer,
+        shard_id=part,
+        snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "0")),
+        snapshot_buddy=os.environ.get("SNAPSHOT_BUDDY") == "1",
+    )
     torch.manual_seed(99 + RANK)
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))

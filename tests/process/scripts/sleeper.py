@@ -2,7 +2,7 @@
 
 import time
 
-import torch  # noqa: F401 - a worker has torch loaded
+import torch  # noqa: F401
 
 print("asleep", flush=True)
 time.sleep(3600)

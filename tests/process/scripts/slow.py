@@ -32,7 +32,10 @@ SAVE_S = float(os.environ["SAVE_S"])
 
 def fact(what, **fields):
     with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields}) + "\n")
+        out.write(
+            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
+            + "\n"
+        )
 
 
 class Slow:

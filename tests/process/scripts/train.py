@@ -1,9 +1,11 @@
 """A small DDP training that can hurt itself at a named place, once. Used by the crash matrix.
 
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
-FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that), unless `how` begins with
-        "always-". "last-" waits until every other rank has committed the step.
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP  knobs of the workload
+FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure
+        of that), unless `how` begins with "always-". "last-" waits until every other rank has
+        committed the step.
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
+        knobs of the workload
 """
 
 import collections
@@ -31,17 +33,21 @@ HIDDEN = int(os.environ.get("HIDDEN", "32"))
 LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
 CLOSURE = os.environ.get("CLOSURE") == "1"
-OUTER_INIT = os.environ.get("OUTER_INIT")       # "1": before the function is called; "above": before it is even decorated
+# "1": before the function is called; "above": before it is even decorated
+OUTER_INIT = os.environ.get("OUTER_INIT")
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 ON_DUMP = os.environ.get("ON_DUMP") == "1"
 FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
 entries = 0
-is_broken = False        # this process is, and stays so
+is_broken = False  # this process is, and stays so
 
 
 def fact(what, **fields):
     with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields}) + "\n")
+        out.write(
+            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
+            + "\n"
+        )
 
 
 def fail():
@@ -54,11 +60,11 @@ def fail_differently():
 
 def break_down():
     """Like a sticky error of a device: from now on no step begins in this process."""
-    global is_broken  # noqa: PLW0603 - that it lasts is the point
+    global is_broken  # noqa: PLW0603
     is_broken = True
 
 
-class Odd(Exception):  # noqa: N818 - strange on purpose
+class Odd(Exception):  # noqa: N818
     """Its text is no Unicode, its cause has none at all, and is caused by this one again."""
 
     def __str__(self):
@@ -79,9 +85,15 @@ def crash():
 
 
 def damage(*words):
-    """Overwrite words of this process's own black box (offsets of csrc/include/taskd.h) with a number that none of them can be."""
+    """Overwrite words of this process's own black box with a number that none of them can be.
+
+    The offsets are those of csrc/include/taskd.h.
+    """
     for name in os.listdir("/proc/self/fd"):
-        if "taskd-black-box" in os.readlink(f"/proc/self/fd/{name}") and int.from_bytes(os.pread(int(name), 8, 128), sys.byteorder) == os.getpid():
+        if (
+            "taskd-black-box" in os.readlink(f"/proc/self/fd/{name}")
+            and int.from_bytes(os.pread(int(name), 8, 128), sys.byteorder) == os.getpid()
+        ):
             for offset in words:
                 os.pwrite(int(name), (-7).to_bytes(8, sys.byteorder, signed=True), offset)
                 fact("damaged", offset=offset)
@@ -90,8 +102,9 @@ def damage(*words):
 
 
 HOW = {
-    "damage": lambda: damage(168),                # generation, and it goes on
-    "damaged-kill": lambda: (damage(152, 144, 128), os.kill(os.getpid(), signal.SIGKILL)),     # version, phase, pid
+    "damage": lambda: damage(168),  # generation, and it goes on
+    # version, phase, pid
+    "damaged-kill": lambda: (damage(152, 144, 128), os.kill(os.getpid(), signal.SIGKILL)),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": crash,
     "null": lambda: ctypes.string_at(0),
@@ -124,7 +137,11 @@ def here(place, step):
                 continue
         how = how.removeprefix("always-")
         if how.startswith("last-"):
-            while not all(committed(rank, step + 1) for rank in range(int(os.environ["WORLD_SIZE"])) if rank != RANK):
+            while not all(
+                committed(rank, step + 1)
+                for rank in range(int(os.environ["WORLD_SIZE"]))
+                if rank != RANK
+            ):
                 time.sleep(0.001)
         fact("fault", spec=spec, step=step)
         HOW[how.removeprefix("last-")]()
@@ -136,7 +153,11 @@ def committed(rank, step):
     """Whether that rank has said so."""
     try:
         with open(f"{FACTS}/{rank}.jsonl", encoding="utf-8") as lines:
-            return any((said := json.loads(line))["what"] == "committed" and said["step"] >= step for line in lines if line.endswith("\n"))
+            return any(
+                (said := json.loads(line))["what"] == "committed" and said["step"] >= step
+                for line in lines
+                if line.endswith("\n")
+            )
     except FileNotFoundError:
         return False
 
@@ -144,7 +165,8 @@ def committed(rank, step):
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        # Registered in another order than used, so that DDP rebuilds its buckets after the first step.
+        # Registered in another order than used, so that DDP rebuilds its buckets after the first
+        # step.
         self.last = torch.nn.Linear(HIDDEN, 4)
         self.first = torch.nn.Linear(16, HIDDEN)
         self.norm = torch.nn.BatchNorm1d(HIDDEN) if BATCH_NORM else torch.nn.Identity()
@@ -171,9 +193,18 @@ class Samples(torch.utils.data.Dataset):
 
 
 def batches(start):
-    sampler = [(step * dist.get_world_size() + RANK) * 8 % 4096 + i for step in range(start, STEPS) for i in range(8)]
-    loader = torch.utils.data.DataLoader(Samples(), batch_size=8, sampler=sampler, num_workers=LOADER_WORKERS,
-                                         generator=torch.Generator())
+    sampler = [
+        (step * dist.get_world_size() + RANK) * 8 % 4096 + i
+        for step in range(start, STEPS)
+        for i in range(8)
+    ]
+    loader = torch.utils.data.DataLoader(
+        Samples(),
+        batch_size=8,
+        sampler=sampler,
+        num_workers=LOADER_WORKERS,
+        generator=torch.Generator(),
+    )
     return iter(loader)
 
 
@@ -209,7 +240,7 @@ if OUTER_INIT == "above":
 
 @taskd.recoverable
 def train():
-    global entries  # noqa: PLW0603 - a script
+    global entries  # noqa: PLW0603
     entries += 1
     fact("entered", entry=entries)
     here(f"entry-{entries}", 0)
@@ -223,7 +254,9 @@ def train():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY)
+    state = taskd.TrainState(
+        model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY
+    )
     if ON_DUMP:
         state.on_dump(lambda folder: write_own(folder, model, state.step))
     restored = state.restore()
@@ -235,13 +268,18 @@ def train():
         here("step", state.step)
         if source is None:
             generator = torch.Generator().manual_seed(1000 * state.step + RANK)
-            inputs, labels = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+            inputs, labels = (
+                torch.randn(8, 16, generator=generator),
+                torch.randint(4, (8,), generator=generator),
+            )
         else:
             inputs, labels = next(source)
 
         def closure(inputs=inputs, labels=labels):
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(ddp(inputs * (1 + 0.01 * random.random())), labels)
+            loss = torch.nn.functional.cross_entropy(
+                ddp(inputs * (1 + 0.01 * random.random())), labels
+            )
             loss.backward()
             return loss
 
@@ -268,4 +306,6 @@ result = train()
 fact("returned", digest=result)
 print(f"rank {RANK}: digest {result}", flush=True)
 if os.environ.get("TASKD_PROCESS_ENABLE") != "on":
-    os._exit(0)      # the reference run under plain torchrun: torch 2.13 sometimes aborts in gloo's threads while Python ends
+    # the reference run under plain torchrun: torch 2.13 sometimes aborts in gloo's threads while
+    # Python ends
+    os._exit(0)

@@ -1,4 +1,8 @@
-"""Checkpoints for tests: a state that follows from its version, written by any number of writers of this process, and compared bit by bit."""
+"""Checkpoints for tests.
+
+A state that follows from its version, written by any number of writers of this process, and
+compared bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +37,64 @@ def tensors_in(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(
-        first.contiguous().reshape(-1).view(torch.uint8), second.contiguous().reshape(-1).view(torch.uint8))
+    return (
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and torch.equal(
+            first.contiguous().reshape(-1).view(torch.uint8),
+            second.contiguous().reshape(-1).view(torch.uint8),
+        )
+    )
 
 
 def draft_of(directory: pathlib.Path, version: int, **changed: Any) -> Draft:
-    fields = {"job": "job", "kind": Kind.PERIODIC, "attempt": "first", "writers": (0,), "generation": 0, "world_size": 1}
+    fields = {
+        "job": "job",
+        "kind": Kind.PERIODIC,
+        "attempt": "first",
+        "writers": (0,),
+        "generation": 0,
+        "world_size": 1,
+    }
     return Draft(directory=directory, version=version, **{**fields, **changed})
 
 
-def save(directory: pathlib.Path, version: int, keep: int | None = None, **changed: Any) -> pathlib.Path:
+def save(
+    directory: pathlib.Path, version: int, keep: int | None = None, **changed: Any
+) -> pathlib.Path:
     draft = draft_of(directory, version, **changed)
     for rank in draft.writers:
-        write(draft, rank, state_of(version), {f"ranks/{rank}/random": bytes([rank, version % 256])})
+        write(
+            draft, rank, state_of(version), {f"ranks/{rank}/random": bytes([rank, version % 256])}
+        )
     return publish(draft, keep)
 
 
-def assert_holds(path: pathlib.Path, version: int, writers: tuple[int, ...] = (0,), rows: int = 300) -> None:
+def assert_holds(
+    path: pathlib.Path, version: int, writers: tuple[int, ...] = (0,), rows: int = 300
+) -> None:
     expected = state_of(version, rows)
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors_in(expected).items()}
     values = load(path, target)
     for name, tensor in target.items():
         assert same_bits(tensor, expected[name]), name
-    assert values == {"schedule": expected["schedule"], **{f"ranks/{rank}/random": bytes([rank, version % 256]) for rank in writers}}
+    assert values == {
+        "schedule": expected["schedule"],
+        **{f"ranks/{rank}/random": bytes([rank, version % 256]) for rank in writers},
+    }
 
 
 def tree(directory: pathlib.Path) -> dict[str, bytes]:
     """Everything below, to see that nothing was touched."""
+
     def content(path: pathlib.Path) -> bytes:
         if path.is_symlink():
             return os.readlink(path).encode()
         return path.read_bytes() if path.is_file() else b""
 
-    return {str(path.relative_to(directory)): content(path) for path in sorted(directory.rglob("*"))}
+    return {
+        str(path.relative_to(directory)): content(path) for path in sorted(directory.rglob("*"))
+    }
 
 
 def remounted_read_only(path: pathlib.Path) -> None:

@@ -1,4 +1,7 @@
-"""Damaged, foreign and hostile files, real ones: what is wrong is named, the checkpoint before is chosen, and nothing is deleted."""
+"""Damaged, foreign and hostile files, real ones.
+
+What is wrong is named, the checkpoint before is chosen, and nothing is deleted.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,12 @@ def flip(path: pathlib.Path, position: int) -> None:
 
 
 def signed(path: pathlib.Path, **changes: Any) -> None:
-    """Change the manifest and make its checksum right again, as an attacker or a later version would."""
+    """Change the manifest and correct its checksum, as an attacker or a later version would."""
     import dataclasses
 
-    (path / "taskd.json").write_bytes(manifest.encode(dataclasses.replace(manifest.read(path), **changes)))
+    (path / "taskd.json").write_bytes(
+        manifest.encode(dataclasses.replace(manifest.read(path), **changes))
+    )
 
 
 def replaced(path: pathlib.Path, name: str, data: bytes) -> None:
@@ -45,7 +50,10 @@ def replaced(path: pathlib.Path, name: str, data: bytes) -> None:
 
     (path / name).write_bytes(data)
     entry = manifest.FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
-    signed(path, files=tuple(entry if file.name == name else file for file in manifest.read(path).files))
+    signed(
+        path,
+        files=tuple(entry if file.name == name else file for file in manifest.read(path).files),
+    )
 
 
 def cut_short(path: pathlib.Path) -> None:
@@ -166,10 +174,16 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path) -> None:
         before = save(disk, 10)
         was = tree(disk)
         large = {**state_of(20), "large": torch.zeros(300_000)}
-        with pytest.raises(CheckpointError, match=r"job job: checkpoint step-000000000020.*rank 0: .*could not be written: No space left on device"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"job job: checkpoint step-000000000020.*rank 0: "
+            r".*could not be written: No space left on "
+            r"device",
+        ):
             write(draft_of(disk, 20), 0, large)
         assert tree(disk) == was
-        # Of two writers the second finds the disk full: it tells the first, which removes its part too.
+        # Of two writers the second finds the disk full: it tells the first, which removes its part
+        # too.
         draft = draft_of(disk, 20, writers=(0, 1))
         write(draft, 0, {"weight": state_of(20)["weight"]})
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left"):
@@ -203,7 +217,11 @@ def test_a_read_only_folder_is_read_and_not_written(tmp_path) -> None:
         write(draft, 0, state_of(15))
         remounted_read_only(disk)
         was = tree(disk)
-        with pytest.raises(CheckpointError, match=r"rank 0: .*\.step-000000000020.*could not be written: Read-only file system"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"rank 0: .*\.step-000000000020.*could not be "
+            r"written: Read-only file system",
+        ):
             write(draft_of(disk, 20), 0, state_of(20))
         with pytest.raises(CheckpointError, match="Read-only file system"):
             publish(draft)
@@ -216,7 +234,11 @@ def test_a_read_only_folder_is_read_and_not_written(tmp_path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"rank 0: .*file.*could not be written: Not a directory"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 0: .*file.*could not be written: Not a "
+        r"directory",
+    ):
         save(tmp_path / "file" / "checkpoints", 1)
 
 
@@ -267,7 +289,11 @@ def test_pickled_code_in_the_metadata_is_not_run(tmp_path, place) -> None:
     proof = tmp_path / "proof"
     replaced(path, ".metadata", pickle.dumps(place(Evil(str(proof)))))
     for call in (lambda: contents(path), lambda: load(path, {})):
-        with pytest.raises(CorruptCheckpointError, match=r"\.metadata: contains pickled code: refused \(posix.mkdir\)"):
+        with pytest.raises(
+            CorruptCheckpointError,
+            match=r"\.metadata: contains pickled code: "
+            r"refused \(posix.mkdir\)",
+        ):
             call()
     assert not proof.exists()
     assert_holds(before, 10)
@@ -284,16 +310,39 @@ def test_pickled_code_in_a_value_or_a_tensor_is_not_run(tmp_path, name) -> None:
     for data in (buffer.getvalue(), pickle.dumps(Evil(str(proof)))):
         put_into(path, name, data)
         file, _ = stored_at(path, name)
-        with pytest.raises(CorruptCheckpointError, match=f"{file.name}: {name} contains pickled code: refused"):
+        with pytest.raises(
+            CorruptCheckpointError, match=f"{file.name}: {name} contains pickled code: refused"
+        ):
             load(path, {"bias": torch.zeros(17, dtype=torch.bfloat16)})
         assert not proof.exists()
 
 
-@pytest.mark.parametrize("name", ["os.system", "builtins.eval", "torch.load", "torch.nn.Module", "torch.hub.load", "builtins.getattr", "torch._C"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.eval",
+        "torch.load",
+        "torch.nn.Module",
+        "torch.hub.load",
+        "builtins.getattr",
+        "torch._C",
+    ],
+)
 def test_only_the_classes_of_the_metadata_are_admitted(tmp_path, name) -> None:
     path = save(tmp_path, 20)
     module, _, attribute = name.rpartition(".")
-    replaced(path, ".metadata", b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(attribute)]) + attribute.encode() + b"\x93.")
+    replaced(
+        path,
+        ".metadata",
+        b"\x80\x04\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(attribute)])
+        + attribute.encode()
+        + b"\x93.",
+    )
     with pytest.raises(CorruptCheckpointError, match="contains pickled code: refused"):
         contents(path)
 
@@ -323,8 +372,10 @@ def every_place(metadata: Any, **fields: Any) -> None:
     lambda metadata: metadata.state_dict_metadata.update(weight=5),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"], "size", (300, 17)),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"], "chunks", [None]),
-    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "sizes", torch.Size([300, 18])),
-    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "offsets", torch.Size([-1, 0])),
+    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "sizes",
+    torch.Size([300, 18])),
+    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "offsets",
+    torch.Size([-1, 0])),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"].properties, "dtype", "float32"),
 ])  # fmt: skip
 def test_metadata_that_cannot_be_true_is_refused(tmp_path, change) -> None:
@@ -334,7 +385,17 @@ def test_metadata_that_cannot_be_true_is_refused(tmp_path, change) -> None:
         contents(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"\x80\x04K\x01.", b"garbage", b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f", pickle.dumps([1])])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04.",
+        b"\x80\x04K\x01.",
+        b"garbage",
+        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f",
+        pickle.dumps([1]),
+    ],
+)
 def test_metadata_that_is_no_metadata_is_refused(tmp_path, data) -> None:
     path = save(tmp_path, 20)
     replaced(path, ".metadata", data)
@@ -362,8 +423,10 @@ def test_a_tensor_that_is_another_than_the_metadata_says_is_refused(tmp_path) ->
 # ---------------------------------------------------------------- parts
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"rank": 1}', b'{"rank": 1, "entries": [1], "files": [], "problem": ""}',
-                                  b'{"rank": 2, "entries": [], "files": [], "problem": ""}'])  # fmt: skip
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"rank": 1}', (b'{"rank": 1, "entries": [1], '
+                                                              b'"files": [], "problem": ""}'),
+                                  (b'{"rank": 2, "entries": [], "files": [], '
+                                  b'"problem": ""}')])  # fmt: skip
 def test_a_damaged_part_is_not_published(tmp_path, data) -> None:
     draft = draft_of(tmp_path, 1, writers=(0, 1))
     for rank in draft.writers:

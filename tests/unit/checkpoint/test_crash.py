@@ -1,4 +1,7 @@
-"""SIGKILL at many moments of writing, publishing and deleting: what had been completed is there, and nothing half."""
+"""SIGKILL at many moments of writing, publishing and deleting.
+
+What had been completed is there, and nothing half.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ LIMIT_S = 280
 @pytest.mark.parametrize("rounds", [25, pytest.param(100, marks=pytest.mark.extended)])
 def test_no_moment_of_a_death_costs_a_completed_checkpoint(tmp_path, rounds: int) -> None:
     directory = tmp_path / "checkpoints"
-    done = subprocess.run([sys.executable, SCRIPT, directory, "7", str(rounds)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, directory, "7", str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
     assert seen["rounds"] == rounds

@@ -30,7 +30,11 @@ def test_ls_tells_each_in_a_line_newest_first(tmp_path, capsys) -> None:
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in lines] == [
-        "dump-000000000020", "step-000000000010", draft_of(tmp_path, 40).path.name, "step-000000000030"]
+        "dump-000000000020",
+        "step-000000000010",
+        draft_of(tmp_path, 40).path.name,
+        "step-000000000030",
+    ]
     assert "dump  step 20  world 4" in lines[0]
     assert "UTC  job job  rank 1: SIGKILL?[2J?  ok" in lines[0]
     assert lines[2].endswith("NOT WHOLE  was not finished")
@@ -48,12 +52,27 @@ def test_ls_of_nothing(tmp_path, capsys) -> None:
 
 
 def test_show_tells_what_is_in_it(tmp_path, capsys) -> None:
-    path = save(tmp_path, 20, kind=Kind.DUMP, world_size=4, writers=(0, 3), fault="rank 1: SIGKILL", states=("model", "ema"))
+    path = save(
+        tmp_path,
+        20,
+        kind=Kind.DUMP,
+        world_size=4,
+        writers=(0, 3),
+        fault="rank 1: SIGKILL",
+        states=("model", "ema"),
+    )
     code, out, _ = run(capsys, "show", path)
     assert code == 0
     fields = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
     assert {name: value.strip() for name, value in fields.items()}.items() >= {
-        "kind": "dump", "job": "job", "step": "20", "fault": "rank 1: SIGKILL", "world": "4", "written by ranks": "0 3", "states": "model, ema"}.items()
+        "kind": "dump",
+        "job": "job",
+        "step": "20",
+        "fault": "rank 1: SIGKILL",
+        "world": "4",
+        "written by ranks": "0 3",
+        "states": "model, ema",
+    }.items()
     assert "weight  [300, 17]  float32" in out
     assert "bias  [17]  bfloat16" in out
     assert "steps  []  int64" in out
@@ -80,10 +99,17 @@ def test_verify_names_every_bad_file_and_why(tmp_path, capsys) -> None:
     assert run(capsys, "verify", good) == (0, f"{good}: ok\n", "")
     (good / "taskd.json").write_text("{}")
     code, out, _ = run(capsys, "verify", good)
-    assert (code, out) == (1, f"{good}/taskd.json: has format None; this version of taskd reads format 1\n")
+    assert (code, out) == (
+        1,
+        f"{good}/taskd.json: has format None; this version of taskd reads format 1\n",
+    )
     assert run(capsys, "verify", tmp_path / "missing")[0] == 1
     (tmp_path / "empty").mkdir()
-    assert run(capsys, "verify", tmp_path / "empty") == (1, "", f"{tmp_path}/empty: no checkpoints\n")
+    assert run(capsys, "verify", tmp_path / "empty") == (
+        1,
+        "",
+        f"{tmp_path}/empty: no checkpoints\n",
+    )
 
 
 def test_wrong_usage_is_told_apart(capsys) -> None:
@@ -104,7 +130,17 @@ def test_the_command_of_the_package_is_the_same(tmp_path, capsys) -> None:
 
 def test_ls_needs_no_torch(tmp_path) -> None:
     save(tmp_path, 10)
-    code = f"import sys; from taskd.dump import main; main(['ls', {str(tmp_path)!r}]); print('torch' in sys.modules)"
+    code = (
+        f"import sys; from taskd.dump import main; main(['ls', {str(tmp_path)!r}]); "
+        "print('torch' in sys.modules)"
+    )
     root = pathlib.Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.splitlines()[-1] == "False"

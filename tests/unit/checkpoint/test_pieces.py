@@ -17,8 +17,12 @@ def bytes_of(found) -> int:
 @pytest.mark.parametrize("writers", [(0,), (0, 1), (5, 2, 9), tuple(range(64))])
 def test_replicated_tensors_are_written_once_and_evenly(writers) -> None:
     generator = torch.Generator().manual_seed(len(writers))
-    state = {f"t{index}": torch.randn(shape, generator=generator) for index, shape in enumerate([
-        (1000, 40), (7,), (), (0, 3), (1, 500), (4096, 2), *[(3, 5)] * 50])}
+    state = {
+        f"t{index}": torch.randn(shape, generator=generator)
+        for index, shape in enumerate(
+            [(1000, 40), (7,), (), (0, 3), (1, 500), (4096, 2), *[(3, 5)] * 50]
+        )
+    }
     covered = {name: torch.zeros(tensor.shape, dtype=torch.int) for name, tensor in state.items()}
     sizes = []
     whole_empties = 0
@@ -30,7 +34,10 @@ def test_replicated_tensors_are_written_once_and_evenly(writers) -> None:
             assert piece.global_shape == tuple(state[name].shape)
             if not piece.tensor.numel():
                 whole_empties += 1
-            index = tuple(slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+            index = tuple(
+                slice(offset, offset + size)
+                for offset, size in zip(piece.offsets, piece.tensor.shape, strict=True)
+            )
             assert torch.equal(piece.tensor, state[name][index])
             covered[name][index] += 1
     assert all((count == 1).all() for count in covered.values())
@@ -68,13 +75,19 @@ def test_what_cannot_be_saved_is_refused_by_name(value, reason) -> None:
 
 
 @pytest.mark.parametrize("tensor", [
-    torch.arange(12.0), torch.arange(12.0)[3:7], torch.arange(12.0).reshape(3, 4).t(), torch.arange(12.0).reshape(3, 4)[:, 1:3],
-    torch.ones(1).expand(5), torch.randn(4, dtype=torch.complex64).conj(), torch.randn(8, dtype=torch.complex64)[2:4],
-    torch.tensor([True, False, True])[1:], torch.arange(6).to(torch.float8_e4m3fn)[2:], torch.empty(0, 3), torch.tensor(2.5), torch.arange(3)[1],
+    torch.arange(12.0), torch.arange(12.0)[3:7], torch.arange(12.0).reshape(3, 4).t(),
+    torch.arange(12.0).reshape(3, 4)[:, 1:3],
+    torch.ones(1).expand(5), torch.randn(4, dtype=torch.complex64).conj(),
+    torch.randn(8, dtype=torch.complex64)[2:4],
+    torch.tensor([True, False, True])[1:], torch.arange(6).to(torch.float8_e4m3fn)[2:],
+    torch.empty(0, 3), torch.tensor(2.5), torch.arange(3)[1],
 ])  # fmt: skip
 def test_own_memory_has_the_same_values_and_nothing_behind_them(tensor) -> None:
     own = own_memory(tensor)
-    assert torch.equal(own.float() if own.dtype.itemsize == 1 else own, tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    assert torch.equal(
+        own.float() if own.dtype.itemsize == 1 else own,
+        tensor.float() if tensor.dtype.itemsize == 1 else tensor,
+    )
     assert own.dtype == tensor.dtype
     assert own.untyped_storage().nbytes() == own.nbytes
 
@@ -90,8 +103,12 @@ def test_contiguous_memory_is_not_copied() -> None:
 def test_plain_values_come_back_as_they_were() -> None:
     import collections
 
-    value = {"a": [1, -(2**70), 0.1, math.inf, 1 + 2j, None, True, "text", b"\x00bytes"], 3: (torch.Size([1]), torch.float16, {"x": {}}),
-             "ordered": collections.OrderedDict(b=1, a=2), "counter": collections.Counter([3, 3, 5])}
+    value = {
+        "a": [1, -(2**70), 0.1, math.inf, 1 + 2j, None, True, "text", b"\x00bytes"],
+        3: (torch.Size([1]), torch.float16, {"x": {}}),
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "counter": collections.Counter([3, 3, 5]),
+    }
     back = values.unpack(values.pack("value", value))
     assert back == value
     assert type(back["ordered"]) is collections.OrderedDict
@@ -112,7 +129,18 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
 
     import numpy as np
 
-    back = values.unpack(values.pack("value", [np.float64(0.5), np.float32(0.25), np.int64(3), np.bool_(True), enum.IntEnum("E", "A").A]))
+    back = values.unpack(
+        values.pack(
+            "value",
+            [
+                np.float64(0.5),
+                np.float32(0.25),
+                np.int64(3),
+                np.bool_(True),
+                enum.IntEnum("E", "A").A,
+            ],
+        )
+    )
     assert back == [0.5, 0.25, 3, True, 1]
     assert [type(item) for item in back] == [float, float, int, bool, int]
 
@@ -121,7 +149,9 @@ class Custom:
     pass
 
 
-@pytest.mark.parametrize("value", [Custom(), {"deep": [Custom()]}, {1, 2}, print, torch.ones(1, device="meta")])
+@pytest.mark.parametrize(
+    "value", [Custom(), {"deep": [Custom()]}, {1, 2}, print, torch.ones(1, device="meta")]
+)
 def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(value) -> None:
     with pytest.raises(CheckpointError, match="the_name"):
         values.pack("the_name", value)
@@ -139,5 +169,3 @@ def test_damaged_bytes_are_refused() -> None:
     for length in range(0, len(packed), 7):
         with pytest.raises(CorruptCheckpointError):
             values.unpack(packed[:length])
-
-

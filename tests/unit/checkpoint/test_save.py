@@ -35,12 +35,29 @@ def names(directory: pathlib.Path) -> list[str]:
 
 @pytest.mark.parametrize("writers", [(0,), (2, 0, 1)])
 def test_what_was_saved_is_loaded(tmp_path, writers) -> None:
-    path = save(tmp_path / "new" / "folder", 7, writers=writers, world_size=4, generation=2, states=("model",))
+    path = save(
+        tmp_path / "new" / "folder",
+        7,
+        writers=writers,
+        world_size=4,
+        generation=2,
+        states=("model",),
+    )
     assert_holds(path, 7, writers)
     (found,) = folder.scan(path.parent, "job", is_full=True).valid
     manifest = found.manifest
-    assert (manifest.version, manifest.writers, manifest.world_size, manifest.generation, manifest.states) == (7, writers, 4, 2, ("model",))
-    assert names(path) == [".metadata", *sorted(f"__{rank}_0.distcp" for rank in writers), "taskd.json"]
+    assert (
+        manifest.version,
+        manifest.writers,
+        manifest.world_size,
+        manifest.generation,
+        manifest.states,
+    ) == (7, writers, 4, 2, ("model",))
+    assert names(path) == [
+        ".metadata",
+        *sorted(f"__{rank}_0.distcp" for rank in writers),
+        "taskd.json",
+    ]
     assert contents(path).tensors["bias"] == ((17,), torch.bfloat16)
 
 
@@ -59,13 +76,17 @@ def test_plain_dcp_reads_it(tmp_path) -> None:
 
 def test_a_survivor_writes_the_piece_of_a_dead_rank(tmp_path) -> None:
     whole = torch.randn(10, 3)
-    draft = draft_of(tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL")
+    draft = draft_of(
+        tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL"
+    )
     write(draft, 1, {"w": Piece((10, 3), (4, 0), whole[4:7])})
     write(draft, 2, {"w": Piece((10, 3), (7, 0), whole[7:])}, {"dead/0": 1})
     write_dead = Piece((10, 3), (0, 0), whole[:4])
     with pytest.raises(CheckpointError, match=r"w is not whole|invalid fill"):
         publish(draft)
-    draft = draft_of(tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL")
+    draft = draft_of(
+        tmp_path, 1, kind=Kind.DUMP, writers=(1, 2), world_size=3, fault="rank 0: SIGKILL"
+    )
     write(draft, 1, {"w": Piece((10, 3), (4, 0), whole[4:7]), "other": write_dead})
     write(draft, 2, {"w": Piece((10, 3), (7, 0), whole[7:])})
     with pytest.raises(CheckpointError, match=r"not whole|invalid fill"):
@@ -89,8 +110,11 @@ def test_two_ranks_may_write_the_same_piece_but_not_overlapping_ones(tmp_path) -
 
 
 @pytest.mark.parametrize(("first", "second", "reason"), [
-    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((5,), (2,), torch.ones(3))}, "w is .* on rank 1 and .* on another"),
-    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((4,), (2,), torch.ones(2, dtype=torch.half))}, "w is .* on rank 1 and .* on another"),
+    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((5,), (2,), torch.ones(3))},
+     "w is .* on rank 1 and .* on another"),
+    ({"w": Piece((4,), (0,), torch.ones(2))},
+    {"w": Piece((4,), (2,), torch.ones(2, dtype=torch.half))},
+    "w is .* on rank 1 and .* on another"),
 ])  # fmt: skip
 def test_pieces_that_do_not_fit_together_are_refused(tmp_path, first, second, reason) -> None:
     draft = draft_of(tmp_path, 1, writers=(0, 1))
@@ -115,8 +139,17 @@ def test_what_does_not_fit_is_told_before_anything_is_overwritten(tmp_path) -> N
     path = save(tmp_path, 3)
     good = torch.zeros(300, 17)
     for target, reason in [
-        ({"weight": good, "bias": torch.zeros(18, dtype=torch.bfloat16)}, r"bias has shape \(17,\) there, and \(18,\) here"),
-        ({"weight": good, "bias": torch.zeros(17)}, "bias is torch.bfloat16 there, and torch.float32 here"),
+        (
+            {"weight": good, "bias": torch.zeros(18, dtype=torch.bfloat16)},
+            (
+                r"bias has shape \(17,\) "
+                r"there, and \(18,\) here"
+            ),
+        ),
+        (
+            {"weight": good, "bias": torch.zeros(17)},
+            "bias is torch.bfloat16 there, and torch.float32 here",
+        ),
         ({"weight": good, "nothing": torch.zeros(1)}, "holds no nothing"),
         ({"weight": good, "schedule": torch.zeros(1)}, "schedule is a plain value"),
     ]:
@@ -142,7 +175,11 @@ def test_parts_of_a_tensor_are_loaded_into_pieces(tmp_path) -> None:
 
 def test_a_name_that_exists_is_not_taken_again(tmp_path) -> None:
     first, second, third = (save(tmp_path, 7, attempt=f"a{number}") for number in range(3))
-    assert [path.name for path in (first, second, third)] == ["step-000000000007", "step-000000000007-2", "step-000000000007-3"]
+    assert [path.name for path in (first, second, third)] == [
+        "step-000000000007",
+        "step-000000000007-2",
+        "step-000000000007-3",
+    ]
     chosen, _ = folder.newest_valid(tmp_path, "job")
     assert chosen is not None
     assert chosen.path == third
@@ -170,7 +207,12 @@ def test_the_newest_periodic_ones_are_kept_and_every_dump(tmp_path) -> None:
     save(tmp_path, 5, job="another")
     for version in range(2, 7):
         save(tmp_path, version, keep=2)
-    assert names(tmp_path) == ["dump-000000000001", "step-000000000005", "step-000000000005-2", "step-000000000006"]
+    assert names(tmp_path) == [
+        "dump-000000000001",
+        "step-000000000005",
+        "step-000000000005-2",
+        "step-000000000006",
+    ]
     assert_holds(tmp_path / "step-000000000005", 5)
     with pytest.raises(CheckpointError, match="keep 0"):
         folder.retain(tmp_path, "job", 0)
@@ -190,7 +232,9 @@ def test_what_is_not_whole_or_not_ours_is_neither_counted_nor_deleted(tmp_path) 
         save(tmp_path, version, keep=1)
     after = tree(tmp_path)
     assert {name: after[name] for name in before} == before
-    assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {"step-000000000005"}
+    assert {name.partition("/")[0] for name in after.keys() - before.keys()} == {
+        "step-000000000005"
+    }
 
 
 def gone_owner() -> str:
@@ -199,7 +243,9 @@ def gone_owner() -> str:
     return f"{place}.{pid}.{int(start) - 1}"
 
 
-def abandoned(tmp_path: pathlib.Path, version: int, owner: str, role: str = "publisher", **changed) -> pathlib.Path:
+def abandoned(
+    tmp_path: pathlib.Path, version: int, owner: str, role: str = "publisher", **changed
+) -> pathlib.Path:
     draft = draft_of(tmp_path, version, attempt=f"old{version}", **changed)
     draft.path.mkdir()
     (draft.path / f"{role}-0-{owner}").touch()
@@ -213,7 +259,7 @@ def test_drafts_of_dead_processes_are_swept_and_no_others(tmp_path) -> None:
     swept = [abandoned(tmp_path, 1, gone), abandoned(tmp_path, 2, gone, "writer")]
     both = abandoned(tmp_path, 3, gone)
     (both / f"writer-1-{owners.myself()}").touch()
-    swept.append(both)                                        # nobody can publish it any more
+    swept.append(both)  # nobody can publish it any more
     empty = draft_of(tmp_path, 4, attempt="old").path
     empty.mkdir()
     deleting = tmp_path / removed_name(Kind.PERIODIC, 1, "job", "ab")
@@ -221,12 +267,12 @@ def test_drafts_of_dead_processes_are_swept_and_no_others(tmp_path) -> None:
     (deleting / "taskd.json").touch()
     swept += [empty, deleting]
     kept = [
-        abandoned(tmp_path, 5, owners.myself()),                             # alive
-        abandoned(tmp_path, 6, gone, job="another"),                         # not ours
-        abandoned(tmp_path, 7, f"{'0' * len(boot)}.{rest}"),                 # on a machine that we cannot see
+        abandoned(tmp_path, 5, owners.myself()),  # alive
+        abandoned(tmp_path, 6, gone, job="another"),  # not ours
+        abandoned(tmp_path, 7, f"{'0' * len(boot)}.{rest}"),  # on a machine that we cannot see
         abandoned(tmp_path, 8, "unreadable"),
     ]
-    (noted := abandoned(tmp_path, 9, gone)).joinpath("note.txt").touch()     # somebody's own file
+    (noted := abandoned(tmp_path, 9, gone)).joinpath("note.txt").touch()  # somebody's own file
     unowned = draft_of(tmp_path, 10, attempt="old").path
     unowned.mkdir()
     (unowned / "__0_0.distcp").touch()
@@ -266,7 +312,9 @@ def test_progress_is_told_while_it_takes_long(tmp_path, monkeypatch, caplog) -> 
     monkeypatch.setattr(stream, "_PROGRESS_S", 0.0)
     with caplog.at_level(logging.INFO):
         write(draft_of(tmp_path, 1), 0, {"w": torch.ones(3_000_000)})
-    lines = [record.getMessage() for record in caplog.records if "GB written" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "GB written" in record.getMessage()
+    ]
     assert lines
     assert "rank 0: 0.01 of 0.01 GB written" in lines[-1]
 
@@ -291,7 +339,14 @@ def test_a_writer_that_is_none_or_comes_twice_is_refused(tmp_path) -> None:
 
 
 def saver(directory: pathlib.Path, rank: int, writers: tuple[int, ...], **changed) -> Saver:
-    fields = {"job": "job", "attempt": "first", "generation": 0, "world_size": len(writers), "every": 10, "keep": 2}
+    fields = {
+        "job": "job",
+        "attempt": "first",
+        "generation": 0,
+        "world_size": len(writers),
+        "every": 10,
+        "keep": 2,
+    }
     return Saver(directory, rank=rank, writers=writers, **{**fields, **changed})
 
 
@@ -300,7 +355,9 @@ def test_savers_of_several_ranks_meet_in_the_folder(tmp_path) -> None:
     assert [version for version in range(35) if savers[0].is_due(version)] == [10, 20, 30]
     for version in (10, 20, 30):
         for rank in (2, 0, 1):
-            savers[rank].save(version, state_of(version), {f"ranks/{rank}/random": bytes([rank, version])})
+            savers[rank].save(
+                version, state_of(version), {f"ranks/{rank}/random": bytes([rank, version])}
+            )
     assert all(one.wait(LIMIT_S) for one in savers)
     assert [one.problem for one in savers] == [""] * 3
     assert savers[0].published == tmp_path / "step-000000000030"
@@ -323,7 +380,9 @@ def test_a_publisher_does_not_wait_for_the_dead(tmp_path, caplog) -> None:
     assert "no part of rank 1" in late.problem
 
 
-def test_what_the_living_wrote_for_a_publisher_that_died_is_deleted_with_the_next_checkpoint(tmp_path) -> None:
+def test_what_the_living_wrote_for_a_publisher_that_died_is_deleted_with_the_next_checkpoint(
+    tmp_path,
+) -> None:
     writers = [saver(tmp_path, rank, (0, 1, 2)) for rank in (1, 2)]
     for writer in writers:
         writer.save(10, state_of(10))
@@ -347,7 +406,10 @@ def test_what_one_process_has_left_is_kept_for_another_that_has_not(tmp_path) ->
     for one in second:
         one.save(20, state_of(20))
     assert all(one.wait(LIMIT_S) for one in second)
-    assert sorted(name for name in os.listdir(former) if name.startswith(("writer", "left"))) == ["left-1", "writer-2-unreadable"]
+    assert sorted(name for name in os.listdir(former) if name.startswith(("writer", "left"))) == [
+        "left-1",
+        "writer-2-unreadable",
+    ]
 
 
 def test_an_error_of_one_rank_reaches_the_publisher(tmp_path) -> None:

@@ -1,4 +1,7 @@
-"""Files of the user's own in a checkpoint: they come with it, all of them, or not at all, and never cost the tensors."""
+"""Files of the user's own in a checkpoint.
+
+They come with it, all of them, or not at all, and never cost the tensors.
+"""
 
 import os
 
@@ -13,7 +16,9 @@ from taskd.checkpoint.save import write
 def save(directory, *fills, version=7):
     draft = draft_of(directory, version, writers=tuple(range(len(fills))), world_size=len(fills))
     for rank, fill in enumerate(fills):
-        write(draft, rank, state_of(version), {f"ranks/{rank}/random": bytes([rank, version])}, fill)
+        write(
+            draft, rank, state_of(version), {f"ranks/{rank}/random": bytes([rank, version])}, fill
+        )
     return publish(draft)
 
 
@@ -48,7 +53,9 @@ def test_all_ranks_files_come_together(tmp_path):
     assert {name for name in os.listdir(path) if name.startswith("user")} == {"user"}
     assert_holds(path, 7, (0, 1, 2))
     (path / "user/iter/rank1.pt").write_bytes(b"iter/rank2.pt" * 1000)
-    assert folder.problems(path, is_full=True)[0].startswith(f"{path}/user/iter/rank1.pt: its content has changed")
+    assert folder.problems(path, is_full=True)[0].startswith(
+        f"{path}/user/iter/rank1.pt: its content has changed"
+    )
 
 
 @pytest.mark.parametrize(("fills", "why"), [

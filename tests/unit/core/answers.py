@@ -10,7 +10,11 @@ def kinds(commands) -> list[str]:
 
 def acts(commands) -> list[str]:
     """The same without what is only written down or said."""
-    return kinds(command for command in commands if not isinstance(command, do.RecordRecovery | do.ReportNoProgress))
+    return kinds(
+        command
+        for command in commands
+        if not isinstance(command, do.RecordRecovery | do.ReportNoProgress)
+    )
 
 
 def only(commands, kind):
@@ -32,4 +36,8 @@ def told(commands) -> list[object]:
 
 def passed_on(commands) -> list[tuple[int, str]]:
     """What goes to workers."""
-    return [(command.rank, type(command.command).__name__) for command in commands if isinstance(command, do.TellWorker)]
+    return [
+        (command.rank, type(command.command).__name__)
+        for command in commands
+        if isinstance(command, do.TellWorker)
+    ]

@@ -1,4 +1,7 @@
-"""RecoveryMachine: ranks that are called out within a vote, or at the end of the step that they were let finish."""
+"""RecoveryMachine.
+
+Ranks that are called out within a vote, or at the end of the step that they were let finish.
+"""
 
 import pytest
 
@@ -17,11 +20,17 @@ def ask(job, rank: int, version: int = 5, **more) -> list[do.Command]:
 
 @pytest.fixture
 def voting(manager):
-    """Four ranks, each with a part of the state that another one has as well; rank 3 died in or behind the vote of step 6."""
+    """Four ranks, each with a part of the state that another one has as well.
+
+    Rank 3 died in or behind the vote of step 6.
+    """
     job = manager().joined()
     for rank in range(4):
         assert job.worker(ev.WorkerHolds, rank, f"shard {rank % 2}") == []
-    assert kinds(job.lose(3, FaultKind.KILLED, "SIGKILL", version=5)) == ["Interrupt", "ReplaceWorker"]
+    assert kinds(job.lose(3, FaultKind.KILLED, "SIGKILL", version=5)) == [
+        "Interrupt",
+        "ReplaceWorker",
+    ]
     assert job.pause(3, None) == []
     return job
 
@@ -33,13 +42,18 @@ class TestVote:
         assert (advance.version, advance.ranks, advance.generation) == (6, (0, 1), 1)
         assert voting.pause(0, 6) == []
         resume = only(voting.pause(1, 6), do.Resume)
-        assert (resume.version, [move.source for move in resume.moves]) == (6, [None, None, None, 1])
+        assert (resume.version, [move.source for move in resume.moves]) == (
+            6,
+            [None, None, None, 1],
+        )
 
     def test_if_nobody_has_passed_nobody_steps(self, voting) -> None:
         assert ask(voting, 0) == ask(voting, 1) == []
         resume = only(ask(voting, 2), do.Resume)
         assert resume.version == 5
-        assert voting.pause(0, 5) == [], "it leaves its function only now, and says so; it has been heard already"
+        assert voting.pause(0, 5) == [], (
+            "it leaves its function only now, and says so; it has been heard already"
+        )
 
     def test_one_that_died_may_have_passed(self, manager) -> None:
         job = manager().joined()
@@ -56,7 +70,15 @@ class TestVote:
 
     def test_whose_vote_broke_before_the_interrupt_is_asked_again(self, manager) -> None:
         job = manager().joined()
-        assert job.raise_(0, "RuntimeError: Connection closed by peer", kind=FaultKind.COMMUNICATION, may_advance=True) == []
+        assert (
+            job.raise_(
+                0,
+                "RuntimeError: Connection closed by peer",
+                kind=FaultKind.COMMUNICATION,
+                may_advance=True,
+            )
+            == []
+        )
         job.lose(3, FaultKind.KILLED, "SIGKILL", version=5)
         job.pause(3, None)
         job.pause(1, 5)
@@ -66,7 +88,16 @@ class TestVote:
     def test_its_report_and_the_interrupt_may_cross(self, voting) -> None:
         ask(voting, 0)
         voting.pause(2, 6)
-        assert voting.raise_(1, "RuntimeError: reset", kind=FaultKind.COMMUNICATION, may_advance=True, generation=0) == []
+        assert (
+            voting.raise_(
+                1,
+                "RuntimeError: reset",
+                kind=FaultKind.COMMUNICATION,
+                may_advance=True,
+                generation=0,
+            )
+            == []
+        )
         assert only(ask(voting, 1), do.Advance).ranks == (0, 1)
 
     def test_one_that_dies_on_the_way_is_replaced(self, voting) -> None:
@@ -96,8 +127,16 @@ class TestVote:
 
     def test_a_new_manager_asks_again(self, manager) -> None:
         job = manager()
-        reports = [ev.WorkerReport(rank, 0, "running", declared=True, entered=True, version=5) for rank in range(3)]
-        job.register(0, *reports, ev.WorkerReport(3, 0, "lost", declared=True, entered=True, version=5), generation=1)
+        reports = [
+            ev.WorkerReport(rank, 0, "running", declared=True, entered=True, version=5)
+            for rank in range(3)
+        ]
+        job.register(
+            0,
+            *reports,
+            ev.WorkerReport(3, 0, "lost", declared=True, entered=True, version=5),
+            generation=1,
+        )
         job.worker(ev.WorkerMayAdvance, 0, 1, 5)
         job.worker(ev.WorkerMayAdvance, 1, 1, 5)
         job.lose(3, FaultKind.KILLED, "SIGKILL", version=5)
@@ -140,7 +179,9 @@ class TestDrain:
         ask(draining, 1)
         interrupt = only(draining.lose(3, FaultKind.KILLED, "SIGKILL"), do.Interrupt)
         assert (interrupt.finish_step, interrupt.generation) == (False, 2)
-        assert draining.pause(0, 5) == draining.pause(1, 5) == [], "they were asked to finish, so they are not out yet"
+        assert draining.pause(0, 5) == draining.pause(1, 5) == [], (
+            "they were asked to finish, so they are not out yet"
+        )
         assert only(draining.pause(2, 5), do.Dump).writers == (0, 1, 2)
 
     def test_one_whose_step_fails_is_not_sent_on(self, draining) -> None:
@@ -152,9 +193,17 @@ class TestDrain:
 
     def test_a_new_manager_does_not_take_them_for_stopped(self, manager) -> None:
         job = manager(nodes=2, per_node=1, strategies="recover-in-place,dump")
-        job.register(0, ev.WorkerReport(0, 0, "running", declared=True, entered=True, version=5), generation=1)
+        job.register(
+            0,
+            ev.WorkerReport(0, 0, "running", declared=True, entered=True, version=5),
+            generation=1,
+        )
         job.worker(ev.WorkerMayAdvance, 0, 1, 5)
-        commands = job.register(1, ev.WorkerReport(1, 0, "running", declared=True, entered=True, version=5), generation=1)
+        commands = job.register(
+            1,
+            ev.WorkerReport(1, 0, "running", declared=True, entered=True, version=5),
+            generation=1,
+        )
         assert kinds(commands) == ["Interrupt"]
         assert job.machine.phase is Phase.PAUSING
         job.pause(1, 5)

@@ -10,7 +10,10 @@ from tests.unit.core.answers import acts, kinds, only, plan
 
 
 def come_back(job, rank: int = 1, version: int = 5) -> list[do.Command]:
-    """The same exception twice at one step. Returns the answer when everybody waits for the second time."""
+    """The same exception twice at one step.
+
+    Returns the answer when everybody waits for the second time.
+    """
     job.raise_(rank, version=version)
     job.pause_all(version)
     assert job.machine.phase is Phase.RESUMED
@@ -29,17 +32,28 @@ def sharded(manager, strategies: str = ""):
 
 def test_the_second_time_its_process_is_replaced_and_the_third_time_the_job_ends(manager) -> None:
     job = manager().joined()
-    assert come_back(job) == [do.ReplaceWorker(job.machine.story.to_dicts()[-1]["cause"], 2, 0, 1, 1, restarts_used=2)]
+    assert come_back(job) == [
+        do.ReplaceWorker(job.machine.story.to_dicts()[-1]["cause"], 2, 0, 1, 1, restarts_used=2)
+    ]
     resume = only(job.pause(1, None), do.Resume)
     assert (resume.version, plan(resume)) == (5, {0: None, 1: 0, 2: None, 3: None})
     assert job.raise_(1) == []
     commands = job.tick()
-    assert only(commands, do.GiveUp).reason == "the same exception came back: rank 1 raised ValueError: x at step 5"
+    assert only(commands, do.GiveUp).reason == (
+        "the same exception came back: rank 1 raised ValueError: x at step 5"
+    )
     assert only(commands, do.GiveUp).fault.traceback == "Traceback"
-    replaced, gave_up = [command.record for command in commands if isinstance(command, do.RecordRecovery)]
+    replaced, gave_up = [
+        command.record for command in commands if isinstance(command, do.RecordRecovery)
+    ]
     assert (replaced.strategy, replaced.generation) == ("recover-in-place", 2)
-    assert replaced.reason == "the same exception came back: the process of rank 1 is replaced; others hold what they had"
-    assert (gave_up.strategy, gave_up.not_completed.partition(":")[0]) == ("exit", "the job was given up")
+    assert replaced.reason == (
+        "the same exception came back: the process of rank 1 is replaced; others hold what they had"
+    )
+    assert (gave_up.strategy, gave_up.not_completed.partition(":")[0]) == (
+        "exit",
+        "the job was given up",
+    )
 
 
 def test_a_new_process_cures_it(manager) -> None:
@@ -47,9 +61,15 @@ def test_a_new_process_cures_it(manager) -> None:
     come_back(job)
     job.pause(1, None)
     record = only(job.recover_all(6), do.RecordRecovery).record
-    assert (record.strategy, record.not_completed, record.steps_redone) == ("recover-in-place", "", 0)
+    assert (record.strategy, record.not_completed, record.steps_redone) == (
+        "recover-in-place",
+        "",
+        0,
+    )
     assert record.sources[1] == (1, "rank 0")
-    assert not any("held no extras" in line for line in job.machine.story.of_rank(1)), "its black box has them"
+    assert not any("held no extras" in line for line in job.machine.story.of_rank(1)), (
+        "its black box has them"
+    )
 
 
 def test_an_earlier_death_that_is_heard_of_meanwhile_explains_it(manager) -> None:
@@ -70,8 +90,12 @@ def test_in_all_ranks_one_process_is_kept(manager) -> None:
     for rank in job.ranks:
         assert job.raise_(rank) == []
     commands = job.tick()
-    assert acts(commands) == ["Interrupt", "ReplaceWorker"], "the others raised it as well, and wait already"
-    assert [only(commands, do.ReplaceWorker).rank] == [0], "one is the cause, the others are its followers"
+    assert acts(commands) == ["Interrupt", "ReplaceWorker"], (
+        "the others raised it as well, and wait already"
+    )
+    assert [only(commands, do.ReplaceWorker).rank] == [0], (
+        "one is the cause, the others are its followers"
+    )
 
 
 def test_it_is_taken_for_broken_only_at_the_same_step(manager) -> None:
@@ -120,7 +144,8 @@ class TestTheOnlyHolderOfItsPart:
     def test_without_one_all_are_replaced(self, manager) -> None:
         restart = only(come_back(sharded(manager)), do.RestartGroup)
         assert restart.reason == (
-            "the same exception came back: rank 1 raised ValueError: x at step 5, and only its process holds its part of the state: all are replaced"
+            "the same exception came back: rank 1 raised ValueError: x at step 5, and only its "
+            "process holds its part of the state: all are replaced"
         )
 
     def test_or_it_is_saved_where_that_is_allowed(self, manager) -> None:

@@ -1,4 +1,7 @@
-"""What no agent of ours says changes nothing; and a machine that takes over from one that failed waits for those who were there."""
+"""What no agent of ours says changes nothing.
+
+And a machine that takes over from one that failed waits for those who were there.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +45,23 @@ ODD = [
 
 
 @pytest.mark.parametrize(("changes", "reason"), ODD, ids=lambda value: str(value)[:40])
-def test_an_odd_registration_is_refused_and_changes_nothing(manager, changes: dict, reason: str) -> None:
+def test_an_odd_registration_is_refused_and_changes_nothing(
+    manager, changes: dict, reason: str
+) -> None:
     driver = manager(1, 2)
     event = dataclasses.replace(REGISTRATION, **changes)
     refusal = driver.machine.refusal(event)
     assert refusal is not None
     assert reason in refusal
     assert driver.machine.handle(event) == []
-    assert (driver.machine.membership.nodes, driver.machine.membership.members, driver.machine.next_deadline()) == ({}, {}, None)
+    assert (
+        driver.machine.membership.nodes,
+        driver.machine.membership.members,
+        driver.machine.next_deadline(),
+    ) == ({}, {}, None)
     driver.joined()
     assert driver.machine.phase is Phase.RUNNING
-    assert driver.machine.refusal(event) is not None            # nor later
+    assert driver.machine.refusal(event) is not None  # nor later
     before = dict(driver.machine.membership.members)
     assert driver.machine.handle(event) == []
     assert driver.machine.membership.members == before
@@ -69,8 +78,14 @@ def test_a_node_that_comes_back_has_the_ranks_that_it_had(manager) -> None:
 def test_agents_that_disagree_about_the_number_of_nodes_are_refused(manager) -> None:
     driver = manager(2, 2)
     driver.register(0)
-    other = dataclasses.replace(REGISTRATION, node_rank=1, agent_incarnation="agent1", node_count=3, world_size=4,
-                                workers=tuple(dataclasses.replace(report, rank=report.rank + 2) for report in REPORTS))
+    other = dataclasses.replace(
+        REGISTRATION,
+        node_rank=1,
+        agent_incarnation="agent1",
+        node_count=3,
+        world_size=4,
+        workers=tuple(dataclasses.replace(report, rank=report.rank + 2) for report in REPORTS),
+    )
     assert driver.machine.refusal(other) == "the job has 2 nodes, this agent says 3"
     assert driver.machine.refusal(dataclasses.replace(other, node_count=2)) is None
 
@@ -79,11 +94,13 @@ def test_the_state_of_a_worker_is_the_same_in_a_story_of_before() -> None:
     assert story.from_plain(story.to_plain(REGISTRATION)) == REGISTRATION
     plain = story.to_plain(REGISTRATION)
     for worker in plain["workers"]:
-        worker["state"] = "running"                     # as it was written before it had a type
+        worker["state"] = "running"  # as it was written before it had a type
     assert story.from_plain(plain) == REGISTRATION
 
 
-def test_who_was_there_when_the_manager_began_anew_is_waited_for_as_long_as_a_lease(manager) -> None:
+def test_who_was_there_when_the_manager_began_anew_is_waited_for_as_long_as_a_lease(
+    manager,
+) -> None:
     driver = manager(2, 2)
     assert driver.send(ev.ManagerBeganAnew, (0, 1)) == []
     driver.register(0)
@@ -111,14 +128,26 @@ def test_the_least_of_a_death_says_who_and_how() -> None:
     lost = ev.WorkerLost(1.0, "c", 3, 1, fault, -5.0, (-1,), (-2,))
     least = Fault(FaultKind.CRASHED, 3, 1, "SIGSEGV", signature="SIGSEGV")
     assert reduced(lost) == ev.WorkerLost(1.0, "c", 3, 1, least, 0.0)
-    assert reduced(ev.WorkerExitKnown(1.0, "c", 3, 1, fault)) == ev.WorkerExitKnown(1.0, "c", 3, 1, least)
-    assert reduced(dataclasses.replace(REGISTRATION, workers=with_first(version=-7, snapshots=(-1,), shard="x"))) == REGISTRATION
+    assert reduced(ev.WorkerExitKnown(1.0, "c", 3, 1, fault)) == ev.WorkerExitKnown(
+        1.0, "c", 3, 1, least
+    )
+    assert (
+        reduced(
+            dataclasses.replace(
+                REGISTRATION, workers=with_first(version=-7, snapshots=(-1,), shard="x")
+            )
+        )
+        == REGISTRATION
+    )
     assert reduced(ev.WorkerStarted(1.0, "c", 3, 1, 10)) is None
 
 
 def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
     driver = manager(1, 2)
-    reports = (ev.WorkerReport(0, 0, WorkerState.LOST, True), ev.WorkerReport(1, 0, WorkerState.RUNNING, True))
+    reports = (
+        ev.WorkerReport(0, 0, WorkerState.LOST, True),
+        ev.WorkerReport(1, 0, WorkerState.RUNNING, True),
+    )
     driver.register(0, *reports, node_count=2, world_size=1 << 20)
     while driver.machine.phase is Phase.JOINING:
         driver.send(ev.AgentHeard, 0, at=driver.machine.next_deadline())
@@ -129,7 +158,10 @@ def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
 
 
 def test_a_job_that_has_begun_learns_no_generation_from_an_agent(manager) -> None:
-    """It was taken over in the middle of a recovery, whose ranks then reported in a generation that seemed to be over."""
+    """It was taken over in the middle of a recovery.
+
+    Its ranks then reported in a generation that seemed to be over.
+    """
     driver = manager(1, 2).joined()
     driver.raise_(0)
     driver.pause(1)

@@ -1,7 +1,9 @@
-"""Both machines: a rank that waits within its function, when the connection of its node breaks just then.
+"""Both machines.
 
-What a node says at its registration must be what its ranks do, and what the manager says again must be what they wait for: no other deadline
-would ever end their wait.
+A rank that waits within its function, when the connection of its node breaks just then.
+
+What a node says at its registration must be what its ranks do, and what the manager says again must
+be what they wait for: no other deadline would ever end their wait.
 """
 
 from dataclasses import replace
@@ -32,7 +34,10 @@ def asking(node):
 
 @pytest.fixture
 def voting(manager):
-    """Two nodes with two ranks each, of which 0 and 2 hold one part and 1 and 3 another; rank 0 has died. Node 1 is called out."""
+    """Two nodes with two ranks each, of which 0 and 2 hold one part and 1 and 3 another.
+
+    Rank 0 has died. Node 1 is called out.
+    """
     job = manager(nodes=2, per_node=2).joined()
     for rank in job.ranks:
         job.worker(ev.WorkerHolds, rank, f"shard {rank % 2}")
@@ -43,25 +48,38 @@ def voting(manager):
 
 def comes_back(job, asking) -> list[do.Command]:
     """The node registers as number 1 of the job."""
-    reports = [replace(report, rank=report.rank + 2) for report in asking.machine.registration(asking.now).workers]
+    reports = [
+        replace(report, rank=report.rank + 2)
+        for report in asking.machine.registration(asking.now).workers
+    ]
     return job.register(1, *reports, generation=asking.machine.generation)
 
 
 class TestANodeThatRegistersAgain:
     def test_it_says_that_its_ranks_wait_and_with_what(self, asking) -> None:
         for report in asking.machine.registration(asking.now).workers:
-            assert (report.state, report.version, report.may_advance, report.snapshots) == ("paused", 7, True, (6, 7))
+            assert (report.state, report.version, report.may_advance, report.snapshots) == (
+                "paused",
+                7,
+                True,
+                (6, 7),
+            )
 
     def test_a_vote_that_broke_before_anybody_called_is_an_offer(self, node, make_fault) -> None:
         agent = node()
         broken = make_fault(FaultKind.COMMUNICATION, 0, 0, "reset", version=7)
         agent.worker(ev.WorkerRaised, 0, 0, broken, True, 0.0, (), True)
-        assert [(report.state, report.may_advance) for report in agent.machine.registration(agent.now).workers] == [
-            ("paused", True), ("running", False)]
+        assert [
+            (report.state, report.may_advance)
+            for report in agent.machine.registration(agent.now).workers
+        ] == [("paused", True), ("running", False)]
 
     def test_an_offer_is_void_with_the_next_interrupt(self, asking) -> None:
         asking.command(do.Interrupt, 2, "rank 3 is gone, too")
-        assert [report.state for report in asking.machine.registration(asking.now).workers] == ["running", "running"]
+        assert [report.state for report in asking.machine.registration(asking.now).workers] == [
+            "running",
+            "running",
+        ]
         assert told(asking.command(do.Interrupt, 2, "rank 3 is gone, too")) == []
 
     def test_without_a_manager_it_does_not_wait_for_ever(self, asking) -> None:
@@ -89,7 +107,10 @@ class TestAManagerThatHearsOfIt:
         assert advance.ranks == (2, 3)
         assert comes_back(voting, asking) == [advance]
         assert ask(voting, 2) == ask(voting, 3) == [], "what it registered with is said once more"
-        assert passed_on(asking.send(ev.CommandReceived, replace(advance, ranks=(0, 1)))) == [(0, "Advance"), (1, "Advance")]
+        assert passed_on(asking.send(ev.CommandReceived, replace(advance, ranks=(0, 1)))) == [
+            (0, "Advance"),
+            (1, "Advance"),
+        ]
         voting.pause(2, 8)
         assert only(voting.pause(3, 8), do.Resume).version == 8
 
@@ -109,11 +130,17 @@ class TestAManagerThatHearsOfIt:
         interrupt = only(machine.handle(report), do.Interrupt)
         assert machine.phase is Phase.PAUSING
         assert interrupt.generation == 2
-        assert passed_on(asking.send(ev.CommandReceived, interrupt)) == [(0, "Interrupt"), (1, "Interrupt")]
+        assert passed_on(asking.send(ev.CommandReceived, interrupt)) == [
+            (0, "Interrupt"),
+            (1, "Interrupt"),
+        ]
 
 
 class TestWhatWasCommittedBeforeTheAnswer:
-    """An agent that comes back tells what its ranks held before it was cut off. What was decided since counts."""
+    """An agent that comes back tells what its ranks held before it was cut off.
+
+    What was decided since counts.
+    """
 
     def test_a_life_that_the_restart_ended(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
@@ -125,7 +152,9 @@ class TestWhatWasCommittedBeforeTheAnswer:
         job.raise_(0, version=0)
         job.pause(0, 0)
         assert only(job.pause(1, 0), do.Resume).version == 0
-        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 1)] == [0]
+        assert [
+            command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 1)
+        ] == [0]
 
     def test_a_rank_that_has_been_told_to_go_on(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined()
@@ -135,12 +164,18 @@ class TestWhatWasCommittedBeforeTheAnswer:
         job.pause(1, 7, snapshots=(5,))
         resume = only(job.pause(0, None, snapshots=(5,)), do.Resume)
         assert resume.version == 5
-        assert job.register(1, ev.WorkerReport(1, 0, "paused", version=7, snapshots=(5,)), generation=1) == [resume]
-        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 6)] == [2]
+        assert job.register(
+            1, ev.WorkerReport(1, 0, "paused", version=7, snapshots=(5,)), generation=1
+        ) == [resume]
+        assert [
+            command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 6)
+        ] == [2]
         job.raise_(0, version=6)
         job.pause(0, 6)
         job.pause(1, 6)
-        assert [command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 7)] == [0]
+        assert [
+            command.record.steps_redone for rank in job.ranks for command in job.recover(rank, 7)
+        ] == [0]
 
     def test_a_node_that_was_told_to_go_on_from_an_older_version(self, node) -> None:
         agent = node()
@@ -149,4 +184,7 @@ class TestWhatWasCommittedBeforeTheAnswer:
             agent.worker(ev.WorkerPaused, rank, 1, 7, True, "", (5,))
         moves = tuple(do.Move(rank, None, 5) for rank in range(3))
         agent.command(do.Resume, 1, 5, moves, 1)
-        assert [report.version for report in agent.machine.registration(agent.now).workers] == [5, 5]
+        assert [report.version for report in agent.machine.registration(agent.now).workers] == [
+            5,
+            5,
+        ]

@@ -13,16 +13,19 @@ def moves(cut: Cut) -> dict[int, int | None]:
 TABLE = {
     "all at one version keep it": ([Copy(0, 5), Copy(1, 5)], 5, {0: None, 1: None}),
     "a replaced rank receives": ([Copy(0, 5), Copy(1, None, replaced=True)], 5, {0: None, 1: 0}),
-    "one behind receives the newest": ([Copy(0, 5), Copy(1, 6), Copy(2, 5)], 6, {0: 1, 1: None, 2: 1}),
+    "one behind receives the "
+    "newest": ([Copy(0, 5), Copy(1, 6), Copy(2, 5)], 6, {0: 1, 1: None, 2: 1}),
     "a torn copy is no source": ([Copy(0, 6, clean=False), Copy(1, 5)], 5, {0: 1, 1: None}),
-    "a torn copy of the same version receives": ([Copy(0, 5, clean=False), Copy(1, 5)], 5, {0: 1, 1: None}),
+    "a torn copy of the same version "
+    "receives": ([Copy(0, 5, clean=False), Copy(1, 5)], 5, {0: 1, 1: None}),
     "nobody has anything": ([Copy(0, None), Copy(1, None)], None, {0: None, 1: None}),
     "version nought is a version": ([Copy(0, 0), Copy(1, None)], 0, {0: None, 1: 0}),
     "receivers are spread over the sources": (
         [Copy(0, 5), Copy(1, None), Copy(2, None), Copy(3, 5), Copy(4, None), Copy(5, None)],
         5, {0: None, 1: 0, 2: 3, 3: None, 4: 0, 5: 3},
     ),
-    "the order of reports does not matter": ([Copy(2, None), Copy(1, 5), Copy(0, 5)], 5, {0: None, 1: None, 2: 0}),
+    "the order of reports does not "
+    "matter": ([Copy(2, None), Copy(1, 5), Copy(0, 5)], 5, {0: None, 1: None, 2: 0}),
 }  # fmt: skip
 
 
@@ -60,12 +63,14 @@ def test_nothing_committed_means_nothing_lost() -> None:
 
 
 def test_it_says_whose_extras_are_missing() -> None:
-    cut = plan_cut([
-        Copy(0, 5),
-        Copy(1, None, replaced=True, box_versions=(4, 5)),
-        Copy(2, None, replaced=True, box_versions=(4,)),
-        Copy(3, None, replaced=True),
-    ])
+    cut = plan_cut(
+        [
+            Copy(0, 5),
+            Copy(1, None, replaced=True, box_versions=(4, 5)),
+            Copy(2, None, replaced=True, box_versions=(4,)),
+            Copy(3, None, replaced=True),
+        ]
+    )
     assert isinstance(cut, Cut)
     assert cut.lacking_extras == (2, 3)
 
@@ -88,19 +93,26 @@ def test_a_torn_copy_tells_what_was_committed() -> None:
     assert (cut.version, cut.redone) == (5, 1)
 
 
-# ------------------------------------------------------------------------------------------------ sharded state
+# ------------------------------------------------------------------------------------------------
+# sharded state
 
 HINT = "TrainState(snapshot_every=k) keeps copies in node memory"
 
 
 def hsdp(*versions: int | None, **more: object) -> list[Copy]:
     """2x2: ranks 0 and 2 hold shard 0, ranks 1 and 3 shard 1."""
-    return [Copy(rank, version, replaced=version is None, shard=str(rank % 2), **more) for rank, version in enumerate(versions)]
+    return [
+        Copy(rank, version, replaced=version is None, shard=str(rank % 2), **more)
+        for rank, version in enumerate(versions)
+    ]
 
 
 def fsdp(*versions: int | None, snapshots: tuple[int, ...] = ()) -> list[Copy]:
     """One shard per rank."""
-    return [Copy(rank, version, replaced=version is None, shard=str(rank), snapshots=snapshots) for rank, version in enumerate(versions)]
+    return [
+        Copy(rank, version, replaced=version is None, shard=str(rank), snapshots=snapshots)
+        for rank, version in enumerate(versions)
+    ]
 
 
 def test_hsdp_a_dead_rank_receives_from_the_replica_of_its_shard_and_nothing_is_redone() -> None:
@@ -148,7 +160,10 @@ def test_fsdp_a_live_copy_of_the_snapshot_s_version_is_kept() -> None:
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (40, 0)
     assert cut.moves == (Move(0), Move(1, snapshot=40), Move(2))
-    assert cut.reason == "version 40 is the newest that each of 3 shards has: 2 from live copies, 1 from snapshots: shard 1 (rank 1)"
+    assert cut.reason == (
+        "version 40 is the newest that each of 3 shards has: 2 from live copies, "
+        "1 from snapshots: shard 1 (rank 1)"
+    )
 
 
 def test_fsdp_a_snapshot_that_died_half_way_costs_one_snapshot() -> None:
@@ -168,20 +183,33 @@ def test_fsdp_without_the_loss_of_a_rank_nothing_goes_back() -> None:
 
 def test_a_rank_without_a_snapshot_receives_from_those_of_its_shard_that_load_theirs() -> None:
     copies = [
-        Copy(0, None, replaced=True, shard="0"), Copy(1, 9, clean=False, shard="0", snapshots=(8,)), Copy(2, 9, shard="1", snapshots=(8,)),
-        Copy(3, 9, clean=False, shard="0", snapshots=(8,)), Copy(4, 9, clean=False, shard="0"), Copy(5, None, replaced=True, shard="0"),
+        Copy(0, None, replaced=True, shard="0"), Copy(1, 9, clean=False, shard="0", snapshots=(8,)),
+        Copy(2, 9, shard="1", snapshots=(8,)),
+        Copy(3, 9, clean=False, shard="0", snapshots=(8,)), Copy(4, 9, clean=False, shard="0"),
+        Copy(5, None, replaced=True, shard="0"),
     ]  # fmt: skip
     cut = plan_cut(copies)
     assert isinstance(cut, Cut)
-    assert cut.moves == (Move(0, 1), Move(1, snapshot=8), Move(2, snapshot=8), Move(3, snapshot=8), Move(4, 3), Move(5, 1))
+    assert cut.moves == (
+        Move(0, 1),
+        Move(1, snapshot=8),
+        Move(2, snapshot=8),
+        Move(3, snapshot=8),
+        Move(4, 3),
+        Move(5, 1),
+    )
 
 
 def test_replicated_state_with_all_copies_torn_is_loaded_from_snapshots() -> None:
-    cut = plan_cut([Copy(0, 5, clean=False, snapshots=(4,)), Copy(1, None, replaced=True)], committed=5)
+    cut = plan_cut(
+        [Copy(0, 5, clean=False, snapshots=(4,)), Copy(1, None, replaced=True)], committed=5
+    )
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (4, 1)
     assert cut.moves == (Move(0, snapshot=4), Move(1, 0))
-    assert cut.reason == "version 4 is the newest snapshot, of rank 0, and no clean live copy is left"
+    assert cut.reason == (
+        "version 4 is the newest snapshot, of rank 0, and no clean live copy is left"
+    )
 
 
 def test_a_snapshot_of_what_nobody_has_committed_is_ignored() -> None:
@@ -207,38 +235,49 @@ def test_a_rank_that_loads_its_own_snapshot_has_its_extras_from_there() -> None:
 REASONS = {
     "a shard is gone": (
         hsdp(41, None, 41, None),
-        "no version of the state is complete: shard 1 (ranks 1, 3) has no live copy and no snapshot, while the other shard has version 41; " + HINT,
+        "no version of the state is complete: shard 1 (ranks 1, 3) has no live copy and no "
+        "snapshot, while the other shard has version 41; " + HINT,
     ),
     "a shard is torn": (
         [*fsdp(41, 41, 41), Copy(3, 41, clean=False, shard="3")],
-        "no version of the state is complete: shard 3 (rank 3) has no clean live copy and no snapshot, while the other 3 shards have version 41;"
-        " rank 3 was between optimizer.step() and commit() (move collectives after commit()); " + HINT,
+        "no version of the state is complete: shard 3 (rank 3) has no clean live copy and no "
+        "snapshot, while the other 3 shards have version 41;"
+        " rank 3 was between optimizer.step() and commit() (move collectives after "
+        "commit()); " + HINT,
     ),
     "one shard has no snapshot": (
-        [*fsdp(43, 43, snapshots=(40, 36)), Copy(2, None, shard="2"), Copy(3, None, shard="3", snapshots=(40, 36))],
-        "no version of the state is complete: shard 2 (rank 2) has no live copy and no snapshot, while the other 3 shards have version 40; " + HINT,
+        [*fsdp(43, 43, snapshots=(40, 36)), Copy(2, None, shard="2"),
+        Copy(3, None, shard="3", snapshots=(40, 36))],
+        "no version of the state is complete: shard 2 (rank 2) has no live copy and no snapshot, "
+        "while the other 3 shards have version 40; " + HINT,
     ),
     "live versions do not meet": (
         fsdp(41, 40),
-        "no version of the state is complete: shard 1 (rank 1) has live copies of version 40 only and no snapshot,"
+        "no version of the state is complete: shard 1 (rank 1) has live copies of version 40 only "
+        "and no snapshot,"
         " while the other shard has version 41; " + HINT,
     ),
     "snapshots do not meet": (
-        [Copy(0, None, shard="0", snapshots=(8, 6)), Copy(1, 9, clean=False, shard="1", snapshots=(5, 7))],
+        [Copy(0, None, shard="0", snapshots=(8, 6)),
+        Copy(1, 9, clean=False, shard="1", snapshots=(5, 7))],
         (
-            "no version of the state is complete: shard 1 (rank 1) has no clean live copy and snapshots of version 7, 5 only, while the other"
-            " shard has version 8; rank 1 was between optimizer.step() and commit() (move collectives after commit());"
+            "no version of the state is complete: shard 1 (rank 1) has no clean live copy and "
+            "snapshots of version 7, 5 only, while the other"
+            " shard has version 8; rank 1 was between optimizer.step() and commit() (move "
+            "collectives after commit());"
             " TrainState(snapshot_every=k) needs the same k on all ranks"
         ),
     ),
     "everything is gone": (
         fsdp(None, None),
-        "no version of the state is complete: shard 0 (rank 0) has no live copy and no snapshot, shard 1 (rank 1) has no live copy and no snapshot; "
+        "no version of the state is complete: shard 0 (rank 0) has no live copy and no snapshot, "
+        "shard 1 (rank 1) has no live copy and no snapshot; "
         + HINT,
     ),
     "a rank holds everything, the others a part": (
         [Copy(0, None), Copy(1, 41, shard="1")],
-        "no version of the state is complete: the whole state (rank 0) has no live copy and no snapshot, while the other shard has version 41; "
+        "no version of the state is complete: the whole state (rank 0) has no live copy and no "
+        "snapshot, while the other shard has version 41; "
         + HINT,
     ),
 }  # fmt: skip
@@ -261,7 +300,8 @@ def test_a_lost_shard_of_a_job_that_has_committed_nothing_is_no_silent_fresh_sta
     assert plan_cut(fsdp(None, None), committed=0).version is None
 
 
-# ------------------------------------------------------------------------------------------------ the commit vote
+# ------------------------------------------------------------------------------------------------
+# the commit vote
 
 
 def vote(*versions: int | None) -> list[Copy]:
@@ -285,19 +325,31 @@ def test_one_that_passed_and_is_dead_now_has_passed() -> None:
 
 
 def test_only_those_interrupted_in_the_vote_roll_forward() -> None:
-    copies = [Copy(0, 6), Copy(1, 5), Copy(2, 5, may_advance=True), Copy(3, 5, clean=False, may_advance=True), Copy(4, 6, may_advance=True)]
+    copies = [
+        Copy(0, 6),
+        Copy(1, 5),
+        Copy(2, 5, may_advance=True),
+        Copy(3, 5, clean=False, may_advance=True),
+        Copy(4, 6, may_advance=True),
+    ]
     assert who_advances(copies) == (2,)
 
 
 def test_rolled_forward_nothing_is_redone() -> None:
     before = [*vote(5, 5, 5), Copy(3, None, replaced=True, shard="1")]
-    after = [Copy(copy.rank, 6 if copy.rank in who_advances(before, 6) else copy.version, shard=copy.shard) for copy in before]
+    after = [
+        Copy(
+            copy.rank, 6 if copy.rank in who_advances(before, 6) else copy.version, shard=copy.shard
+        )
+        for copy in before
+    ]
     cut = plan_cut(after, committed=6)
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (6, 0)
 
 
-# ------------------------------------------------------------------------------------------------ the writers of a dump
+# ------------------------------------------------------------------------------------------------
+# the writers of a dump
 
 
 def dead(rank: int, **more: object) -> Copy:
@@ -310,13 +362,23 @@ def test_hsdp_each_shard_is_written_once_and_both_nodes_write() -> None:
 
 
 def test_the_replica_of_a_dead_rank_writes() -> None:
-    assert plan_writers([Copy(0, 41, shard="0"), dead(1, shard="1"), Copy(2, 41, shard="0"), Copy(3, 41, shard="1")], 41) == {0: ("0",), 3: ("1",)}
+    assert plan_writers(
+        [
+            Copy(0, 41, shard="0"),
+            dead(1, shard="1"),
+            Copy(2, 41, shard="0"),
+            Copy(3, 41, shard="1"),
+        ],
+        41,
+    ) == {0: ("0",), 3: ("1",)}
 
 
 def test_a_neighbour_writes_the_snapshot_of_a_dead_rank() -> None:
     copies = [
-        Copy(0, 43, shard="0", snapshots=(40,)), Copy(1, 43, clean=False, shard="1", snapshots=(40,)),
-        dead(2, shard="2", snapshots=(40,), node=1), Copy(3, 43, shard="3", snapshots=(40,), node=1),
+        Copy(0, 43, shard="0", snapshots=(40,)),
+        Copy(1, 43, clean=False, shard="1", snapshots=(40,)),
+        dead(2, shard="2", snapshots=(40,), node=1),
+        Copy(3, 43, shard="3", snapshots=(40,), node=1),
     ]  # fmt: skip
     assert plan_writers(copies, 40) == {0: ("0",), 1: ("1",), 3: ("2", "3")}
 
@@ -328,30 +390,52 @@ def test_one_that_is_idle_writes_for_the_dead() -> None:
 
 def test_a_shard_that_several_nodes_can_write_gives_way_to_one_that_has_no_choice() -> None:
     copies = [
-        Copy(0, 40, shard="b"), dead(1, shard="a", snapshots=(40,)), dead(2, shard="a", snapshots=(40,), node=1),
+        Copy(0, 40, shard="b"), dead(1, shard="a", snapshots=(40,)),
+        dead(2, shard="a", snapshots=(40,), node=1),
         Copy(3, 40, shard="b", clean=False, node=1),
     ]  # fmt: skip
     assert plan_writers(copies, 40) == {0: ("b",), 3: ("a",)}
 
 
 def test_one_that_is_gone_is_no_source_whatever_it_held() -> None:
-    copies = [Copy(0, 41, shard="0", alive=False, snapshots=(40,)), Copy(1, 41, shard="1", snapshots=(40,))]
+    copies = [
+        Copy(0, 41, shard="0", alive=False, snapshots=(40,)),
+        Copy(1, 41, shard="1", snapshots=(40,)),
+    ]
     cut = plan_cut(copies)
     assert isinstance(cut, Cut)
-    assert (cut.version, cut.redone, cut.moves) == (40, 1, (Move(0, snapshot=40), Move(1, snapshot=40)))
+    assert (cut.version, cut.redone, cut.moves) == (
+        40,
+        1,
+        (Move(0, snapshot=40), Move(1, snapshot=40)),
+    )
     assert plan_writers(copies, 40) == {1: ("0", "1")}
     assert isinstance(plan_writers(copies, 41), NoCut)
 
 
 def test_a_large_shard_counts_for_more_than_several_small_ones() -> None:
     copies = [Copy(rank, None, shard=shard, snapshots=(40,)) for rank, shard in enumerate("abcd")]
-    assert plan_writers(copies, 40, {"a": 1, "b": 1, "c": 3, "d": 1}) == {0: ("c",), 1: ("a",), 2: ("b",), 3: ("d",)}
+    assert plan_writers(copies, 40, {"a": 1, "b": 1, "c": 3, "d": 1}) == {
+        0: ("c",),
+        1: ("a",),
+        2: ("b",),
+        3: ("d",),
+    }
     copies = [*copies[:2], dead(2, shard="c", snapshots=(40,)), dead(3, shard="d", snapshots=(40,))]
-    assert plan_writers(copies, 40, {"a": 1, "b": 1, "c": 3, "d": 1}) == {0: ("c",), 1: ("a", "b", "d")}
+    assert plan_writers(copies, 40, {"a": 1, "b": 1, "c": 3, "d": 1}) == {
+        0: ("c",),
+        1: ("a", "b", "d"),
+    }
 
 
 def test_a_shard_that_nobody_reaches_cannot_be_written() -> None:
-    copies = [Copy(0, 40, shard="0"), dead(1, shard="1", snapshots=(40,), node=1), Copy(2, 39, shard="2"), Copy(3, 40, clean=False, shard="3")]
+    copies = [
+        Copy(0, 40, shard="0"),
+        dead(1, shard="1", snapshots=(40,), node=1),
+        Copy(2, 39, shard="2"),
+        Copy(3, 40, clean=False, shard="3"),
+    ]
     assert plan_writers(copies, 40) == NoCut(
-        "version 40 cannot be written: no live rank reaches a copy of shard 1 (rank 1), shard 2 (rank 2), shard 3 (rank 3)"
+        "version 40 cannot be written: no live rank reaches a copy of shard 1 (rank 1), shard 2 "
+        "(rank 2), shard 3 (rank 3)"
     )

@@ -14,13 +14,20 @@ SHARDS = ("", "1", "2")
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, shards: tuple[str, ...] = SHARDS, versions: range = VERSIONS) -> list[Copy]:
-    """Up to 6 ranks, each with any state at all; few `versions` and `shards` make it likely that they meet."""
+def worlds(
+    draw: st.DrawFn, *, shards: tuple[str, ...] = SHARDS, versions: range = VERSIONS
+) -> list[Copy]:
+    """Up to 6 ranks, each with any state at all.
+
+    Few `versions` and `shards` make it likely that they meet.
+    """
     some = st.lists(st.sampled_from(versions), max_size=2).map(tuple)
     return [
         Copy(
-            rank, draw(st.none() | st.sampled_from(versions)), clean=draw(st.booleans()), replaced=draw(st.booleans()), box_versions=draw(some),
-            shard=draw(st.sampled_from(shards)), snapshots=draw(some), may_advance=draw(st.booleans()), node=draw(st.integers(0, 1)),
+            rank, draw(st.none() | st.sampled_from(versions)), clean=draw(st.booleans()),
+            replaced=draw(st.booleans()), box_versions=draw(some),
+            shard=draw(st.sampled_from(shards)), snapshots=draw(some),
+            may_advance=draw(st.booleans()), node=draw(st.integers(0, 1)),
             alive=draw(st.integers(0, 3)) > 0,
         )
         for rank in range(draw(st.integers(1, 6)))
@@ -31,7 +38,9 @@ COMMITTED = st.none() | st.sampled_from(VERSIONS)
 
 
 def newest_known(world: list[Copy], committed: int | None) -> int:
-    known = [version for version in (committed, *(copy.version for copy in world)) if version is not None]
+    known = [
+        version for version in (committed, *(copy.version for copy in world)) if version is not None
+    ]
     return max(known or [version for copy in world for version in copy.snapshots], default=0)
 
 
@@ -40,13 +49,20 @@ def has_live(copy: Copy, version: int) -> bool:
 
 
 def has_source(world: list[Copy], shard: str, version: int) -> bool:
-    return any(copy.shard == shard and (has_live(copy, version) or version in copy.snapshots) for copy in world)
+    return any(
+        copy.shard == shard and (has_live(copy, version) or version in copy.snapshots)
+        for copy in world
+    )
 
 
 def best_version(world: list[Copy], newest: int) -> int | None:
     """By trying all."""
     shards = {copy.shard for copy in world}
-    complete = [version for version in range(newest + 1) if all(has_source(world, shard, version) for shard in shards)]
+    complete = [
+        version
+        for version in range(newest + 1)
+        if all(has_source(world, shard, version) for shard in shards)
+    ]
     return max(complete, default=None)
 
 
@@ -60,7 +76,11 @@ def test_the_newest_version_of_which_every_shard_has_a_source_wins(world, commit
         assert (cut.version, cut.redone) == (best, newest - best)
     elif newest == 0 and all(copy.version is None for copy in world if copy.alive):
         assert isinstance(cut, Cut)
-        assert (cut.version, cut.redone, set(cut.moves)) == (None, 0, {Move(copy.rank) for copy in world})
+        assert (cut.version, cut.redone, set(cut.moves)) == (
+            None,
+            0,
+            {Move(copy.rank) for copy in world},
+        )
     else:
         assert isinstance(cut, NoCut)
 
@@ -79,7 +99,8 @@ def test_each_rank_has_one_move_and_it_leads_to_a_whole_copy(world, committed) -
         assert move.source is None or move.snapshot is None
         if move.source is not None:
             assert move.source in [other.rank for other in replicas]
-            assert move_of[move.source].source is None                      # it has the version itself: it does not receive
+            # it has the version itself: it does not receive
+            assert move_of[move.source].source is None
         if has_live(copy, cut.version):
             assert (move.source, move.snapshot) == (None, None)
         elif live:
@@ -94,7 +115,9 @@ def test_each_rank_has_one_move_and_it_leads_to_a_whole_copy(world, committed) -
 def test_nobody_dirty_or_dead_is_a_source(world, committed) -> None:
     cut = plan_cut(world, committed)
     assume(isinstance(cut, Cut) and cut.version is not None)
-    dirty = {copy.rank for copy in world if copy.version is not None and not (copy.clean and copy.alive)}
+    dirty = {
+        copy.rank for copy in world if copy.version is not None and not (copy.clean and copy.alive)
+    }
     loads = {move.rank for move in cut.moves if move.snapshot is not None}
     assert not dirty & ({move.source for move in cut.moves} - loads)
     assert not dirty & {move.rank for move in cut.moves if move.source is None} - loads
@@ -119,7 +142,9 @@ def test_the_extras_of_those_that_have_none_for_the_version_are_told(world, comm
     assume(isinstance(cut, Cut) and cut.version is not None)
     loads = {move.rank for move in cut.moves if move.snapshot is not None}
     assert set(cut.lacking_extras) == {
-        copy.rank for copy in world if copy.replaced and cut.version not in copy.box_versions and copy.rank not in loads
+        copy.rank
+        for copy in world
+        if copy.replaced and cut.version not in copy.box_versions and copy.rank not in loads
     }
 
 
@@ -137,7 +162,10 @@ def test_the_order_of_reports_changes_nothing(world, committed, random) -> None:
 def test_who_advances_has_somebody_ahead_and_nobody_else_does(world, committed) -> None:
     forward = who_advances(world, committed)
     for copy in world:
-        passed = copy.version is not None and copy.version + 1 in [committed, *(other.version for other in world)]
+        passed = copy.version is not None and copy.version + 1 in [
+            committed,
+            *(other.version for other in world),
+        ]
         assert (copy.rank in forward) == (passed and copy.clean and copy.alive and copy.may_advance)
 
 
@@ -148,10 +176,13 @@ def test_a_reason_names_ranks_of_the_shards_that_lack_something(world, committed
     for shard in {copy.shard for copy in world}:
         ranks = [copy.rank for copy in world if copy.shard == shard]
         if not any(has_source(world, shard, version) for version in VERSIONS):
-            assert f"({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}) has no" in cut.reason
+            assert (
+                f"({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}) has no"
+            ) in cut.reason
 
 
-# ------------------------------------------------------------------------------------------------ the writers of a dump
+# ------------------------------------------------------------------------------------------------
+# the writers of a dump
 
 
 def may_write(world: list[Copy], shard: str, version: int) -> list[int]:
@@ -167,7 +198,9 @@ def least_load(world: list[Copy], version: int) -> int:
 
 
 @given(worlds(versions=range(2)), st.integers(0, 1))
-def test_each_shard_is_written_once_by_one_that_can_and_the_busiest_has_as_little_as_possible(world, version) -> None:
+def test_each_shard_is_written_once_by_one_that_can_and_the_busiest_has_as_little_as_possible(
+    world, version
+) -> None:
     shards = {copy.shard for copy in world}
     written = plan_writers(world, version)
     if not all(may_write(world, shard, version) for shard in shards):
@@ -180,12 +213,22 @@ def test_each_shard_is_written_once_by_one_that_can_and_the_busiest_has_as_littl
 
 
 @given(worlds(), st.sampled_from(VERSIONS), st.data())
-def test_each_shard_without_a_writer_is_seen_to_once_from_the_memory_of_a_writer_s_node(world, version, data) -> None:
-    able = [copy.rank for copy in world if copy.alive and (has_live(copy, version) or version in copy.snapshots)]
+def test_each_shard_without_a_writer_is_seen_to_once_from_the_memory_of_a_writer_s_node(
+    world, version, data
+) -> None:
+    able = [
+        copy.rank
+        for copy in world
+        if copy.alive and (has_live(copy, version) or version in copy.snapshots)
+    ]
     writers = data.draw(st.sets(st.sampled_from(able))) if able else set()
     of_rank = {copy.rank: copy for copy in world}
     orphaned = {copy.shard for copy in world} - {of_rank[rank].shard for rank in writers}
-    within_reach = {copy.shard for copy in world if version in copy.snapshots and copy.node in {of_rank[rank].node for rank in writers}}
+    within_reach = {
+        copy.shard
+        for copy in world
+        if version in copy.snapshots and copy.node in {of_rank[rank].node for rank in writers}
+    }
     pairs = plan_orphans(world, version, writers)
     if orphaned - within_reach:
         assert isinstance(pairs, NoCut)

@@ -33,7 +33,7 @@ def publishing(saving):
     return saving
 
 
-def test_an_agent_that_comes_back_while_the_exit_status_is_awaited_hears_interrupt_again(
+def test_an_agent_that_comes_back_while_the_exit_status_is_awaited_is_told_again(
     manager,
 ) -> None:
     job = manager(strategies="dump").joined()

@@ -1,4 +1,7 @@
-"""RecoveryMachine: the dying gasp. Who is called, who writes what, and every way in which it can fail."""
+"""RecoveryMachine: the dying gasp.
+
+Who is called, who writes what, and every way in which it can fail.
+"""
 
 import pytest
 
@@ -18,8 +21,16 @@ def dying(manager):
     return job
 
 
-def dumped(job, rank: int, stage: str = "written", detail: str = "", *, generation: int | None = None) -> list[do.Command]:
-    return job.worker(ev.WorkerDumped, rank, job.machine.generation if generation is None else generation, stage, detail)
+def dumped(
+    job, rank: int, stage: str = "written", detail: str = "", *, generation: int | None = None
+) -> list[do.Command]:
+    return job.worker(
+        ev.WorkerDumped,
+        rank,
+        job.machine.generation if generation is None else generation,
+        stage,
+        detail,
+    )
 
 
 def pause_all(job, *versions: int) -> list[do.Command]:
@@ -34,7 +45,12 @@ def pause_all(job, *versions: int) -> list[do.Command]:
 class TestWhoWrites:
     def test_those_who_are_left_write_and_one_publishes_and_then_the_job_ends(self, dying) -> None:
         dump = only(pause_all(dying), do.Dump)
-        assert (dump.version, dump.writers, dump.world_size, dump.generation) == (5, (0, 2, 3), 4, 1)
+        assert (dump.version, dump.writers, dump.world_size, dump.generation) == (
+            5,
+            (0, 2, 3),
+            4,
+            1,
+        )
         assert dump.reason == "rank 1 ended with SIGKILL at step 5"
         assert dying.machine.phase is Phase.SAVING
         assert dumped(dying, 2) == dumped(dying, 0) == []
@@ -123,12 +139,16 @@ class TestWhenItIsChosen:
         assert dump.writers == (0, 1, 3)
         assert "restart budget spent" in dump.reason
 
-    def test_a_second_death_that_is_one_too_many_while_the_first_is_being_replaced(self, manager) -> None:
+    def test_a_second_death_that_is_one_too_many_while_the_first_is_being_replaced(
+        self, manager
+    ) -> None:
         job = manager(strategies="recover-in-place,dump", max_restarts=1).joined()
         assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
         job.pause(0)
         assert job.lose(2) == []
-        assert only(job.pause(3), do.Dump).writers == (0, 3), "the replacement that was to come is not waited for"
+        assert only(job.pause(3), do.Dump).writers == (0, 3), (
+            "the replacement that was to come is not waited for"
+        )
 
     def test_when_an_exception_comes_back(self, manager) -> None:
         job = manager(strategies="retry,dump").joined()
@@ -142,7 +162,9 @@ class TestWhenItIsChosen:
 
     def test_a_node_that_is_lost(self, manager) -> None:
         job = manager(nodes=2, per_node=2, strategies="recover-in-place,dump").joined()
-        assert kinds(job.send(ev.AgentLeft, 1, "stopped", "torchrun was interrupted")) == ["Interrupt"]
+        assert kinds(job.send(ev.AgentLeft, 1, "stopped", "torchrun was interrupted")) == [
+            "Interrupt"
+        ]
         assert only(pause_all(job), do.Dump).writers == (0, 1)
 
     def test_not_allowed(self, manager) -> None:
@@ -156,13 +178,19 @@ class TestWhenItIsChosen:
     def test_a_drain_lets_everybody_finish_the_step(self, manager) -> None:
         job = manager(nodes=2, per_node=1, strategies="recover-in-place,dump").joined()
         assert only(job.send(ev.AgentDraining, 1, "SIGTERM", 30.0), do.Interrupt).finish_step
-        assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == [], "the other node's pod is evicted as well"
+        assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == [], (
+            "the other node's pod is evicted as well"
+        )
         dump = only(pause_all(job), do.Dump)
         assert (dump.reason, dump.writers) == ("node 1 is to end (SIGTERM)", (0, 1))
         assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == []
 
     def test_a_drain_without_the_strategy_ends_the_job(self, manager) -> None:
-        assert kinds(manager(strategies="recover-in-place").joined().send(ev.AgentDraining, 0, "SIGTERM", 30.0)) == ["GiveUp"]
+        assert kinds(
+            manager(strategies="recover-in-place")
+            .joined()
+            .send(ev.AgentDraining, 0, "SIGTERM", 30.0)
+        ) == ["GiveUp"]
 
 
 class TestTheReason:
@@ -173,7 +201,9 @@ class TestTheReason:
         job.lose(1)
         assert pause_all(job) == []
         how = make_fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=5)
-        assert only(job.worker(ev.WorkerExitKnown, 1, how), do.Dump).reason == "rank 1 ended with SIGKILL at step 5"
+        assert only(job.worker(ev.WorkerExitKnown, 1, how), do.Dump).reason == (
+            "rank 1 ended with SIGKILL at step 5"
+        )
 
     def test_it_may_be_known_first(self, manager, make_fault) -> None:
         job = manager(strategies="dump").joined()
@@ -210,17 +240,23 @@ class TestWhatGoesWrong:
             dying.pause(rank, 5, clean=False)
         end = only(dying.pause(3, 5, clean=False), do.GiveUp)
         assert end.dump == ""
-        assert end.reason.startswith("rank 1 ended with SIGKILL at step 5; and no dump: no clean copy of the state is left")
+        assert end.reason.startswith(
+            "rank 1 ended with SIGKILL at step 5; and no dump: no clean copy of the state is left"
+        )
 
     def test_nothing_was_committed(self, manager) -> None:
         job = manager(strategies="dump").joined()
         job.lose(1, FaultKind.KILLED, "SIGKILL", version=None)
-        assert only(pause_all(job, 0, 0, 0), do.GiveUp).reason.endswith("; and no dump: no step was committed yet")
+        assert only(pause_all(job, 0, 0, 0), do.GiveUp).reason.endswith(
+            "; and no dump: no step was committed yet"
+        )
 
     def test_nobody_is_left(self, manager) -> None:
         job = manager(per_node=2, strategies="dump").joined()
         job.lose(0, FaultKind.KILLED, "SIGKILL")
-        assert "no live rank holds the state" in only(job.lose(1, FaultKind.KILLED, "SIGKILL"), do.GiveUp).reason
+        assert ("no live rank holds the state") in only(
+            job.lose(1, FaultKind.KILLED, "SIGKILL"), do.GiveUp
+        ).reason
 
     def test_a_writer_that_cannot_write(self, dying) -> None:
         pause_all(dying)
@@ -268,16 +304,23 @@ class TestWhatGoesWrong:
             dying.hear_all_until(dying.now + 1)
         dying.hear_all_until(deadline)
         assert only(dying.send(ev.Tick, at=deadline + 0.1), do.Publish).withdraw
-        assert only(dying.lose(0), do.GiveUp).reason.endswith("; and no dump: rank 2 was not done after 1800 s")
+        assert only(dying.lose(0), do.GiveUp).reason.endswith(
+            "; and no dump: rank 2 was not done after 1800 s"
+        )
 
     def test_the_publisher_cannot_write_and_others_may_be_about_to(self, dying) -> None:
-        """Whoever comes to the folder after the publisher has removed it makes it again: it is removed when all are done."""
+        """Whoever comes to the folder after the publisher has removed it makes it again.
+
+        It is removed when all are done.
+        """
         pause_all(dying)
         assert dumped(dying, 0, "failed", "read-only") == []
         assert dumped(dying, 2, "failed", "gone") == []
         withdraw = only(dumped(dying, 3), do.Publish)
         assert (withdraw.rank, withdraw.withdraw) == (0, True)
-        assert only(dumped(dying, 0, "withdrawn"), do.GiveUp).reason.endswith("; and no dump: rank 0: read-only")
+        assert only(dumped(dying, 0, "withdrawn"), do.GiveUp).reason.endswith(
+            "; and no dump: rank 0: read-only"
+        )
 
     def test_the_others_are_not_waited_for_long(self, dying) -> None:
         pause_all(dying)
@@ -289,23 +332,40 @@ class TestWhatGoesWrong:
         pause_all(dying)
         for rank in (0, 2, 3):
             dumped(dying, rank)
-        assert only(dumped(dying, 0, "failed", "not whole"), do.GiveUp).reason.endswith("; and no dump: rank 0: not whole")
+        assert only(dumped(dying, 0, "failed", "not whole"), do.GiveUp).reason.endswith(
+            "; and no dump: rank 0: not whole"
+        )
 
     def test_an_agent_that_was_away_hears_the_order_again(self, dying) -> None:
         dump = only(pause_all(dying), do.Dump)
-        reports = [ev.WorkerReport(rank, 0, "lost" if rank == 1 else "paused", True, 5, True, True) for rank in range(4)]
+        reports = [
+            ev.WorkerReport(rank, 0, "lost" if rank == 1 else "paused", True, 5, True, True)
+            for rank in range(4)
+        ]
         assert dying.register(0, *reports, generation=1) == [dump]
 
     def test_how_the_first_one_died_is_learnt_late(self, dying, make_fault) -> None:
         dying.lose(2)
         pause_all(dying)
-        assert dying.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.EXITED, 2, 0, "exit 3"), incarnation=0) == []
+        assert (
+            dying.worker(
+                ev.WorkerExitKnown, 2, make_fault(FaultKind.EXITED, 2, 0, "exit 3"), incarnation=0
+            )
+            == []
+        )
         assert dying.machine.phase is Phase.SAVING
 
 
 class TestNames:
     def test_every_name_of_the_list_allows_what_it_says(self) -> None:
-        assert set(STRATEGY_NAMES) == {"retry", "recover", "recover-in-place", "elastic-training", "dump", "exit"}
+        assert set(STRATEGY_NAMES) == {
+            "retry",
+            "recover",
+            "recover-in-place",
+            "elastic-training",
+            "dump",
+            "exit",
+        }
         assert allowed(["dump"]) == {Strategy.DUMP, Strategy.EXIT}
         assert Strategy.DUMP not in allowed([])
         assert allowed([]) == allowed(["recover"]) > allowed(["retry"])

@@ -14,7 +14,8 @@ from taskd.core.table import Table
 from taskd.errors import InvalidTransition
 
 WORKER_TO_AGENT_ONLY = {ev.WorkerReady, ev.WorkerUncaught, ev.WorkerMirrors}
-BESIDE_THE_MACHINES = {ev.WorkerProfiling, do.SetProfiling, do.Pair}      # see taskd.core.profiling, taskd.agent.mirroring
+# see taskd.core.profiling, taskd.agent.mirroring
+BESIDE_THE_MACHINES = {ev.WorkerProfiling, do.SetProfiling, do.Pair}
 
 
 def all_events() -> set[type[ev.Event]]:
@@ -42,7 +43,10 @@ def test_tables_know_no_other_keys(phases, module) -> None:
 
 
 def test_every_event_is_met_by_a_machine() -> None:
-    assert set(recovery.EVENTS) | set(node.EVENTS) == all_events() - WORKER_TO_AGENT_ONLY - BESIDE_THE_MACHINES
+    assert (
+        set(recovery.EVENTS) | set(node.EVENTS)
+        == all_events() - WORKER_TO_AGENT_ONLY - BESIDE_THE_MACHINES
+    )
 
 
 def test_every_ignored_event_has_a_reason() -> None:
@@ -51,7 +55,15 @@ def test_every_ignored_event_has_a_reason() -> None:
 
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
     own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
-    agents = {do.SpawnWorker, do.SignalWorker, do.ExamineWorker, do.TellWorker, do.TellManager, do.FinishRun, do.FallBack}
+    agents = {
+        do.SpawnWorker,
+        do.SignalWorker,
+        do.ExamineWorker,
+        do.TellWorker,
+        do.TellManager,
+        do.FinishRun,
+        do.FallBack,
+    }
     every = {kind for kind in do.Command.__subclasses__() if vars(do).get(kind.__name__) is kind}
     assert set(node.NodeMachine.COMMANDS) == every - own - agents - BESIDE_THE_MACHINES
 
@@ -59,5 +71,9 @@ def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
 def test_an_event_without_a_rule_is_a_bug_and_brings_the_story() -> None:
     story = Story()
     story.note(1.0, "what happened before")
-    with pytest.raises(InvalidTransition, match=r"no rule for Tick while running(.|\n)*what happened before"):
+    with pytest.raises(
+        InvalidTransition,
+        match=r"no rule for Tick while running(.|\n)*what "
+        r"happened before",
+    ):
         Table({}, {}).rule(Phase.RUNNING, ev.Tick(0.0, ""), story)

@@ -1,9 +1,23 @@
 """How long a forkserver is waited for, and when another one is started."""
 
-from taskd.core.forkservers import ANSWER_S, DEATHS, DEATHS_WITHIN_S, PRELOAD_S, STOPPED_S, Forkservers
+from taskd.core.forkservers import (
+    ANSWER_S,
+    DEATHS,
+    DEATHS_WITHIN_S,
+    PRELOAD_S,
+    STOPPED_S,
+    Forkservers,
+)
 
 
-def replaced_after(step_s: float, limit_s: float, *, owes: bool = True, is_ready: bool = True, is_stopped: bool = False) -> tuple[float, str] | None:
+def replaced_after(
+    step_s: float,
+    limit_s: float,
+    *,
+    owes: bool = True,
+    is_ready: bool = True,
+    is_stopped: bool = False,
+) -> tuple[float, str] | None:
     """When it is replaced, and why, if it is asked about every `step_s`."""
     limits, now = Forkservers(), 100.0
     while now < 100 + limit_s:
@@ -16,7 +30,10 @@ def replaced_after(step_s: float, limit_s: float, *, owes: bool = True, is_ready
 
 def test_one_that_is_stopped_and_owes_an_answer_is_replaced_soon() -> None:
     assert replaced_after(0.5, 60, is_stopped=True) == (STOPPED_S, "has been stopped for 1 s")
-    assert replaced_after(0.5, 60, is_stopped=True, is_ready=False) == (STOPPED_S, "has been stopped for 1 s")
+    assert replaced_after(0.5, 60, is_stopped=True, is_ready=False) == (
+        STOPPED_S,
+        "has been stopped for 1 s",
+    )
 
 
 def test_one_that_does_not_answer_is_replaced_and_one_that_still_imports_has_longer() -> None:
@@ -44,8 +61,15 @@ def test_every_answer_begins_the_wait_anew() -> None:
 def test_the_time_of_its_imports_does_not_count_when_it_is_ready() -> None:
     limits = Forkservers()
     for second in range(200):
-        assert limits.why_replace(float(second), owes=True, is_ready=second >= 100, is_stopped=False) is None or second >= 100 + ANSWER_S
-    assert limits.why_replace(200.0, owes=True, is_ready=True, is_stopped=False) == "has not answered for 100 s"
+        assert (
+            limits.why_replace(float(second), owes=True, is_ready=second >= 100, is_stopped=False)
+            is None
+            or second >= 100 + ANSWER_S
+        )
+    assert (
+        limits.why_replace(200.0, owes=True, is_ready=True, is_stopped=False)
+        == "has not answered for 100 s"
+    )
 
 
 def test_deaths_count_for_a_while_only() -> None:
@@ -54,7 +78,9 @@ def test_deaths_count_for_a_while_only() -> None:
         limits.died(float(number))
         assert limits.why_none(float(number)) is None
     limits.died(10.0)
-    assert limits.why_none(10.0) == f"{DEATHS + 1} forkservers were lost within {DEATHS_WITHIN_S:.0f} s"
+    assert limits.why_none(10.0) == (
+        f"{DEATHS + 1} forkservers were lost within {DEATHS_WITHIN_S:.0f} s"
+    )
     assert limits.why_none(DEATHS_WITHIN_S - 0.1) is not None
     assert limits.why_none(DEATHS_WITHIN_S) is None
 

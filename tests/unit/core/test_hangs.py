@@ -11,10 +11,31 @@ from taskd.core.phase import Phase
 from tests.unit.core.answers import acts, kinds, only
 
 
-def mark(rank: int, *, hangs: bool, still_s: float = 2.5, generation: int = 0, incarnation: int = 0, **changes) -> Mark:
+def mark(
+    rank: int,
+    *,
+    hangs: bool,
+    still_s: float = 2.5,
+    generation: int = 0,
+    incarnation: int = 0,
+    **changes,
+) -> Mark:
     group = GroupMark(7, "0", 40 if hangs else 41, 40, "all_reduce")
-    fields = {"activity": of.ASLEEP if hangs else of.UNKNOWN, "is_waiting": not hangs, "slowest_s": 0.05} | changes
-    return Mark(rank, incarnation, generation, 5, "forward" if hangs else "backward", still_s, groups=(group,), **fields)
+    fields = {
+        "activity": of.ASLEEP if hangs else of.UNKNOWN,
+        "is_waiting": not hangs,
+        "slowest_s": 0.05,
+    } | changes
+    return Mark(
+        rank,
+        incarnation,
+        generation,
+        5,
+        "forward" if hangs else "backward",
+        still_s,
+        groups=(group,),
+        **fields,
+    )
 
 
 def look(job, culprit: int | None = 2, **changes) -> list[do.Command]:
@@ -28,7 +49,9 @@ def test_the_culprit_is_killed_after_its_stacks_and_replaced(manager) -> None:
     assert isinstance(kill, do.KillWorker)
     assert (kill.rank, kill.incarnation, kill.examine) == (2, 0, True)
     assert isinstance(interrupt, do.Interrupt)
-    assert interrupt.reason.startswith("rank 2 hangs: asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in all_reduce 41")
+    assert interrupt.reason.startswith(
+        "rank 2 hangs: asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in all_reduce 41"
+    )
     assert (replacement.rank, replacement.incarnation) == (2, 1)
     assert job.machine.phase is Phase.PAUSING
 
@@ -90,7 +113,13 @@ def test_a_second_hang_at_the_same_step_needs_longer_and_the_fourth_ends_the_job
 
         def again(still_s: float, same=same, incarnation=incarnation) -> list[do.Command]:
             marks = tuple(
-                mark(rank, hangs=rank == 2, still_s=still_s, incarnation=incarnation if rank == 2 else 0, **same)
+                mark(
+                    rank,
+                    hangs=rank == 2,
+                    still_s=still_s,
+                    incarnation=incarnation if rank == 2 else 0,
+                    **same,
+                )
                 for rank in range(4)
             )
             return job.send(ev.AgentHeard, 0, marks)
@@ -102,7 +131,13 @@ def test_a_second_hang_at_the_same_step_needs_longer_and_the_fourth_ends_the_job
         job.pause_all()
         job.recover_all(version=5)
     marks = tuple(
-        mark(rank, hangs=rank == 2, still_s=1100.0, incarnation=incarnation if rank == 2 else 0, generation=job.machine.generation)
+        mark(
+            rank,
+            hangs=rank == 2,
+            still_s=1100.0,
+            incarnation=incarnation if rank == 2 else 0,
+            generation=job.machine.generation,
+        )
         for rank in range(4)
     )
     give_up = only(job.send(ev.AgentHeard, 0, marks), do.GiveUp)
@@ -112,7 +147,16 @@ def test_a_second_hang_at_the_same_step_needs_longer_and_the_fourth_ends_the_job
 def test_without_recoverable_only_a_stopped_process_counts_and_later(manager) -> None:
     job = manager().joined(declared=False)
     assert look(job) == []
-    marks = [mark(rank, hangs=rank == 2, still_s=29.0, frozen_s=29.0 if rank == 2 else 0.0, activity=of.STOPPED) for rank in range(4)]
+    marks = [
+        mark(
+            rank,
+            hangs=rank == 2,
+            still_s=29.0,
+            frozen_s=29.0 if rank == 2 else 0.0,
+            activity=of.STOPPED,
+        )
+        for rank in range(4)
+    ]
     assert job.send(ev.AgentHeard, 0, tuple(marks)) == []
     marks[2] = mark(2, hangs=True, still_s=31.0, frozen_s=31.0, activity=of.STOPPED)
     assert "RestartGroup" in kinds(job.send(ev.AgentHeard, 0, tuple(marks)))
@@ -120,14 +164,19 @@ def test_without_recoverable_only_a_stopped_process_counts_and_later(manager) ->
 
 def test_without_recoverable_a_job_that_somebody_stopped_is_left_alone(manager) -> None:
     job = manager().joined(declared=False)
-    marks = tuple(mark(rank, hangs=True, still_s=99.0, frozen_s=99.0, activity=of.STOPPED) for rank in range(4))
+    marks = tuple(
+        mark(rank, hangs=True, still_s=99.0, frozen_s=99.0, activity=of.STOPPED)
+        for rank in range(4)
+    )
     assert job.send(ev.AgentHeard, 0, marks) == []
     assert job.machine.phase is Phase.RUNNING
 
 
 class TestNode:
     def kill(self, node) -> list[do.Command]:
-        return node.send(ev.CommandReceived, do.KillWorker("hang", 1, 0, 1, 0, "hangs", examine=True))
+        return node.send(
+            ev.CommandReceived, do.KillWorker("hang", 1, 0, 1, 0, "hangs", examine=True)
+        )
 
     def replace(self, node) -> list[do.Command]:
         return node.send(ev.CommandReceived, do.ReplaceWorker("hang", 1, 0, 1, 1, 1))
@@ -154,4 +203,6 @@ class TestNode:
         job = node()
         self.kill(job)
         self.replace(job)
-        assert kinds(job.worker(ev.WorkerExited, 1, -9, 5, "step", incarnation=0)) == ["SpawnWorker"]
+        assert kinds(job.worker(ev.WorkerExited, 1, -9, 5, "step", incarnation=0)) == [
+            "SpawnWorker"
+        ]

@@ -16,7 +16,11 @@ class TestADeath:
     def test_a_declared_worker_is_lost_when_the_alarm_rings(self, node) -> None:
         agent = node()
         (lost,) = told(agent.alarm(1))
-        assert (lost.fault.kind, lost.fault.version, lost.fault.phase) == (FaultKind.LOST, 5, "step")
+        assert (lost.fault.kind, lost.fault.version, lost.fault.phase) == (
+            FaultKind.LOST,
+            5,
+            "step",
+        )
         assert (lost.rank, lost.incarnation, lost.box_versions) == (1, 0, (5,))
         assert lost.age_s == pytest.approx(0.01)
         (known,) = told(agent.exit(1, -9))
@@ -24,17 +28,34 @@ class TestADeath:
 
     def test_without_an_alarm_the_exit_tells(self, node) -> None:
         (lost,) = told(node().exit(1, 3))
-        assert (lost.fault.kind, lost.fault.detail, lost.fault.exit_code) == (FaultKind.EXITED, "exit 3", 3)
-
-    def test_last_words_describe_the_exit(self, node, make_fault) -> None:
-        words = make_fault(FaultKind.EXITED, 1, 0, "exit 1 after ValueError: x", signature="ValueError: x", traceback="Trace")
-        (lost,) = told(node().exit(1, 1, words=words))
-        assert (lost.fault.detail, lost.fault.signature, lost.fault.traceback) == (
-            "exit 1 after ValueError: x", "ValueError: x", "Trace"
+        assert (lost.fault.kind, lost.fault.detail, lost.fault.exit_code) == (
+            FaultKind.EXITED,
+            "exit 3",
+            3,
         )
 
-    @pytest.mark.parametrize(("declared", "phase"), [(True, "exiting"), (False, "step"), (False, "boot")])
-    def test_who_may_be_ending_as_it_should_is_judged_by_the_exit_code(self, node, declared, phase) -> None:
+    def test_last_words_describe_the_exit(self, node, make_fault) -> None:
+        words = make_fault(
+            FaultKind.EXITED,
+            1,
+            0,
+            "exit 1 after ValueError: x",
+            signature="ValueError: x",
+            traceback="Trace",
+        )
+        (lost,) = told(node().exit(1, 1, words=words))
+        assert (lost.fault.detail, lost.fault.signature, lost.fault.traceback) == (
+            "exit 1 after ValueError: x",
+            "ValueError: x",
+            "Trace",
+        )
+
+    @pytest.mark.parametrize(
+        ("declared", "phase"), [(True, "exiting"), (False, "step"), (False, "boot")]
+    )
+    def test_who_may_be_ending_as_it_should_is_judged_by_the_exit_code(
+        self, node, declared, phase
+    ) -> None:
         agent = node(declared=declared)
         assert agent.alarm(1, phase) == []
         (lost,) = told(agent.exit(1, -11, phase))
@@ -58,7 +79,9 @@ class TestADeath:
         assert lost.fault.kind is FaultKind.EXITED_EARLY
 
     @pytest.mark.parametrize("phase", ["boot", "exiting"])
-    def test_a_worker_that_declared_and_never_came_to_its_function_may_end_well(self, node, phase) -> None:
+    def test_a_worker_that_declared_and_never_came_to_its_function_may_end_well(
+        self, node, phase
+    ) -> None:
         agent = node(2, declared=False)
         agent.worker(ev.WorkerDeclared, 1)
         assert agent.alarm(1, phase) == []
@@ -69,7 +92,9 @@ class TestADeath:
         agent = node(2, declared=False)
         agent.worker(ev.WorkerDeclared, 0)
         agent.worker(ev.WorkerDeclared, 1, True)
-        assert [(report.declared, report.entered) for report in agent.machine.registration(0.0).workers] == [(True, False), (True, True)]
+        assert [
+            (report.declared, report.entered) for report in agent.machine.registration(0.0).workers
+        ] == [(True, False), (True, True)]
 
     def test_a_replacement_that_exits_0_before_it_declares_has_failed(self, node) -> None:
         agent = node()
@@ -96,7 +121,9 @@ class TestReplacement:
         agent.alarm(1)
         signal, spawn = agent.replace(1)
         assert (signal.incarnation, signal.signal_number) == (0, SIGKILL)
-        assert spawn == do.SpawnWorker("c", 1, 1, 1, gated=True, restarts_used=1, after_reaped=False)
+        assert spawn == do.SpawnWorker(
+            "c", 1, 1, 1, gated=True, restarts_used=1, after_reaped=False
+        )
         (known,) = told(agent.exit(1, incarnation=0))
         assert known.incarnation == 0
         assert kinds(agent.worker(ev.WorkerStarted, 1, 4711)) == ["TellManager"]
@@ -117,7 +144,11 @@ class TestReplacement:
     def test_orders_for_lives_that_are_over_or_not_here_are_ignored(self, node) -> None:
         agent = node()
         assert agent.replace(1, incarnation=0) == agent.replace(7) == []
-        assert agent.command(do.KillWorker, 1, 0, 7, 0, "x") == agent.command(do.KillWorker, 1, 0, 1, 5, "x") == []
+        assert (
+            agent.command(do.KillWorker, 1, 0, 7, 0, "x")
+            == agent.command(do.KillWorker, 1, 0, 1, 5, "x")
+            == []
+        )
         agent.replace(1, generation=3)
         assert agent.replace(1, incarnation=2, generation=2) == []
 
@@ -159,13 +190,20 @@ class TestARecovery:
     def test_commands_go_to_live_workers_once(self, node) -> None:
         agent = node(3)
         agent.alarm(1)
-        assert passed_on(agent.command(do.Interrupt, 1, "x")) == [(0, "Interrupt"), (2, "Interrupt")]
+        assert passed_on(agent.command(do.Interrupt, 1, "x")) == [
+            (0, "Interrupt"),
+            (2, "Interrupt"),
+        ]
         agent.replace(1)
         assert agent.command(do.Interrupt, 1, "x") == []
         for rank, version in ((0, 5), (1, None), (2, 5)):
             (event,) = told(agent.worker(ev.WorkerPaused, rank, 1, version, True))
             assert event.rank == rank
-        assert passed_on(agent.command(do.Resume, 1, 5, (), 1)) == [(0, "Resume"), (1, "Resume"), (2, "Resume")]
+        assert passed_on(agent.command(do.Resume, 1, 5, (), 1)) == [
+            (0, "Resume"),
+            (1, "Resume"),
+            (2, "Resume"),
+        ]
         assert agent.command(do.Resume, 1, 5, (), 1) == []
         assert agent.command(do.Resume, 0, 5, (), 1) == []
         assert agent.worker(ev.WorkerPaused, 0, 1, 5, True) == []
@@ -188,15 +226,21 @@ class TestARecovery:
         assert (offer.rank, offer.version) == (0, 5)
         report = agent.machine.registration(agent.now).workers[0]
         assert (report.state, report.may_advance) == ("paused", True)
-        assert told(agent.command(do.Interrupt, 1, "x", 5, True)) == [replace(offer, now=agent.now)], "it is told again"
-        assert passed_on(agent.command(do.Advance, 1, 6, (0, 1))) == [(0, "Advance")], "rank 1 has not asked"
+        assert told(agent.command(do.Interrupt, 1, "x", 5, True)) == [
+            replace(offer, now=agent.now)
+        ], "it is told again"
+        assert passed_on(agent.command(do.Advance, 1, 6, (0, 1))) == [(0, "Advance")], (
+            "rank 1 has not asked"
+        )
         agent.worker(ev.WorkerPaused, 0, 1, 6, True)
         assert agent.command(do.Advance, 1, 6, (0, 1)) == [], "it is there already"
         assert agent.machine.registration(agent.now).workers[0].state == "paused"
 
     def test_an_interrupt_that_was_lost_comes_with_the_resume(self, node, make_fault) -> None:
         agent = node(1)
-        agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True)
+        agent.worker(
+            ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True
+        )
         assert passed_on(agent.command(do.Resume, 1, 5, (), 1)) == [(0, "Interrupt"), (0, "Resume")]
 
     def test_what_an_earlier_life_says_is_ignored(self, node) -> None:
@@ -298,7 +342,10 @@ class TestTheEnd:
         assert agent.exit(0, -15) == []
         (finish,) = agent.exit(1, 1)
         assert (finish.outcome, finish.reason) == ("failed", "why")
-        assert [(fault.rank, fault.detail) for fault in finish.faults] == [(1, "ValueError: x"), (2, "exit 3")]
+        assert [(fault.rank, fault.detail) for fault in finish.faults] == [
+            (1, "ValueError: x"),
+            (2, "exit 3"),
+        ]
 
     def test_who_does_not_stop_is_killed(self, node) -> None:
         agent = node(1)
@@ -340,14 +387,21 @@ class TestTheEnd:
 class TestWhatANewManagerLearnsOfARecovery:
     def reports(self, agent) -> dict[int, tuple]:
         workers = agent.machine.registration(agent.now + 2.0).workers
-        return {report.rank: report.failure and (report.failure.replaced, report.failure.fault.detail, report.failure.age_s) for report in workers}
+        return {
+            report.rank: report.failure
+            and (report.failure.replaced, report.failure.fault.detail, report.failure.age_s)
+            for report in workers
+        }
 
     def test_how_and_when_a_life_failed(self, node) -> None:
         agent = node()
         agent.alarm(1)
         died_at = agent.now - 0.01
         agent.exit(1)
-        assert self.reports(agent) == {0: None, 1: (False, "SIGKILL", pytest.approx(agent.now + 2.0 - died_at))}
+        assert self.reports(agent) == {
+            0: None,
+            1: (False, "SIGKILL", pytest.approx(agent.now + 2.0 - died_at)),
+        }
 
     def test_that_it_was_replaced_until_it_has_committed_again(self, node) -> None:
         agent = node()
@@ -376,7 +430,9 @@ class TestWithoutAManager:
         assert agent.alarm(1) == []
         assert agent.exit(1) == []
         assert agent.machine.next_deadline() == pytest.approx(agent.now - 0.01 + 2)
-        assert agent.tick() == [do.FallBack("cause", 0, "rank 1 ended with SIGKILL at step 5, and no manager answers")]
+        assert agent.tick() == [
+            do.FallBack("cause", 0, "rank 1 ended with SIGKILL at step 5, and no manager answers")
+        ]
         assert agent.machine.phase is NodePhase.DONE
 
     def test_and_longer_for_one_that_was(self, node) -> None:
@@ -399,11 +455,16 @@ class TestWithoutAManager:
         agent.send(ev.ManagerLost)
         tell, fall_back = agent.tick()
         assert passed_on([tell]) == [(0, "GiveUp")]
-        assert (tell.command.culprit, fall_back.reason) == (None, "rank 0 waits, and no manager answers")
+        assert (tell.command.culprit, fall_back.reason) == (
+            None,
+            "rank 0 waits, and no manager answers",
+        )
 
     def test_a_worker_that_raised_is_told_to_raise(self, node, make_fault) -> None:
         agent = node(1, manager=False)
-        agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True)
+        agent.worker(
+            ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x", version=5), True
+        )
         tell, fall_back = agent.tick()
         assert tell.command.culprit == 0
         assert isinstance(fall_back, do.FallBack)
@@ -413,11 +474,15 @@ class TestWithoutAManager:
         agent.send(ev.ManagerLost)
         agent.alarm(0)
         agent.exit(0, -9)
-        agent.worker(ev.WorkerRaised, 1, 0, make_fault(FaultKind.RAISED, 1, 0, "x", version=5), False)
+        agent.worker(
+            ev.WorkerRaised, 1, 0, make_fault(FaultKind.RAISED, 1, 0, "x", version=5), False
+        )
         agent.worker(ev.WorkerReturned, 2, 0, 10)
         registration = agent.machine.registration(agent.now)
-        assert [(report.state, report.version, report.clean) for report in registration.workers] == [
-            ("lost", 5, True), ("paused", 5, False), ("returned", 10, True), ("running", None, True),
+        assert [(report.state, report.version,
+        report.clean) for report in registration.workers] == [
+            ("lost", 5, True), ("paused", 5, False), ("returned", 10, True),
+            ("running", None, True),
         ]  # fmt: skip
         events = told(agent.send(ev.ManagerJoined, 3, 7, at=agent.now + 1))
         assert [type(event).__name__ for event in events] == [
@@ -430,16 +495,22 @@ class TestWithoutAManager:
         assert agent.machine.next_deadline() is None
 
     def test_what_happens_while_it_takes_our_registration_is_not_lost(self, node) -> None:
-        """The registration is on its way, and says less than what is known when the manager accepts it."""
+        """The registration on its way says less than what is known when it is accepted."""
         agent = node(2, manager=False, started=False)
         registration = agent.machine.registration(agent.now)
-        assert [(report.state, report.declared, report.entered) for report in registration.workers] == [("starting", False, False)] * 2
+        assert [
+            (report.state, report.declared, report.entered) for report in registration.workers
+        ] == [("starting", False, False)] * 2
         agent.worker(ev.WorkerStarted, 0, 1000)
         agent.worker(ev.WorkerDeclared, 0)
         agent.worker(ev.WorkerDeclared, 0, True)
         agent.worker(ev.WorkerStarted, 1, 1001)
         events = told(agent.send(ev.ManagerJoined, 0, 0))
-        assert [(type(event), event.rank) for event in events] == [(ev.WorkerStarted, 0), (ev.WorkerDeclared, 0), (ev.WorkerStarted, 1)]
+        assert [(type(event), event.rank) for event in events] == [
+            (ev.WorkerStarted, 0),
+            (ev.WorkerDeclared, 0),
+            (ev.WorkerStarted, 1),
+        ]
         assert events[1].entered
         assert all(event.now == agent.now for event in events)
 
@@ -453,9 +524,22 @@ class TestWithoutAManager:
         assert kinds(agent.exit(1, 0)) == ["FinishRun"]
 
     def test_registration_says_who_we_are(self, node) -> None:
-        agent = node(2, node_count=3, world_size=6, max_restarts=9, generation=2, restarts_used=1, incarnations={1: 4})
+        agent = node(
+            2,
+            node_count=3,
+            world_size=6,
+            max_restarts=9,
+            generation=2,
+            restarts_used=1,
+            incarnations={1: 4},
+        )
         event = agent.machine.registration(7.0, "why")
-        assert (event.now, event.cause, event.node_rank, event.agent_incarnation) == (7.0, "why", 0, "me")
+        assert (event.now, event.cause, event.node_rank, event.agent_incarnation) == (
+            7.0,
+            "why",
+            0,
+            "me",
+        )
         assert (event.node_count, event.world_size, event.max_restarts) == (3, 6, 9)
         assert (event.generation, event.restarts_used) == (2, 1)
         assert [(report.rank, report.incarnation, report.state) for report in event.workers] == [

@@ -1,4 +1,7 @@
-"""NodeMachine under any history: it never starts a life twice, never talks to the dead, and always ends."""
+"""NodeMachine under any history.
+
+It never starts a life twice, never talks to the dead, and always ends.
+"""
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -25,7 +28,7 @@ class AnyNodeHistory(RuleBasedStateMachine):
         self.now = 0.0
         self.generation = 0
         self.spawned = {(0, 0), (1, 0)}
-        self.processes = {(0, 0), (1, 0)}      # spawned and not reaped
+        self.processes = {(0, 0), (1, 0)}  # spawned and not reaped
         self.killed: set[tuple[int, int]] = set()
 
     def send(self, kind, *details) -> list[do.Command]:
@@ -113,7 +116,9 @@ class AnyNodeHistory(RuleBasedStateMachine):
     @rule(step=AGES)
     def restart(self, step) -> None:
         self.generation += step
-        self.command(do.RestartGroup, 1, "x", tuple((rank, self.life(rank, 0) + step) for rank in range(2)))
+        self.command(
+            do.RestartGroup, 1, "x", tuple((rank, self.life(rank, 0) + step) for rank in range(2))
+        )
 
     @rule()
     def release(self) -> None:
@@ -133,7 +138,11 @@ class AnyNodeHistory(RuleBasedStateMachine):
     @invariant()
     def processes_are_known(self) -> None:
         if hasattr(self, "machine") and self.machine.phase is not NodePhase.DONE:
-            known = {(life.rank, life.incarnation) for life in self.machine.lives.all() if life.has_process}
+            known = {
+                (life.rank, life.incarnation)
+                for life in self.machine.lives.all()
+                if life.has_process
+            }
             assert known == self.processes
 
     def teardown(self) -> None:
@@ -149,5 +158,7 @@ class AnyNodeHistory(RuleBasedStateMachine):
         assert replay(fresh, entries) == []
 
 
-AnyNodeHistory.TestCase.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=40, deadline=None)
+AnyNodeHistory.TestCase.settings = settings(
+    max_examples=settings.default.max_examples, stateful_step_count=40, deadline=None
+)
 TestAnyNodeHistory = AnyNodeHistory.TestCase

@@ -1,4 +1,7 @@
-"""Buddies: never on the same host, the same whoever computes them; and what mirrors are worth when a node is lost."""
+"""Buddies: never on the same host, the same whoever computes them.
+
+And what mirrors are worth when a node is lost.
+"""
 
 import pytest
 from hypothesis import given
@@ -24,8 +27,8 @@ def test_a_buddy_is_the_next_node_on_another_host(hosts: dict[int, str]) -> None
     for node, buddy in pairs.items():
         assert hosts[buddy] != hosts[node]
         start = order.index(node)
-        around = [*order[start + 1:], *order[:start]]
-        assert all(hosts[between] == hosts[node] for between in around[:around.index(buddy)])
+        around = [*order[start + 1 :], *order[:start]]
+        assert all(hosts[between] == hosts[node] for between in around[: around.index(buddy)])
 
 
 @given(HOSTS, st.randoms())
@@ -59,7 +62,10 @@ class TestPairing:
     def test_nodes_are_paired_when_all_have_asked(self, trio) -> None:
         assert ask(trio, 0, "a") == ask(trio, 2, "c") == []
         pairs = ask(trio, 1, "b")
-        assert [(pair.node_rank, pair.buddy, pair.address, pair.incarnation, pair.sources) for pair in pairs] == [
+        assert [
+            (pair.node_rank, pair.buddy, pair.address, pair.incarnation, pair.sources)
+            for pair in pairs
+        ] == [
             (0, 1, "address-1:1", "agent1", ((2, "agent2"),)),
             (1, 2, "address-2:1", "agent2", ((0, "agent0"),)),
             (2, 0, "address-0:1", "agent0", ((1, "agent1"),)),
@@ -75,7 +81,10 @@ class TestPairing:
         for node, host in enumerate("abc"):
             ask(trio, node, host)
         pairs = trio.send(ev.AgentMirrors, 1, "b", "elsewhere:1")
-        assert [(pair.node_rank, pair.address) for pair in pairs] == [(0, "elsewhere:1"), (1, "address-2:1")]
+        assert [(pair.node_rank, pair.address) for pair in pairs] == [
+            (0, "elsewhere:1"),
+            (1, "address-2:1"),
+        ]
 
     def test_on_one_host_that_is_said_once(self, trio) -> None:
         ask(trio, 0, "a")
@@ -87,7 +96,9 @@ class TestPairing:
         first = [command for node, host in enumerate("abb") for command in ask(trio, node, host)]
         later = manager(nodes=3, per_node=2, strategies="dump").joined()
         second = [command for node in (2, 0, 1) for command in ask(later, node, "abb"[node])]
-        assert [(pair.node_rank, pair.buddy, pair.sources) for pair in first] == [(pair.node_rank, pair.buddy, pair.sources) for pair in second]
+        assert [(pair.node_rank, pair.buddy, pair.sources) for pair in first] == [
+            (pair.node_rank, pair.buddy, pair.sources) for pair in second
+        ]
 
     def test_a_job_that_ends_pairs_nobody(self, trio) -> None:
         trio.send(ev.AgentLeft, 2, "failed", "")
@@ -107,7 +118,9 @@ def lose_node_2(job, *, held: tuple[tuple[int, tuple[int, ...]], ...]) -> list[d
 
 
 class TestNodeLoss:
-    def test_its_ranks_hold_what_the_buddy_mirrors_and_ranks_of_the_buddy_write_it(self, trio) -> None:
+    def test_its_ranks_hold_what_the_buddy_mirrors_and_ranks_of_the_buddy_write_it(
+        self, trio
+    ) -> None:
         dump = only(lose_node_2(trio, held=((4, (6, 9)), (5, (6, 9)))), do.Dump)
         assert (dump.version, dump.writers) == (9, (0, 1, 2, 3))
         assert dict(dump.orphaned).keys() == {4, 5}
@@ -129,7 +142,10 @@ class TestNodeLoss:
     def test_snapshots_that_it_had_itself_are_lost_with_it(self, trio) -> None:
         trio.machine.membership.members[4].snapshots = (6, 9)
         end = only(lose_node_2(trio, held=((5, (6, 9)),)), do.GiveUp)
-        assert "no version of the state is complete: shard s4 (rank 4) has no live copy and no snapshot" in end.reason
+        assert (
+            "no version of the state is complete: shard s4 (rank 4) has no live copy and no "
+            "snapshot"
+        ) in end.reason
 
     def test_what_a_node_said_of_mirrors_goes_with_it(self, trio) -> None:
         trio.send(ev.MirrorsHeld, 0, ((4, (6, 9)), (5, (6, 9))))

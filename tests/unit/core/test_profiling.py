@@ -28,7 +28,9 @@ KNOWN = (Domain.OFF, Domain.ON, Domain.EXCEPTION)
 STATUSES = [status_of(Domains(*pair)) for pair in itertools.product(KNOWN, KNOWN)]
 
 
-@pytest.mark.parametrize("on", [set(some) for size in range(6) for some in itertools.combinations(SWITCHES, size)])
+@pytest.mark.parametrize(
+    "on", [set(some) for size in range(6) for some in itertools.combinations(SWITCHES, size)]
+)
 def test_the_default_domain_is_on_unless_all_five_are_off(on: set[str]) -> None:
     code = code_of({name: name in on for name in SWITCHES})
     assert code == (700 if not on else 711 if COMMUNICATION in on else 710)
@@ -41,8 +43,9 @@ def test_a_switch_that_is_not_named_is_off() -> None:
 
 
 def test_the_codes_and_answers_are_those_of_the_contract() -> None:
-    assert {code: (asked_by(code).default.value, asked_by(code).communication.value) for code in CODES} == {
-        700: (0, 0), 701: (0, 1), 710: (1, 0), 711: (1, 1)}
+    assert {
+        code: (asked_by(code).default.value, asked_by(code).communication.value) for code in CODES
+    } == {700: (0, 0), 701: (0, 1), 710: (1, 0), 711: (1, 1)}
     assert STATUSES == [1400, 1401, 1402, 1410, 1411, 1412, 1420, 1421, 1422]
     for status in STATUSES:
         assert status_of(said_by(status)) == status
@@ -117,15 +120,22 @@ def test_an_earlier_life_does_not_count() -> None:
     assert board.is_met([0])
 
 
-MOVES = st.lists(st.one_of(
-    st.tuples(st.just("ask"), st.sampled_from(CODES)),
-    st.tuples(st.just("heard"), st.integers(0, 3), st.integers(0, 2), st.sampled_from(STATUSES)),
-    st.tuples(st.just("wait"), st.floats(0, 40)),
-), max_size=60)
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(CODES)),
+        st.tuples(
+            st.just("heard"), st.integers(0, 3), st.integers(0, 2), st.sampled_from(STATUSES)
+        ),
+        st.tuples(st.just("wait"), st.floats(0, 40)),
+    ),
+    max_size=60,
+)
 
 
 @given(MOVES)
-def test_it_is_told_again_exactly_while_the_newest_lives_do_not_do_what_is_wanted(moves: list[tuple]) -> None:
+def test_it_is_told_again_exactly_while_the_newest_lives_do_not_do_what_is_wanted(
+    moves: list[tuple],
+) -> None:
     board, now, ranks = Switchboard(), 0.0, range(4)
     newest: dict[int, tuple[int, int]] = {}
     wanted = told_at = None
@@ -143,7 +153,9 @@ def test_it_is_told_again_exactly_while_the_newest_lives_do_not_do_what_is_wante
         else:
             now += move[1]
         assert board.wanted == wanted
-        fits = wanted is None or all(newest.get(rank, (0, 0))[1] == wanted - 700 + 1400 for rank in ranks)
+        fits = wanted is None or all(
+            newest.get(rank, (0, 0))[1] == wanted - 700 + 1400 for rank in ranks
+        )
         assert board.is_met(ranks) == fits
         due = board.take_due(ranks, now)
         assert due == (not fits and now >= told_at + RESEND_S)
@@ -151,7 +163,9 @@ def test_it_is_told_again_exactly_while_the_newest_lives_do_not_do_what_is_wante
             told_at = now
 
 
-def test_a_node_passes_on_what_is_wanted_to_new_workers_and_keeps_answers_for_a_new_manager() -> None:
+def test_a_node_passes_on_what_is_wanted_to_new_workers_and_keeps_answers_for_a_new_manager() -> (
+    None
+):
     exchange = Exchange()
     assert exchange.for_new_worker() is None
     exchange.ask(711)

@@ -22,14 +22,36 @@ def group(entered: int, left: int, number: int = 7, name: str = "0") -> GroupMar
 def waiting(rank: int, still_s: float = 2.5, **changes) -> Mark:
     """A rank that has begun a collective which culprits have not."""
     return dataclasses.replace(
-        Mark(rank, 0, 0, 20, "backward", still_s, is_waiting=True, slowest_s=STEP_S, groups=(group(41, 40),)), **changes
+        Mark(
+            rank,
+            0,
+            0,
+            20,
+            "backward",
+            still_s,
+            is_waiting=True,
+            slowest_s=STEP_S,
+            groups=(group(41, 40),),
+        ),
+        **changes,
     )
 
 
 def standing(rank: int, still_s: float = 2.5, **changes) -> Mark:
     """A rank that should have begun it."""
     return dataclasses.replace(
-        Mark(rank, 0, 0, 20, "forward", still_s, activity=of.ASLEEP, slowest_s=STEP_S, groups=(group(40, 40),)), **changes
+        Mark(
+            rank,
+            0,
+            0,
+            20,
+            "forward",
+            still_s,
+            activity=of.ASLEEP,
+            slowest_s=STEP_S,
+            groups=(group(40, 40),),
+        ),
+        **changes,
     )
 
 
@@ -51,7 +73,11 @@ def test_the_rank_that_others_wait_for_is_the_culprit() -> None:
     assert verdict is not None
     (culprit,) = verdict.culprits
     assert culprit.rank == 2
-    assert culprit.detail == "asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in all_reduce 41 of group 0, which it has not begun"
+    assert culprit.detail == (
+        "asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in "
+        "all_reduce "
+        "41 of group 0, which it has not begun"
+    )
 
 
 def test_nobody_is_one_before_the_floor_or_when_nobody_waits() -> None:
@@ -60,9 +86,17 @@ def test_nobody_is_one_before_the_floor_or_when_nobody_waits() -> None:
 
 
 def test_an_agent_that_is_late_makes_nobody_stand_longer() -> None:
-    """What its ranks do meanwhile is not known: neither that they stand, nor that they still wait."""
+    """What its ranks do meanwhile is not known.
+
+    Neither that they stand, nor that they still wait.
+    """
     for late_s in (0.2, 1.5, 25.0):
-        assert judge(waiting(0, 1.9), waiting(1, 1.9), standing(2, 1.9), waiting(3, 1.9), after_s=late_s) is None
+        assert (
+            judge(
+                waiting(0, 1.9), waiting(1, 1.9), standing(2, 1.9), waiting(3, 1.9), after_s=late_s
+            )
+            is None
+        )
     progress = Progress(TIMEOUTS)
     progress.note(100.0, [standing(2), standing(3)])
     progress.note(105.0, [waiting(0), waiting(1)])
@@ -79,22 +113,42 @@ def test_the_network_is_not_blamed_while_an_agent_is_late() -> None:
 
 
 def test_a_victim_that_does_not_look_like_one_is_none() -> None:
-    """Calls of NCCL come back at once: rank 1 has begun what rank 2 has not, so it waits, whatever it looks like."""
+    """Calls of NCCL come back at once.
+
+    Rank 1 has begun what rank 2 has not, so it waits, whatever it looks like.
+    """
     groups = {1: (group(40, 40),), 2: (group(39, 39),)}
     ranks = [
-        standing(0, 9.0, groups=(group(41, 41),)), standing(1, 9.0, groups=groups[1]),
-        standing(2, 9.0, groups=groups[2], phase="checkpoint"), standing(3, 9.0, groups=(group(41, 41),)),
+        standing(0, 9.0, groups=(group(41, 41),)),
+        standing(1, 9.0, groups=groups[1]),
+        standing(2, 9.0, groups=groups[2], phase="checkpoint"),
+        standing(3, 9.0, groups=(group(41, 41),)),
     ]
     assert judge(*ranks) is None
 
 
 def test_a_rank_that_waited_when_it_last_spoke_gets_time() -> None:
-    """Its Python thread gets no processor: the machine has too much to do, with a checkpoint for example."""
-    ranks = [waiting(0, 9.0), waiting(1, 9.0, python_s=1.5, activity=of.ASLEEP), standing(2, 9.0, phase="checkpoint"), waiting(3, 9.0)]
+    """Its Python thread gets no processor.
+
+    The machine has too much to do, with a checkpoint for example.
+    """
+    ranks = [
+        waiting(0, 9.0),
+        waiting(1, 9.0, python_s=1.5, activity=of.ASLEEP),
+        standing(2, 9.0, phase="checkpoint"),
+        waiting(3, 9.0),
+    ]
     assert judge(*ranks) is None
     starved = dataclasses.replace(ranks[1], frozen_s=1.2)
     assert judge(ranks[0], starved, *ranks[2:]) is None
-    assert judge(ranks[0], dataclasses.replace(starved, is_waiting=False, groups=(group(40, 40),)), *ranks[2:]) is None
+    assert (
+        judge(
+            ranks[0],
+            dataclasses.replace(starved, is_waiting=False, groups=(group(40, 40),)),
+            *ranks[2:],
+        )
+        is None
+    )
 
 
 def test_a_checkpoint_of_all_with_a_call_left_open_is_not_the_network() -> None:
@@ -115,8 +169,8 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
         ({"activity": of.BUSY}, 300.0),
         ({"activity": of.DISK}, 300.0),
         ({"activity": of.UNKNOWN}, 300.0),
-        ({"activity": of.BUSY, "python_s": 2.0}, 2.0),            # the interpreter lock is kept
-        ({"activity": of.DISK, "python_s": 2.0}, 300.0),           # ... by a library that reads a file
+        ({"activity": of.BUSY, "python_s": 2.0}, 2.0),  # the interpreter lock is kept
+        ({"activity": of.DISK, "python_s": 2.0}, 300.0),  # ... by a library that reads a file
         ({"phase": "data"}, 300.0),
         ({"phase": "data", "activity": of.BUSY, "python_s": 2.0}, 300.0),
         ({"phase": "checkpoint"}, 1800.0),
@@ -125,15 +179,20 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
         ({"phase": "evaluation"}, 1800.0),
         ({"phase": "evaluation", "evaluation_s": 200.0}, 600.0),
         ({"phase": "entered"}, 600.0),
-        ({"slowest_s": 0.0}, 600.0),                              # it has not done two steps yet
+        ({"slowest_s": 0.0}, 600.0),  # it has not done two steps yet
         ({"activity": of.TRACED}, None),
         ({"phase": "returned"}, None),
     ],
 )
-def test_how_long_a_rank_may_stand_depends_on_what_it_does(changes: dict, limit_s: float | None) -> None:
+def test_how_long_a_rank_may_stand_depends_on_what_it_does(
+    changes: dict, limit_s: float | None
+) -> None:
     def ranks(still_s: float) -> list[Mark]:
         slowest = {"slowest_s": changes["slowest_s"]} if changes.get("slowest_s") else {}
-        return [*(waiting(rank, still_s, **slowest) for rank in (0, 1, 3)), standing(2, still_s, **changes)]
+        return [
+            *(waiting(rank, still_s, **slowest) for rank in (0, 1, 3)),
+            standing(2, still_s, **changes),
+        ]
 
     if limit_s is None:
         assert judge(*ranks(100_000.0)) is None
@@ -143,7 +202,12 @@ def test_how_long_a_rank_may_stand_depends_on_what_it_does(changes: dict, limit_
 
 
 def test_a_checkpoint_of_another_rank_teaches_too() -> None:
-    ranks = [waiting(0, 400.0, checkpoint_s=60.0), waiting(1, 400.0), standing(2, 400.0, phase="checkpoint"), waiting(3, 400.0)]
+    ranks = [
+        waiting(0, 400.0, checkpoint_s=60.0),
+        waiting(1, 400.0),
+        standing(2, 400.0, phase="checkpoint"),
+        waiting(3, 400.0),
+    ]
     assert culprits(judge(*ranks)) == [2]
 
 
@@ -160,7 +224,9 @@ def test_what_took_long_and_hangs_again_at_the_same_step_gets_more_time() -> Non
 
 def test_the_steps_of_those_who_waited_for_a_checkpoint_are_not_the_measure() -> None:
     slow = {"slowest_s": 60.0}
-    assert culprits(judge(waiting(0, **slow), waiting(1), standing(2, **slow), waiting(3, **slow))) == [2]
+    assert culprits(
+        judge(waiting(0, **slow), waiting(1), standing(2, **slow), waiting(3, **slow))
+    ) == [2]
 
 
 def test_a_stopped_rank_is_found_even_if_nobody_waits_yet() -> None:
@@ -168,7 +234,9 @@ def test_a_stopped_rank_is_found_even_if_nobody_waits_yet() -> None:
     moving = [waiting(rank, 0.01, is_waiting=False) for rank in (0, 1, 3)]
     assert culprits(judge(*moving, stopped)) == [2]
     assert judge(*moving, dataclasses.replace(stopped, activity=of.DISK)) is None
-    assert culprits(judge(*moving, dataclasses.replace(stopped, activity=of.DISK, frozen_s=31.0))) == [2]
+    assert culprits(
+        judge(*moving, dataclasses.replace(stopped, activity=of.DISK, frozen_s=31.0))
+    ) == [2]
     assert judge(*moving, dataclasses.replace(stopped, activity=of.TRACED, frozen_s=1000.0)) is None
 
 
@@ -186,25 +254,38 @@ def test_a_rank_that_was_stopped_while_it_waited_is_still_the_culprit() -> None:
 
 
 def test_when_all_would_be_killed_nobody_is() -> None:
-    assert judge(*(standing(rank, 9.0, frozen_s=9.0, activity=of.STOPPED) for rank in range(4))) is None
+    assert (
+        judge(*(standing(rank, 9.0, frozen_s=9.0, activity=of.STOPPED) for rank in range(4)))
+        is None
+    )
 
 
 def test_all_in_the_same_collective_is_the_network() -> None:
     verdict = judge(*(waiting(rank, 31.0) for rank in range(4)))
     assert verdict is not None
     assert verdict.culprits == ()
-    assert verdict.network == "all ranks wait in all_reduce 41 of group 0 for 31.0 s: the same collective"
+    assert verdict.network == (
+        "all ranks wait in all_reduce 41 of group 0 for 31.0 s: the same collective"
+    )
     assert judge(*(waiting(rank, 29.0) for rank in range(4))) is None
-    assert judge(*(waiting(rank, 31.0) for rank in range(3)), standing(3, 31.0, phase="checkpoint")) is None
+    assert (
+        judge(*(waiting(rank, 31.0) for rank in range(3)), standing(3, 31.0, phase="checkpoint"))
+        is None
+    )
 
 
 def test_ranks_in_collectives_that_do_not_fit_together_are_all_left_alone() -> None:
     theirs = (group(41, 40), group(10, 10, number=8, name="1"))
     his = (group(40, 40), group(11, 10, number=8, name="1"))
-    verdict = judge(*(waiting(rank, 31.0, groups=theirs) for rank in (0, 1, 3)), waiting(2, 31.0, groups=his))
+    verdict = judge(
+        *(waiting(rank, 31.0, groups=theirs) for rank in (0, 1, 3)), waiting(2, 31.0, groups=his)
+    )
     assert verdict is not None
     assert verdict.culprits == ()
-    assert "all_reduce 11 of group 1 and all_reduce 41 of group 0 for 31.0 s: collectives that do not fit together" in verdict.network
+    assert (
+        "all_reduce 11 of group 1 and all_reduce 41 of group 0 for 31.0 s: collectives that do "
+        "not fit together"
+    ) in verdict.network
 
 
 def test_nccl_calls_come_back_at_once_so_counts_decide() -> None:
@@ -224,7 +305,10 @@ def test_marks_of_another_generation_or_life_count_for_nothing() -> None:
 
 
 class Model:
-    """Four ranks in lockstep, in virtual time: each does its own work, then all reduce together. Looked at as agents do."""
+    """Four ranks in lockstep, in virtual time: each does its own work, then all reduce together.
+
+    Looked at as agents do.
+    """
 
     def __init__(self) -> None:
         self.progress = Progress(TIMEOUTS)
@@ -235,14 +319,27 @@ class Model:
         self.looked_at = 0.0
         self.verdicts: list[Verdict] = []
 
-    def step(self, took: list[float], phase: str = "forward", activity: str = of.ASLEEP, *, learn: bool = True) -> None:
+    def step(
+        self,
+        took: list[float],
+        phase: str = "forward",
+        activity: str = of.ASLEEP,
+        *,
+        learn: bool = True,
+    ) -> None:
         """One step in which rank i works for took[i] seconds, unless a verdict comes first."""
         began, end = self.now, self.now + max(took)
-        while (look := self.looked_at + (0.25 if self.now - began > 0.75 or end - began > 0.75 else 1.0)) < end:
+        while (
+            look := self.looked_at
+            + (0.25 if self.now - began > 0.75 or end - began > 0.75 else 1.0)
+        ) < end:
             self.looked_at = max(look, began)
             self.now = self.looked_at
             still = self.now - began
-            self.progress.note(self.now, [self._mark(rank, still, took[rank], phase, activity) for rank in range(4)])
+            self.progress.note(
+                self.now,
+                [self._mark(rank, still, took[rank], phase, activity) for rank in range(4)],
+            )
             verdict = self.progress.judge(self.now, 0, LIVES)
             if verdict is not None:
                 self.verdicts.append(verdict)
@@ -256,20 +353,43 @@ class Model:
             waited = max(took) if phase != "checkpoint" or took[rank] < max(took) else own
             self.slowest[rank] = max(self.slowest[rank], waited)
             if phase == "checkpoint":
-                self.longest_checkpoint[rank] = max(self.longest_checkpoint[rank], took[rank] if took[rank] == max(took) else 0.0)
+                self.longest_checkpoint[rank] = max(
+                    self.longest_checkpoint[rank], took[rank] if took[rank] == max(took) else 0.0
+                )
 
     def _mark(self, rank: int, still: float, took: float, phase: str, activity: str) -> Mark:
         common = {"slowest_s": self.slowest[rank], "checkpoint_s": self.longest_checkpoint[rank]}
         if still >= took:
-            return Mark(rank, 0, 0, self.version, "backward", still - took, is_waiting=True,
-                        groups=(group(self.version + 1, self.version),), **common)
-        return Mark(rank, 0, 0, self.version, phase, still, activity=activity if still > 1.5 else of.UNKNOWN,
-                    groups=(group(self.version, self.version),), **common)
+            return Mark(
+                rank,
+                0,
+                0,
+                self.version,
+                "backward",
+                still - took,
+                is_waiting=True,
+                groups=(group(self.version + 1, self.version),),
+                **common,
+            )
+        return Mark(
+            rank,
+            0,
+            0,
+            self.version,
+            phase,
+            still,
+            activity=activity if still > 1.5 else of.UNKNOWN,
+            groups=(group(self.version, self.version),),
+            **common,
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_false_alarm_in_ten_thousand_steps(seed: int) -> None:
-    """1 % of the steps 20 times slower on one rank, which sleeps; a slow first step; a checkpoint of a minute, twice."""
+    """1 % of the steps 20 times slower on one rank, which sleeps; a slow first step.
+
+    A checkpoint of a minute, twice.
+    """
     chance, model = random.Random(seed), Model()
     model.step([30.0, 31.0, 45.0, 30.5], activity=of.BUSY)
     slow = 0

@@ -21,12 +21,22 @@ class TestOneDeath:
         assert job.worker(ev.WorkerStarted, 2, 4711) == job.worker(ev.WorkerDeclared, 2) == []
         (resume,) = job.pause(2, None)
         assert isinstance(resume, do.Resume)
-        assert (resume.generation, resume.version, resume.restarts_used, resume.cause) == (1, 5, 1, "e6")
+        assert (resume.generation, resume.version, resume.restarts_used, resume.cause) == (
+            1,
+            5,
+            1,
+            "e6",
+        )
         assert plan(resume) == {0: None, 1: None, 2: 0, 3: None}
         assert job.recover(0) == job.recover(1) == job.recover(3) == []
         record = only(job.recover(2, took=0.2), do.RecordRecovery).record
         assert job.machine.phase is Phase.RUNNING
-        assert (record.generation, record.strategy, record.version, record.steps_redone) == (1, "recover-in-place", 5, 0)
+        assert (record.generation, record.strategy, record.version, record.steps_redone) == (
+            1,
+            "recover-in-place",
+            5,
+            0,
+        )
         assert record.sources == ((0, "kept"), (1, "kept"), (2, "rank 0"), (3, "kept"))
         assert (record.restarts_used, record.max_restarts, record.followers) == (1, 100, 0)
         assert record.detect_s == pytest.approx(0.002)
@@ -36,20 +46,31 @@ class TestOneDeath:
         assert (record.groups_s, record.state_s, record.first_step_s) == (0.2, 0.1, 0.05)
         assert record.total_s == pytest.approx(0.002 + 0.10)
 
-    def test_the_record_tells_how_it_died_when_that_came_to_be_known(self, manager, make_fault) -> None:
+    def test_the_record_tells_how_it_died_when_that_came_to_be_known(
+        self, manager, make_fault
+    ) -> None:
         job = manager().joined()
         job.lose(2)
-        assert job.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.KILLED, 2, 0, "SIGKILL"), incarnation=0) == []
+        assert (
+            job.worker(
+                ev.WorkerExitKnown, 2, make_fault(FaultKind.KILLED, 2, 0, "SIGKILL"), incarnation=0
+            )
+            == []
+        )
         job.pause_all()
         record = only(job.recover_all(), do.RecordRecovery).record
-        assert [(fault.kind, fault.detail) for fault in record.faults] == [(FaultKind.KILLED, "SIGKILL")]
+        assert [(fault.kind, fault.detail) for fault in record.faults] == [
+            (FaultKind.KILLED, "SIGKILL")
+        ]
 
     def test_what_an_earlier_life_says_is_ignored_and_recorded(self, manager) -> None:
         job = manager().joined()
         job.lose(2)
         assert job.pause(2, 5, incarnation=0) == []
         assert job.worker(ev.WorkerLost, 2, None, 0.0, incarnation=0) == []
-        assert any("incarnation 0 of rank 2 is over" in line for line in job.machine.story.of_rank(2))
+        assert any(
+            "incarnation 0 of rank 2 is over" in line for line in job.machine.story.of_rank(2)
+        )
 
     def test_an_unknown_rank_is_ignored(self, manager) -> None:
         assert manager().joined().send(ev.WorkerFinished, 77, 0) == []
@@ -75,7 +96,7 @@ class TestOneDeath:
         job = manager().joined()
         job.lose(2, version=6)
         job.pause_all(5)
-        commands = job.lose(1, version=5)                # before a new step
+        commands = job.lose(1, version=5)  # before a new step
         assert only(commands, do.Interrupt).reach == 5
         assert only(commands, do.RecordRecovery).record.steps_redone == 1
         job.pause_all(5)
@@ -117,7 +138,9 @@ class TestSeveralDeaths:
         record = only(job.recover_all(), do.RecordRecovery).record
         assert [fault.rank for fault in record.faults] == [2, 0]
 
-    def test_one_after_resume_is_a_recovery_of_its_own_and_the_first_was_not_completed(self, manager) -> None:
+    def test_one_after_resume_is_a_recovery_of_its_own_and_the_first_was_not_completed(
+        self, manager
+    ) -> None:
         job = manager().joined()
         job.lose(2)
         job.pause_all()
@@ -126,12 +149,18 @@ class TestSeveralDeaths:
         interrupt, replacement, said = job.lose(3, age=0.0)
         assert (interrupt.generation, interrupt.cause, replacement.rank) == (2, f"e{job.count}", 3)
         assert (said.record.generation, [fault.rank for fault in said.record.faults]) == (1, [2])
-        assert said.record.not_completed == "before every rank had made a new step, rank 3 ended at step 5"
+        assert said.record.not_completed == (
+            "before every rank had made a new step, rank 3 ended at step 5"
+        )
         assert job.recover(1, generation=1) == []
         job.pause(0, 6), job.pause(1, 5), job.pause(2, 5)
         assert only(job.pause(3, None), do.Resume).version == 6
         record = only(job.recover_all(7), do.RecordRecovery).record
-        assert (record.generation, [fault.rank for fault in record.faults], record.restarts_used) == (2, [3], 2)
+        assert (
+            record.generation,
+            [fault.rank for fault in record.faults],
+            record.restarts_used,
+        ) == (2, [3], 2)
         assert record.not_completed == ""
         assert record.total_s > job.now - began, "it counts from the first death"
 
@@ -177,7 +206,9 @@ class TestSeveralDeaths:
         job = manager(per_node=2).joined()
         job.lose(0)
         job.pause(0, None)
-        assert "rank 1 was between optimizer.step() and commit()" in only(job.pause(1, 5, clean=False), do.RestartGroup).reason
+        assert ("rank 1 was between optimizer.step() and commit()") in only(
+            job.pause(1, 5, clean=False), do.RestartGroup
+        ).reason
 
     def test_a_rank_that_ended_as_it_should_is_not_waited_for(self, manager) -> None:
         job = manager(per_node=3).joined()
@@ -220,11 +251,15 @@ class TestExceptions:
         job.raise_(1)
         job.pause_all()
         assert job.raise_(1) == []
-        assert acts(job.tick()) == ["Interrupt"], "the second time its process is replaced: test_broken.py"
+        assert acts(job.tick()) == ["Interrupt"], (
+            "the second time its process is replaced: test_broken.py"
+        )
         job.pause_all(), job.pause_all()
         assert job.raise_(1) == []
         give_up = only(job.tick(), do.GiveUp)
-        assert give_up.reason == "the same exception came back: rank 1 raised ValueError: x at step 5"
+        assert give_up.reason == (
+            "the same exception came back: rank 1 raised ValueError: x at step 5"
+        )
         assert give_up.culprit == 1
         assert give_up.fault.traceback == "Traceback"
 
@@ -319,16 +354,23 @@ class TestBrokenCommunication:
             assert acts(job.tick()) == ["Interrupt"]
             job.pause_all()
         job.raise_(3, "reset", kind=FaultKind.COMMUNICATION)
-        assert only(job.tick(), do.GiveUp).reason.startswith("the same failure came 3 times: rank 3 lost")
+        assert only(job.tick(), do.GiveUp).reason.startswith(
+            "the same failure came 3 times: rank 3 lost"
+        )
 
 
 class TestRepeatedFailures:
     def test_what_taskd_refuses_is_not_tried_again(self, manager, make_fault) -> None:
         job = manager(per_node=2).joined()
-        refused = replace(make_fault(FaultKind.RAISED, 1, 0, "StateError: optimizer is a Wrapper", version=None), is_final=True)
+        refused = replace(
+            make_fault(FaultKind.RAISED, 1, 0, "StateError: optimizer is a Wrapper", version=None),
+            is_final=True,
+        )
         commands = job.worker(ev.WorkerRaised, 1, 0, refused, True, 0.0)
         (give_up,) = [command for command in commands if isinstance(command, do.GiveUp)]
-        assert give_up.reason == "rank 1 raised StateError: optimizer is a Wrapper. Trying again would change nothing"
+        assert give_up.reason == (
+            "rank 1 raised StateError: optimizer is a Wrapper. Trying again would change nothing"
+        )
         assert job.machine.restarts_used == 0
 
     def test_the_same_exit_three_times(self, manager) -> None:
@@ -350,7 +392,9 @@ class TestRepeatedFailures:
             if attempt < 2:
                 job.pause_all()
 
-    def test_known_only_after_the_recovery_it_is_no_reason_to_stop(self, manager, make_fault) -> None:
+    def test_known_only_after_the_recovery_it_is_no_reason_to_stop(
+        self, manager, make_fault
+    ) -> None:
         job = manager().joined()
         for _ in range(3):
             life = job.incarnation(2)
@@ -370,7 +414,9 @@ class TestRepeatedFailures:
         job = manager().joined()
         job.lose(2)
         for _ in range(2):
-            assert acts(job.lose(2, FaultKind.START_FAILED, "no memory", version=None)) == ["ReplaceWorker"]
+            assert acts(job.lose(2, FaultKind.START_FAILED, "no memory", version=None)) == [
+                "ReplaceWorker"
+            ]
         give_up = only(job.lose(2, FaultKind.START_FAILED, "no memory", version=None), do.GiveUp)
         assert "rank 2 could not be started: no memory" in give_up.reason
 
@@ -381,7 +427,8 @@ class TestRepeatedFailures:
             job.pause_all()
         give_up = only(job.lose(1), do.GiveUp)
         assert give_up.reason == (
-            "restart budget spent: 2 of 2 restarts used (--max_restarts) when rank 1 ended at step 5"
+            "restart budget spent: 2 of 2 restarts used (--max_restarts) when rank 1 ended at "
+            "step 5"
         )
         assert (give_up.culprit, job.machine.restarts_used) == (1, 2)
 

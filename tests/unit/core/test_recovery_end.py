@@ -13,7 +13,13 @@ class TestTheEnd:
         assert job.return_(0) == []
         assert job.return_(0) == []
         assert job.return_(1) == [do.Release("e6", 0)]
-        assert job.return_(1) == job.pause(1) == job.recover(1) == job.worker(ev.WorkerDeclared, 1) == []
+        assert (
+            job.return_(1)
+            == job.pause(1)
+            == job.recover(1)
+            == job.worker(ev.WorkerDeclared, 1)
+            == []
+        )
         assert job.worker(ev.WorkerFinished, 0) == job.worker(ev.WorkerFinished, 1) == []
         assert only(job.send(ev.AgentLeft, 0, "succeeded", ""), do.EndJob).succeeded
         assert job.machine.next_deadline() is None
@@ -46,11 +52,20 @@ class TestTheEnd:
         job.return_(0), job.return_(1)
         assert job.lose(0, FaultKind.CRASHED, "SIGSEGV", version=10) == []
         give_up = only(job.worker(ev.WorkerFinished, 1), do.GiveUp)
-        assert give_up.reason == "rank 0 ended with SIGSEGV at step 10 after the training function had returned everywhere"
-        assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob) == do.EndJob("e8", 0, False, give_up.reason)
+        assert give_up.reason == (
+            "rank 0 ended with SIGSEGV at step 10 after the training "
+            "function "
+            "had returned everywhere"
+        )
+        assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob) == do.EndJob(
+            "e8", 0, False, give_up.reason
+        )
 
     def test_a_node_that_went_on_without_us_leaves_nothing_to_decide(self, manager) -> None:
-        """The manager was stopped for longer than a fault may wait; what it finds when it goes on."""
+        """The manager was stopped for longer than a fault may wait.
+
+        What it finds when it goes on.
+        """
         job = manager(nodes=2, per_node=1).joined()
         assert kinds(job.lose(1)) == ["Interrupt", "ReplaceWorker"]
         record, end = job.send(ev.AgentLeft, 1, "fallback", "rank 1 ended, and no manager answers")
@@ -69,7 +84,9 @@ class TestTheEnd:
         job.return_(0), job.return_(1)
         assert job.lose(0) == job.worker(ev.WorkerFinished, 1) == []
         how = make_fault(FaultKind.EXITED, 0, 0, "exit 3")
-        assert "rank 0 ended with exit 3 after" in only(job.worker(ev.WorkerExitKnown, 0, how), do.GiveUp).reason
+        assert ("rank 0 ended with exit 3 after") in only(
+            job.worker(ev.WorkerExitKnown, 0, how), do.GiveUp
+        ).reason
 
     def test_the_first_of_two_late_failures_is_the_reason(self, manager) -> None:
         job = manager(per_node=2).joined()
@@ -133,7 +150,7 @@ class TestAgents:
 
     def test_thousands_of_ranks_are_handled_in_no_time(self, manager) -> None:
         job = manager(nodes=256, per_node=8)
-        job.machine.check = lambda: None                     # looks at every rank each time
+        job.machine.check = lambda: None  # looks at every rank each time
         job.joined()
         job.lose(77)
         resume = only(job.pause_all(), do.Resume)
@@ -141,7 +158,10 @@ class TestAgents:
 
 
 class TestANodeThatLeavesWhileItIsNeeded:
-    """Its only rank ended well, before it came to its function; that it is wanted back crosses its goodbye."""
+    """Its only rank ended well, before it came to its function.
+
+    That it is wanted back crosses its goodbye.
+    """
 
     def test_its_new_life_will_never_come(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
@@ -149,7 +169,10 @@ class TestANodeThatLeavesWhileItIsNeeded:
         job.worker(ev.WorkerDeclared, 1)
         assert kinds(job.worker(ev.WorkerFinished, 1)) == ["Interrupt", "ReplaceWorker"]
         give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
-        assert give_up.reason == "rank 1 ended with exit 0 before it came to its function, while others train, and node 1 has already left"
+        assert give_up.reason == (
+            "rank 1 ended with exit 0 before it came to its function, while "
+            "others train, and node 1 has already left"
+        )
 
     def test_nor_will_the_one_of_a_restarted_group(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)

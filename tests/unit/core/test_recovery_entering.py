@@ -1,6 +1,5 @@
 """RecoveryMachine: ranks that have declared and have not come to their function."""
 
-
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.phase import Phase
@@ -8,7 +7,9 @@ from tests.unit.core.answers import kinds, only
 
 
 class TestPatience:
-    def test_a_rank_that_has_not_come_to_its_function_may_take_as_long_as_a_start(self, manager) -> None:
+    def test_a_rank_that_has_not_come_to_its_function_may_take_as_long_as_a_start(
+        self, manager
+    ) -> None:
         job = manager(per_node=3).joined(declared=False)
         for rank in range(3):
             job.worker(ev.WorkerDeclared, rank, rank == 0)
@@ -49,7 +50,9 @@ class TestEndsBeforeItsFunction:
         job.worker(ev.WorkerDeclared, 0), job.worker(ev.WorkerDeclared, 1)
         assert job.worker(ev.WorkerFinished, 1) == []
         interrupt, replacement = job.worker(ev.WorkerDeclared, 0, True)
-        assert interrupt.reason == "rank 1 ended with exit 0 before it came to its function, while others train"
+        assert interrupt.reason == (
+            "rank 1 ended with exit 0 before it came to its function, while others train"
+        )
         assert (replacement.rank, replacement.incarnation) == (1, 1)
 
     def test_one_that_ends_while_another_trains_is_replaced(self, manager) -> None:
@@ -76,13 +79,19 @@ class TestEndsBeforeItsFunction:
 
     def test_a_manager_that_was_restarted_hears_who_trains(self, manager) -> None:
         job = manager(per_node=2)
-        reports = [ev.WorkerReport(0, 0, "running", declared=True, entered=True), ev.WorkerReport(1, 0, "finished", declared=True)]
+        reports = [
+            ev.WorkerReport(0, 0, "running", declared=True, entered=True),
+            ev.WorkerReport(1, 0, "finished", declared=True),
+        ]
         assert kinds(job.register(0, *reports)) == ["Interrupt", "ReplaceWorker"]
 
     def test_what_was_not_heard_for_a_lost_connection_is_taken_over(self, manager) -> None:
         job = manager(per_node=2).joined(declared=False)
         job.worker(ev.WorkerDeclared, 1)
-        reports = [ev.WorkerReport(0, 0, "running", declared=True, entered=True), ev.WorkerReport(1, 0, "finished", declared=True)]
+        reports = [
+            ev.WorkerReport(0, 0, "running", declared=True, entered=True),
+            ev.WorkerReport(1, 0, "finished", declared=True),
+        ]
         assert kinds(job.register(0, *reports)) == ["Interrupt", "ReplaceWorker"]
 
     def test_nothing_is_wanted_back_after_all_have_returned(self, manager) -> None:

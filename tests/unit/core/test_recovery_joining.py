@@ -1,4 +1,7 @@
-"""RecoveryMachine: registrations, refusals, reconnections, and a manager that was started again in the middle."""
+"""RecoveryMachine.
+
+Registrations, refusals, reconnections, and a manager that was started again in the middle.
+"""
 
 import pytest
 
@@ -37,7 +40,9 @@ class TestJoining:
         job.lose(0)
         job.hear_all_until(120.0)
         (give_up,) = job.tick(at=131.0)
-        assert give_up.reason == "rank 0 ended at step 5, and ranks [1] are not known to this manager"
+        assert give_up.reason == (
+            "rank 0 ended at step 5, and ranks [1] are not known to this manager"
+        )
 
     def test_exceptions_are_kept_too(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
@@ -86,9 +91,18 @@ class TestJoining:
         [
             ({"agent": "other"}, "node 0 is taken by agent agent0"),
             ({"world_size": 9}, "the job has 4 ranks, this agent says 9"),
-            ({"reports": [Report(9, 0, "running"), Report(3, 0, "running")], "node": 1}, "rank 9 is outside of a world of 4"),
-            ({"reports": [Report(0, 0, "running"), Report(3, 0, "running")], "node": 1}, "rank 0 belongs to node 0"),
-            ({"reports": [Report(3, 0, "running"), Report(3, 0, "running")], "node": 1}, "the same rank is given twice"),
+            (
+                {"reports": [Report(9, 0, "running"), Report(3, 0, "running")], "node": 1},
+                "rank 9 is outside of a world of 4",
+            ),
+            (
+                {"reports": [Report(0, 0, "running"), Report(3, 0, "running")], "node": 1},
+                "rank 0 belongs to node 0",
+            ),
+            (
+                {"reports": [Report(3, 0, "running"), Report(3, 0, "running")], "node": 1},
+                "the same rank is given twice",
+            ),
         ],
     )
     def test_who_is_refused(self, manager, change, words) -> None:
@@ -106,10 +120,13 @@ class TestJoining:
         job.worker(ev.WorkerFinished, 1)
         job.send(ev.AgentLeft, 1, "succeeded", "")
         assert job.register(1, agent="a new one") == []
-        assert any("node 1 has left this job (succeeded)" in str(entry) for entry in job.machine.story)
+        assert any(
+            "node 1 has left this job (succeeded)" in str(entry) for entry in job.machine.story
+        )
 
     @pytest.mark.parametrize(
-        ("nodes", "per_node", "words"), [(3, None, "started for 3 nodes, this agent says 2"), (2, 4, "for 4 ranks per node")]
+        ("nodes", "per_node", "words"),
+        [(3, None, "started for 3 nodes, this agent says 2"), (2, 4, "for 4 ranks per node")],
     )
     def test_what_the_user_promised_is_checked(self, nodes, per_node, words) -> None:
         machine = RecoveryMachine("job", Timeouts.derive(), nodes, per_node)
@@ -136,9 +153,17 @@ class TestANewManager:
         job = manager(per_node=2)
         reports = [Report(rank, 3, "running", declared=True, version=7) for rank in range(2)]
         assert job.register(0, *reports, generation=5, used=4) == []
-        assert (job.machine.generation, job.machine.restarts_used, job.machine.phase) == (5, 4, Phase.RUNNING)
+        assert (job.machine.generation, job.machine.restarts_used, job.machine.phase) == (
+            5,
+            4,
+            Phase.RUNNING,
+        )
         interrupt, replacement = job.lose(0)
-        assert (interrupt.generation, replacement.incarnation, replacement.restarts_used) == (6, 4, 5)
+        assert (interrupt.generation, replacement.incarnation, replacement.restarts_used) == (
+            6,
+            4,
+            5,
+        )
 
     def test_finds_a_paused_worker(self, manager) -> None:
         job = manager(per_node=2)
@@ -161,32 +186,53 @@ class TestANewManager:
         commands = job.register(0, *reports)
         assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
         job.worker(ev.WorkerLost, 0, make_fault(FaultKind.LOST, 0), 3.0, (7,), incarnation=0)
-        job.worker(ev.WorkerExitKnown, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL"), incarnation=0)
+        job.worker(
+            ev.WorkerExitKnown, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL"), incarnation=0
+        )
         job.pause_all(7)
         assert [fault.detail for fault in job.recover_all(8)[0].record.faults] == ["SIGKILL"]
 
     def test_finds_a_lost_worker_and_is_told_how_and_when(self, manager, make_fault) -> None:
         job = manager(per_node=2)
         how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
-        commands = job.register(0, Report(0, 0, "lost", True, 7, failure=Failure(how, 5.0)), Report(1, 0, "running", True, 7))
+        commands = job.register(
+            0,
+            Report(0, 0, "lost", True, 7, failure=Failure(how, 5.0)),
+            Report(1, 0, "running", True, 7),
+        )
         died_at = job.now - 5.0
         assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
-        assert job.worker(ev.WorkerLost, 0, how, 5.0, (7,), incarnation=0) == [], "the agent says it once more"
+        assert job.worker(ev.WorkerLost, 0, how, 5.0, (7,), incarnation=0) == [], (
+            "the agent says it once more"
+        )
         job.pause_all(7)
         record = job.recover_all(8)[0].record
-        assert (record.strategy, [fault.detail for fault in record.faults], record.restarts_used) == ("recover-in-place", ["SIGKILL"], 1)
+        assert (
+            record.strategy,
+            [fault.detail for fault in record.faults],
+            record.restarts_used,
+        ) == ("recover-in-place", ["SIGKILL"], 1)
         assert record.total_s == pytest.approx(job.now - died_at)
 
     def test_finds_a_worker_that_was_just_replaced(self, manager, make_fault) -> None:
         """The earlier manager had ordered it, and had counted it."""
         job = manager(per_node=2)
         how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
-        commands = job.register(0, Report(0, 1, "paused", True, failure=Failure(how, 5.0, replaced=True)), Report(1, 0, "paused", True, 7),
-                                generation=1, used=1)
+        commands = job.register(
+            0,
+            Report(0, 1, "paused", True, failure=Failure(how, 5.0, replaced=True)),
+            Report(1, 0, "paused", True, 7),
+            generation=1,
+            used=1,
+        )
         died_at = job.now - 5.0
         assert kinds(commands) == ["Interrupt", "Resume"]
         record = job.recover_all(8)[0].record
-        assert (record.strategy, [fault.detail for fault in record.faults], record.restarts_used) == ("recover-in-place", ["SIGKILL"], 1)
+        assert (
+            record.strategy,
+            [fault.detail for fault in record.faults],
+            record.restarts_used,
+        ) == ("recover-in-place", ["SIGKILL"], 1)
         assert record.total_s == pytest.approx(job.now - died_at)
         assert record.reason == "the manager was restarted meanwhile"
 
@@ -195,12 +241,25 @@ class TestANewManager:
         job.register(0, *[Report(rank, 0, "paused", True, 7) for rank in range(2)], generation=1)
         record = job.recover_all(8)[0].record
         assert (record.strategy, record.faults) == ("retry", ())
-        assert record.reason.endswith("the manager was restarted meanwhile, and what came before is not known: the time counts from then")
+        assert record.reason.endswith(
+            "the manager was restarted meanwhile, and what came before "
+            "is not known: the time counts from then"
+        )
 
-    def test_a_replacement_that_trains_already_is_no_reason_to_stop(self, manager, make_fault) -> None:
+    def test_a_replacement_that_trains_already_is_no_reason_to_stop(
+        self, manager, make_fault
+    ) -> None:
         job = manager(per_node=2)
         how = make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7)
-        assert job.register(0, Report(0, 1, "running", True, 7, failure=Failure(how, 5.0, replaced=True)), Report(1, 0, "running", True, 7), generation=1) == []
+        assert (
+            job.register(
+                0,
+                Report(0, 1, "running", True, 7, failure=Failure(how, 5.0, replaced=True)),
+                Report(1, 0, "running", True, 7),
+                generation=1,
+            )
+            == []
+        )
         job.lose(1)
         job.pause_all(7)
         assert [fault.rank for fault in job.recover_all(8)[0].record.faults] == [1]
@@ -208,8 +267,15 @@ class TestANewManager:
     def test_hears_the_details_before_it_is_complete(self, manager, make_fault) -> None:
         job = manager(nodes=2, per_node=1)
         job.register(0, Report(0, 0, "lost", True, 7))
-        assert job.worker(ev.WorkerLost, 0, make_fault(FaultKind.LOST, 0, version=7), 3.0, (7,)) == []
-        assert job.worker(ev.WorkerLost, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7), 3.0) == []
+        assert (
+            job.worker(ev.WorkerLost, 0, make_fault(FaultKind.LOST, 0, version=7), 3.0, (7,)) == []
+        )
+        assert (
+            job.worker(
+                ev.WorkerLost, 0, make_fault(FaultKind.KILLED, 0, 0, "SIGKILL", version=7), 3.0
+            )
+            == []
+        )
         commands = job.register(1, Report(1, 0, "running", True, 7))
         assert kinds(commands) == ["Interrupt", "ReplaceWorker"]
         assert "SIGKILL" in commands[0].reason
@@ -220,7 +286,9 @@ class TestANewManager:
         assert job.pause(0, generation=1) == []
         assert kinds(job.register(1, Report(1, 0, "running", True), generation=1)) == ["Interrupt"]
 
-    def test_agents_that_heard_different_generations_mean_an_unfinished_recovery(self, manager) -> None:
+    def test_agents_that_heard_different_generations_mean_an_unfinished_recovery(
+        self, manager
+    ) -> None:
         job = manager(nodes=2, per_node=1)
         job.register(0, Report(0, 0, "running", True, 7), generation=3)
         (interrupt,) = job.register(1, Report(1, 0, "running", True, 7), generation=2)
@@ -234,7 +302,9 @@ class TestANewManager:
 
     def test_everybody_has_returned(self, manager) -> None:
         job = manager(per_node=2)
-        assert kinds(job.register(0, Report(0, 0, "returned", True, 9), Report(1, 0, "finished", True, 9))) == ["Release"]
+        assert kinds(
+            job.register(0, Report(0, 0, "returned", True, 9), Report(1, 0, "finished", True, 9))
+        ) == ["Release"]
 
     def test_the_others_left_before_it_came(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
@@ -276,7 +346,9 @@ class TestANewManager:
         job = manager(nodes=2, per_node=1)
         job.register(0, Report(0, 0, "paused", True, 9))
         job.hear_all_until(120.0)
-        assert job.tick(at=131.0)[0].reason == "a recovery is under way, and ranks [1] are not known to this manager"
+        assert job.tick(at=131.0)[0].reason == (
+            "a recovery is under way, and ranks [1] are not known to this manager"
+        )
 
 
 class TestAnAgentThatComesBack:
@@ -333,17 +405,24 @@ class TestAnAgentThatComesBack:
 
     def test_it_lost_a_worker_meanwhile(self, manager) -> None:
         job = manager(per_node=2).joined()
-        assert kinds(self.again(job, Report(0, 0, "running", True), Report(1, 0, "lost"))) == ["Interrupt", "ReplaceWorker"]
+        assert kinds(self.again(job, Report(0, 0, "running", True), Report(1, 0, "lost"))) == [
+            "Interrupt",
+            "ReplaceWorker",
+        ]
 
     def test_it_lost_a_worker_after_release(self, manager, make_fault) -> None:
         job = manager(per_node=2).joined()
         job.return_(0), job.return_(1)
         assert kinds(self.again(job, Report(0, 0, "finished"), Report(1, 0, "lost"))) == ["Release"]
-        assert kinds(job.worker(ev.WorkerLost, 1, make_fault(FaultKind.EXITED, 1, 0, "exit 3"), 1.0)) == ["GiveUp"]
+        assert kinds(
+            job.worker(ev.WorkerLost, 1, make_fault(FaultKind.EXITED, 1, 0, "exit 3"), 1.0)
+        ) == ["GiveUp"]
 
     def test_its_workers_returned_meanwhile(self, manager) -> None:
         job = manager(per_node=2).joined()
-        assert kinds(self.again(job, Report(0, 0, "returned"), Report(1, 0, "returned"))) == ["Release"]
+        assert kinds(self.again(job, Report(0, 0, "returned"), Report(1, 0, "returned"))) == [
+            "Release"
+        ]
 
     def test_after_it_was_given_up_for_lost(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined()
@@ -357,7 +436,10 @@ class TestAnAgentThatComesBack:
 
 
 def test_an_early_end_on_one_node_waits_for_the_other_node(manager) -> None:
-    """A rank of the first node ends without training, and its neighbour trains: the others are not known yet."""
+    """A rank of the first node ends without training, and its neighbour trains.
+
+    The others are not known yet.
+    """
     job = manager(nodes=2, per_node=2)
     job.register(0)
     job.worker(ev.WorkerDeclared, 0)

@@ -1,7 +1,7 @@
 """RecoveryMachine under any history: stale, repeated, crossing and senseless reports included.
 
-The model knows only what goes in and what comes out: which life of a rank is current, and who has said since the last
-Interrupt that it is outside.
+The model knows only what goes in and what comes out: which life of a rank is current, and who has
+said since the last Interrupt that it is outside.
 """
 
 import hypothesis.strategies as st
@@ -16,15 +16,25 @@ from taskd.core.phase import DUMPING, Phase
 from taskd.core.timeouts import Timeouts
 from taskd.replay import dump_lines, load_lines, replay
 
-KINDS = [FaultKind.LOST, FaultKind.KILLED, FaultKind.CRASHED, FaultKind.EXITED, FaultKind.START_FAILED]
+KINDS = [
+    FaultKind.LOST,
+    FaultKind.KILLED,
+    FaultKind.CRASHED,
+    FaultKind.EXITED,
+    FaultKind.START_FAILED,
+]
 STATES = ["starting", "running", "paused", "returned", "lost", "finished"]
 RANKS = st.integers(0, 3)
 VERSIONS = st.one_of(st.none(), st.integers(0, 3))
 
 
 class AnyHistory(RuleBasedStateMachine):
-    @initialize(nodes=st.sampled_from([1, 2]), budget=st.sampled_from([2, 1000]), generation=st.integers(0, 3),
-                strategies=st.sampled_from([(), ("dump",), ("recover-in-place", "dump")]))
+    @initialize(
+        nodes=st.sampled_from([1, 2]),
+        budget=st.sampled_from([2, 1000]),
+        generation=st.integers(0, 3),
+        strategies=st.sampled_from([(), ("dump",), ("recover-in-place", "dump")]),
+    )
     def begin(self, nodes: int, budget: int, generation: int, strategies: tuple[str, ...]) -> None:
         self.machine = RecoveryMachine("job", Timeouts.derive(30.0), strategies=strategies)
         self.nodes, self.budget = nodes, budget
@@ -34,7 +44,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.done: set[int] = set()
         self.outside: set[int] = set()
         self.entered: set[tuple[int, int]] = set()
-        self.raised_in: set[tuple[int, int]] = set()      # rank and life: its process may be broken
+        self.raised_in: set[tuple[int, int]] = set()  # rank and life: its process may be broken
         self.highest = (0, 0)
         self.last_resume: do.Resume | None = None
         self.is_finishing = False
@@ -56,9 +66,12 @@ class AnyHistory(RuleBasedStateMachine):
     def look_at_steps(self, command: do.Command) -> None:
         if isinstance(command, do.Interrupt):
             self.is_finishing = command.finish_step
-        elif isinstance(command, do.Advance) and command != self.last_advance:       # else: said again to an agent that came back
+        # else: said again to an agent that came back
+        elif isinstance(command, do.Advance) and command != self.last_advance:
             self.last_advance = command
-            assert self.is_finishing or set(command.ranks) <= self.outside, "somebody is sent on who does not wait"
+            assert self.is_finishing or set(command.ranks) <= self.outside, (
+                "somebody is sent on who does not wait"
+            )
             self.outside -= set(command.ranks)
 
     def look_at(self, command: do.Command) -> None:
@@ -67,10 +80,19 @@ class AnyHistory(RuleBasedStateMachine):
             assert command.incarnation == self.lives[command.rank]
             self.dead.add(command.rank)
         elif isinstance(command, do.ReplaceWorker):
-            if command.incarnation != self.lives[command.rank]:      # else: said again to an agent that came back
-                ended_before_it_began = command.rank in self.done and (command.rank, self.lives[command.rank]) not in self.entered
-                is_broken = command.rank in self.outside and (command.rank, self.lives[command.rank]) in self.raised_in
-                assert command.rank in self.dead or ended_before_it_began or is_broken, "a live or a finished rank was replaced"
+            # else: said again to an agent that came back
+            if command.incarnation != self.lives[command.rank]:
+                ended_before_it_began = (
+                    command.rank in self.done
+                    and (command.rank, self.lives[command.rank]) not in self.entered
+                )
+                is_broken = (
+                    command.rank in self.outside
+                    and (command.rank, self.lives[command.rank]) in self.raised_in
+                )
+                assert command.rank in self.dead or ended_before_it_began or is_broken, (
+                    "a live or a finished rank was replaced"
+                )
                 assert command.incarnation == self.lives[command.rank] + 1
                 self.lives[command.rank] = command.incarnation
                 self.dead.discard(command.rank)
@@ -78,20 +100,28 @@ class AnyHistory(RuleBasedStateMachine):
                 self.outside.discard(command.rank)
         elif isinstance(command, do.RestartGroup):
             if dict(command.incarnations) != self.lives:
-                assert dict(command.incarnations) == {rank: life + 1 for rank, life in self.lives.items()}
+                assert dict(command.incarnations) == {
+                    rank: life + 1 for rank, life in self.lives.items()
+                }
                 self.lives = dict(command.incarnations)
                 self.dead, self.done, self.outside = set(), set(), set()
         elif isinstance(command, do.Dump):
-            assert set(command.writers) <= self.outside - self.dead - self.done, "somebody writes who is not outside"
+            assert set(command.writers) <= self.outside - self.dead - self.done, (
+                "somebody writes who is not outside"
+            )
             assert command.writers
             assert command.version > 0
         elif isinstance(command, do.Publish):
             assert command.rank not in self.dead | self.done
-        elif isinstance(command, do.Resume) and command != self.last_resume:      # else: said again
+        elif isinstance(command, do.Resume) and command != self.last_resume:  # else: said again
             self.last_resume = command
             assert set(self.lives) - self.dead - self.done == {move.rank for move in command.moves}
-            assert {move.source for move in command.moves if move.source is not None} <= set(self.lives) - self.dead
-            assert {move.rank for move in command.moves} <= self.outside, "somebody is resumed who is not outside"
+            assert {move.source for move in command.moves if move.source is not None} <= set(
+                self.lives
+            ) - self.dead
+            assert {move.rank for move in command.moves} <= self.outside, (
+                "somebody is resumed who is not outside"
+            )
             self.outside = set()
 
     def life(self, rank: int, age: int) -> int:
@@ -100,11 +130,20 @@ class AnyHistory(RuleBasedStateMachine):
     def counts(self, rank: int, age: int = 0) -> bool:
         """Whether a report of this life is news."""
         is_known = rank in self.machine.membership.members
-        return is_known and self.life(rank, age) == self.lives[rank] and rank not in self.dead | self.done
+        return (
+            is_known
+            and self.life(rank, age) == self.lives[rank]
+            and rank not in self.dead | self.done
+        )
 
-    @rule(node=st.integers(0, 1), ages=st.lists(st.integers(0, 1), min_size=4, max_size=4), behind=st.integers(0, 1),
-          states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4), versions=st.lists(VERSIONS, min_size=4, max_size=4),
-          entered=st.lists(st.booleans(), min_size=4, max_size=4))
+    @rule(
+        node=st.integers(0, 1),
+        ages=st.lists(st.integers(0, 1), min_size=4, max_size=4),
+        behind=st.integers(0, 1),
+        states=st.lists(st.sampled_from(STATES), min_size=4, max_size=4),
+        versions=st.lists(VERSIONS, min_size=4, max_size=4),
+        entered=st.lists(st.booleans(), min_size=4, max_size=4),
+    )
     def registered(self, node, ages, behind, states, versions, entered) -> None:
         node %= self.nodes
         ranks = range(node * 4 // self.nodes, (node + 1) * 4 // self.nodes)
@@ -127,8 +166,22 @@ class AnyHistory(RuleBasedStateMachine):
                 if entered[rank]:
                     self.entered.add((rank, self.lives[rank]))
             declared = bool(age) or entered[rank]
-            reports.append(ev.WorkerReport(rank, self.life(rank, age), state, declared, versions[rank], True, entered[rank]))
-        self.send(ev.AgentRegistered, node, f"a{node}", self.nodes, 4, self.budget, generation, 0, tuple(reports))
+            reports.append(
+                ev.WorkerReport(
+                    rank, self.life(rank, age), state, declared, versions[rank], True, entered[rank]
+                )
+            )
+        self.send(
+            ev.AgentRegistered,
+            node,
+            f"a{node}",
+            self.nodes,
+            4,
+            self.budget,
+            generation,
+            0,
+            tuple(reports),
+        )
 
     @rule(rank=RANKS, age=st.integers(0, 1))
     def started(self, rank, age) -> None:
@@ -140,7 +193,13 @@ class AnyHistory(RuleBasedStateMachine):
             self.entered.add((rank, self.lives[rank]))
         self.send(ev.WorkerDeclared, rank, self.lives[rank], entered)
 
-    @rule(rank=RANKS, age=st.integers(0, 1), kind=st.sampled_from(KINDS), version=VERSIONS, ago=st.sampled_from([0.0, 0.2]))
+    @rule(
+        rank=RANKS,
+        age=st.integers(0, 1),
+        kind=st.sampled_from(KINDS),
+        version=VERSIONS,
+        ago=st.sampled_from([0.0, 0.2]),
+    )
     def lost(self, rank, age, kind, version, ago) -> None:
         life = self.life(rank, age)
         if self.counts(rank, age):
@@ -153,16 +212,30 @@ class AnyHistory(RuleBasedStateMachine):
         life = self.life(rank, age)
         self.send(ev.WorkerExitKnown, rank, life, Fault(kind, rank, life, kind.value))
 
-    @rule(rank=RANKS, age=st.integers(0, 1), version=VERSIONS, clean=st.booleans(), behind=st.sampled_from([0, 0, 0, 1]))
+    @rule(
+        rank=RANKS,
+        age=st.integers(0, 1),
+        version=VERSIONS,
+        clean=st.booleans(),
+        behind=st.sampled_from([0, 0, 0, 1]),
+    )
     def paused(self, rank, age, version, clean, behind) -> None:
         generation = self.machine.generation - behind
-        # Before everybody has joined it may speak of what an earlier manager began: it is outside until somebody resumes it.
+        # Before everybody has joined it may speak of what an earlier manager began: it is outside
+        # until somebody resumes it.
         if self.counts(rank, age) and (behind == 0 or self.machine.phase is Phase.JOINING):
             self.outside.add(rank)
         self.send(ev.WorkerPaused, rank, self.life(rank, age), generation, version, clean)
 
-    @rule(rank=RANKS, age=st.integers(0, 1), behind=st.integers(0, 1), text=st.sampled_from("ab"), version=VERSIONS,
-          communication=st.booleans(), clean=st.booleans())
+    @rule(
+        rank=RANKS,
+        age=st.integers(0, 1),
+        behind=st.integers(0, 1),
+        text=st.sampled_from("ab"),
+        version=VERSIONS,
+        communication=st.booleans(),
+        clean=st.booleans(),
+    )
     def raised(self, rank, age, behind, text, version, communication, clean) -> None:
         kind = FaultKind.COMMUNICATION if communication else FaultKind.RAISED
         life = self.life(rank, age)
@@ -179,19 +252,41 @@ class AnyHistory(RuleBasedStateMachine):
         is_voting = not (self.is_finishing and self.machine.phase is Phase.PAUSING)
         if self.counts(rank) and is_voting and (behind == 0 or self.machine.phase is Phase.JOINING):
             self.outside.add(rank)
-        self.send(ev.WorkerMayAdvance, rank, self.lives[rank], self.machine.generation - behind, version)
+        self.send(
+            ev.WorkerMayAdvance, rank, self.lives[rank], self.machine.generation - behind, version
+        )
 
     @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), version=st.integers(0, 3))
     def recovered(self, rank, behind, version) -> None:
-        self.send(ev.WorkerRecovered, rank, self.lives[rank], self.machine.generation - behind, version, 0.1, 0.1, 0.1)
+        self.send(
+            ev.WorkerRecovered,
+            rank,
+            self.lives[rank],
+            self.machine.generation - behind,
+            version,
+            0.1,
+            0.1,
+            0.1,
+        )
 
     @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]))
     def returned(self, rank, behind) -> None:
         self.send(ev.WorkerReturned, rank, self.lives[rank], self.machine.generation - behind, 3)
 
-    @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), stage=st.sampled_from(["written", "published", "failed"]))
+    @rule(
+        rank=RANKS,
+        behind=st.sampled_from([0, 0, 1]),
+        stage=st.sampled_from(["written", "published", "failed"]),
+    )
     def dumped(self, rank, behind, stage) -> None:
-        self.send(ev.WorkerDumped, rank, self.lives[rank], self.machine.generation - behind, stage, "somewhere")
+        self.send(
+            ev.WorkerDumped,
+            rank,
+            self.lives[rank],
+            self.machine.generation - behind,
+            stage,
+            "somewhere",
+        )
 
     @precondition(lambda self: self.count > 10)
     @rule(node=st.integers(0, 1))
@@ -209,7 +304,10 @@ class AnyHistory(RuleBasedStateMachine):
         self.send(ev.AgentHeard, node)
 
     @precondition(lambda self: self.count > 10)
-    @rule(node=st.integers(0, 1), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "stopped"]))
+    @rule(
+        node=st.integers(0, 1),
+        outcome=st.sampled_from(["succeeded", "succeeded", "failed", "stopped"]),
+    )
     def left(self, node, outcome) -> None:
         node %= self.nodes
         if outcome == "succeeded":
@@ -253,7 +351,14 @@ class AnyHistory(RuleBasedStateMachine):
         members = self.machine.membership.members
         for stage in ("written", "published"):
             for rank in sorted(members):
-                self.send(ev.WorkerDumped, rank, members[rank].incarnation, self.machine.generation, stage, "/somewhere")
+                self.send(
+                    ev.WorkerDumped,
+                    rank,
+                    members[rank].incarnation,
+                    self.machine.generation,
+                    stage,
+                    "/somewhere",
+                )
 
     def everybody_answers(self) -> None:
         """Every fault ends in Resume, RestartGroup or GiveUp."""
@@ -263,13 +368,26 @@ class AnyHistory(RuleBasedStateMachine):
                 for rank in sorted(members):
                     if self.machine.phase is Phase.PAUSING and members[rank].is_live:
                         self.outside.add(rank)
-                        self.send(ev.WorkerPaused, rank, members[rank].incarnation, self.machine.generation, 1, True)
+                        self.send(
+                            ev.WorkerPaused,
+                            rank,
+                            members[rank].incarnation,
+                            self.machine.generation,
+                            1,
+                            True,
+                        )
             elif phase in DUMPING:
                 self.dump()
             elif phase is Phase.RESTARTING:
                 for rank in sorted(members):
                     self.send(ev.WorkerStarted, rank, members[rank].incarnation, 1)
-                    self.send(ev.WorkerReturned, rank, members[rank].incarnation, self.machine.generation, 1)
+                    self.send(
+                        ev.WorkerReturned,
+                        rank,
+                        members[rank].incarnation,
+                        self.machine.generation,
+                        1,
+                    )
             elif phase is Phase.SUSPECTING:
                 for node in range(self.nodes):
                     self.send(ev.AgentHeard, node)
@@ -277,8 +395,15 @@ class AnyHistory(RuleBasedStateMachine):
                 self.send(ev.Tick)
             else:
                 break
-        assert self.machine.phase not in (Phase.PAUSING, Phase.RESTARTING, Phase.SUSPECTING, *DUMPING), self.machine.story.last()
+        assert self.machine.phase not in (
+            Phase.PAUSING,
+            Phase.RESTARTING,
+            Phase.SUSPECTING,
+            *DUMPING,
+        ), self.machine.story.last()
 
 
-AnyHistory.TestCase.settings = settings(max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None)
+AnyHistory.TestCase.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None
+)
 TestAnyHistory = AnyHistory.TestCase

@@ -18,7 +18,12 @@ class TestUndeclared:
         for rank in (0, 1, 2):
             assert job.worker(ev.WorkerStarted, rank, 1) == []
         record = only(job.worker(ev.WorkerStarted, 3, 1), do.RecordRecovery).record
-        assert (record.strategy, record.version, record.sources, record.steps_redone) == ("restart", None, (), 0)
+        assert (record.strategy, record.version, record.sources, record.steps_redone) == (
+            "restart",
+            None,
+            (),
+            0,
+        )
         assert record.respawn_s == pytest.approx(0.04)
 
     def test_a_failure_during_the_restart_restarts_again(self, manager) -> None:
@@ -32,7 +37,12 @@ class TestUndeclared:
         for _ in range(2):
             life = job.incarnation(1)
             job.lose(1, version=None)
-            job.worker(ev.WorkerExitKnown, 1, make_fault(FaultKind.EXITED, 1, life, "exit 1"), incarnation=life)
+            job.worker(
+                ev.WorkerExitKnown,
+                1,
+                make_fault(FaultKind.EXITED, 1, life, "exit 1"),
+                incarnation=life,
+            )
             for rank in job.ranks:
                 job.worker(ev.WorkerStarted, rank, 1)
         give_up = only(job.lose(2, FaultKind.EXITED, "exit 1", version=None), do.GiveUp)
@@ -40,7 +50,9 @@ class TestUndeclared:
             "3 equal failures in a row, each within 60 s of its start: rank 2 ended with exit 1"
         )
 
-    def test_the_third_is_recognised_after_the_restart_was_ordered(self, manager, make_fault) -> None:
+    def test_the_third_is_recognised_after_the_restart_was_ordered(
+        self, manager, make_fault
+    ) -> None:
         job = manager().joined(declared=False)
         for attempt in range(3):
             life = job.incarnation(1)
@@ -62,7 +74,9 @@ class TestUndeclared:
                     for moment in range(110, 190, 10):
                         job.hear_all_until(moment)
             if attempt < 4:
-                assert acts(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == ["RestartGroup"]
+                assert acts(job.lose(1, FaultKind.EXITED, "exit 1", version=None)) == [
+                    "RestartGroup"
+                ]
 
     def test_victims_that_are_heard_of_first_are_not_counted(self, manager, make_fault) -> None:
         job = manager().joined(declared=False)
@@ -101,13 +115,17 @@ class TestUndeclared:
         job.worker(ev.WorkerFinished, 0)
         assert job.send(ev.AgentLeft, 0, "succeeded", "") == []
         job.worker(ev.WorkerFinished, 1)
-        assert job.send(ev.AgentLeft, 1, "succeeded", "") == [do.EndJob("e6", 0, True, "every node succeeded")]
+        assert job.send(ev.AgentLeft, 1, "succeeded", "") == [
+            do.EndJob("e6", 0, True, "every node succeeded")
+        ]
 
     def test_a_failure_after_a_node_has_left_cannot_be_recovered(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
         job.worker(ev.WorkerFinished, 0)
         job.send(ev.AgentLeft, 0, "succeeded", "")
-        assert only(job.lose(1), do.GiveUp).reason == "rank 1 ended at step 5, and node 0 has already left"
+        assert only(job.lose(1), do.GiveUp).reason == (
+            "rank 1 ended at step 5, and node 0 has already left"
+        )
 
     def test_a_rank_that_declares_during_the_restart_is_recovered_in_place(self, manager) -> None:
         job = manager().joined(declared=False)

@@ -114,4 +114,10 @@ def test_a_record_tells_where_each_rank_has_its_state_from() -> None:
 def test_exit_statuses_are_read_as_the_kernel_means_them(status, kind, detail) -> None:
     fault = exit_fault(2, 1, status, version=7, phase="step")
     assert (fault.kind, fault.detail, fault.signature) == (kind, detail, detail)
-    assert (fault.rank, fault.incarnation, fault.version, fault.phase, fault.exit_code) == (2, 1, 7, "step", status)
+    assert (fault.rank, fault.incarnation, fault.version, fault.phase, fault.exit_code) == (
+        2,
+        1,
+        7,
+        "step",
+        status,
+    )

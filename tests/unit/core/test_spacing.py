@@ -35,14 +35,27 @@ def test_each_start_that_comes_to_nothing_lets_the_next_one_wait_for_longer() ->
     assert found == [0, FIRST_S, LONGEST_S, LONGEST_S, LONGEST_S]
 
 
-@pytest.mark.parametrize("life", [
-    {"kind": FaultKind.KILLED}, {"kind": FaultKind.CRASHED}, {"has_entered": True}, {"started_at": 100 - SHORT_LIFE_S},
-], ids=str)
+@pytest.mark.parametrize(
+    "life",
+    [
+        {"kind": FaultKind.KILLED},
+        {"kind": FaultKind.CRASHED},
+        {"has_entered": True},
+        {"started_at": 100 - SHORT_LIFE_S},
+    ],
+    ids=str,
+)
 def test_a_life_that_came_to_something_or_was_killed_ends_the_series(life: dict[str, Any]) -> None:
     spacing = Spacing()
     for _ in range(3):
         spacing.ended(0, FaultKind.START_FAILED, 100.0, None, has_entered=False)
-    spacing.ended(0, life.get("kind", FaultKind.EXITED), 100.0, life.get("started_at", 99.0), has_entered=life.get("has_entered", False))
+    spacing.ended(
+        0,
+        life.get("kind", FaultKind.EXITED),
+        100.0,
+        life.get("started_at", 99.0),
+        has_entered=life.get("has_entered", False),
+    )
     assert waits(spacing, 100.0) == 0
     spacing.ended(0, FaultKind.EXITED, 100.0, 99.9, has_entered=False)
     assert waits(spacing, 100.0) == 0
@@ -61,7 +74,10 @@ def test_one_that_waits_is_due_at_once_when_its_series_ends() -> None:
 
 class TestTheNode:
     def failing(self, node, times: int) -> Any:
-        """Rank 1 died, and as many starts after that came to nothing; the last one has been ordered to be replaced."""
+        """Rank 1 died, and as many starts after that came to nothing.
+
+        The last one has been ordered to be replaced.
+        """
         agent = node()
         agent.exit(1)
         for incarnation in range(1, times + 1):
@@ -86,8 +102,13 @@ class TestTheNode:
         for incarnation in (1, 2):
             agent.replace(1, incarnation, incarnation)
             (told,) = agent.worker(ev.WorkerStartFailed, 1, "[Errno 24] Too many open files")
-            assert told.event.fault == Fault(FaultKind.START_FAILED, 1, incarnation, "[Errno 24] Too many open files",
-                                             signature="[Errno 24] Too many open files")
+            assert told.event.fault == Fault(
+                FaultKind.START_FAILED,
+                1,
+                incarnation,
+                "[Errno 24] Too many open files",
+                signature="[Errno 24] Too many open files",
+            )
         assert kinds(agent.replace(1, 3, 3)) == []
         assert kinds(agent.tick()) == ["SpawnWorker"]
 
@@ -108,8 +129,14 @@ class TestTheNode:
     def test_a_start_of_all_waits_for_the_rank_that_fails(self, node) -> None:
         agent = self.failing(node, 2)
         agent.command(do.RestartGroup, 9, 2, "all", ((0, 7), (1, 7)))
-        assert [command.rank for command in agent.exit(0, -15, incarnation=0) if isinstance(command, do.SpawnWorker)] == [0]
-        assert [command.rank for command in agent.tick() if isinstance(command, do.SpawnWorker)] == [1]
+        assert [
+            command.rank
+            for command in agent.exit(0, -15, incarnation=0)
+            if isinstance(command, do.SpawnWorker)
+        ] == [0]
+        assert [
+            command.rank for command in agent.tick() if isinstance(command, do.SpawnWorker)
+        ] == [1]
 
 
 def test_one_that_starts_only_when_force_is_due_is_ended_by_force(node) -> None:
@@ -117,7 +144,13 @@ def test_one_that_starts_only_when_force_is_due_is_ended_by_force(node) -> None:
     agent = node(started=False)
     agent.worker(ev.WorkerStarted, 0, 1000)
     signals = agent.command(do.GiveUp, 1, "enough", None)
-    assert [(signal.rank, signal.signal_number) for signal in signals] == [(0, SIGTERM), (1, SIGTERM)]
-    assert [(signal.rank, signal.signal_number) for signal in agent.tick()] == [(0, SIGKILL), (1, SIGKILL)]
+    assert [(signal.rank, signal.signal_number) for signal in signals] == [
+        (0, SIGTERM),
+        (1, SIGTERM),
+    ]
+    assert [(signal.rank, signal.signal_number) for signal in agent.tick()] == [
+        (0, SIGKILL),
+        (1, SIGKILL),
+    ]
     (signal,) = agent.worker(ev.WorkerStarted, 1, 1001)
     assert (signal.rank, signal.signal_number) == (1, SIGKILL)

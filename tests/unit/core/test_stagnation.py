@@ -37,15 +37,19 @@ class TestInPlace:
             let_all_in(job)
         give_up = only(commands, do.GiveUp)
         assert give_up.reason == (
-            "no new step since step 5 in 6 recoveries: ranks 0, 1, 2, 3 6 times raised; last, rank 1 raised RuntimeError: bad 5 at step 5"
+            "no new step since step 5 in 6 recoveries: ranks 0, 1, 2, 3 6 times raised; last, rank "
+            "1 raised RuntimeError: bad 5 at step 5"
         )
         assert (give_up.culprit, give_up.fault.traceback) == (1, "Traceback")
         assert len(said) == 1
         assert said[0] == (
-            "no new step since step 5 in 3 recoveries: ranks 0, 1, 2 3 times raised; last, rank 2 raised RuntimeError: bad 2 at step 5. The job ends after "
+            "no new step since step 5 in 3 recoveries: ranks 0, 1, 2 3 times raised; last, rank 2 "
+            "raised RuntimeError: bad 2 at step 5. The job ends after "
             "6 failures of its own, or 32 of one rank, unless it commits a new step"
         )
-        assert [record.generation for record in written] == [1, 2, 3, 4, 5, 5], "the last fault is not answered any more"
+        assert [record.generation for record in written] == [1, 2, 3, 4, 5, 5], (
+            "the last fault is not answered any more"
+        )
         assert all(record.not_completed for record in written)
 
     def test_a_new_step_in_between_is_progress(self, manager) -> None:
@@ -67,7 +71,13 @@ class TestInPlace:
 
     def test_different_kinds(self, manager) -> None:
         job = manager().joined()
-        faults = itertools.cycle([(FaultKind.CRASHED, "SIGSEGV"), (FaultKind.EXITED, "exit 3"), (FaultKind.EXITED_EARLY, "exit 0")])
+        faults = itertools.cycle(
+            [
+                (FaultKind.CRASHED, "SIGSEGV"),
+                (FaultKind.EXITED, "exit 3"),
+                (FaultKind.EXITED_EARLY, "exit 0"),
+            ]
+        )
         for number, (kind, detail) in zip(range(OWN_LIMIT), faults, strict=False):
             commands = job.lose(number % 4, kind, detail)
             let_all_in(job)
@@ -78,7 +88,9 @@ class TestInPlace:
         job = manager().joined()
         job.lose(2, FaultKind.KILLED, "SIGKILL")
         for number in range(OWN_LIMIT):
-            commands = job.lose(2, FaultKind.START_FAILED, f"fork {number}: no memory", version=None)
+            commands = job.lose(
+                2, FaultKind.START_FAILED, f"fork {number}: no memory", version=None
+            )
         assert "6 times start failed" in only(commands, do.GiveUp).reason
 
     def test_a_kill_storm_is_one_recovery(self, manager) -> None:
@@ -103,7 +115,10 @@ class TestFromOutside:
             said |= dict.fromkeys([number], text) if (text := warnings(commands)) else {}
             let_all_in(job)
         assert list(said) == [3, 6, 12, 24], "again each time that the count has doubled"
-        assert "in 3 recoveries: rank 2 3 times killed; last, rank 2 ended with SIGKILL, cgroup oom_kill 0 → 1 at step 5" in said[3][0]
+        assert (
+            "in 3 recoveries: rank 2 3 times killed; last, rank 2 ended with SIGKILL, cgroup "
+            "oom_kill 0 → 1 at step 5"
+        ) in said[3][0]
         assert "32 times killed" in only(commands, do.GiveUp).reason
 
     def test_every_rank_once_is_somebody_at_work(self, manager) -> None:
@@ -122,7 +137,9 @@ class TestFromOutside:
             commands = job.worker(ev.WorkerExitKnown, 1, how, incarnation=life)
             said += warnings(commands)
             let_all_in(job)
-        assert len(said) == 2, "the third time and the sixth, which was not known yet to be the last"
+        assert len(said) == 2, (
+            "the third time and the sixth, which was not known yet to be the last"
+        )
         assert "6 times crashed" in only(commands, do.GiveUp).reason
 
 
@@ -135,7 +152,9 @@ class TestWithoutVersions:
         for number in range(OWN_LIMIT):
             commands = job.lose(1, FaultKind.EXITED, f"exit {number}", version=None)
             self.restart(job)
-        assert "no new step so far in 6 recoveries: rank 1 6 times exited" in only(commands, do.GiveUp).reason
+        assert ("no new step so far in 6 recoveries: rank 1 6 times exited") in only(
+            commands, do.GiveUp
+        ).reason
 
     def test_long_lives_are_told_of_and_end_nothing(self, manager) -> None:
         job = manager().joined(declared=False)
@@ -147,7 +166,9 @@ class TestWithoutVersions:
             assert "RestartGroup" in kinds(commands)
             said += warnings(commands)
             self.restart(job)
-        assert [text.partition(" times")[0] for text in said] == [f"the same failure came {count}" for count in (3, 6, 12)]
+        assert [text.partition(" times")[0] for text in said] == [
+            f"the same failure came {count}" for count in (3, 6, 12)
+        ]
         assert "cannot be seen without a TrainState" in said[0]
 
     @pytest.mark.parametrize("declared", [True, False])

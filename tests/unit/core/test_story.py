@@ -1,4 +1,7 @@
-"""Story and replay: what a machine remembers, how it is written down, and that it decides the same again."""
+"""Story and replay.
+
+What a machine remembers, how it is written down, and that it decides the same again.
+"""
 
 import io
 import json
@@ -73,17 +76,26 @@ class TestStory:
         assert describe(ev.WorkerLost(1.5, "c", 1, 0, fault, 0.0)) == (
             "1.500000 WorkerLost cause=c rank=1 incarnation=0 fault=killed: SIGKILL age_s=0.0"
         )
-        assert describe(do.Release("c", 3)) == "  ->  Release cause=c generation=3".replace("->  ", "-> ")
+        assert describe(do.Release("c", 3)) == ("  ->  Release cause=c generation=3").replace(
+            "->  ", "-> "
+        )
 
 
 FAULTS = st.builds(
-    Fault, st.sampled_from(FaultKind), st.integers(0, 9), st.integers(0, 9), st.text(), st.none() | st.integers(0, 9)
+    Fault,
+    st.sampled_from(FaultKind),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.text(),
+    st.none() | st.integers(0, 9),
 )
 THINGS = st.one_of(
-    st.builds(ev.WorkerLost, st.floats(0, 9), st.text(), st.integers(0, 9), st.integers(0, 9), FAULTS, st.floats(0, 9),
+    st.builds(ev.WorkerLost, st.floats(0, 9), st.text(), st.integers(0, 9), st.integers(0, 9),
+    FAULTS, st.floats(0, 9),
               st.tuples(st.integers(0, 9))),
     st.builds(do.Resume, st.text(), st.integers(0, 9), st.none() | st.integers(0, 9),
-              st.lists(st.builds(do.Move, st.integers(0, 9), st.none() | st.integers(0, 9))).map(tuple), st.integers(0, 9)),
+              st.lists(st.builds(do.Move, st.integers(0, 9),
+              st.none() | st.integers(0, 9))).map(tuple), st.integers(0, 9)),
     st.builds(do.GiveUp, st.text(), st.integers(0, 9), st.text(), st.none(), st.none() | FAULTS),
     st.builds(Note, st.floats(0, 9), st.text()),
 )  # fmt: skip
@@ -136,7 +148,10 @@ class TestReplay:
         [
             ("", "must be a header"),
             ("[]", "must be a header"),
-            ('{"format": 1, "machine": "RecoveryMachine", "arguments": {}, "dropped": 7}', "first 7 entries"),
+            (
+                '{"format": 1, "machine": "RecoveryMachine", "arguments": {}, "dropped": 7}',
+                "first 7 entries",
+            ),
             ('HEADER\n{"type": "Popen"}', "line 2"),
             ('HEADER\n{"type": "Tick"}', "line 2"),
         ],
@@ -169,7 +184,9 @@ class TestReplay:
         job.lose(2)
         job.pause_all()
         expected = dump_lines(job.machine)
-        monkeypatch.setattr(replay_module, "to_plain", lambda thing: worded.append(thing) or to_plain(thing))
+        monkeypatch.setattr(
+            replay_module, "to_plain", lambda thing: worded.append(thing) or to_plain(thing)
+        )
         assert writer.lines() == expected
         assert not [entry for entry in before if any(entry is thing for thing in worded)]
         assert any(isinstance(thing, ev.WorkerLost) for thing in worded)

@@ -8,13 +8,21 @@ from taskd.core.stragglers import AGAIN_S, WINDOW_S, Stragglers
 STEPS = 100
 
 
-def marks(at: int, slow: dict[str, float] | None = None, rank: int = 2, incarnation: int = 0) -> list[Mark]:
+def marks(
+    at: int, slow: dict[str, float] | None = None, rank: int = 2, incarnation: int = 0
+) -> list[Mark]:
     """Four ranks after `at` windows; `slow` gives seconds per step of one rank in some phases."""
     found = []
     for each in range(4):
-        per_step = {"forward": 0.02, "backward": 0.03, "optimizer": 0.005} | ((slow or {}) if each == rank else {})
-        times = tuple((name, STEPS * at, STEPS * at * seconds) for name, seconds in per_step.items())
-        found.append(Mark(each, incarnation if each == rank else 0, 0, STEPS * at, "step", 0.0, times=times))
+        per_step = {"forward": 0.02, "backward": 0.03, "optimizer": 0.005} | (
+            (slow or {}) if each == rank else {}
+        )
+        times = tuple(
+            (name, STEPS * at, STEPS * at * seconds) for name, seconds in per_step.items()
+        )
+        found.append(
+            Mark(each, incarnation if each == rank else 0, 0, STEPS * at, "step", 0.0, times=times)
+        )
     return found
 
 
@@ -54,7 +62,9 @@ def test_the_window_begins_with_the_first_times() -> None:
     stragglers = Stragglers()
     assert stragglers.note(90.0, [Mark(rank, 0, 0, 0, "step", 0.0) for rank in range(4)]) == []
     stragglers.note(100.0, marks(1))
-    assert [slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))] == [2]
+    assert [
+        slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))
+    ] == [2]
 
 
 def test_few_steps_tell_nothing() -> None:
@@ -68,4 +78,6 @@ def test_marks_without_times_are_passed_over() -> None:
     stragglers.note(100.0, marks(1))
     bare = [Mark(rank, 0, 0, 200, "step", 0.0) for rank in range(4)]
     assert stragglers.note(101.0, bare) == []
-    assert [slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))] == [2]
+    assert [
+        slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))
+    ] == [2]

@@ -13,29 +13,60 @@ from taskd.wire import codec, messages, translate
 class Peer:
     """Something that connects and says what it is told to say."""
 
-    def __init__(self, network: MemoryNetwork, *, role: str = "agent", node_rank: int | None = 0, rank: int | None = None,
-                 job_id: str = "job", incarnation: str = "a0", name: str | None = None) -> None:
-        self.dealer = MemoryDealer(network, "manager", name or f"{role}-{node_rank}-{rank}-{incarnation}")
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        *,
+        role: str = "agent",
+        node_rank: int | None = 0,
+        rank: int | None = None,
+        job_id: str = "job",
+        incarnation: str = "a0",
+        name: str | None = None,
+    ) -> None:
+        self.dealer = MemoryDealer(
+            network, "manager", name or f"{role}-{node_rank}-{rank}-{incarnation}"
+        )
         self.envelope = codec.Envelope(job_id, role, node_rank, rank, incarnation, 0, 0, "test")
 
     def say(self, message: messages.Message, **changes: object) -> None:
-        self.envelope = dataclasses.replace(self.envelope, **{"sequence": self.envelope.sequence + 1, **changes})
+        self.envelope = dataclasses.replace(
+            self.envelope, **{"sequence": self.envelope.sequence + 1, **changes}
+        )
         self.dealer.send(None, codec.encode(self.envelope, message))
 
     def report(self, event_class: type, *values: object, **changes: object) -> None:
         self.say(translate.event_to_message(event_class(0.0, "test", *values)), **changes)
 
-    def register(self, ranks: range = range(2), *, nodes: int = 1, world: int = 2, **changes: object) -> None:
+    def register(
+        self, ranks: range = range(2), *, nodes: int = 1, world: int = 2, **changes: object
+    ) -> None:
         workers = tuple(events.WorkerReport(rank, 0, "running") for rank in ranks)
         node_rank, incarnation = self.envelope.node_rank, self.envelope.incarnation
-        self.report(events.AgentRegistered, node_rank, incarnation, nodes, world, 3, 0, 0, workers, **changes)
+        self.report(
+            events.AgentRegistered,
+            node_rank,
+            incarnation,
+            nodes,
+            world,
+            3,
+            0,
+            0,
+            workers,
+            **changes,
+        )
 
     def heard(self) -> list[messages.Message]:
         return [codec.decode(data)[1] for _, data in self.dealer.receive()]
 
 
 def lost(rank: int, incarnation: int = 0) -> tuple:
-    return rank, incarnation, Fault(FaultKind.KILLED, rank, incarnation, "SIGKILL", signature="SIGKILL", exit_code=-9), 0.25
+    return (
+        rank,
+        incarnation,
+        Fault(FaultKind.KILLED, rank, incarnation, "SIGKILL", signature="SIGKILL", exit_code=-9),
+        0.25,
+    )
 
 
 def types(heard: list[messages.Message]) -> list[type]:

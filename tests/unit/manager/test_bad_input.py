@@ -26,7 +26,11 @@ def test_what_cannot_be_read_is_refused_counted_and_logged_once(service, network
     stranger.send(None, bytes(codec.MAX_MESSAGE_BYTES + 1))
     service.turn()
     assert service._refusals.counts == {"malformed": 25, "size": 1}
-    said = [record.message for record in lines.records if "refused a message of stranger" in record.message]
+    said = [
+        record.message
+        for record in lines.records
+        if "refused a message of stranger" in record.message
+    ]
     assert len(said) == 2
     assert any("refused so far: malformed 10" in record.message for record in lines.records)
     assert service._refusals.summary() == "malformed 25, size 1"
@@ -44,7 +48,8 @@ def stumble(event):
 
 
 def test_what_the_machine_cannot_digest_costs_one_message_and_the_manager_begins_anew(
-        service, agent, monkeypatch, lines, tmp_path) -> None:
+    service, agent, monkeypatch, lines, tmp_path
+) -> None:
     agent.report(events.WorkerDeclared, 0, 0, True)
     service.turn()
     machine, before = service._machine, service._incarnation
@@ -52,10 +57,14 @@ def test_what_the_machine_cannot_digest_costs_one_message_and_the_manager_begins
     agent.report(events.WorkerDeclared, 1, 0)
     service.turn()
     (rejected,) = agent.heard()
-    assert (type(rejected), rejected.type, rejected.sequence) == (messages.Rejected, 21, agent.envelope.sequence)
+    assert (type(rejected), rejected.type, rejected.sequence) == (
+        messages.Rejected,
+        21,
+        agent.envelope.sequence,
+    )
     text = "\n".join(record.message for record in lines.records if record.levelno == logging.ERROR)
     assert "a bug in taskd" in text
-    assert "WorkerDeclared cause=test rank=0" in text          # the story, up to there
+    assert "WorkerDeclared cause=test rank=0" in text  # the story, up to there
     assert "the manager begins anew: nodes [0]" in text
     assert (tmp_path / "log" / "story-0.jsonl").exists()
     agent.say(messages.Heartbeat())
@@ -71,13 +80,24 @@ def test_what_the_machine_cannot_digest_costs_one_message_and_the_manager_begins
     service._machine.check()
 
 
-def test_a_deadline_that_the_machine_cannot_meet_does_not_end_the_manager(service, agent, clock, monkeypatch, lines) -> None:
-    """The machine raised in `Tick`, outside of what was guarded: that was the end of the manager."""
+def test_a_deadline_that_the_machine_cannot_meet_does_not_end_the_manager(
+    service, agent, clock, monkeypatch, lines
+) -> None:
+    """The machine raised in `Tick`, outside of what was guarded.
+
+    That was the end of the manager.
+    """
     machine, real = service._machine, service._machine.handle
-    monkeypatch.setattr(machine, "handle", lambda event: stumble(event) if isinstance(event, events.Tick) else real(event))
+    monkeypatch.setattr(
+        machine,
+        "handle",
+        lambda event: stumble(event) if isinstance(event, events.Tick) else real(event),
+    )
     clock.advance(31.0)
     service.turn()
-    assert "what a deadline asks for was dropped" in "\n".join(record.message for record in lines.records)
+    assert ("what a deadline asks for was dropped") in "\n".join(
+        record.message for record in lines.records
+    )
     assert service._machine is not machine
     agent.register()
     service.turn()
@@ -85,7 +105,9 @@ def test_a_deadline_that_the_machine_cannot_meet_does_not_end_the_manager(servic
     assert service.result is None
 
 
-def test_a_node_that_is_gone_when_the_manager_begins_anew_is_lost_after_a_lease(service, agent, clock, monkeypatch, lines) -> None:
+def test_a_node_that_is_gone_when_the_manager_begins_anew_is_lost_after_a_lease(
+    service, agent, clock, monkeypatch, lines
+) -> None:
     monkeypatch.setattr(service._machine, "handle", stumble)
     agent.say(messages.Heartbeat())
     service.turn()
@@ -96,7 +118,9 @@ def test_a_node_that_is_gone_when_the_manager_begins_anew_is_lost_after_a_lease(
     assert "node 0 has been silent" in "\n".join(record.message for record in lines.records)
 
 
-def test_a_node_whose_messages_make_the_manager_fail_again_and_again_is_refused(service, network, agent, monkeypatch) -> None:
+def test_a_node_whose_messages_make_the_manager_fail_again_and_again_is_refused(
+    service, network, agent, monkeypatch
+) -> None:
     for _ in range(3):
         monkeypatch.setattr(service._machine, "handle", stumble)
         agent.register()
@@ -112,7 +136,9 @@ def test_a_node_whose_messages_make_the_manager_fail_again_and_again_is_refused(
     assert types(other.heard()) == [messages.Accepted]
 
 
-def test_an_event_without_a_rule_changes_nothing_and_costs_one_message(service, agent, monkeypatch, lines) -> None:
+def test_an_event_without_a_rule_changes_nothing_and_costs_one_message(
+    service, agent, monkeypatch, lines
+) -> None:
     def lacking(event):
         raise InvalidTransition("no rule")
 
@@ -135,8 +161,13 @@ def malformed(peer: Peer, message: messages.Message, **changes: object) -> None:
     peer.dealer.send(None, msgpack.packb({**frame, "body": {**frame["body"], **changes}}))
 
 
-def test_a_registration_with_an_unknown_state_changes_nothing_and_silence_after_it_does_not_end_the_manager(service, network, clock) -> None:
-    """The state was looked up in the middle of the registration; the node without members then raised when its lease ran out."""
+def test_a_registration_with_an_unknown_state_changes_nothing_nor_does_the_silence_after_it(
+    service, network, clock
+) -> None:
+    """The state was looked up in the middle of the registration.
+
+    The node without members then raised when its lease ran out.
+    """
     peer = Peer(network)
     workers = (events.WorkerReport(0, 0, "running"), events.WorkerReport(1, 0, "running"))
     message = messages.AgentRegistered(0, "a0", 1, 2, 3, 0, 0, workers)
@@ -156,20 +187,35 @@ def test_a_registration_with_an_unknown_state_changes_nothing_and_silence_after_
     assert types(peer.heard()) == [messages.Accepted]
 
 
-def test_a_report_that_breaks_a_rule_is_a_sign_of_life_and_is_answered(service, agent, clock) -> None:
-    """It was silence: the agent, which heard nothing, took the manager for gone, and the manager the node."""
+def test_a_report_that_breaks_a_rule_is_a_sign_of_life_and_is_answered(
+    service, agent, clock
+) -> None:
+    """It was silence.
+
+    The agent, which heard nothing, took the manager for gone, and the manager the node.
+    """
     for _ in range(100):
         clock.advance(1.0)
-        malformed(agent, messages.Heartbeat((Mark(0, 0, 0, 5, "step", 0.0),)), marks=[[0, 0, -7, 5, "step", 0.0, 0, 0, "", False, 0, 0, 0, [], []]])
+        malformed(
+            agent,
+            messages.Heartbeat((Mark(0, 0, 0, 5, "step", 0.0),)),
+            marks=[[0, 0, -7, 5, "step", 0.0, 0, 0, "", False, 0, 0, 0, [], []]],
+        )
         service.turn()
         ack, rejected = agent.heard()
         assert ack.known
-        assert (type(rejected), rejected.type, rejected.sequence) == (messages.Rejected, 4, agent.envelope.sequence)
+        assert (type(rejected), rejected.type, rejected.sequence) == (
+            messages.Rejected,
+            4,
+            agent.envelope.sequence,
+        )
     assert service.result is None
     assert service._refusals.counts == {"malformed": 100}
 
 
-def test_what_breaks_a_rule_renews_nobodys_lease_from_elsewhere(service, network, agent, clock) -> None:
+def test_what_breaks_a_rule_renews_nobodys_lease_from_elsewhere(
+    service, network, agent, clock
+) -> None:
     impostor = Peer(network, name="impostor")
     for _ in range(40):
         clock.advance(1.0)
@@ -184,7 +230,16 @@ def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
     service._records.story(3, [odd])
     fault = Fault(FaultKind.RAISED, 0, 0, odd, 5, odd, odd, odd)
     values = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
-    record = RecoveryRecord(**{**values, "strategy": "retry", "faults": (fault,), "version": 5, "sources": ((0, odd),), "total_s": float("nan")})
+    record = RecoveryRecord(
+        **{
+            **values,
+            "strategy": "retry",
+            "faults": (fault,),
+            "version": 5,
+            "sources": ((0, odd),),
+            "total_s": float("nan"),
+        }
+    )
     service._records.recovery(record)
     (line,) = (tmp_path / "log" / "recoveries.jsonl").read_text().splitlines()
     assert json.loads(line)["faults"][0]["detail"] == odd

@@ -1,4 +1,7 @@
-"""The switch file: what the manager makes of it, what it tells to whom, and the command that writes it."""
+"""The switch file.
+
+What the manager makes of it, what it tells to whom, and the command that writes it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ from tests.unit.manager.peer import Peer
 if TYPE_CHECKING:
     import pathlib
 
-COMMUNICATION_ON = b'{"CommunicationOperator": "on", "Step": "off", "SaveCheckpoint": "off", "FP": "off", "DataLoader": "off"}'
+COMMUNICATION_ON = (
+    b'{"CommunicationOperator": "on", "Step": "off", "SaveCheckpoint": "off", '
+    b'"FP": '
+    b'"off", "DataLoader": "off"}'
+)
 STEP_ON = b'{"Step": "on"}'
 ALL_OFF = b"{}"
 
@@ -39,13 +46,17 @@ def switch(path: pathlib.Path) -> ProfilingSwitch:
 
 
 @pytest.fixture(autouse=True)
-def log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def log_lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("taskd"), "propagate", True)
     caplog.set_level(logging.INFO, "taskd")
     return caplog
 
 
-def test_it_looks_once_a_second_and_tells_changes(switch: ProfilingSwitch, path: pathlib.Path) -> None:
+def test_it_looks_once_a_second_and_tells_changes(
+    switch: ProfilingSwitch, path: pathlib.Path
+) -> None:
     assert switch.turn(0.0) is None
     path.write_bytes(STEP_ON)
     assert switch.turn(0.9) is None
@@ -58,7 +69,9 @@ def test_it_looks_once_a_second_and_tells_changes(switch: ProfilingSwitch, path:
     assert switch.turn(4.0) == 700
 
 
-def test_a_file_that_vanishes_switches_off_and_one_that_never_was_asks_for_nothing(switch, path) -> None:
+def test_a_file_that_vanishes_switches_off_and_one_that_never_was_asks_for_nothing(
+    switch, path
+) -> None:
     assert [switch.turn(float(second)) for second in range(100)] == [None] * 100
     assert switch.wanted is None
     path.write_bytes(STEP_ON)
@@ -74,10 +87,24 @@ def test_a_link_is_followed_as_a_cluster_mounts_files_so(switch, path, tmp_path)
     assert switch.turn(0.0) == 710
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"on", b"[]", b'{"Step": "yes"}', b'{"Step": 1}', b'{"Step": ["on"]}', b"\xff\xfe", b"[" * 50_000, b'{"Step": "on"}' + b" " * MAX_FILE_BYTES,
-])
-def test_what_is_no_switch_changes_nothing_and_is_said_once(switch, path, caplog, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"on",
+        b"[]",
+        b'{"Step": "yes"}',
+        b'{"Step": 1}',
+        b'{"Step": ["on"]}',
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b'{"Step": "on"}' + b" " * MAX_FILE_BYTES,
+    ],
+)
+def test_what_is_no_switch_changes_nothing_and_is_said_once(
+    switch, path, caplog, content: bytes
+) -> None:
     path.write_bytes(STEP_ON)
     assert switch.turn(0.0) == 710
     path.write_bytes(content)
@@ -105,7 +132,9 @@ def test_names_that_are_not_known_are_passed_over() -> None:
     assert parse_switches(b'{"Step": "on", "New": {"deep": 1}}')["Step"]
 
 
-def test_who_does_not_answer_is_asked_again_and_an_exception_is_said_once(switch, path, caplog) -> None:
+def test_who_does_not_answer_is_asked_again_and_an_exception_is_said_once(
+    switch, path, caplog
+) -> None:
     path.write_bytes(COMMUNICATION_ON)
     assert switch.turn(0.0) == 711
     switch.heard(0, 0, 1411)
@@ -113,8 +142,12 @@ def test_who_does_not_answer_is_asked_again_and_an_exception_is_said_once(switch
     switch.heard(1, 0, 1412)
     assert [second for second in range(70, 130) if switch.turn(float(second)) == 711] == [90, 120]
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        ("profiling does not work everywhere: default on, communication exception; exception on ranks 1. The log lines of those ranks "
-        "say why; training goes on")]
+        (
+            "profiling does not work everywhere: default on, communication exception; exception on "
+            "ranks 1. The log lines of those ranks "
+            "say why; training goes on"
+        )
+    ]
     switch.heard(1, 0, 1411)
     assert [second for second in range(130, 230) if switch.turn(float(second)) is not None] == []
     assert caplog.records[-1].message == "profiling of 2 ranks: default on, communication on"
@@ -125,15 +158,21 @@ def test_who_does_not_answer_is_asked_again_and_an_exception_is_said_once(switch
 
 @pytest.fixture
 def service(network, clock, tmp_path, path) -> Service:
-    config = ManagerConfig("job", "unused", 30.0, None, LogConfig(tmp_path / "log"), profiling_switch=path)
+    config = ManagerConfig(
+        "job", "unused", 30.0, None, LogConfig(tmp_path / "log"), profiling_switch=path
+    )
     return Service(config, MemoryRouter(network, "manager"), clock)
 
 
 def asked(peer: Peer) -> list[int]:
-    return [message.wanted for message in peer.heard() if isinstance(message, messages.SetProfiling)]
+    return [
+        message.wanted for message in peer.heard() if isinstance(message, messages.SetProfiling)
+    ]
 
 
-def test_all_agents_are_told_and_one_that_comes_later_is_told_when_it_registers(service, network, clock, path) -> None:
+def test_all_agents_are_told_and_one_that_comes_later_is_told_when_it_registers(
+    service, network, clock, path
+) -> None:
     first = Peer(network)
     first.register(range(1), nodes=2, world=2)
     service.turn()
@@ -158,7 +197,9 @@ def test_all_agents_are_told_and_one_that_comes_later_is_told_when_it_registers(
     assert (asked(first), asked(second)) == ([], [])
 
 
-def test_answers_of_others_and_answers_that_make_no_sense_are_refused(service, network, clock, path, caplog) -> None:
+def test_answers_of_others_and_answers_that_make_no_sense_are_refused(
+    service, network, clock, path, caplog
+) -> None:
     path.write_bytes(STEP_ON)
     peer = Peer(network)
     peer.register()
@@ -167,8 +208,12 @@ def test_answers_of_others_and_answers_that_make_no_sense_are_refused(service, n
     peer.report(events.WorkerProfiling, 0, 0, 99)
     service.turn()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        "refused a message of agent-0-None-a0: foreign: node 0 spoke of rank 7, which is not its own",
-        "refused a message of agent-0-None-a0: malformed: 99 is no profiling status"]
+        (
+            "refused a message of agent-0-None-a0: foreign: node 0 spoke of rank 7, which is not "
+            "its own"
+        ),
+        "refused a message of agent-0-None-a0: malformed: 99 is no profiling status",
+    ]
 
 
 # ---------------------------------------------------------------- the command
@@ -178,7 +223,9 @@ def run(path: pathlib.Path, *arguments: str) -> int:
     return profiling.main([*arguments, "--path", str(path)])
 
 
-def test_the_command_makes_folders_and_a_file_that_the_manager_understands(tmp_path, capsys) -> None:
+def test_the_command_makes_folders_and_a_file_that_the_manager_understands(
+    tmp_path, capsys
+) -> None:
     path = tmp_path / "a" / "b" / "switch"
     switch = ProfilingSwitch(path, 0.0, list)
     assert run(path, "on") == 0
@@ -186,7 +233,12 @@ def test_the_command_makes_folders_and_a_file_that_the_manager_understands(tmp_p
     assert switch.turn(0.0) == 710
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert json.loads(path.read_text()) == {
-        "CommunicationOperator": "off", "Step": "on", "SaveCheckpoint": "on", "FP": "on", "DataLoader": "on"}
+        "CommunicationOperator": "off",
+        "Step": "on",
+        "SaveCheckpoint": "on",
+        "FP": "on",
+        "DataLoader": "on",
+    }
     assert run(path, "on", "CommunicationOperator") == 0
     assert switch.turn(1.0) == 711
     assert run(path, "off", "CommunicationOperator") == 0
@@ -204,7 +256,9 @@ def test_the_command_makes_folders_and_a_file_that_the_manager_understands(tmp_p
 def test_the_command_says_what_is_wrong(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path / "switch", "on", "Everything")
-    assert "'Everything' is not accepted: expected CommunicationOperator, Step" in capsys.readouterr().err
+    assert (
+        "'Everything' is not accepted: expected CommunicationOperator, Step"
+    ) in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(tmp_path / "switch", "status", "Step")
     (tmp_path / "file").write_text("")
@@ -249,4 +303,7 @@ def test_where_profiles_go(tmp_path, monkeypatch) -> None:
     (tmp_path / "cluster-info").mkdir()
     assert profiling_base({}, "/somewhere") == tmp_path / "cluster-info" / "profiling"
     assert str(profiling_base({"GROUP_BASE_DIR": "/g"})) == "/g"
-    assert str(profiling_base({"GROUP_BASE_DIR": "/g", "TASKD_PROFILING_PATH": "p"}, "/somewhere")) == "/somewhere/p"
+    assert (
+        str(profiling_base({"GROUP_BASE_DIR": "/g", "TASKD_PROFILING_PATH": "p"}, "/somewhere"))
+        == "/somewhere/p"
+    )

@@ -47,14 +47,35 @@ def recover(service: Service, agent: Peer, clock: FakeClock) -> None:
     service.turn()
 
 
-def test_a_recovery_leaves_a_line_a_record_and_a_story(service, agent, clock, lines, tmp_path) -> None:
+def test_a_recovery_leaves_a_line_a_record_and_a_story(
+    service, agent, clock, lines, tmp_path
+) -> None:
     recover(service, agent, clock)
     (line,) = [record.message for record in lines.records if record.message.startswith("recovered")]
-    for part in ("recover-in-place", "rank 1", "SIGKILL", "generation 1", "version 7", "rank 0 kept", "rank 1 from rank 0",
-                 "0 steps redone", "quiesce 0.100", "restarts 1 of 3", "0.550 s"):
+    for part in (
+        "recover-in-place",
+        "rank 1",
+        "SIGKILL",
+        "generation 1",
+        "version 7",
+        "rank 0 kept",
+        "rank 1 from rank 0",
+        "0 steps redone",
+        "quiesce 0.100",
+        "restarts 1 of 3",
+        "0.550 s",
+    ):
         assert part in line, (part, line)
-    (record,) = [json.loads(text) for text in (tmp_path / "log" / "recoveries.jsonl").read_text().splitlines()]
-    assert (record["job_id"], record["generation"], record["steps_redone"], record["faults"][0]["detail"]) == ("job", 1, 0, "SIGKILL")
+    (record,) = [
+        json.loads(text)
+        for text in (tmp_path / "log" / "recoveries.jsonl").read_text().splitlines()
+    ]
+    assert (
+        record["job_id"],
+        record["generation"],
+        record["steps_redone"],
+        record["faults"][0]["detail"],
+    ) == ("job", 1, 0, "SIGKILL")
     story = tmp_path / "log" / "story-1.jsonl"
     machine, entries = replay.load_lines(story.read_text().splitlines())
     assert replay.replay(machine, entries) == []
@@ -66,9 +87,35 @@ class TestTheLevelOfTheLine:
     def level(self, service, lines, **fields) -> tuple[str, str]:
         fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=fields.pop("fault_version", 40))
         record = commands.RecoveryRecord(
-            **{"generation": 3, "strategy": "recover-in-place", "faults": (fault,), "followers": 0, "version": 40, "sources": (), "steps_redone": 0,
-               **dict.fromkeys((f"{name}_s" for name in ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step", "total")), 0.1),
-               "restarts_used": 1, "max_restarts": 3} | fields)
+            **{
+                "generation": 3,
+                "strategy": "recover-in-place",
+                "faults": (fault,),
+                "followers": 0,
+                "version": 40,
+                "sources": (),
+                "steps_redone": 0,
+                **dict.fromkeys(
+                    (
+                        f"{name}_s"
+                        for name in (
+                            "detect",
+                            "decide",
+                            "quiesce",
+                            "respawn",
+                            "groups",
+                            "state",
+                            "first_step",
+                            "total",
+                        )
+                    ),
+                    0.1,
+                ),
+                "restarts_used": 1,
+                "max_restarts": 3,
+            }
+            | fields
+        )
         service._records.recovery(record)
         line = next(line for line in lines.records if "recovered" in line.message)
         return line.levelname, line.message
@@ -78,7 +125,10 @@ class TestTheLevelOfTheLine:
 
     def test_a_step_that_only_the_dead_had(self, service, lines) -> None:
         level, text = self.level(service, lines, steps_redone=1)
-        assert (level, text.rpartition(". ")[2]) == ("ERROR", "Committed steps were lost and are done again")
+        assert (level, text.rpartition(". ")[2]) == (
+            "ERROR",
+            "Committed steps were lost and are done again",
+        )
 
     def test_a_restart_that_goes_back(self, service, lines) -> None:
         level, text = self.level(service, lines, strategy="restart", version=None, steps_redone=128)
@@ -86,15 +136,26 @@ class TestTheLevelOfTheLine:
         assert "at most 128 steps redone, from the newest checkpoint on" in text
 
     def test_a_restart_of_a_script_whose_steps_are_not_known(self, service, lines) -> None:
-        assert self.level(service, lines, strategy="restart", version=None, fault_version=None)[0] == "WARNING"
+        assert (
+            self.level(service, lines, strategy="restart", version=None, fault_version=None)[0]
+            == "WARNING"
+        )
 
     def test_a_restart_before_the_first_step(self, service, lines) -> None:
-        assert self.level(service, lines, strategy="restart", version=None, fault_version=0)[0] == "INFO"
+        assert (
+            self.level(service, lines, strategy="restart", version=None, fault_version=0)[0]
+            == "INFO"
+        )
 
     def test_one_that_was_not_completed_says_what_came_before(self, service, lines) -> None:
         why = "before every rank had made a new step, rank 1 raised ValueError: x at step 40"
-        _, text = self.level(service, lines, strategy="retry", reason="every process is alive", not_completed=why)
-        assert text.startswith(f"not recovered ({why}) by retry (every process is alive): rank 1 killed (SIGKILL) in step 40; generation 3;")
+        _, text = self.level(
+            service, lines, strategy="retry", reason="every process is alive", not_completed=why
+        )
+        assert text.startswith(
+            f"not recovered ({why}) by retry (every process is alive): rank 1 "
+            "killed (SIGKILL) in step 40; generation 3;"
+        )
 
 
 def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agent, lines) -> None:
@@ -102,7 +163,10 @@ def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agen
     service.turn()
     assert service.result is True
     (line,) = [record for record in lines.records if record.levelname == "WARNING"]
-    assert line.message.startswith("this manager ends: the agent of node 0 left (fallback: rank 1 ended, and no manager answers)")
+    assert line.message.startswith(
+        "this manager ends: the agent of node 0 left (fallback: rank 1 "
+        "ended, and no manager answers)"
+    )
 
 
 def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
@@ -111,7 +175,9 @@ def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
     assert line.message.startswith("the job gets no further: no new step in 3 recoveries.")
 
 
-def test_a_log_directory_that_cannot_be_written_costs_one_warning(service, agent, clock, lines, tmp_path) -> None:
+def test_a_log_directory_that_cannot_be_written_costs_one_warning(
+    service, agent, clock, lines, tmp_path
+) -> None:
     (tmp_path / "log").write_text("a file is in the way")
     recover(service, agent, clock)
     assert len([record for record in lines.records if "cannot be written" in record.message]) == 1
@@ -129,10 +195,19 @@ def test_old_stories_are_removed(service, tmp_path) -> None:
 
 def test_giving_up_shows_the_cause_with_its_traceback(service, agent, lines) -> None:
     for attempt, incarnation in enumerate((0, 0, 1)):
-        fault = Fault(FaultKind.RAISED, 0, incarnation, "ValueError: bad", 5, "step", "ValueError: bad", "Traceback\n  line 7\nValueError: bad")
+        fault = Fault(
+            FaultKind.RAISED,
+            0,
+            incarnation,
+            "ValueError: bad",
+            5,
+            "step",
+            "ValueError: bad",
+            "Traceback\n  line 7\nValueError: bad",
+        )
         agent.report(events.WorkerRaised, 0, incarnation, attempt, fault, True, 0.0)
         service.turn()
-        if attempt == 1:                       # its cause may be on the way
+        if attempt == 1:  # its cause may be on the way
             service._clock.advance(2.0)
             service.turn()
         agent.report(events.WorkerPaused, 1, 0, attempt + 1, 5, True, "")

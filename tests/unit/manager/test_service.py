@@ -9,7 +9,9 @@ from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, types
 
 
-def test_a_heartbeat_is_answered_and_a_stranger_is_asked_to_register(service, network, agent) -> None:
+def test_a_heartbeat_is_answered_and_a_stranger_is_asked_to_register(
+    service, network, agent
+) -> None:
     agent.say(messages.Heartbeat())
     stranger = Peer(network, incarnation="a1", node_rank=1)
     stranger.say(messages.Heartbeat())
@@ -20,7 +22,9 @@ def test_a_heartbeat_is_answered_and_a_stranger_is_asked_to_register(service, ne
     assert known.manager_incarnation == unknown.manager_incarnation
 
 
-def test_an_agent_keeps_its_lease_by_heartbeats_and_loses_the_job_by_silence(service, agent, clock) -> None:
+def test_an_agent_keeps_its_lease_by_heartbeats_and_loses_the_job_by_silence(
+    service, agent, clock
+) -> None:
     for _ in range(100):
         clock.advance(1.0)
         agent.say(messages.Heartbeat())
@@ -69,12 +73,12 @@ def test_another_jobs_processes_are_refused(service, network, role) -> None:
 
 def test_a_sender_speaks_for_its_own_position_only(service, network, agent, lines) -> None:
     node1 = Peer(network, node_rank=1, incarnation="b0")
-    node1.report(events.WorkerLost, *lost(0))                          # never registered
-    agent.report(events.WorkerLost, *lost(7))                          # not its rank
-    agent.report(events.AgentLeft, 1, "failed", "")                    # not its node
-    agent.report(events.AgentRegistered, 1, "a0", 1, 2, 3, 0, 0, ())   # registers somebody else
-    agent.report(events.WorkerReady, 0, 0, True)                       # not for a manager
-    impostor = Peer(network, name="impostor")                          # says it is the agent, from elsewhere
+    node1.report(events.WorkerLost, *lost(0))  # never registered
+    agent.report(events.WorkerLost, *lost(7))  # not its rank
+    agent.report(events.AgentLeft, 1, "failed", "")  # not its node
+    agent.report(events.AgentRegistered, 1, "a0", 1, 2, 3, 0, 0, ())  # registers somebody else
+    agent.report(events.WorkerReady, 0, 0, True)  # not for a manager
+    impostor = Peer(network, name="impostor")  # says it is the agent, from elsewhere
     impostor.report(events.WorkerLost, *lost(0), sequence=99)
     worker = Peer(network, role="worker", node_rank=0, rank=1)
     worker.report(events.WorkerLost, *lost(1))
@@ -85,10 +89,21 @@ def test_a_sender_speaks_for_its_own_position_only(service, network, agent, line
     assert service._machine.restarts_used == 0
     assert service._refusals.counts == {"foreign": 7, "malformed": 2}
     answered = agent.heard()
-    assert [answer.type for answer in answered if isinstance(answer, messages.Rejected)] == [22, 6, 29]
-    assert types([answer for answer in answered if not isinstance(answer, messages.HeartbeatAck | messages.Rejected)]) == [messages.Refused]
-    assert types(impostor.heard()) == [messages.HeartbeatAck]          # register first; it is not told what was wrong
-    assert types(node1.heard()) == [messages.HeartbeatAck]             # register first
+    assert [answer.type for answer in answered if isinstance(answer, messages.Rejected)] == [
+        22,
+        6,
+        29,
+    ]
+    assert types(
+        [
+            answer
+            for answer in answered
+            if not isinstance(answer, messages.HeartbeatAck | messages.Rejected)
+        ]
+    ) == [messages.Refused]
+    # register first; it is not told what was wrong
+    assert types(impostor.heard()) == [messages.HeartbeatAck]
+    assert types(node1.heard()) == [messages.HeartbeatAck]  # register first
 
 
 def test_a_message_that_comes_twice_counts_once(service, agent) -> None:
@@ -109,10 +124,12 @@ def test_a_restarted_manager_takes_over_from_the_registrations(service, network,
     assert (accepted.generation, accepted.restarts_used) == (6, 3)
 
 
-def test_an_order_that_does_not_get_through_makes_the_agent_register_again(service, network, agent) -> None:
-    agent.dealer.close()                                               # the connection breaks
+def test_an_order_that_does_not_get_through_makes_the_agent_register_again(
+    service, network, agent
+) -> None:
+    agent.dealer.close()  # the connection breaks
     service._feed(events.WorkerLost(0.0, "test", *lost(0)))
-    agent.say(messages.Heartbeat())                                    # and comes back
+    agent.say(messages.Heartbeat())  # and comes back
     service.turn()
     (answer,) = agent.heard()
     assert not answer.known

@@ -33,21 +33,43 @@ def of_field(name: str, hint: typing.Any, *, is_order: bool = False) -> st.Searc
         return of_class(hint)
     if hint is int and name in schema._SIGNED:
         return st.integers(-64, 255)
-    number = RANK if name in schema._SMALL else CLAIM if name in schema._CLAIMS and not is_order else COUNT
-    return {int: number, str: TEXT, bool: st.booleans(), float: st.floats(0, schema.MAX_SECONDS),
-            FaultKind: st.sampled_from(FaultKind), WorkerState: st.sampled_from(WorkerState)}[hint]
+    number = (
+        RANK
+        if name in schema._SMALL
+        else CLAIM
+        if name in schema._CLAIMS and not is_order
+        else COUNT
+    )
+    return {
+        int: number,
+        str: TEXT,
+        bool: st.booleans(),
+        float: st.floats(0, schema.MAX_SECONDS),
+        FaultKind: st.sampled_from(FaultKind),
+        WorkerState: st.sampled_from(WorkerState),
+    }[hint]
 
 
 def of_class(cls: type) -> st.SearchStrategy:
     hints = typing.get_type_hints(cls)
     is_order = getattr(cls, "is_order", False)
-    values = {field.name: of_field(field.name, hints[field.name], is_order=is_order) for field in dataclasses.fields(cls)}
+    values = {
+        field.name: of_field(field.name, hints[field.name], is_order=is_order)
+        for field in dataclasses.fields(cls)
+    }
     return st.builds(cls, **values)
 
 
 MESSAGES = {cls: of_class(cls) for cls in MESSAGE_BY_CODE.values()}
 ANY_MESSAGE = st.one_of(*MESSAGES.values())
 ENVELOPES = st.builds(
-    Envelope, job_id=TEXT, role=st.sampled_from(ROLES), node_rank=st.none() | RANK, rank=st.none() | RANK,
-    incarnation=st.none() | TEXT | COUNT, generation=COUNT, sequence=COUNT, cause=TEXT,
+    Envelope,
+    job_id=TEXT,
+    role=st.sampled_from(ROLES),
+    node_rank=st.none() | RANK,
+    rank=st.none() | RANK,
+    incarnation=st.none() | TEXT | COUNT,
+    generation=COUNT,
+    sequence=COUNT,
+    cause=TEXT,
 )

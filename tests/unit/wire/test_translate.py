@@ -19,18 +19,32 @@ from tests.unit.wire.strategies import MESSAGES, of_class
 ENVELOPE = Envelope("job", "agent", 0, None, "a1", 3, 7, "why")
 EVENTS = list(translate._EVENTS)
 COMMANDS = list(translate._COMMANDS)
-LINK_ONLY = {messages.Accepted, messages.Refused, messages.Heartbeat, messages.HeartbeatAck, messages.RegisterWorker,
-             messages.Unsupported, messages.Rejected}
+LINK_ONLY = {
+    messages.Accepted,
+    messages.Refused,
+    messages.Heartbeat,
+    messages.HeartbeatAck,
+    messages.RegisterWorker,
+    messages.Unsupported,
+    messages.Rejected,
+}
 
 
-@pytest.mark.parametrize(("cls", "left_out"), [*((cls, {"now", "cause"}) for cls in EVENTS), *((cls, {"cause"}) for cls in COMMANDS)])
+@pytest.mark.parametrize(
+    ("cls", "left_out"),
+    [*((cls, {"now", "cause"}) for cls in EVENTS), *((cls, {"cause"}) for cls in COMMANDS)],
+)
 def test_a_message_has_the_fields_of_what_it_stands_for(cls: type, left_out: set[str]) -> None:
     core, wire = typing.get_type_hints(cls), typing.get_type_hints(translate.MESSAGE_BY_CORE[cls])
     wire.pop("code")
     wire.pop("is_order")
     assert {name: hint for name, hint in core.items() if name not in left_out} == wire
-    defaults = {field.name: field.default for field in dataclasses.fields(cls) if field.name in wire}
-    assert defaults == {field.name: field.default for field in dataclasses.fields(translate.MESSAGE_BY_CORE[cls])}
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(cls) if field.name in wire
+    }
+    assert defaults == {
+        field.name: field.default for field in dataclasses.fields(translate.MESSAGE_BY_CORE[cls])
+    }
 
 
 def test_every_message_is_an_event_a_command_or_part_of_the_link() -> None:
@@ -50,7 +64,10 @@ def test_every_event_that_the_manager_handles_travels() -> None:
 def test_an_event_comes_out_as_it_went_in(cls: type, data: st.DataObject) -> None:
     event = dataclasses.replace(data.draw(of_class(cls)), cause="why", now=12.5)
     if isinstance(event, events.WorkerEvent) and hasattr(event, "fault"):
-        event = dataclasses.replace(event, fault=dataclasses.replace(event.fault, rank=event.rank, incarnation=event.incarnation))
+        event = dataclasses.replace(
+            event,
+            fault=dataclasses.replace(event.fault, rank=event.rank, incarnation=event.incarnation),
+        )
     message = translate.event_to_message(event)
     assert translate.message_to_event(ENVELOPE, message, 12.5) == event
     with pytest.raises(RemoteProtocolError, match="is no command"):

@@ -1,4 +1,7 @@
-"""What the ranks of a `World` do to FSDP1: stop its passes anywhere, look at what is left, and go on."""
+"""What the ranks of a `World` do to FSDP1.
+
+Stop its passes anywhere, look at what is left, and go on.
+"""
 
 import sys
 from collections import Counter
@@ -46,8 +49,9 @@ class StopAt:
 def cut_everywhere(member, kind, stride):
     """Two steps. The second is cut short at each `stride`-th call until it comes to its end.
 
-    All ranks are stopped at the same place, for a group does not tell here that a rank is gone: counted are functions that all call as often.
-    Returns the state in the end, the number of stops, and how often this rank had the state of version 1 in an entry.
+    All ranks are stopped at the same place, for a group does not tell here that a rank is gone:
+    counted are functions that all call as often. Returns the state in the end, the number of stops,
+    and how often this rank had the state of version 1 in an entry.
     """
     job, kept, counts, cuts, same = Job(member.rank, member.size), [], [], 0, 0
 
@@ -66,7 +70,16 @@ def cut_everywhere(member, kind, stride):
             kept.append(contents(state._holding.roles))
         same += contents(state._holding.roles) == kept[0]
         try:
-            with calls(StopAt({name for name, count in counts[0].items() if all(other[name] == count for other in counts)}, number)):
+            with calls(
+                StopAt(
+                    {
+                        name
+                        for name, count in counts[0].items()
+                        if all(other[name] == count for other in counts)
+                    },
+                    number,
+                )
+            ):
                 step(model, optimizer, data, 1)
         except Stop:
             cuts += 1
@@ -98,7 +111,10 @@ def two_steps(_member, kind):
 
 
 def interrupt(member, kind, place):
-    """Stop a step after the first at `place`. What parking leaves behind, and where the memory is after the move."""
+    """Stop a step after the first at `place`.
+
+    What parking leaves behind, and where the memory is after the move.
+    """
     job = Job(member.rank, member.size)
     job.resume(None)
     parked = {}
@@ -111,9 +127,14 @@ def interrupt(member, kind, place):
             return _facts(model, optimizer)
         step(model, optimizer, data, 0)
         state.commit()
-        parked.update(_facts(model, optimizer), model=model, names=[name for name, _ in model.named_parameters()])
+        parked.update(
+            _facts(model, optimizer),
+            model=model,
+            names=[name for name, _ in model.named_parameters()],
+        )
         if place == "summoned":
-            parked["manager"] = FullyShardedDataParallel.summon_full_params(model)       # the interrupt comes before it has put anything back
+            # the interrupt comes before it has put anything back
+            parked["manager"] = FullyShardedDataParallel.summon_full_params(model)
             parked["manager"].__enter__()
             raise Stop
         return step(model, optimizer, data, 1, place)
@@ -122,14 +143,28 @@ def interrupt(member, kind, place):
         _, report = job.enter(entry, place)
         model = parked.pop("model")
         flat = [unit._handle.flat_param for unit in units._units_of(model)]
-        whole = [getattr(parameter, name).untyped_storage().nbytes() for parameter in flat for name in units._WHOLE if hasattr(parameter, name)]
+        whole = [
+            getattr(parameter, name).untyped_storage().nbytes()
+            for parameter in flat
+            for name in units._WHOLE
+            if hasattr(parameter, name)
+        ]
         left = {
-            "bytes": sum(whole), "memories": len(whole), "gradients": sum(p.grad is not None for p in (*flat, *model.parameters())),
+            "bytes": sum(whole),
+            "memories": len(whole),
+            "gradients": sum(p.grad is not None for p in (*flat, *model.parameters())),
             "names": [name for name, _ in model.named_parameters()] == parked.pop("names"),
-            "hooks": sum(name.startswith("_post_backward_hook") for parameter in flat for name in vars(parameter)),
+            "hooks": sum(
+                name.startswith("_post_backward_hook")
+                for parameter in flat
+                for name in vars(parameter)
+            ),
             "graphs": sum(
-                getattr(tensor, "grad_fn", None) is not None for part in model.modules() for tensor in vars(part).values()
-            ) + sum(tensor is not None for parameter in flat for tensor in parameter._tensors or ()),
+                getattr(tensor, "grad_fn", None) is not None
+                for part in model.modules()
+                for tensor in vars(part).values()
+            )
+            + sum(tensor is not None for parameter in flat for tensor in parameter._tensors or ()),
         }
         member.connect()
         job.resume(report.version)
@@ -147,17 +182,26 @@ def _facts(model, optimizer):
 
 
 def leave_a_gather(member, kind):
-    """A rank is called out when it has begun an all-gather and does not wait for it yet; the other one takes part when it has parked its state.
+    """A rank is called out when it has begun an all-gather and does not wait for it yet.
+
+    The other one takes part when it has parked its state.
 
     Returns what parking said, and whether the gathered memory has what it should.
     """
-    job, original, store, begun = Job(member.rank, member.size), dist.all_gather, dist.distributed_c10d._get_default_store(), []
+    job, original, store, begun = (
+        Job(member.rank, member.size),
+        dist.all_gather,
+        dist.distributed_c10d._get_default_store(),
+        [],
+    )
     job.resume(None)
 
     def begin(tensors, tensor, group=None):
         if member.rank == 1:
             store.wait(["parked"])
-        begun.append((original(tensors, tensor, group=group, async_op=True), tensors, tensor.clone()))
+        begun.append(
+            (original(tensors, tensor, group=group, async_op=True), tensors, tensor.clone())
+        )
         raise Stop
 
     def entry():
@@ -172,7 +216,7 @@ def leave_a_gather(member, kind):
     try:
         _, report = job.enter(entry)
         store.set("parked", "")
-        (work, gathered, own), = begun
+        ((work, gathered, own),) = begun
         work.wait()
         return report, torch.equal(gathered[member.rank], own)
     finally:
@@ -181,7 +225,7 @@ def leave_a_gather(member, kind):
 
 
 def write_outside(member, kind):
-    """Why the state is torn if something that is not the optimizer writes to a parameter between two steps."""
+    """Why the state is inconsistent if something but the optimizer writes to a parameter."""
     job = Job(member.rank, member.size)
     job.resume(None)
 
@@ -202,7 +246,10 @@ def write_outside(member, kind):
 
 
 def evaluate_between(member, kind):
-    """Train with snapshots, with a pass of evaluation and a look at the whole parameters before each commit. Versions kept, and the state."""
+    """Train with snapshots, and return the versions kept, and the state.
+
+    Before each commit there is a pass of evaluation, and a look at the whole parameters.
+    """
     job = Job(member.rank, member.size)
     job.life.arenas = Arenas.create()
     job.resume(None)
@@ -215,7 +262,7 @@ def evaluate_between(member, kind):
             step(model, optimizer, data, number)
             model.eval()
             with torch.no_grad():
-                model(torch.ones(1, 8))                          # leaves whole parameters in the root
+                model(torch.ones(1, 8))  # leaves whole parameters in the root
             with FullyShardedDataParallel.summon_full_params(model):
                 pass
             model.train()
@@ -236,5 +283,5 @@ def train(_member, kind):
     for number in range(4):
         step(model, optimizer, data, number)
         with torch.no_grad():
-            model(torch.ones(1, 8))                              # it counts its passes
+            model(torch.ones(1, 8))  # it counts its passes
     return contents(Roles.sort("train", {"model": model, "optimizer": optimizer}))

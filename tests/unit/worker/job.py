@@ -1,4 +1,7 @@
-"""A job of one rank in one process: enters a function, interrupts it, enters it again, as the decorator does."""
+"""A job of one rank in one process.
+
+Enters a function, interrupts it, enters it again, as the decorator does.
+"""
 
 from taskd.core.commands import Move
 from taskd.native.black_box import BlackBox
@@ -7,7 +10,7 @@ from taskd.worker.life import Life, Plan
 from taskd.worker.parking import park_all
 
 
-class Stop(Exception):  # noqa: N818 - not an error
+class Stop(Exception):  # noqa: N818
     """Ends an entry."""
 
 
@@ -25,10 +28,15 @@ class Sampler:
 
 
 class Average:
-    """A running average of the parameters. Loading takes the tensors that it is given: they must lie on a mesh of this generation."""
+    """A running average of the parameters.
+
+    Loading takes the tensors that it is given: they must lie on a mesh of this generation.
+    """
 
     def __init__(self, model):
-        self.tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.tensors = {
+            name: parameter.detach().clone() for name, parameter in model.named_parameters()
+        }
 
     def update(self, model):
         for name, parameter in model.named_parameters():
@@ -64,14 +72,24 @@ class Job:
     def resume(self, version, moves=None):
         """What the runtime does with a Resume."""
         self.life.generation += 1
-        self.life.plan = Plan(self.life.generation, version, moves or {self.life.rank: Move(self.life.rank)})
+        self.life.plan = Plan(
+            self.life.generation, version, moves or {self.life.rank: Move(self.life.rank)}
+        )
         self.life.held = False
 
     def replace(self):
-        """This process plays the replacement of the rank: it has nothing but the predecessor's box."""
+        """This process plays the replacement of the rank.
+
+        It has nothing but the predecessor's box.
+        """
         old = self.life
-        self.life = Life(rank=old.rank, world_size=old.world_size, incarnation=old.incarnation + 1, box=BlackBox.create(),
-                         generation=old.generation)
+        self.life = Life(
+            rank=old.rank,
+            world_size=old.world_size,
+            incarnation=old.incarnation + 1,
+            box=BlackBox.create(),
+            generation=old.generation,
+        )
         self.life.inherited_extras = old.box.read_extras()
         self.life.inherited_layout = old.box.read_layout()
         self.life.arenas = old.arenas
@@ -83,4 +101,6 @@ class Job:
 
 def digest(*modules):
     """All parameters and buffers as bytes."""
-    return b"".join(t.detach().contiguous().numpy().tobytes() for m in modules for t in m.state_dict().values())
+    return b"".join(
+        t.detach().contiguous().numpy().tobytes() for m in modules for t in m.state_dict().values()
+    )

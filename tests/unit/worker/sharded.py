@@ -1,4 +1,7 @@
-"""What the ranks of a `World` do: train a small model that is sharded in one of many ways, stop, go on in a new group."""
+"""What the ranks of a `World` do.
+
+Train a small model that is sharded in one of many ways, stop, go on in a new group.
+"""
 
 from contextlib import contextmanager, nullcontext
 
@@ -34,7 +37,10 @@ STEPS = 6
 
 
 class Counting(nn.Linear):
-    """A buffer that changes in each forward pass: a plain tensor, but a DTensor under tensor parallelism."""
+    """A buffer that changes in each forward pass.
+
+    A plain tensor, but a DTensor under tensor parallelism.
+    """
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -70,25 +76,38 @@ def _raise(*_):
 
 
 def build(kind, mesh_name="dp"):
-    """A model, its optimizer, and the number that its data depend on (equal on the ranks that see the same batch)."""
+    """A model, its optimizer, and the number that its data depend on.
+
+    The number is equal on the ranks that see the same batch.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7 + (shard_id_of(kind) or 0))
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))
     data = rank if shard_id_of(kind) is None else shard_id_of(kind)
     if kind in ("fsdp", "warm", "offload", "mixed", "kept"):
         options = {
-            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "kept": {"reshard_after_forward": False},
-            "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            "kept": {"reshard_after_forward": False},
+            "mixed": {
+                "mp_policy": MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                )
+            },
         }.get(kind, {})
         _shard(model, mesh=init_device_mesh("cpu", (world,)), **options)
     elif kind == "hsdp":
-        _shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", mesh_name)))
+        _shard(
+            model,
+            mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", mesh_name)),
+        )
     elif kind in FSDP1:
         model = _wrap(model, kind)
     elif kind in ("tp", "tp_fsdp"):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for block in model[1:3]:
-            parallelize_module(block, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+            parallelize_module(
+                block, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            )
         data = 0
         if kind == "tp_fsdp":
             data = mesh.get_local_rank("dp")
@@ -97,9 +116,19 @@ def build(kind, mesh_name="dp"):
         model = nn.parallel.DistributedDataParallel(model)
     if kind in ("zero", "buckets", "zero_pairs"):
         group = None if kind != "zero_pairs" else dist.new_subgroups(2)[0]
-        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group, lr=0.01,
-                                              parameters_as_bucket_view=kind == "buckets"), data
-    foreach = False if kind.startswith("tp") else None       # its parameters lie on several meshes, or are plain
+        return (
+            model,
+            ZeroRedundancyOptimizer(
+                model.parameters(),
+                torch.optim.Adam,
+                process_group=group,
+                lr=0.01,
+                parameters_as_bucket_view=kind == "buckets",
+            ),
+            data,
+        )
+    # its parameters lie on several meshes, or are plain
+    foreach = False if kind.startswith("tp") else None
     return model, torch.optim.Adam(model.parameters(), lr=0.01, foreach=foreach), data
 
 
@@ -109,7 +138,11 @@ FSDP1 = {
     "flat_orig": ("FULL_SHARD", True, {}),
     "flat_kept": ("SHARD_GRAD_OP", False, {}),
     "flat_kept_orig": ("SHARD_GRAD_OP", True, {}),
-    "flat_mixed": ("FULL_SHARD", True, {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}),
+    "flat_mixed": (
+        "FULL_SHARD",
+        True,
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ),
     "flat_whole": ("NO_SHARD", True, {}),
     "flat_hybrid": ("HYBRID_SHARD", False, {}),
     "flat_hybrid_orig": ("HYBRID_SHARD", True, {}),
@@ -120,9 +153,16 @@ FSDP1 = {
 def _wrap(model, kind):
     """FSDP1: two blocks, and around them."""
     strategy, use_orig_params, more = FSDP1[kind]
-    options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params, "device_id": torch.device("cpu"), **more}
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": use_orig_params,
+        "device_id": torch.device("cpu"),
+        **more,
+    }
     if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        )
     if kind == "flat_pairs":
         options["process_group"] = dist.new_subgroups(2)[0]
     for index in (1, 2):
@@ -145,7 +185,8 @@ def step(model, optimizer, data, number, stop=""):
     """One training step; `stop` names the place in it at which Stop is raised."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * number + data))
     blocks = [part for part in model.modules() if isinstance(part, Block)]
-    blocks[stop != "backward"].stop = stop          # after the first block or before it: the other one is whole then
+    # after the first block or before it: the other one is whole then
+    blocks[stop != "backward"].stop = stop
     optimizer.zero_grad()
     with _stop_within_unshard() if stop == "unshard" else nullcontext():
         model(x).square().mean().backward()
@@ -156,7 +197,11 @@ def step(model, optimizer, data, number, stop=""):
 
 @contextmanager
 def _stop_within_unshard():
-    """An interrupt comes anywhere: here when FSDP2 has put the first two whole parameters of a group in place, and has not noted it yet."""
+    """An interrupt comes anywhere.
+
+    Here when FSDP2 has put the first two whole parameters of a group in place, and has not noted it
+    yet.
+    """
     original, calls = FSDPParam.to_unsharded, []
 
     def to_unsharded(self):
@@ -173,7 +218,11 @@ def _stop_within_unshard():
 
 
 def run(member, kind, stops=(), victims=(), torn=(), steps=STEPS):
-    """Train; at each (version, place) in `stops` all ranks stop, and the `victims` among them lose everything but their black box."""
+    """Train.
+
+    At each (version, place) in `stops` all ranks stop, and the `victims` among them lose everything
+    but their black box.
+    """
     rig = Rig(member, kind, dict(stops), steps)
     rig.job.resume(None)
     buckets.install()
@@ -200,8 +249,14 @@ class Rig:
         model, optimizer, data = build(self.kind)
         average = Average(model) if self.kind == "hsdp" else None
         if self.kind == "warm":
-            model(torch.ones(1, 8))            # leaves whole parameters in the root, with the values that they had before the restore
-        state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(self.kind), **({} if average is None else {"average": average}))
+            # leaves whole parameters in the root, with the values that they had before the restore
+            model(torch.ones(1, 8))
+        state = TrainState(
+            model=model,
+            optimizer=optimizer,
+            shard_id=shard_id_of(self.kind),
+            **({} if average is None else {"average": average}),
+        )
         self.holding = state._holding
         self.restored.append(str(state.restore()))
         self.check_meshes()
@@ -213,8 +268,13 @@ class Rig:
                 average.update(model)
             state.commit()
         roles = self.holding.roles
-        return {"bytes": contents(roles), "restored": self.restored, "stopped": self.stopped, "shard": self.holding.shard,
-                "random": torch.rand(1).item()}
+        return {
+            "bytes": contents(roles),
+            "restored": self.restored,
+            "stopped": self.stopped,
+            "shard": self.holding.shard,
+            "random": torch.rand(1).item(),
+        }
 
     def check_meshes(self):
         """No DTensor of the new objects lies on a mesh of an earlier generation."""
@@ -225,7 +285,11 @@ class Rig:
     def recover(self, report, victims, torn):
         assert report.clean, report
         rank = self.member.rank
-        self.dead_meshes += [tensor.device_mesh for tensor in tensors_of(self.holding.roles) if isinstance(tensor, DTensor)]
+        self.dead_meshes += [
+            tensor.device_mesh
+            for tensor in tensors_of(self.holding.roles)
+            if isinstance(tensor, DTensor)
+        ]
         mine = (None if rank in {*victims, *torn} else self.holding.shard, self.holding.shard)
         if rank in torn:
             with torch.no_grad():
@@ -237,20 +301,37 @@ class Rig:
         self.member.connect()
         held = [None] * self.member.size
         dist.all_gather_object(held, mine)
-        sources = [None if has is not None else [other for other, _ in held].index(shard) for has, shard in held]
-        self.job.resume(report.version, {number: Move(number, source) for number, source in enumerate(sources)})
+        sources = [
+            None if has is not None else [other for other, _ in held].index(shard)
+            for has, shard in held
+        ]
+        self.job.resume(
+            report.version, {number: Move(number, source) for number, source in enumerate(sources)}
+        )
 
 
 def tensors_of(roles):
     """Parameters, buffers and optimizer memory of this rank."""
-    memory = [entries for optimizer in roles.optimizers.values() for entries in shards.memory_of(optimizer).values()]
-    averages = [tensor for average in roles.replicas.values() for tensor in average.tensors.values()]
-    return [*roles.named_tensors().values(), *(entry for entries in memory for entry in entries.values()), *averages]
+    memory = [
+        entries
+        for optimizer in roles.optimizers.values()
+        for entries in shards.memory_of(optimizer).values()
+    ]
+    averages = [
+        tensor for average in roles.replicas.values() for tensor in average.tensors.values()
+    ]
+    return [
+        *roles.named_tensors().values(),
+        *(entry for entries in memory for entry in entries.values()),
+        *averages,
+    ]
 
 
 def contents(roles):
     """The same, as bytes."""
-    return b"".join(shards.local(tensor).detach().contiguous().numpy().tobytes() for tensor in tensors_of(roles))
+    return b"".join(
+        shards.local(tensor).detach().contiguous().numpy().tobytes() for tensor in tensors_of(roles)
+    )
 
 
 # ---------------------------------------------------------------- identity
@@ -262,7 +343,7 @@ def identify(_member, kind, shard_id="", mesh_name="dp"):
     roles = Roles.sort("train", {"model": model, "optimizer": optimizer})
     before = shards.shard_of(roles, shard_id)
     step(model, optimizer, data, 0)
-    model(torch.ones(1, 8))           # leaves whole parameters in the root of FSDP2
+    model(torch.ones(1, 8))  # leaves whole parameters in the root of FSDP2
     return before, shards.shard_of(roles, shard_id), contents(roles)
 
 
@@ -274,7 +355,11 @@ def locate(_member, kind):
         shape, offsets = shards.spans(tensor)
         own = shards.local(tensor)
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, own.shape, strict=True))]
+        part = whole[
+            tuple(
+                slice(start, start + size) for start, size in zip(offsets, own.shape, strict=True)
+            )
+        ]
         found[name] = (tuple(shape), tuple(own.shape), offsets, torch.equal(part, own))
     return found
 
@@ -294,7 +379,8 @@ def say(function, *args):
 def refuse_units(_member, mistake):
     """What is said to FSDP1 around a part of the model."""
     options = {
-        "offload": {"cpu_offload": CPUOffload(offload_params=True)}, "backward": {"use_orig_params": True},
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+        "backward": {"use_orig_params": True},
         "buffers": {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)},
     }.get(mistake, {})
     part = Counting(2, 2)
@@ -307,12 +393,16 @@ def refuse_units(_member, mistake):
     elif mistake == "alone":
         objects = {"optimizer": torch.optim.SGD(unit.parameters(), lr=0.1)}
     elif mistake == "tensors":
-        objects["other"] = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        objects["other"] = fully_shard(
+            nn.Linear(2, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),))
+        )
     return say(lambda: Roles.sort("train", objects))
 
 
 def refuse_optimizer(_member):
-    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)
+    optimizer = ZeroRedundancyOptimizer(
+        nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True
+    )
     return say(lambda: Roles.sort("train", {"optimizer": optimizer}))
 
 
@@ -320,14 +410,19 @@ def refuse_partial(_member):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Linear(2, 2)
     model.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
-    texts = [say(lambda: Roles.sort("train", {"model": model})), say(shards.shard_of, Roles(modules={"model": model}))]
+    texts = [
+        say(lambda: Roles.sort("train", {"model": model})),
+        say(shards.shard_of, Roles(modules={"model": model})),
+    ]
     total = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     return [*texts, say(lambda: Roles.sort("train", {"total": total}))]
 
 
 def misfit(member, change):
     """The text of the error when another model is built in the second entry than was kept."""
-    return _enter_twice(member, build("fsdp")[:2], lambda: build_other(change), lambda job: job.resume(0))
+    return _enter_twice(
+        member, build("fsdp")[:2], lambda: build_other(change), lambda job: job.resume(0)
+    )
 
 
 def misfit_of_ranks(member, kind):
@@ -342,7 +437,10 @@ def misfit_of_ranks(member, kind):
 
 
 def keep_outside(member, kind):
-    """The same when the objects were built outside the function: their process groups are those of before."""
+    """The same when the objects were built outside the function.
+
+    Their process groups are those of before.
+    """
     objects = build(kind)[:2]
     return _enter_twice(member, objects, lambda: objects, lambda job: job.resume(0))
 
@@ -381,7 +479,10 @@ def build_other(change):
 
 
 def interrupt(member, place, *, changes_outside=False):
-    """Stop one step after the first at `place`. What parking leaves behind, and where the memory is after the move."""
+    """Stop one step after the first at `place`.
+
+    What parking leaves behind, and where the memory is after the move.
+    """
     job = Job(member.rank, member.size)
     job.resume(None)
     parked = {}
@@ -403,10 +504,19 @@ def interrupt(member, place, *, changes_outside=False):
     try:
         _, report = job.enter(entry, place)
         model = parked.pop("model")
-        groups = [group for part in model.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups]
+        groups = [
+            group
+            for part in model.modules()
+            if isinstance(part, FSDPModule)
+            for group in part._get_fsdp_state()._fsdp_param_groups
+        ]
         whole = [parameter for group in groups for parameter in group.fsdp_params]
         left = {
-            "bytes": sum(tensor.untyped_storage().nbytes() for parameter in whole for tensor in parameter.all_gather_outputs),
+            "bytes": sum(
+                tensor.untyped_storage().nbytes()
+                for parameter in whole
+                for tensor in parameter.all_gather_outputs
+            ),
             "gradients": sum(parameter._unsharded_param.grad is not None for parameter in whole),
             "shards": sum(parameter.grad is not None for parameter in model.parameters()),
             "registered": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
@@ -423,19 +533,37 @@ def interrupt(member, place, *, changes_outside=False):
 
 
 def _facts(model, optimizer):
-    """Addresses of optimizer memory; whether FSDP2 reads its shards from the memory of the parameters."""
-    groups = [group for part in model.modules() if isinstance(part, FSDPModule) for group in part._get_fsdp_state()._fsdp_param_groups]
+    """Addresses of optimizer memory.
+
+    Whether FSDP2 reads its shards from the memory of the parameters.
+    """
+    groups = [
+        group
+        for part in model.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups
+    ]
     return {
-        "moments": [shards.local(entries["exp_avg"]).data_ptr() for entries in optimizer.state.values()],
-        "bytes": [shards.local(parameter).numpy(force=True).tobytes() for parameter in model.parameters()],
+        "moments": [
+            shards.local(entries["exp_avg"]).data_ptr() for entries in optimizer.state.values()
+        ],
+        "bytes": [
+            shards.local(parameter).numpy(force=True).tobytes() for parameter in model.parameters()
+        ],
         "one memory": all(
-            parameter._sharded_param_data.untyped_storage().data_ptr() == shards.local(parameter.sharded_param).untyped_storage().data_ptr()
-            for group in groups for parameter in group.fsdp_params),
+            parameter._sharded_param_data.untyped_storage().data_ptr()
+            == shards.local(parameter.sharded_param).untyped_storage().data_ptr()
+            for group in groups
+            for parameter in group.fsdp_params
+        ),
     }
 
 
 def compute_twice(member):
-    """A DTensor operation in two generations, on meshes that compare equal: on which mesh does each result lie?"""
+    """A DTensor operation in two generations, on meshes that compare equal.
+
+    On which mesh does each result lie?
+    """
     found = []
     for _ in range(2):
         mesh = init_device_mesh("cpu", (member.size,))

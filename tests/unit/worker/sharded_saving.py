@@ -1,4 +1,7 @@
-"""What the ranks of a `World` do with checkpoints of the sharded training in `sharded`: write them, die, read them in another world."""
+"""What the ranks of a `World` do with checkpoints of the sharded training in `sharded`.
+
+Write them, die, read them in another world.
+"""
 
 import os
 
@@ -20,17 +23,26 @@ from taskd.worker.state import TrainState
 
 
 def train_and_save(member, kind, folder, every=2, steps=4):
-    """Train with periodic checkpoints. The state at the end, and the part of it that this rank has by name in the checkpoint of that version."""
+    """Train with periodic checkpoints.
+
+    The state at the end, and the part of it that this rank has by name in the checkpoint of that
+    version.
+    """
     return _in_job(member, _train, kind, folder, steps, every)
 
 
 def resume(member, kind, folder, steps=4):
-    """Begin with the newest checkpoint, and train up to `steps`. As `train_and_save`, and what restore() said."""
+    """Begin with the newest checkpoint, and train up to `steps`.
+
+    As `train_and_save`, and what restore() said.
+    """
     return _in_job(member, _train, kind, folder, steps, 0)
 
 
 def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
-    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part.
+    """Train to `steps` and save version 2 as in an emergency checkpoint.
+
+    The ranks of `orphaned` are dead: rank -> who sees to its part.
 
     `replicated`: dead ones whose part somebody else has.
     """
@@ -39,18 +51,36 @@ def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
         _train(life, kind, folder, steps, 0, snapshot_every=2)
         park_all(life)
         paths = [None] * member.size
-        dist.all_gather_object(paths, [f"/proc/{os.getpid()}/fd/{owner.fd}" for owner in (life.arenas.find(2), life.box)])
-        writers = tuple(rank for rank in range(member.size) if rank not in orphaned and rank not in replicated)
+        dist.all_gather_object(
+            paths,
+            [f"/proc/{os.getpid()}/fd/{owner.fd}" for owner in (life.arenas.find(2), life.box)],
+        )
+        writers = tuple(
+            rank for rank in range(member.size) if rank not in orphaned and rank not in replicated
+        )
         gone = replicated if member.rank == writers[0] else ()
         dumping, said = Dumping(life, "job"), []
-        order = commands.Dump("", 1, 2, writers, member.size, "a test", "attempt", orphaned=tuple(orphaned.items()),
-                              # As the agent puts them in.
-                              arenas=tuple((rank, paths[rank][0]) for rank in (*orphaned, *gone) if orphaned.get(rank, member.rank) == member.rank),
-                              legacies=tuple((rank, paths[rank][1]) for rank in gone))
+        order = commands.Dump(
+            "",
+            1,
+            2,
+            writers,
+            member.size,
+            "a test",
+            "attempt",
+            orphaned=tuple(orphaned.items()),
+            # As the agent puts them in.
+            arenas=tuple(
+                (rank, paths[rank][0])
+                for rank in (*orphaned, *gone)
+                if orphaned.get(rank, member.rank) == member.rank
+            ),
+            legacies=tuple((rank, paths[rank][1]) for rank in gone),
+        )
         said.append(dumping.obey(order))
         dist.barrier()
         said.append(dumping.obey(commands.Publish("", 1, 0, writers[0], 0)))
-        dist.barrier()           # the memory of the dead stays until it has been read
+        dist.barrier()  # the memory of the dead stays until it has been read
         return said
 
     return _in_job(member, dump)
@@ -74,8 +104,16 @@ def _in_job(member, function, *args):
 def _train(life, kind, folder, steps, every, snapshot_every=0):
     model, optimizer, data = build(kind)
     average = Average(model) if kind == "hsdp" else None
-    state = TrainState(model=model, optimizer=optimizer, shard_id=shard_id_of(kind), checkpoint_dir=folder, checkpoint_every=every, seen=0,
-                       snapshot_every=snapshot_every, **({} if average is None else {"average": average}))
+    state = TrainState(
+        model=model,
+        optimizer=optimizer,
+        shard_id=shard_id_of(kind),
+        checkpoint_dir=folder,
+        checkpoint_every=every,
+        seen=0,
+        snapshot_every=snapshot_every,
+        **({} if average is None else {"average": average}),
+    )
     restored = str(state.restore())
     while state.step < steps:
         step(model, optimizer, data, state.step)
@@ -86,9 +124,19 @@ def _train(life, kind, folder, steps, every, snapshot_every=0):
     if life.periodic is not None:
         life.periodic.wait()
     tensors, _ = flat.flatten(state._holding)
-    named = {name: tensor.full_tensor().numpy().tobytes() if isinstance(tensor, DTensor) else tensor.numpy().tobytes() for name, tensor in tensors.items()}
-    return {"bytes": contents(state._holding.roles), "named": named, "seen": state.seen, "restored": restored,
-            "random": torch.rand(1).item()}
+    named = {
+        name: tensor.full_tensor().numpy().tobytes()
+        if isinstance(tensor, DTensor)
+        else tensor.numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
+    return {
+        "bytes": contents(state._holding.roles),
+        "named": named,
+        "seen": state.seen,
+        "restored": restored,
+        "random": torch.rand(1).item(),
+    }
 
 
 def save_without(member, kind, folder, writers):
@@ -106,12 +154,21 @@ def save_without(member, kind, folder, writers):
 
 
 def save_hurt(member, victim, folder):
-    """Two periodic checkpoints, of which `victim` cannot give its part of the first. The problem of each, and what is in the folder in the end."""
+    """Two periodic checkpoints, of which `victim` cannot give its part of the first.
+
+    The problem of each, and what is in the folder in the end.
+    """
 
     def save(life):
         model, optimizer, data = build("ddp")
         average = Average(nn.Linear(100, 100))
-        state = TrainState(model=model, optimizer=optimizer, average=average, checkpoint_dir=folder, checkpoint_every=2)
+        state = TrainState(
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            checkpoint_dir=folder,
+            checkpoint_every=2,
+        )
         state.restore()
         problems = []
         for hurt in (True, False):
@@ -162,6 +219,10 @@ def resume_as(member, kind, shard_id, folder):
 
     def restore(_life):
         model, optimizer, _ = build(kind)
-        return say(TrainState(model=model, optimizer=optimizer, shard_id=shard_id, checkpoint_dir=folder, seen=0).restore)
+        return say(
+            TrainState(
+                model=model, optimizer=optimizer, shard_id=shard_id, checkpoint_dir=folder, seen=0
+            ).restore
+        )
 
     return _in_job(member, restore)

@@ -1,4 +1,7 @@
-"""Optimizers that are given a closure: when the state is torn, when interrupts get through, and when a sharded state votes."""
+"""Optimizers that are given a closure.
+
+When the state is torn, when interrupts get through, and when a sharded state votes.
+"""
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ class ClosureFirst(torch.optim.SGD):
             loss = closure()
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
-                parameter.data.sub_(parameter.grad, alpha=0.1)       # no version counter is raised
+                parameter.data.sub_(parameter.grad, alpha=0.1)  # no version counter is raised
         return loss
 
 
@@ -47,7 +50,10 @@ class WritesMemoryFirst(ClosureFirst):
 
 
 def train(job, kind, steps, *, stop=None, how=Stop, **options):
-    """Train with closures. `stop`: (step, place, which call of the closure). Returns the digest, and each report of an entry."""
+    """Train with closures. `stop`: (step, place, which call of the closure).
+
+    Returns the digest, and each report of an entry.
+    """
     reports, stops = [], [stop] if stop else []
 
     def entry():
@@ -88,6 +94,7 @@ def train(job, kind, steps, *, stop=None, how=Stop, **options):
             result, report = job.enter(entry)
         except ValueError:
             from taskd.worker.parking import ParkReport
+
             result, report = None, ParkReport(job.life.version, clean=not job.life.torn, reason="")
         if result is not None:
             assert not stops
@@ -100,7 +107,9 @@ def train(job, kind, steps, *, stop=None, how=Stop, **options):
 
 @pytest.mark.parametrize("how", [Stop, ValueError])
 @pytest.mark.parametrize("place", ["start", "forward", "backward"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, ClosureFirst])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS, ClosureFirst]
+)
 def test_the_state_is_whole_until_the_closure_has_returned(job, kind, place, how):
     plain, _ = train(Job(), kind, 4, lr=0.01)
     job.close()
@@ -130,6 +139,7 @@ def test_what_an_optimizer_writes_before_its_closure_tears(job, kind):
 
 def step_with(job, story, optimizer=torch.optim.SGD):
     """One step whose closure, and what follows, is interrupted when it says so."""
+
     def entry():
         model = nn.Linear(2, 1)
         used = optimizer(model.parameters(), lr=0.1)
@@ -198,10 +208,12 @@ def test_the_closure_of_a_second_optimizer_is_within_the_update(job):
         state.restore()
         for _ in range(2):
             for optimizer, model in zip((first, second), models, strict=True):
+
                 def closure(optimizer=optimizer, model=model):
                     held.append((job.life.held, state.is_clean))
                     optimizer.zero_grad()
                     model(torch.ones(1, 2)).sum().backward()
+
                 optimizer.step(closure)
             state.commit()
 
@@ -230,6 +242,7 @@ def vote_order(member):
 
     holding_module.vote = vote
     try:
+
         def entry():
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

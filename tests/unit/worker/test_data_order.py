@@ -1,4 +1,7 @@
-"""Loaders that draw their order themselves: the warning comes where, and only where, an entry that goes on would draw another one."""
+"""Loaders that draw their order themselves.
+
+The warning comes where, and only where, an entry that goes on would draw another one.
+"""
 
 import logging
 
@@ -6,7 +9,13 @@ import pytest
 import torch
 from job import Job, Stop
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from taskd.worker import data_order, phases
 from taskd.worker.state import TrainState
@@ -29,7 +38,9 @@ class Seedable(RandomSampler):
     epoch = 0
 
     def __iter__(self):
-        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        return iter(
+            torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        )
 
 
 def plain(_state, workers=0):
@@ -39,7 +50,9 @@ def plain(_state, workers=0):
 class Variant:
     """How a script orders its data: a loader, and what it does before each pass."""
 
-    def __init__(self, make=plain, before=lambda _state, _loader, _epoch: None, values=None, **options):
+    def __init__(
+        self, make=plain, before=lambda _state, _loader, _epoch: None, values=None, **options
+    ):
         self.make, self.before, self.values, self.options = make, before, values or {}, options
 
     def loader(self, state):
@@ -60,21 +73,34 @@ def keep_or_set(state, loader, _epoch):
 VARIANTS = {
     "shuffle": Variant(),
     "shuffle, workers": Variant(workers=2),
-    "weighted": Variant(lambda _: DataLoader(Ids(), BATCH, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES))),
+    "weighted": Variant(
+        lambda _: DataLoader(
+            Ids(), BATCH, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES)
+        )
+    ),
     "seeded once": Variant(own_generator),
     "seeded by epoch": Variant(before=lambda _state, _loader, epoch: torch.manual_seed(7 + epoch)),
-    "own, seeded by epoch": Variant(own_generator, lambda _state, loader, epoch: loader.generator.manual_seed(7 + epoch)),
+    "own, seeded by epoch": Variant(
+        own_generator, lambda _state, loader, epoch: loader.generator.manual_seed(7 + epoch)
+    ),
     "own, kept": Variant(own_generator, keep_or_set, {"order": None}),
     "no shuffle": Variant(lambda _: DataLoader(Ids(), BATCH)),
-    "distributed": Variant(lambda _: DataLoader(Ids(), BATCH, sampler=DistributedSampler(Ids(), 1, 0)),
-                           lambda _state, loader, epoch: loader.sampler.set_epoch(epoch)),
-    "a sampler of its own": Variant(lambda _: DataLoader(Ids(), BATCH, sampler=Seedable(Ids())),
-                                    lambda _state, loader, epoch: setattr(loader.sampler, "epoch", epoch)),
+    "distributed": Variant(
+        lambda _: DataLoader(Ids(), BATCH, sampler=DistributedSampler(Ids(), 1, 0)),
+        lambda _state, loader, epoch: loader.sampler.set_epoch(epoch),
+    ),
+    "a sampler of its own": Variant(
+        lambda _: DataLoader(Ids(), BATCH, sampler=Seedable(Ids())),
+        lambda _state, loader, epoch: setattr(loader.sampler, "epoch", epoch),
+    ),
 }
 
 
 def ids_of(variant, stops, *, rank=0):
-    """Samples of each step of two epochs, skipping the batches done on re-entry; interrupted before the commits of `stops`."""
+    """Samples of each step of two epochs, skipping the batches done on re-entry.
+
+    Interrupted before the commits of `stops`.
+    """
     job, stops, trained = Job(rank=rank), list(stops), {}
 
     def entry():
@@ -125,18 +151,25 @@ def said(caplog):
 def test_who_would_get_another_order_is_warned_in_time_and_nobody_else(name, caplog):
     variant = VARIANTS[name]
     expected = ids_of(variant, [])
-    warnings = said(caplog)               # of the run without a fault: before it does harm
+    warnings = said(caplog)  # of the run without a fault: before it does harm
     interrupted = ids_of(variant, [2, STEPS + 3])
     is_exact = interrupted == expected
     assert is_exact == (name not in {"shuffle", "shuffle, workers", "weighted", "seeded once"})
     assert len(warnings) == (0 if is_exact else 1)
     assert len(said(caplog)) == len(warnings), "it is said once"
     if warnings:
-        assert warnings[0].startswith("rank 0: steps are committed within a pass of a DataLoader that draws its order from a generator")
+        assert warnings[0].startswith(
+            "rank 0: steps are committed within a pass of a DataLoader "
+            "that draws its order from a generator"
+        )
 
 
 def test_what_is_seeded_before_restore_is_not_seeded_for_the_pass(caplog):
-    """The first entry goes through the data in the order of the seed; restore() puts the generator back in later ones."""
+    """The first entry goes through the data in the order of the seed.
+
+    Restore() puts the generator back in later ones.
+    """
+
     def entry(job):
         state = TrainState(epoch=0)
         torch.manual_seed(5)
@@ -175,7 +208,9 @@ def test_a_loader_that_carries_its_order_is_registered(registered, caplog):
         loader = stateful.StatefulDataLoader(Ids(), BATCH, shuffle=True)
         state = TrainState(epoch=0, **({"loader": loader} if registered else {}))
         state.restore()
-        for _ in range(2):          # it seeds itself when it is made: only the order of the second pass depends on how far it is
+        # it seeds itself when it is made: only the order of the second pass depends on how far it
+        # is
+        for _ in range(2):
             for _ in loader:
                 state.commit()
 
@@ -192,7 +227,7 @@ def test_persistent_workers_begin_a_new_pass_each_time(caplog):
         state = TrainState(epoch=0)
         state.restore()
         torch.manual_seed(11)
-        for _ in loader:            # seeded for this pass
+        for _ in loader:  # seeded for this pass
             state.commit()
         assert said(caplog) == []
         torch.rand(1)

@@ -1,4 +1,3 @@
-# ruff: noqa: N818, PLE0307 - strange exceptions are what is tested
 """What is told of an exception of the script, whatever it does when it is asked."""
 
 import dataclasses
@@ -12,45 +11,47 @@ from taskd.worker import victims
 from taskd.worker.exception_text import drop_frames
 
 
-class Mute(Exception):
+class Mute(Exception):  # noqa: N818
     def __str__(self):
         raise ValueError("no text")
 
     __repr__ = __str__
 
 
-class Leaving(Exception):
+class Leaving(Exception):  # noqa: N818
     def __str__(self):
         raise SystemExit(3)
 
 
-class Deep(Exception):
+class Deep(Exception):  # noqa: N818
     def __str__(self):
         return str(self)
 
 
-class Unrenderable(Exception):
+class Unrenderable(Exception):  # noqa: N818
     @property
     def __notes__(self):
         raise OSError("gone")
 
 
 @dataclasses.dataclass(frozen=True)
-class Frozen(Exception):
+class Frozen(Exception):  # noqa: N818
     code: int = 3
 
 
-class NoText(Exception):
+class NoText(Exception):  # noqa: N818
     def __str__(self):
-        return 3
+        return 3  # noqa: PLE0307
 
 
 def raised(error, cause=None):
     """What the frame of a script has raised. A cause that the exception has keeps its place."""
+
     def the_frame_of_the_script():
         if cause is None:
             raise error
         raise error from cause
+
     try:
         the_frame_of_the_script()
     except type(error) as caught:
@@ -78,9 +79,15 @@ CASES = {
     "no text": (NoText, "NoText: (its text cannot be had: TypeError)"),
     "unrenderable": (lambda: Unrenderable("a text"), "Unrenderable: a text"),
     "10 MB": (lambda: ValueError("x" * 10_000_000), "ValueError: " + "x" * 488),
-    "10 MB of lines": (lambda: RuntimeError("ab\n" * 3_000_000), ("RuntimeError: " + "ab " * 200)[:500]),
+    "10 MB of lines": (
+        lambda: RuntimeError("ab\n" * 3_000_000),
+        ("RuntimeError: " + "ab " * 200)[:500],
+    ),
     "surrogates": (lambda: ValueError("file \udcff\ud800"), r"ValueError: file \udcff\ud800"),
-    "10 MB of surrogates": (lambda: ValueError("\udcff" * 10_000_000), ("ValueError: " + r"\udcff" * 100)[:500]),
+    "10 MB of surrogates": (
+        lambda: ValueError("\udcff" * 10_000_000),
+        ("ValueError: " + r"\udcff" * 100)[:500],
+    ),
     "frozen": (Frozen, "Frozen"),
     "circle": (circle, "ValueError: first"),
     "long chain": (long_chain, "ValueError: 19999"),

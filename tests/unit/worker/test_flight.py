@@ -41,17 +41,20 @@ def beat(standing):
         box.mark_phase(Phase.STEP)
     pulse._next_at = pulse._count_at = pulse._calls_at = 0.0
     pulse.beat()
-    found = {group.name: (group.entered, group.left) for group in collectives.Collectives(box).communicators()}
+    groups = collectives.Collectives(box).communicators()
+    found = {group.name: (group.entered, group.left) for group in groups}
     return box.is_waiting, found
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank,
+                        world_size=2, timeout=datetime.timedelta(seconds=60))
 second = dist.new_group([0, 1], group_desc="second")
 for _ in range(5):
     dist.all_reduce(torch.ones(3))
 dist.barrier(group=second)
 waiting, found = beat(standing=False)
 assert not waiting
-assert found[dist.group.WORLD.group_name][0] == 5, found       # that they are complete is noted a moment after wait()
+# That they are complete is noted a moment after wait().
+assert found[dist.group.WORLD.group_name][0] == 5, found
 assert found[second.group_name][0] == 1, found
 assert beat(standing=True)[0] is False          # stands, and waits for nobody
 ids = {group.name: group.id for group in collectives.Collectives(box).communicators()}
@@ -86,8 +89,13 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     ranks = [
-        harness.Output([sys.executable, str(script), str(rank), str(tmp_path / "store")], harness.environment(),
-                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
+        harness.Output(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            harness.environment(),
+            tmp_path / f"rank{rank}.out",
+            tmp_path,
+            warm=True,
+        )
         for rank in range(2)
     ]
     try:
@@ -95,4 +103,6 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
     finally:
         for rank in ranks:
             rank.end()
-    assert [output.strip().splitlines()[-1] for output in outputs] == ["well", "well"], "\n".join(outputs)
+    assert [output.strip().splitlines()[-1] for output in outputs] == ["well", "well"], "\n".join(
+        outputs
+    )

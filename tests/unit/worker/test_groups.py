@@ -40,7 +40,8 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
 
     monkeypatch.setattr(groups, "_finish_creation", interrupted)
     with pytest.raises(Interrupted):
-        distributed_c10d._new_process_group_helper()      # called wrongly: it raises at once, as one that was aborted does
+        # called wrongly: it raises at once, as one that was aborted does
+        distributed_c10d._new_process_group_helper()
     opened = groups.opened
     groups.retire()
     later = pair()
@@ -61,7 +62,13 @@ def test_tracebacks_have_one_prefix_however_often_the_group_was_made(groups, mon
         dist.destroy_process_group()
     hook = sys.excepthook
     assert hook.__name__ == "_distributed_excepthook"
-    beneath = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in hook.__closure__), strict=True))["old_hook"]
+    beneath = dict(
+        zip(
+            hook.__code__.co_freevars,
+            (cell.cell_contents for cell in hook.__closure__),
+            strict=True,
+        )
+    )["old_hook"]
     assert beneath is sys.__excepthook__
 
 
@@ -84,17 +91,21 @@ dist.init_process_group("gloo", store=Store(), rank=1, world_size=2)
 
 
 def waits_in_creation(store, attempt: str) -> tuple[subprocess.Popen, threading.Thread, list[str]]:
-    """A thread that makes a group with a peer which never connects, and then waits half a second for a key."""
+    """A thread that makes a group with a peer which never connects, then waits for a key."""
     import torch.distributed as dist
 
-    peer = subprocess.Popen([sys.executable, "-c", PEER, str(store.port), attempt], stdout=subprocess.PIPE)
+    peer = subprocess.Popen(
+        [sys.executable, "-c", PEER, str(store.port), attempt], stdout=subprocess.PIPE
+    )
     assert peer.stdout is not None
     assert peer.stdout.readline() == b"it has said where it listens\n"
     story: list[str] = []
 
     def create() -> None:
         try:
-            dist.init_process_group("gloo", store=dist.PrefixStore(attempt, store), rank=0, world_size=2)
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(attempt, store), rank=0, world_size=2
+            )
             story.append("created")
         except RuntimeError:
             story.append("raised")
@@ -113,7 +124,8 @@ def test_a_creation_ends_that_waits_for_a_peer_to_connect(groups) -> None:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    for attempt in range(30):       # which of the two listens is decided by their ports: every second time it is this one
+    # which of the two listens is decided by their ports: every second time it is this one
+    for attempt in range(30):
         peer, thread, story = waits_in_creation(store, str(attempt))
         try:
             thread.join(1)
@@ -123,7 +135,9 @@ def test_a_creation_ends_that_waits_for_a_peer_to_connect(groups) -> None:
                 thread.join(0.6)
             groups.retire()
             if story != ["created", "slept"]:
-                assert story == ["raised", "slept"], "it ends, and the waits of this thread are as ever afterwards"
+                assert story == ["raised", "slept"], (
+                    "it ends, and the waits of this thread are as ever afterwards"
+                )
                 return
         finally:
             peer.kill()

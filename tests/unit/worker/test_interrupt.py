@@ -25,7 +25,10 @@ def interrupter():
 
 
 class Group:
-    """A process group as torch's functions see it. Its work calls the main thread out while that waits."""
+    """A process group as torch's functions see it.
+
+    Its work calls the main thread out while that waits.
+    """
 
     def __init__(self, interrupter):
         self._interrupter, self.waits = interrupter, 0
@@ -38,7 +41,9 @@ class Group:
     def wait(self):
         """A function in C, as the real one: the signal is handled in the frame that calls it."""
         self.waits += 1
-        return functools.partial(signal.pthread_kill, threading.main_thread().ident, self._interrupter._signal)
+        return functools.partial(
+            signal.pthread_kill, threading.main_thread().ident, self._interrupter._signal
+        )
 
 
 def test_no_collective_is_left_between_its_beginning_and_its_end(interrupter):
@@ -46,7 +51,7 @@ def test_no_collective_is_left_between_its_beginning_and_its_end(interrupter):
     dist.all_gather([torch.ones(1)], torch.ones(1), group=group)
     assert group.waits == 1
     with pytest.raises(Interrupted, match="a fault"):
-        interrupter.interrupt("a fault")         # again, behind it, as after each abort
+        interrupter.interrupt("a fault")  # again, behind it, as after each abort
 
 
 def test_the_caller_of_a_collective_is_left_at_once(interrupter):
@@ -63,14 +68,20 @@ def test_an_optimizer_that_writes_is_not_left(interrupter):
 
 
 class Circle:
-    """Refers to itself, as FSDP2's groups of parameters do with their modules; and to a process group."""
+    """Refers to itself, as FSDP2's groups of parameters do with their modules.
+
+    And to a process group.
+    """
 
     def __init__(self):
         self.own = self
 
 
 def test_what_an_entry_leaves_in_circles_goes_with_its_frames(interrupter):
-    """Python would look for it after hundreds of recoveries: until then each kept its process groups, with their threads and sockets."""
+    """Python would look for it after hundreds of recoveries.
+
+    Until then each kept its process groups, with their threads and sockets.
+    """
     left = []
 
     def entry():

@@ -1,4 +1,7 @@
-"""The default group that a script makes outside its function: who waits before it, and who makes it again."""
+"""The default group that a script makes outside its function.
+
+Who waits before it, and who makes it again.
+"""
 
 import threading
 
@@ -61,13 +64,16 @@ def broken_once(runtime, *, interrupted):
         if runtime.story.count("init") == 1:
             runtime.must_gate = interrupted
             raise RuntimeError("Connection closed by peer")
+
     return init
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_second_fault_meanwhile_makes_it_start_over(interrupted):
     runtime = Gate()
-    OuterGroup(runtime, is_replacement=True).around_init(broken_once(runtime, interrupted=interrupted))
+    OuterGroup(runtime, is_replacement=True).around_init(
+        broken_once(runtime, interrupted=interrupted)
+    )
     reported = [] if interrupted else ["reported Connection closed by peer"]
     assert runtime.story == ["init", *reported, "gate", "init"]
 
@@ -75,14 +81,18 @@ def test_a_second_fault_meanwhile_makes_it_start_over(interrupted):
 def test_a_script_that_uses_nothing_of_taskd_gets_its_error():
     runtime = Gate()
     with pytest.raises(RuntimeError, match="closed by peer"):
-        OuterGroup(runtime, is_replacement=False).around_init(broken_once(runtime, interrupted=False))
+        OuterGroup(runtime, is_replacement=False).around_init(
+            broken_once(runtime, interrupted=False)
+        )
     assert runtime.story == ["init"]
 
 
 def test_a_group_that_the_script_has_destroyed_is_not_there_in_later_entries():
     runtime = Gate()
     group = OuterGroup(runtime, is_replacement=False)
-    group.around_init(lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1))
+    group.around_init(
+        lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    )
     dist.destroy_process_group()
     group.note_entry()
     assert group.remake()

@@ -1,4 +1,7 @@
-"""Periodic checkpoints in one process, or a few: when they are made, and what happens when they cannot be."""
+"""Periodic checkpoints in one process, or a few.
+
+When they are made, and what happens when they cannot be.
+"""
 
 import logging
 
@@ -25,8 +28,12 @@ def test_no_checkpoint_is_made_while_another_state_is_half_way(job, tmp_path):
     def entry():
         models = [nn.Linear(2, 2), nn.Linear(2, 2)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        states = [TrainState(name, model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=3)
-                  for name, model, optimizer in zip("ab", models, optimizers, strict=True)]
+        states = [
+            TrainState(
+                name, model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=3
+            )
+            for name, model, optimizer in zip("ab", models, optimizers, strict=True)
+        ]
         for state in states:
             state.restore()
         versions = []
@@ -34,7 +41,8 @@ def test_no_checkpoint_is_made_while_another_state_is_half_way(job, tmp_path):
             for model, optimizer in zip(models, optimizers, strict=True):
                 model(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
-            for state in states:                # version 3 is complete when "a" is: the optimizer of "b" has stepped already
+            # version 3 is complete when "a" is: the optimizer of "b" has stepped already
+            for state in states:
                 state.commit()
                 job.life.periodic.wait()
                 versions.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -61,11 +69,19 @@ class Fragile:
 
 
 @pytest.mark.parametrize("problem", [OSError("the device is gone"), StateError("not now")])
-def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(job, tmp_path, caplog, problem):
+def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(
+    job, tmp_path, caplog, problem
+):
     def entry():
         model, fragile = nn.Linear(2, 2), Fragile()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = TrainState(model=model, optimizer=optimizer, fragile=fragile, checkpoint_dir=tmp_path, checkpoint_every=2)
+        state = TrainState(
+            model=model,
+            optimizer=optimizer,
+            fragile=fragile,
+            checkpoint_dir=tmp_path,
+            checkpoint_every=2,
+        )
         state.restore()
         while state.step < 4:
             fragile.problem = problem if state.step < 2 else None
@@ -79,15 +95,25 @@ def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(job, tmp_
         assert job.enter(entry)[0] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000004"]
     (record,) = (record for record in caplog.records if record.name == "taskd.worker.periodic")
-    assert f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}" in record.getMessage()
+    assert (
+        f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}"
+    ) in record.getMessage()
 
 
 def test_ranks_without_a_group_are_told_to_make_one(tmp_path):
     job = Job(0, 2)
     job.resume(None)
     try:
-        with pytest.raises(StateError, match=r"checkpoint_every=2\): call init_process_group\(\) before restore\(\)"):
-            job.enter(lambda: TrainState(model=nn.Linear(1, 1), checkpoint_dir=tmp_path, checkpoint_every=2).restore())
+        with pytest.raises(
+            StateError,
+            match=r"checkpoint_every=2\): call init_process_group\(\) "
+            r"before restore\(\)",
+        ):
+            job.enter(
+                lambda: TrainState(
+                    model=nn.Linear(1, 1), checkpoint_dir=tmp_path, checkpoint_every=2
+                ).restore()
+            )
     finally:
         job.close()
 
@@ -98,7 +124,13 @@ def test_a_checkpoint_at_once(job, tmp_path):
     def entry(stop=False):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=1, checkpoint_keep=1)
+        state = TrainState(
+            model=model,
+            optimizer=optimizer,
+            checkpoint_dir=tmp_path,
+            checkpoint_every=1,
+            checkpoint_keep=1,
+        )
         restored = state.restore()
         if stop:
             return str(restored)
@@ -116,8 +148,17 @@ def test_a_checkpoint_at_once(job, tmp_path):
         return paths
 
     paths, _ = job.enter(entry)
-    assert paths == [tmp_path / "save-000000000001", tmp_path / "save-000000000001-2", tmp_path / "elsewhere" / "save-000000000001"]
-    assert {path.name for path in tmp_path.iterdir()} == {"save-000000000001", "save-000000000001-2", "elsewhere", "step-000000000003"}
+    assert paths == [
+        tmp_path / "save-000000000001",
+        tmp_path / "save-000000000001-2",
+        tmp_path / "elsewhere" / "save-000000000001",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "save-000000000001",
+        "save-000000000001-2",
+        "elsewhere",
+        "step-000000000003",
+    }
     job.resume(None)
     assert job.enter(entry, True)[0] == f"read version 3 from {tmp_path / 'step-000000000003'}"
 
@@ -138,7 +179,11 @@ def test_a_checkpoint_at_once_that_one_rank_cannot_write_is_an_error_on_all(worl
 
 @pytest.mark.slow
 def test_one_rank_without_its_part_costs_the_others_no_time(world, tmp_path):
-    for rank, (problems, left) in enumerate(world.run(sharded_saving.save_hurt, 1, str(tmp_path), size=2)):
+    for rank, (problems, left) in enumerate(
+        world.run(sharded_saving.save_hurt, 1, str(tmp_path), size=2)
+    ):
         assert problems[1] == "", problems
-        assert "not on rank 1" in problems[0] if rank == 1 else "rank 1: not on rank 1" in problems[0]
+        assert (
+            "not on rank 1" in problems[0] if rank == 1 else "rank 1: not on rank 1" in problems[0]
+        )
         assert left == ["step-000000000004"]

@@ -15,6 +15,7 @@ from taskd.worker import phases
 @pytest.fixture
 def box():
     from taskd.native.black_box import BlackBox
+
     box = BlackBox.create()
     life_module.set_current(life_module.Life(rank=0, world_size=1, incarnation=0, box=box))
     phases.install()
@@ -64,7 +65,7 @@ def test_saving_and_loading_is_a_checkpoint(box) -> None:
 def test_what_torch_does_not_know_can_be_said(box) -> None:
     with taskd.checkpointing():
         assert box.phase is Phase.CHECKPOINT
-        torch.save({}, io.BytesIO())        # within it: the same, not another one
+        torch.save({}, io.BytesIO())  # within it: the same, not another one
         assert box.phase is Phase.CHECKPOINT
     with taskd.evaluating():
         assert box.phase is Phase.EVALUATION

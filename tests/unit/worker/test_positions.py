@@ -1,4 +1,7 @@
-"""Positions in the data: when they are asked for, and that every sample comes once whatever is interrupted."""
+"""Positions in the data.
+
+When they are asked for, and that every sample comes once whatever is interrupted.
+"""
 
 import logging
 import random
@@ -7,7 +10,13 @@ import pytest
 import torch
 from job import Job, Sampler, Stop
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    get_worker_info,
+)
 
 from taskd.worker.state import TrainState
 
@@ -25,7 +34,7 @@ class Ids(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same as a stream in the order of its epoch, which worker k of n reads every n-th sample of."""
+    """The same as a stream in its epoch's order; worker k of n reads every n-th sample."""
 
     def __init__(self):
         self.epoch, self.begin, self.done = 0, 0, 0
@@ -33,7 +42,9 @@ class Stream(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(100 + self.epoch)).tolist()[first::step]
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(100 + self.epoch)
+        ).tolist()[first::step]
         begin, self.begin = self.begin, 0
         for self.done, sample in enumerate(order[begin:], begin + 1):
             yield sample
@@ -92,17 +103,27 @@ def loader_of(kind, workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     if kind == "stream":
         stream = Stream()
-        return stateful.StatefulDataLoader(stream, batch_size=BATCH, num_workers=workers), lambda epoch: setattr(stream, "epoch", epoch)
+        return stateful.StatefulDataLoader(
+            stream, batch_size=BATCH, num_workers=workers
+        ), lambda epoch: setattr(stream, "epoch", epoch)
     if kind == "shuffle":
-        return stateful.StatefulDataLoader(Ids(), batch_size=BATCH, shuffle=True, num_workers=workers), lambda _: None
+        return stateful.StatefulDataLoader(
+            Ids(), batch_size=BATCH, shuffle=True, num_workers=workers
+        ), lambda _: None
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
     classes = {"stateful sampler": StatefulDistributedSampler, "sampler": DistributedSampler}
     sampler = classes[kind](Ids(), num_replicas=2, rank=1, seed=5)
-    return stateful.StatefulDataLoader(Ids(), batch_size=BATCH, sampler=sampler, num_workers=workers), sampler.set_epoch
+    return stateful.StatefulDataLoader(
+        Ids(), batch_size=BATCH, sampler=sampler, num_workers=workers
+    ), sampler.set_epoch
 
 
 def ids_of(kind, workers, stops, *, replace=False):
-    """Train two epochs, interrupted before the commits of `stops`. Returns the samples of each committed step, and the sources."""
+    """Train two epochs, interrupted before the commits of `stops`.
+
+    Returns the samples of each committed step, and the sources.
+    """
     job, stops, trained, sources = Job(), list(stops), {}, []
 
     def entry():
@@ -113,7 +134,7 @@ def ids_of(kind, workers, stops, *, replace=False):
         for epoch in range(state.epoch, EPOCHS):
             set_epoch(epoch)
             for batch in loader:
-                torch.rand(3)                      # a step draws random numbers
+                torch.rand(3)  # a step draws random numbers
                 if stops and state.done == stops[0]:
                     stops.pop(0)
                     raise Stop
@@ -149,7 +170,7 @@ def test_every_sample_comes_once_whatever_is_interrupted(kind, workers, replace)
     share = 1 if kind in {"stream", "shuffle"} else 2
     ids = [number for step in sorted(plain) for number in plain[step]]
     assert len(ids) == EPOCHS * SAMPLES // share
-    assert len(set(ids[:len(ids) // 2])) == SAMPLES // share, "an epoch has each sample once"
+    assert len(set(ids[: len(ids) // 2])) == SAMPLES // share, "an epoch has each sample once"
 
 
 def test_a_position_is_asked_for_within_a_step_only(job):
@@ -178,7 +199,7 @@ def test_a_position_is_asked_for_within_a_step_only(job):
 
 
 def test_what_was_restored_stands_until_the_first_step(job):
-    """Entries that end before their first step lose no position, of a survivor or of a replacement."""
+    """Entries that end before their first step lose no position, wherever it came from."""
     stops = [1, 0, 0, 5]
     begins = []
 
@@ -241,7 +262,11 @@ def test_what_holds_a_loader_is_not_asked_either(job):
 
 
 def test_a_loader_of_another_phase_of_the_training_is_left_alone(job):
-    """Commits come while it has not begun: asking would start it, before the script has told it its epoch."""
+    """Commits come while it has not begun.
+
+    Asking would start it, before the script has told it its epoch.
+    """
+
     def entry():
         loader, set_epoch = loader_of("stateful sampler", 0)
         state = TrainState(later=loader)
@@ -291,8 +316,13 @@ def test_a_used_loader_without_a_noted_position_is_named(job, caplog):
     with caplog.at_level(logging.WARNING):
         job.enter(entry)
     assert [record.getMessage() for record in caplog.records] == [
-        ("rank 0: TrainState 'train': loader was built outside the recoverable function, and where it was at version 0 is not known: "
-        "samples may be left out. Build it inside the function")]
+        (
+            "rank 0: TrainState 'train': loader was built outside the recoverable function, and "
+            "where "
+            "it was at version 0 is not known: "
+            "samples may be left out. Build it inside the function"
+        )
+    ]
 
 
 def test_a_sampler_whose_state_is_no_position_is_named(job, caplog):
@@ -300,9 +330,19 @@ def test_a_sampler_whose_state_is_no_position_is_named(job, caplog):
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     def entry(kind, name):
-        loader = stateful.StatefulDataLoader(Ids(), batch_size=BATCH, sampler=kind(Ids(), num_replicas=2, rank=0))
+        loader = stateful.StatefulDataLoader(
+            Ids(), batch_size=BATCH, sampler=kind(Ids(), num_replicas=2, rank=0)
+        )
         TrainState(name, loader=loader)
 
-    job.enter(lambda: [entry(kind, kind.__name__) for kind in (EpochSampler, StatefulDistributedSampler, DistributedSampler)])
+    job.enter(
+        lambda: [
+            entry(kind, kind.__name__)
+            for kind in (EpochSampler, StatefulDistributedSampler, DistributedSampler)
+        ]
+    )
     (record,) = caplog.records
-    assert record.getMessage().startswith("TrainState('EpochSampler'): loader: its sampler EpochSampler has a state_dict(), and begins each pass")
+    assert record.getMessage().startswith(
+        "TrainState('EpochSampler'): loader: its sampler "
+        "EpochSampler has a state_dict(), and begins each pass"
+    )

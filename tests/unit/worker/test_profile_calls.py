@@ -1,4 +1,7 @@
-"""The calls of collectives as the profiler reads them: each once at each end, whatever the ring holds."""
+"""The calls of collectives as the profiler reads them.
+
+Each once at each end, whatever the ring holds.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def test_each_call_is_seen_once_at_each_end(box: BlackBox) -> None:
     ring.call(enter=10, leave=20)
     waiting = ring.call(enter=30)
     begun, ended = reader.read()
-    assert [(call.name, call.enter_ns, call.leave_ns) for call in begun] == [("ncclAllReduce", 10, 20), ("ncclAllReduce", 30, 0)]
+    assert [(call.name, call.enter_ns, call.leave_ns) for call in begun] == [
+        ("ncclAllReduce", 10, 20),
+        ("ncclAllReduce", 30, 0),
+    ]
     assert [call.index for call in ended] == [0]
     assert reader.read() == ([], [])
     ring.leave(waiting, 30, 90)
@@ -69,7 +75,10 @@ def test_any_bytes_in_the_ring_are_survived(box: BlackBox) -> None:
     reader = CallReader(box)
     start = layout.COLLECTIVES_OFFSET
     for seed in range(200):
-        noise = b"".join(struct.pack("=Q", (seed * 2654435761 * (word + 1)) & (2**64 - 1)) for word in range(layout.COLLECTIVES_BYTES // 8))
+        noise = b"".join(
+            struct.pack("=Q", (seed * 2654435761 * (word + 1)) & (2**64 - 1))
+            for word in range(layout.COLLECTIVES_BYTES // 8)
+        )
         box._bytes[start : start + len(noise)] = noise
         encoder = Encoder(0)
         begun, ended = reader.read()

@@ -1,4 +1,7 @@
-"""The profile of one process: which lines, in which files, within which limits, and what happens when they cannot be written."""
+"""The profile of one process.
+
+Which lines, in which files, within which limits, and what happens when they cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -58,15 +61,26 @@ class Fixture:
         return self.base / "a_job" / "3"
 
     def lines(self) -> list[dict]:
-        files = sorted(self.folder.iterdir(), key=lambda path: int(path.name)) if self.folder.exists() else []
+        files = (
+            sorted(self.folder.iterdir(), key=lambda path: int(path.name))
+            if self.folder.exists()
+            else []
+        )
         return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
     def marks(self) -> list[tuple]:
-        return [(line["Name"], {2: "start", 4: "end"}[line["Flag"]], line["Id"]) for line in self.lines() if "Clock" not in line]
+        return [
+            (line["Name"], {2: "start", 4: "end"}[line["Flag"]], line["Id"])
+            for line in self.lines()
+            if "Clock" not in line
+        ]
 
     def close(self) -> None:
         self.profiler.close()
-        until(lambda: not [one for one in threading.enumerate() if one.name == "taskd-profile"], "the end of the thread")
+        until(
+            lambda: not [one for one in threading.enumerate() if one.name == "taskd-profile"],
+            "the end of the thread",
+        )
         self.box.close()
 
 
@@ -103,9 +117,20 @@ def test_phases_become_ranges_with_one_id_for_both_ends(fixture: Fixture) -> Non
     assert fixture.switch(700) == 1400
     assert life.profile is None
     assert fixture.marks() == [
-        ("DataLoader", "start", 1), ("DataLoader", "end", 1), ("FP", "start", 2), ("FP", "end", 2), ("Step", "start", 3),
-        ("DataLoader", "start", 4), ("DataLoader", "end", 4), ("FP", "start", 5), ("FP", "end", 5), ("Step", "end", 3),
-        ("Step", "start", 6), ("SaveCheckpoint", "start", 7), ("SaveCheckpoint", "end", 7)]
+        ("DataLoader", "start", 1),
+        ("DataLoader", "end", 1),
+        ("FP", "start", 2),
+        ("FP", "end", 2),
+        ("Step", "start", 3),
+        ("DataLoader", "start", 4),
+        ("DataLoader", "end", 4),
+        ("FP", "start", 5),
+        ("FP", "end", 5),
+        ("Step", "end", 3),
+        ("Step", "start", 6),
+        ("SaveCheckpoint", "start", 7),
+        ("SaveCheckpoint", "end", 7),
+    ]
     times = [line["Timestamp"] for line in fixture.lines()]
     assert times == sorted(times)
     assert abs(times[-1] - time.time_ns()) < LIMIT_S * 1e9
@@ -116,9 +141,27 @@ def test_a_line_has_the_fields_of_the_contract(fixture: Fixture) -> None:
     fixture.life.mark(Phase.FORWARD)
     fixture.switch(700)
     head, line = fixture.lines()
-    assert set(line) == {"Kind", "Flag", "SourceKind", "Timestamp", "Id", "MsptiObjectId", "Name", "Domain"}
-    assert line["MsptiObjectId"] == {"Pt": {"ProcessId": os.getpid(), "ThreadId": os.getpid()}, "Ds": {"DeviceId": 1, "StreamId": 0}}
-    assert (line["Kind"], line["Flag"], line["SourceKind"], line["Name"], line["Domain"]) == (1, 2, 0, "FP", "default")
+    assert set(line) == {
+        "Kind",
+        "Flag",
+        "SourceKind",
+        "Timestamp",
+        "Id",
+        "MsptiObjectId",
+        "Name",
+        "Domain",
+    }
+    assert line["MsptiObjectId"] == {
+        "Pt": {"ProcessId": os.getpid(), "ThreadId": os.getpid()},
+        "Ds": {"DeviceId": 1, "StreamId": 0},
+    }
+    assert (line["Kind"], line["Flag"], line["SourceKind"], line["Name"], line["Domain"]) == (
+        1,
+        2,
+        0,
+        "FP",
+        "default",
+    )
     assert set(line) < set(head)
     assert (head["Clock"]["Job"], head["Clock"]["Rank"]) == ("a/job", 3)
     assert abs(head["Clock"]["OffsetNs"] - (time.time_ns() - time.monotonic_ns())) < 1e9
@@ -127,12 +170,26 @@ def test_a_line_has_the_fields_of_the_contract(fixture: Fixture) -> None:
 def test_what_an_interrupt_cuts_off_has_no_end(fixture: Fixture) -> None:
     fixture.switch(710)
     fixture.life.profile.step(1)
-    for phase in (Phase.FORWARD, Phase.PAUSED, Phase.ENTERED, Phase.STEP, Phase.FORWARD, Phase.BACKWARD):
+    for phase in (
+        Phase.FORWARD,
+        Phase.PAUSED,
+        Phase.ENTERED,
+        Phase.STEP,
+        Phase.FORWARD,
+        Phase.BACKWARD,
+    ):
         fixture.life.mark(phase)
     fixture.life.profile.step(2)
     fixture.switch(700)
-    assert fixture.marks() == [("Step", "start", 1), ("FP", "start", 2), ("Step", "start", 3), ("FP", "start", 4), ("FP", "end", 4),
-                               ("Step", "end", 3), ("Step", "start", 5)]
+    assert fixture.marks() == [
+        ("Step", "start", 1),
+        ("FP", "start", 2),
+        ("Step", "start", 3),
+        ("FP", "start", 4),
+        ("FP", "end", 4),
+        ("Step", "end", 3),
+        ("Step", "start", 5),
+    ]
 
 
 def test_on_off_on_is_two_files_and_ids_go_on(fixture: Fixture) -> None:
@@ -147,7 +204,10 @@ def test_on_off_on_is_two_files_and_ids_go_on(fixture: Fixture) -> None:
 def test_switching_as_fast_as_one_can_ends_as_the_last_wish_says(fixture: Fixture) -> None:
     for code in itertools.islice(itertools.cycle((710, 700, 711, 701)), 401):
         fixture.profiler.switch(code)
-    until(lambda: fixture.said and fixture.said[-1] == 1410 and fixture.profiler._answered == 401, "the last answer")
+    until(
+        lambda: fixture.said and fixture.said[-1] == 1410 and fixture.profiler._answered == 401,
+        "the last answer",
+    )
     assert fixture.life.profile is not None
     assert fixture.switch(700) == 1400
     assert fixture.life.profile is None
@@ -161,11 +221,20 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 
 
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
-    code = ("from taskd.worker.life import Life; from taskd.worker.profiling import Profiler; from taskd.native.black_box import Phase\n"
-            "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = threading.Event()\n"
-            f"Profiler(life, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); said.wait(30)\n"
-            "life.mark(Phase.FORWARD)\n")
-    env = {name: value for name, value in os.environ.items() if name not in ("TASKD_PROFILING_PATH", "GROUP_BASE_DIR")}
+    code = (
+        "from taskd.worker.life import Life; from taskd.worker.profiling import Profiler; from "
+        "taskd.native.black_box import Phase\n"
+        "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
+        "threading.Event()\n"
+        f"Profiler(life, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); "
+        "said.wait(30)\n"
+        "life.mark(Phase.FORWARD)\n"
+    )
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TASKD_PROFILING_PATH", "GROUP_BASE_DIR")
+    }
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=env, cwd=tmp_path)
     (file,) = (tmp_path / "taskd_profiling" / "job" / "0").iterdir()
     assert '"FP"' in file.read_text()
@@ -210,13 +279,18 @@ def test_the_next_file_after_10_mib(tmp_path: pathlib.Path, files: ProfileFiles)
     chunk = b"x" * (1 << 20)
     begun = [files.write(chunk) for _ in range(25)]
     assert sum(begun) == 2
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "profiles/job/0").iterdir(), key=lambda path: int(path.name))]
+    sizes = [
+        path.stat().st_size
+        for path in sorted((tmp_path / "profiles/job/0").iterdir(), key=lambda path: int(path.name))
+    ]
     assert len(sizes) == 3
     assert all(size <= profile_files.MAX_FILE_BYTES for size in sizes)
     assert sum(sizes) == 25 * (1 << 20) + 3 * len(b"head\n")
 
 
-def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+def test_a_folder_that_was_removed_meanwhile_is_made_again(
+    tmp_path: pathlib.Path, files: ProfileFiles
+) -> None:
     files.open()
     for path in (tmp_path / "profiles/job/0").iterdir():
         path.unlink()
@@ -227,7 +301,9 @@ def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize("part", ["", "job", "job/0"])
-def test_a_symbolic_link_from_the_base_on_is_refused(tmp_path: pathlib.Path, files: ProfileFiles, part: str) -> None:
+def test_a_symbolic_link_from_the_base_on_is_refused(
+    tmp_path: pathlib.Path, files: ProfileFiles, part: str
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "profiles" / part
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +313,9 @@ def test_a_symbolic_link_from_the_base_on_is_refused(tmp_path: pathlib.Path, fil
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_symbolic_link_in_place_of_a_file_is_not_followed(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+def test_a_symbolic_link_in_place_of_a_file_is_not_followed(
+    tmp_path: pathlib.Path, files: ProfileFiles
+) -> None:
     os.close(open_folder(tmp_path / "profiles", "job", "0"))
     now = int(time.time())
     for second in range(now - 1, now + 60):
@@ -246,7 +324,17 @@ def test_a_symbolic_link_in_place_of_a_file_is_not_followed(tmp_path: pathlib.Pa
     assert not (tmp_path / "victim").exists()
 
 
-@pytest.mark.parametrize(("name", "part"), [("a/../../b", "a_.._.._b"), ("..", "_"), ("", "_"), (".", "_"), ("ä b\n", "ä_b_"), ("x" * 999, "x" * 200)])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("a/../../b", "a_.._.._b"),
+        ("..", "_"),
+        ("", "_"),
+        (".", "_"),
+        ("ä b\n", "ä_b_"),
+        ("x" * 999, "x" * 200),
+    ],
+)
 def test_a_job_s_name_cannot_lead_out_of_the_folder(name: str, part: str) -> None:
     assert part_of_path(name) == part
 
@@ -261,7 +349,9 @@ def names(folder: pathlib.Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_above_the_limit_a_rank_removes_the_oldest_fifth_of_its_own_files_in_each_job(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+def test_above_the_limit_a_rank_removes_the_oldest_fifth_of_its_own_files_in_each_job(
+    tmp_path: pathlib.Path, files: ProfileFiles
+) -> None:
     base = tmp_path / "profiles"
     fill(base / "job/0", 11)
     fill(base / "job/1", 11)
@@ -272,7 +362,9 @@ def test_above_the_limit_a_rank_removes_the_oldest_fifth_of_its_own_files_in_eac
     (base / "job/0/999").symlink_to(tmp_path)
     assert files.trim(30) == 0
     assert files.trim(28) == 3
-    assert names(base / "job/0") == sorted([*map(str, range(1002, 1011)), "parallel_group.json", "1000.txt", "999"])
+    assert names(base / "job/0") == sorted(
+        [*map(str, range(1002, 1011)), "parallel_group.json", "1000.txt", "999"]
+    )
     assert len(names(base / "job/1")) == 11
     assert names(base / "old/0") == ["1001", "1002", "1003"]
     assert len(names(base / "few/0")) == 3
@@ -282,7 +374,9 @@ def test_above_the_limit_a_rank_removes_the_oldest_fifth_of_its_own_files_in_eac
     assert "parallel_group.json" in names(base / "job/0")
 
 
-def test_the_file_that_is_being_written_is_never_removed(tmp_path: pathlib.Path, files: ProfileFiles) -> None:
+def test_the_file_that_is_being_written_is_never_removed(
+    tmp_path: pathlib.Path, files: ProfileFiles
+) -> None:
     fill(tmp_path / "profiles/job/0", 4, first=int(time.time()) + 1000)
     files.open()
     files.write(b"x" * 1000)
@@ -292,7 +386,9 @@ def test_the_file_that_is_being_written_is_never_removed(tmp_path: pathlib.Path,
     assert own in names(tmp_path / "profiles/job/0")
 
 
-def test_the_limit_holds_while_marks_come_in(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_holds_while_marks_come_in(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profile_files, "MAX_FILE_BYTES", 100_000)
     monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
     fixture.life.profiling_mb = 1
@@ -313,7 +409,9 @@ def test_the_limit_holds_while_marks_come_in(fixture: Fixture, monkeypatch: pyte
 # ---------------------------------------------------------------- when it cannot be written
 
 
-def test_a_folder_that_cannot_be_made_is_an_exception_and_one_line(tmp_path, monkeypatch, caplog) -> None:
+def test_a_folder_that_cannot_be_made_is_an_exception_and_one_line(
+    tmp_path, monkeypatch, caplog
+) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TASKD_PROFILING_PATH", str(tmp_path / "file" / "profiles"))
     fixture = Fixture(tmp_path)
@@ -321,14 +419,19 @@ def test_a_folder_that_cannot_be_made_is_an_exception_and_one_line(tmp_path, mon
         assert fixture.switch(710) == 1420
         assert fixture.life.profile is None
     assert fixture.switch(711) == 1422
-    assert len([record for record in caplog.records if "profiling does not work" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "profiling does not work" in record.message])
+        == 1
+    )
     (tmp_path / "file").unlink()
     assert fixture.switch(710) == 1410, "the manager asks again, and now it works"
     assert fixture.switch(700) == 1400
     fixture.close()
 
 
-def test_a_full_disk_is_an_exception_and_the_lines_before_it_are_whole(fixture: Fixture, monkeypatch, caplog) -> None:
+def test_a_full_disk_is_an_exception_and_the_lines_before_it_are_whole(
+    fixture: Fixture, monkeypatch, caplog
+) -> None:
     monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
     with small_disk(fixture.base, 256):
         assert fixture.switch(710) == 1410
@@ -386,9 +489,20 @@ def test_communication_is_written_with_what_is_known_of_it(fixture: Fixture) -> 
     until(lambda: index not in fixture.profiler._encoder._calls, "the end to be seen")
     fixture.switch(700)
     begun, ended = (line for line in fixture.lines() if line["Domain"] == "communication")
-    assert (begun["Name"], begun["Flag"], ended["Flag"], begun["Id"]) == ("ncclAllReduce", 2, 4, ended["Id"])
+    assert (begun["Name"], begun["Flag"], ended["Flag"], begun["Id"]) == (
+        "ncclAllReduce",
+        2,
+        4,
+        ended["Id"],
+    )
     assert ended["Timestamp"] - begun["Timestamp"] == 4000
-    assert begun["Call"] == {"Communicator": f"{0xAB:016x}", "Number": 1, "Bytes": 4096, "DType": 7, "Peer": None}
+    assert begun["Call"] == {
+        "Communicator": f"{0xAB:016x}",
+        "Number": 1,
+        "Bytes": 4096,
+        "DType": 7,
+        "Peer": None,
+    }
 
 
 def test_communication_alone_leaves_the_main_thread_in_peace(fixture: Fixture) -> None:
@@ -401,7 +515,9 @@ def test_communication_alone_leaves_the_main_thread_in_peace(fixture: Fixture) -
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "cpu:gloo,cuda:nccl"])
-def test_a_device_backend_needs_the_library_preloaded(fixture: Fixture, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_a_device_backend_needs_the_library_preloaded(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setattr(profiling, "_backend", lambda: backend)
     monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: False)
     assert fixture.switch(711) == 1412
@@ -412,7 +528,9 @@ def test_a_device_backend_needs_the_library_preloaded(fixture: Fixture, monkeypa
     assert fixture.switch(700) == 1400
 
 
-def test_a_backend_that_becomes_known_later_changes_the_status(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_becomes_known_later_changes_the_status(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: False)
     assert fixture.switch(711) == 1411
     monkeypatch.setattr(profiling, "_backend", lambda: "nccl")
@@ -422,7 +540,9 @@ def test_a_backend_that_becomes_known_later_changes_the_status(fixture: Fixture,
 # ---------------------------------------------------------------- settings
 
 
-def test_the_limit_is_that_of_init_taskd_worker(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_is_that_of_init_taskd_worker(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from taskd import api
     from taskd.worker import life
 

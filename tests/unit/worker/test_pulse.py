@@ -1,4 +1,7 @@
-"""How far the runtime says that gloo has come: real ranks with two groups, after a recovery, which also send to each other."""
+"""How far the runtime says that gloo has come.
+
+Real ranks with two groups, after a recovery, which also send to each other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="libtaskd is not built")
 
-# Ranks 0 and 1 send to each other, rank 2 does not; then rank 0 sleeps, rank 1 waits to receive, rank 2 in a collective.
+# Ranks 0 and 1 send to each other, rank 2 does not; then rank 0 sleeps, rank 1 waits to receive,
+# rank 2 in a collective.
 RANK = """if True:
     import json, os, sys, threading, time
     import torch, torch.distributed as dist
@@ -51,7 +55,8 @@ RANK = """if True:
         while time.monotonic() < end:
             time.sleep(0.05)
             pulse.beat()
-        groups_seen = {group.name: (group.entered, group.left) for group in collectives.Collectives(box).communicators()}
+        groups = collectives.Collectives(box).communicators()
+        groups_seen = {group.name: (group.entered, group.left) for group in groups}
         print(json.dumps([rank, groups_seen, box.is_waiting, box.is_debugged]), flush=True)
         os._exit(0)
 
@@ -68,13 +73,19 @@ def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
     script = tmp_path / "rank.py"
     script.write_text(RANK.replace("WAIT", wait))
     ranks = [
-        harness.Output([sys.executable, str(script), str(rank), str(tmp_path / "store")], harness.environment(),
-                       tmp_path / f"rank{rank}.out", tmp_path, warm=True)
+        harness.Output(
+            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
+            harness.environment(),
+            tmp_path / f"rank{rank}.out",
+            tmp_path,
+            warm=True,
+        )
         for rank in range(3)
     ]
     try:
         texts = [rank.wait(50).output for rank in ranks]
-        return [json.loads(text[text.rindex(f"[{rank}, {{"):]) for rank, text in enumerate(texts)]     # pdb writes its prompt in front
+        # pdb writes its prompt in front
+        return [json.loads(text[text.rindex(f"[{rank}, {{") :]) for rank, text in enumerate(texts)]
     finally:
         for rank in ranks:
             rank.end()
@@ -84,13 +95,19 @@ def test_what_is_sent_between_two_ranks_is_no_collective(tmp_path: pathlib.Path)
     """Ranks are compared by these numbers: they must count the same."""
     assert run(tmp_path, "dist.recv(tensor, 0)") == [
         [0, {"0": [2, 2], "1": [1, 1]}, False, False],
-        [1, {"0": [2, 2], "1": [1, 1]}, True, False],            # torch records no such wait, but the rank is no culprit
+        # torch records no such wait, but the rank is no culprit
+        [1, {"0": [2, 2], "1": [1, 1]}, True, False],
         [2, {"0": [3, 2], "1": [1, 1]}, True, False],
     ]
 
 
 def test_a_wait_for_what_was_asked_for_earlier_is_one_too(tmp_path: pathlib.Path) -> None:
-    assert run(tmp_path, "dist.irecv(tensor, 0).wait()")[1] == [1, {"0": [2, 2], "1": [1, 1]}, True, False]
+    assert run(tmp_path, "dist.irecv(tensor, 0).wait()")[1] == [
+        1,
+        {"0": [2, 2], "1": [1, 1]},
+        True,
+        False,
+    ]
 
 
 def test_a_sleep_is_none(tmp_path: pathlib.Path) -> None:

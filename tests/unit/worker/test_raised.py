@@ -12,7 +12,7 @@ from taskd.worker import raised
 def caught(call, *arguments) -> BaseException:
     try:
         call(*arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever it raises is looked at
+    except BaseException as error:  # noqa: BLE001
         return error
     message = "it did not raise"
     raise AssertionError(message)
@@ -37,13 +37,15 @@ def test_the_text_does_not_matter() -> None:
 
 
 def test_the_line_the_caller_and_the_type_do() -> None:
-    class Other(RuntimeError):  # noqa: N818 - its name is not the point
+    class Other(RuntimeError):  # noqa: N818
         pass
 
     def other() -> None:
         raise Other
 
-    found = {raised.signature(caught(*call)) for call in ((step, 1), (step, 2000), (bad, 2000), (other,))}
+    found = {
+        raised.signature(caught(*call)) for call in ((step, 1), (step, 2000), (bad, 2000), (other,))
+    }
     assert len(found) == 4
 
 
@@ -67,7 +69,10 @@ def test_the_cause_counts_and_what_it_happened_in_does_not() -> None:
         except RuntimeError:
             raise ValueError from None
 
-    found = [raised.signature(caught(raise_from, cause)) for cause in (None, caught(bad, 1), caught(bad, 2000), caught(bad, 3000))]
+    found = [
+        raised.signature(caught(raise_from, cause))
+        for cause in (None, caught(bad, 1), caught(bad, 2000), caught(bad, 3000))
+    ]
     assert len(set(found)) == 3
     assert found[2] == found[3]
     assert " from RuntimeError at " in found[1]
@@ -92,7 +97,7 @@ def test_causes_in_a_ring() -> None:
 
 
 def test_an_exception_that_answers_nothing() -> None:
-    class Hostile(Exception):  # noqa: N818 - a name is not the point
+    class Hostile(Exception):  # noqa: N818
         def __getattribute__(self, name: str) -> object:
             message = f"do not ask for {name}"
             raise RuntimeError(message)
@@ -112,6 +117,6 @@ def test_an_exception_that_answers_nothing() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
 def test_a_group_is_what_its_type_and_place_are() -> None:
     def group(number: int) -> None:
-        raise ExceptionGroup(f"{number} failed", [ValueError(number)])  # noqa: F821 - see skipif
+        raise ExceptionGroup(f"{number} failed", [ValueError(number)])  # noqa: F821
 
     assert raised.signature(caught(group, 1)) == raised.signature(caught(group, 2))

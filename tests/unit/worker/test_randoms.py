@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002 - the global generators are what is tested
 """RandomStates: what is captured is exact, and nothing that was drawn goes unnoticed."""
 
 import pickle
@@ -23,22 +22,30 @@ DRAWS = {
     "python seed": lambda: random.seed(random.random()),
     "numpy": np.random.rand,
     "numpy normal": np.random.standard_normal,
-    "numpy many": lambda: np.random.bytes(4 * 624),
-    "numpy seed": lambda: np.random.seed(np.random.randint(1 << 30)),
+    "numpy many": lambda: np.random.bytes(4 * 624),  # noqa: NPY002
+    "numpy seed": lambda: np.random.seed(np.random.randint(1 << 30)),  # noqa: NPY002
 }
 
 
 def seen() -> tuple:
     """The generators, as they say themselves."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
     return bytes(torch.get_rng_state().numpy()), random.getstate(), (name, keys.tobytes(), *rest)
 
 
 @pytest.fixture(autouse=True)
 def leave_no_trace():
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch_state, python_state, numpy_state = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002
+    )
     yield
-    torch.set_rng_state(torch_state), random.setstate(python_state), np.random.set_state(numpy_state)
+    (
+        torch.set_rng_state(torch_state),
+        random.setstate(python_state),
+        np.random.set_state(numpy_state),  # noqa: NPY002
+    )
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -67,7 +74,7 @@ def test_every_draw_is_noticed_and_comes_back(name, layouts, monkeypatch):
     if layouts == "unknown":
         randoms.capture()
         randoms._numpy_mark = None
-    for _ in range(5):              # a pair of normal deviates is held back every other time
+    for _ in range(5):  # a pair of normal deviates is held back every other time
         captured = randoms.capture()
         before = seen()
         DRAWS[name]()
@@ -96,10 +103,10 @@ def test_another_bit_generator_of_numpy_is_followed():
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         captured = randoms.capture()
-        drawn = np.random.rand()
+        drawn = np.random.rand()  # noqa: NPY002
         assert randoms.capture() != captured
         randoms.restore(pickle.loads(captured))
-        assert np.random.rand() == drawn
+        assert np.random.rand() == drawn  # noqa: NPY002
     finally:
         np.random.set_bit_generator(own)
     assert pickle.loads(randoms.capture())["numpy"][0] == "MT19937"

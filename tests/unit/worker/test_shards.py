@@ -1,4 +1,7 @@
-"""Which ranks hold the same part of a state, as the tensors themselves tell it. Real gloo groups of 2 and 4 processes."""
+"""Which ranks hold the same part of a state, as the tensors themselves tell it.
+
+Real gloo groups of 2 and 4 processes.
+"""
 
 import pytest
 import sharded
@@ -46,13 +49,25 @@ def test_ranks_with_equal_identities_hold_equal_content(world, kind):
 
 
 def test_identities_can_be_read(world):
-    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "tp_fsdp")] == [
-        "dp0/2.tp0/2", "dp0/2.tp1/2", "dp1/2.tp0/2", "dp1/2.tp1/2"]
-    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "zero", size=2)] == ["zero0/2", "zero1/2"]
-    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "flat_hybrid")] == ["fsdp0/2", "fsdp1/2"] * 2
-    assert [identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "flat_pairs", "stage 1")] == [
-        "stage 1.fsdp0/2on0", "stage 1.fsdp1/2on1", "stage 1.fsdp0/2on2", "stage 1.fsdp1/2on3"]
-    long = world.run(sharded.identify, "hsdp", None, "a_name_of_a_mesh_dimension_that_is_longer_than_the_limit_of_a_shards_identity")
+    assert [
+        identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "tp_fsdp")
+    ] == ["dp0/2.tp0/2", "dp0/2.tp1/2", "dp1/2.tp0/2", "dp1/2.tp1/2"]
+    assert [
+        identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "zero", size=2)
+    ] == ["zero0/2", "zero1/2"]
+    assert [
+        identity.rsplit("-", 1)[0] for identity, _, _ in world.run(sharded.identify, "flat_hybrid")
+    ] == ["fsdp0/2", "fsdp1/2"] * 2
+    assert [
+        identity.rsplit("-", 1)[0]
+        for identity, _, _ in world.run(sharded.identify, "flat_pairs", "stage 1")
+    ] == ["stage 1.fsdp0/2on0", "stage 1.fsdp1/2on1", "stage 1.fsdp0/2on2", "stage 1.fsdp1/2on3"]
+    long = world.run(
+        sharded.identify,
+        "hsdp",
+        None,
+        "a_name_of_a_mesh_dimension_that_is_longer_than_the_limit_of_a_shards_identity",
+    )
     assert [len(identity) for identity, _, _ in long] == [64] * 4
     assert [long[0][0] == other for other, _, _ in long] == [True, False, True, False]
 
@@ -67,13 +82,24 @@ def test_a_shard_id_is_taken_as_it_is_and_what_is_sharded_within_is_added(world)
     assert shards.shard_of(roles, "stage 1") == "stage 1"
     assert shards.shard_of(roles) == ""
     found = [identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 1")]
-    assert [identity.rsplit("-", 1)[0] for identity in found] == ["stage 1.dp0/2", "stage 1.dp1/2"] * 2
+    assert [identity.rsplit("-", 1)[0] for identity in found] == [
+        "stage 1.dp0/2",
+        "stage 1.dp1/2",
+    ] * 2
     assert len(set(found)) == 2
-    assert set(found).isdisjoint(identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 2"))
+    assert set(found).isdisjoint(
+        identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 2")
+    )
 
 
 def test_a_shard_id_is_a_short_text_or_a_number():
-    assert [shards.checked(given) for given in (None, "", 0, 3, "stage 1")] == ["", "", "0", "3", "stage 1"]
+    assert [shards.checked(given) for given in (None, "", 0, 3, "stage 1")] == [
+        "",
+        "",
+        "0",
+        "3",
+        "stage 1",
+    ]
     for wrong, text in [(True, "not True"), (1.5, r"not 1\.5"), ("x" * 65, "at most 64")]:
         with pytest.raises(StateError, match=text):
             shards.checked(wrong)
@@ -103,14 +129,47 @@ def test_partial_sums_are_refused_by_name(world):
         assert "DTensor is carried inside a module" in value
 
 
-@pytest.mark.parametrize(("mistake", "text"), [
-    ("offload", "model cannot be carried: the FullyShardedDataParallel 1 has CPUOffload(offload_params=True): use fully_shard with"),
-    ("buffers", "would make the buffer passes torch.bfloat16 in its first pass: build it so"),
-    ("backward", "has an optimizer in its backward pass, where a fault would tear parameters: step it after"),
-    ("within", "model._flat_param belongs to a FullyShardedDataParallel module that is not registered: give that module"),
-    ("alone", "optimizer.parameter 0 belongs to a FullyShardedDataParallel module that is not registered"),
-    ("tensors", "other.weight is a DTensor, and other parameters are in FullyShardedDataParallel: use fully_shard"),
-])
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (
+            "offload",
+            (
+                "model cannot be carried: the FullyShardedDataParallel 1 has "
+                "CPUOffload(offload_params=True): use fully_shard with"
+            ),
+        ),
+        ("buffers", "would make the buffer passes torch.bfloat16 in its first pass: build it so"),
+        (
+            "backward",
+            (
+                "has an optimizer in its backward pass, where a fault would tear parameters: step "
+                "it after"
+            ),
+        ),
+        (
+            "within",
+            (
+                "model._flat_param belongs to a FullyShardedDataParallel module that is not "
+                "registered: give that module"
+            ),
+        ),
+        (
+            "alone",
+            (
+                "optimizer.parameter 0 belongs to a FullyShardedDataParallel module that is not "
+                "registered"
+            ),
+        ),
+        (
+            "tensors",
+            (
+                "other.weight is a DTensor, and other parameters are in FullyShardedDataParallel: "
+                "use fully_shard"
+            ),
+        ),
+    ],
+)
 def test_what_fsdp1_does_that_cannot_be_carried_is_refused_by_name(world, mistake, text):
     for said in world.run(sharded.refuse_units, mistake, size=2):
         assert text in said
@@ -118,7 +177,9 @@ def test_what_fsdp1_does_that_cannot_be_carried_is_refused_by_name(world, mistak
 
 def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(world):
     for optimizer in world.run(sharded.refuse_optimizer, size=2):
-        assert "overlap_with_ddp=True writes parameters in the middle of the backward pass" in optimizer
+        assert (
+            "overlap_with_ddp=True writes parameters in the middle of the backward pass"
+        ) in optimizer
 
 
 def test_what_results_on_a_mesh_were_computed_from_is_forgotten_with_it() -> None:

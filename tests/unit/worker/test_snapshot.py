@@ -1,4 +1,7 @@
-"""Snapshots of a training state beside the training: what is copied is what was committed, whatever the training does meanwhile."""
+"""Snapshots of a training state beside the training.
+
+What is copied is what was committed, whatever the training does meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,38 @@ DEADLINE_S = 60.0
 def various() -> dict[str, torch.Tensor]:
     """Every dtype, shape and layout that a state may have."""
     torch.manual_seed(3)
-    found = {str(dtype): torch.randn(7, 3).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64,
-                                                                   torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)}
+    found = {
+        str(dtype): torch.randn(7, 3).to(dtype)
+        for dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.complex64,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+            torch.float8_e4m3fn,
+        )
+    }
     return found | {
-        "scalar": torch.tensor(5.0), "empty": torch.empty(0, 4), "transposed": torch.randn(5, 9).t(), "strided": torch.randn(20)[::3],
+        "scalar": torch.tensor(5.0),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.randn(5, 9).t(),
+        "strided": torch.randn(20)[::3],
         "channels last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-        "conjugate": torch.randn(4, dtype=torch.complex64).conj(), "parameter": torch.nn.Parameter(torch.randn(3)),
-        "expanded": torch.randn(1, 4).expand(3, 4), "long": torch.randn(PIECE_BYTES // 2 + 11),
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "expanded": torch.randn(1, 4).expand(3, 4),
+        "long": torch.randn(PIECE_BYTES // 2 + 11),
     }
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    as_bytes = [tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
+    as_bytes = [
+        tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        for tensor in (left, right)
+    ]
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(*as_bytes)
 
 
@@ -75,14 +98,16 @@ def test_everything_comes_back_bit_by_bit_also_elsewhere(snapshotter, made):
     assert snapshotter.problem == ""
     assert (snapshotter.newest.version, snapshotter.newest.generation) == (4, 1)
     targets = blank(tensors)
-    targets["transposed"] = torch.zeros(5, 9).t()           # any layout on this side as well
+    targets["transposed"] = torch.zeros(5, 9).t()  # any layout on this side as well
     assert load(made[0], 4, targets) == b"the rest"
     assert all(same(targets[name], tensors[name]) for name in tensors)
 
 
 def test_a_snapshot_is_the_state_of_its_commit_while_training_goes_on_in_place(snapshotter, made):
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 256))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 256)
+    )
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: snapshotter.wait())
     kept = {}
@@ -96,7 +121,7 @@ def test_a_snapshot_is_the_state_of_its_commit_while_training_goes_on_in_place(s
         kept[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         changing = [name for name, _ in model.named_buffers()]
         assert snapshotter.commit(version, 0, tensors, changing=changing)
-        model(torch.randn(8, 256))          # running statistics change at once
+        model(torch.randn(8, 256))  # running statistics change at once
     snapshotter.wait()
     assert [held.version for held in made[0].versions()] == [30, 29]
     for version in (29, 30):
@@ -155,7 +180,10 @@ def test_only_every_kth_version_is_due_and_none_while_a_copy_runs(made):
 
 
 def test_a_state_that_grows_moves_to_a_larger_arena_and_the_old_one_is_there_until_then(made):
-    small, large = {"a": torch.ones(1000)}, {"a": torch.ones(1000), "late": torch.full((500_000,), 2.0)}
+    small, large = (
+        {"a": torch.ones(1000)},
+        {"a": torch.ones(1000), "late": torch.full((500_000,), 2.0)},
+    )
     seen = []
 
     def make(shard_bytes):
@@ -182,7 +210,9 @@ def test_a_state_that_grows_moves_to_a_larger_arena_and_the_old_one_is_there_unt
     snapshotter.close()
 
 
-def test_no_memory_for_a_larger_arena_costs_the_snapshots_from_then_on_and_nothing_else(made, caplog):
+def test_no_memory_for_a_larger_arena_costs_the_snapshots_from_then_on_and_nothing_else(
+    made, caplog
+):
     def make(shard_bytes):
         if shard_bytes > 10**6:
             raise ArenaError("no node memory for snapshots: so much is wanted")
@@ -198,13 +228,20 @@ def test_no_memory_for_a_larger_arena_costs_the_snapshots_from_then_on_and_nothi
     assert [held.version for held in made[0].versions()] == [4, 1]
     errors = [record.message for record in caplog.records]
     assert len(errors) == 1, "said once"
-    for text in ("rank 5", "no snapshot of version 2", "so much is wanted", "newest snapshot is that of version 1"):
+    for text in (
+        "rank 5",
+        "no snapshot of version 2",
+        "so much is wanted",
+        "newest snapshot is that of version 1",
+    ):
         assert text in errors[0]
     snapshotter.close()
 
 
 @pytest.mark.parametrize("bad", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
-def test_a_tensor_without_memory_of_its_own_is_named_and_the_last_snapshot_stays(snapshotter, made, bad, caplog):
+def test_a_tensor_without_memory_of_its_own_is_named_and_the_last_snapshot_stays(
+    snapshotter, made, bad, caplog
+):
     snapshotter.commit(1, 0, {"good": torch.ones(3)})
     snapshotter.wait()
     snapshotter.commit(2, 0, {"good": torch.ones(3), "bad.weight": bad})
@@ -282,7 +319,13 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(snapshotter, made):
     snapshotter.wait()
     good = {"a": torch.zeros(4), "layer.weight": torch.zeros(2, 3)}
     for change, text in (
-        ({"layer.weight": torch.zeros(3, 2)}, r"'layer.weight' is float32 \[2, 3\] there and float32 \[3, 2\] here"),
+        (
+            {"layer.weight": torch.zeros(3, 2)},
+            (
+                r"'layer.weight' is float32 \[2, 3\] there and "
+                r"float32 \[3, 2\] here"
+            ),
+        ),
         ({"layer.weight": torch.zeros(2, 3, dtype=torch.float64)}, "float64"),
         ({"new": torch.zeros(1)}, "no tensor 'new'"),
     ):
@@ -320,14 +363,20 @@ def test_staged_pieces_are_the_tensor_in_order(count):
     staging.follow(mark(device))
     import ctypes
 
-    found = b"".join(ctypes.string_at(address, length) for address, length in staging.pieces(tensor))
+    found = b"".join(
+        ctypes.string_at(address, length) for address, length in staging.pieces(tensor)
+    )
     assert found == tensor.numpy().tobytes()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_a_state_on_a_device_is_copied_as_it_was_at_the_commit(snapshotter, made):
-    tensors = {"a": torch.randn(PIECE_BYTES, device="cuda"), "b": torch.randn(5, 7, device="cuda").t(), "step": torch.tensor(3.0)}
+    tensors = {
+        "a": torch.randn(PIECE_BYTES, device="cuda"),
+        "b": torch.randn(5, 7, device="cuda").t(),
+        "step": torch.tensor(3.0),
+    }
     for version in range(1, 11):
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
         assert snapshotter.commit(version, 0, tensors)
@@ -351,7 +400,8 @@ arena, pipe = Arena.attach(int(sys.argv[1])), int(sys.argv[2])
 snapshotter = Snapshotter(Arena.create, every=1)
 snapshotter.arena = arena
 version = max((held.version for held in arena.versions()), default=0)
-tensors = {"a": torch.empty(1_500_000), "b": torch.empty(2, dtype=torch.int64), "c": torch.empty(1_000_000, dtype=torch.bfloat16)}
+tensors = {"a": torch.empty(1_500_000), "b": torch.empty(2, dtype=torch.int64),
+           "c": torch.empty(1_000_000, dtype=torch.bfloat16)}
 while True:
     snapshotter.wait()
     version += 1
@@ -370,8 +420,11 @@ def test_a_training_that_is_killed_leaves_whole_snapshots_only(kills):
         newest = 0
         for _ in range(kills):
             reader, writer = os.pipe()
-            child = subprocess.Popen([sys.executable, "-c", TRAINING, str(arena.fd), str(writer)], pass_fds=[arena.fd, writer],
-                                     env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+            child = subprocess.Popen(
+                [sys.executable, "-c", TRAINING, str(arena.fd), str(writer)],
+                pass_fds=[arena.fd, writer],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
             os.close(writer)
             for _ in range(chance.randrange(3, 20)):
                 assert os.read(reader, 1) == b"+"
@@ -382,10 +435,16 @@ def test_a_training_that_is_killed_leaves_whole_snapshots_only(kills):
             os.close(reader)
             held = [found.version for found in arena.versions()]
             assert held
-            assert held[0] > newest, "two commits at least were made, so the first of them is complete"
+            assert held[0] > newest, (
+                "two commits at least were made, so the first of them is complete"
+            )
             newest = held[0]
             for version in held:
-                targets = {"a": torch.zeros(1_500_000), "b": torch.zeros(2, dtype=torch.int64), "c": torch.zeros(1_000_000, dtype=torch.bfloat16)}
+                targets = {
+                    "a": torch.zeros(1_500_000),
+                    "b": torch.zeros(2, dtype=torch.int64),
+                    "c": torch.zeros(1_000_000, dtype=torch.bfloat16),
+                }
                 assert load(arena, version, targets) == b"%d" % version
                 for tensor in targets.values():
                     assert same(tensor, torch.full_like(tensor, version))
@@ -402,7 +461,7 @@ def test_a_tensor_that_changes_while_it_is_copied_makes_no_snapshot(made, caplog
     snapshotter = Snapshotter(make, every=1)
     tensor = torch.zeros(1000)
     assert snapshotter.commit(1, 0, {"good": torch.ones(3), "swapped": tensor})
-    tensor.add_(1)                   # an average that is swapped in for a validation
+    tensor.add_(1)  # an average that is swapped in for a validation
     gate.set()
     snapshotter.wait()
     assert "swapped was changed while it was copied" in snapshotter.problem

@@ -1,4 +1,7 @@
-"""Snapshots of TrainStates in one process: what is made when, and that a state is put back from one to the last bit."""
+"""Snapshots of TrainStates in one process.
+
+What is made when, and that a state is put back from one to the last bit.
+"""
 
 import logging
 
@@ -34,17 +37,37 @@ class Training:
     """One entry: two TrainStates, everything that a state can consist of."""
 
     def __init__(self, every=2, stop=None, grow_at=None, tear=None, folder=None):
-        self.every, self.stop, self.grow_at, self.tear, self.folder = every, stop, grow_at, tear, folder
+        self.every, self.stop, self.grow_at, self.tear, self.folder = (
+            every,
+            stop,
+            grow_at,
+            tear,
+            folder,
+        )
 
     def __call__(self):
         torch.manual_seed(3)
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 4))
+        self.model = nn.Sequential(
+            nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 4)
+        )
         self.other, self.late = nn.Linear(4, 4), nn.Linear(300, 300)
-        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=0.01), torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9)]
+        self.optimizers = [
+            torch.optim.Adam(self.model.parameters(), lr=0.01),
+            torch.optim.SGD(self.other.parameters(), lr=0.1, momentum=0.9),
+        ]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2)
         self.sampler, self.average = Sampler(), Average(self.model)
-        self.first = TrainState(model=self.model, optimizer=self.optimizers[0], scheduler=self.scheduler, sampler=self.sampler, average=self.average,
-                                late=self.late, snapshot_every=self.every, checkpoint_dir=self.folder, losses=[])
+        self.first = TrainState(
+            model=self.model,
+            optimizer=self.optimizers[0],
+            scheduler=self.scheduler,
+            sampler=self.sampler,
+            average=self.average,
+            late=self.late,
+            snapshot_every=self.every,
+            checkpoint_dir=self.folder,
+            losses=[],
+        )
         self.second = TrainState("second", model=self.other, optimizer=self.optimizers[1])
         self.restored = [str(state.restore()) for state in (self.first, self.second)]
         if self.grow_at is not None and self.first.step > self.grow_at:
@@ -56,7 +79,10 @@ class Training:
     def step(self):
         if self.first.step == self.grow_at:
             self.optimizers[0].add_param_group({"params": list(self.late.parameters())})
-        loss = self.other(self.model(torch.randn(8, 64))).square().mean() + self.late(torch.ones(1, 300)).square().mean()
+        loss = (
+            self.other(self.model(torch.randn(8, 64))).square().mean()
+            + self.late(torch.ones(1, 300)).square().mean()
+        )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -76,7 +102,14 @@ class Training:
         self.second.commit()
 
     def found(self):
-        objects = (self.model, self.other, *self.optimizers, self.scheduler, self.average, self.sampler)
+        objects = (
+            self.model,
+            self.other,
+            *self.optimizers,
+            self.scheduler,
+            self.average,
+            self.sampler,
+        )
         return [value.state_dict() for value in objects], self.first.losses, torch.rand(3)
 
 
@@ -101,7 +134,10 @@ def undisturbed():
 
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_the_state_is_put_back_to_the_last_bit(job, is_dead):
-    """Version 12 is two commits of each of six steps; every second step the second TrainState completes an even one."""
+    """Version 12 is two commits of each of six steps.
+
+    Every second step the second TrainState completes an even one.
+    """
     training = Training(stop=6)
     _, report = job.enter(training)
     assert (report.version, report.clean) == (12, True)
@@ -131,26 +167,37 @@ def test_a_fresh_start_forgets_everything(job):
 
 
 def test_a_new_parameter_group_takes_a_larger_arena(job):
-    """The first one is kept until the second one holds two: others may have only what the first one has."""
+    """The first one is kept until the second one holds two.
+
+    Others may have only what the first one has.
+    """
     job.enter(Training(stop=4, grow_at=3))
     assert job.life.arenas.versions() == (4, 6, 8)
     assert len(job.life.arenas.all()) == 2
     job.resume(None)
     job.enter(Training(stop=7, grow_at=3))
     assert job.life.arenas.versions() == (12, 14)
-    assert len(job.life.arenas.all()) == 1           # the first one was given back
+    assert len(job.life.arenas.all()) == 1  # the first one was given back
 
 
 def test_a_snapshot_that_is_not_there_is_an_error(job):
     job.enter(Training(stop=6))
     job.resume(4, {0: Move(0, snapshot=4)})
-    with pytest.raises(StateError, match=r"rank 0: its snapshot of version 4 is gone: there is only \[10, 12\]"):
+    with pytest.raises(
+        StateError,
+        match=r"rank 0: its snapshot of version 4 is gone: there is "
+        r"only \[10, 12\]",
+    ):
         job.enter(Training())
 
 
 def test_too_little_memory_is_told_before_the_training_begins(job, monkeypatch):
     monkeypatch.setattr(node_memory, "limits", lambda *_: [node_memory.Limit("the test", 0)])
-    with pytest.raises(StateError, match=r"rank 0: no node memory for snapshots: .* the test leaves"):
+    with pytest.raises(
+        StateError,
+        match=r"rank 0: no node memory for snapshots: .* the test "
+        r"leaves",
+    ):
         job.enter(Training())
 
 
@@ -175,7 +222,11 @@ def test_a_state_that_cannot_be_had_costs_a_snapshot_and_no_training(job, caplog
         result, _ = job.enter(Late())
     assert same(result[1:], undisturbed()[1:])
     (record,) = (record for record in caplog.records if record.name == "taskd.worker.snapshots")
-    assert "rank 0: no snapshot of version 10 could be made: the device is gone. The one before it stays; training goes on" in record.getMessage()
+    assert (
+        "rank 0: no snapshot of version 10 could be made: the device is gone. The one "
+        "before it "
+        "stays; training goes on"
+    ) in record.getMessage()
     assert job.life.arenas.versions() == (16, 18)
 
 
@@ -186,7 +237,10 @@ def test_one_that_falls_due_half_way_is_made_at_the_end_of_the_step(job):
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_dump_never_takes_what_is_torn(job, tmp_path, is_replaced):
-    """The optimizers have stepped, the commit has not come: only the snapshot is version 10. A replacement has nothing else anyway."""
+    """The optimizers have stepped, the commit has not come: only the snapshot is version 10.
+
+    A replacement has nothing else anyway.
+    """
     _, report = job.enter(Training(tear=5, folder=tmp_path))
     assert (report.version, report.clean) == (10, False)
     assert job.life.arenas.versions() == (8, 10)
@@ -195,7 +249,10 @@ def test_a_dump_never_takes_what_is_torn(job, tmp_path, is_replaced):
         job.life.job_id = "job"
     dumping = Dumping(job.life, "job")
     assert dumping.obey(commands.Dump("", 1, 10, (0,), 1, "a test", "attempt")) == ("written", "")
-    assert dumping.obey(commands.Publish("", 1, 0, 0, 0)) == ("published", str(tmp_path / "dump-000000000010"))
+    assert dumping.obey(commands.Publish("", 1, 0, 0, 0)) == (
+        "published",
+        str(tmp_path / "dump-000000000010"),
+    )
     job.resume(None)
     again = Training(folder=tmp_path)
     result, _ = job.enter(again)
@@ -228,21 +285,26 @@ def test_a_state_that_is_made_later_drops_no_snapshot(job):
 
 
 @pytest.mark.parametrize(("mark", "kept"), [
-    (lambda _: UNMIRRORED, (2, 3)),                      # no buddy was found: as if none had been asked for
+    (lambda _: UNMIRRORED, (2, 3)),  # no buddy was found: as if none had been asked for
     (lambda _: AWAITED, (1, 2)),                         # the agent has begun
     (lambda arena: arena.newest_seal(), (2, 3)),         # the mirror of the newest one is there
 ])  # fmt: skip
 def test_the_older_snapshot_stays_until_the_newer_one_has_its_mirror(job, mark, kept):
     def train():
         model = nn.Linear(4, 4)
-        state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), snapshot_every=1, snapshot_buddy=True)
+        state = TrainState(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            snapshot_every=1,
+            snapshot_buddy=True,
+        )
         state.restore()
         snapshots = job.life.snapshots
         while state.step < 3:
             if state.step == 2:
-                arena, = job.life.arenas.all()
+                (arena,) = job.life.arenas.all()
                 arena.mirror_mark = mark(arena)
-            snapshots.is_allowed = snapshots.may_replace()      # as in a vote of one
+            snapshots.is_allowed = snapshots.may_replace()  # as in a vote of one
             model(torch.ones(4)).sum().backward()
             state._holding.roles.optimizers["optimizer"].step()
             state.commit()

@@ -1,4 +1,3 @@
-# ruff: noqa: NPY002 - the global generator is what is tested
 import copy
 import pickle
 import random
@@ -16,7 +15,9 @@ from taskd.worker.state import TrainState
 
 
 def net():
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
+    )
 
 
 def adam(model):
@@ -25,7 +26,10 @@ def adam(model):
 
 
 def run(job, steps, stops=(), build=net, make=adam, where="forward", use=None):
-    """Train `steps` steps; at each step in `stops` interrupt once at `where`. Returns the digest of the final state."""
+    """Train `steps` steps; at each step in `stops` interrupt once at `where`.
+
+    Returns the digest of the final state.
+    """
     stops = list(stops)
 
     def entry():
@@ -34,7 +38,7 @@ def run(job, steps, stops=(), build=net, make=adam, where="forward", use=None):
         state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler, seen=0)
         restored = state.restore()
         while state.step < steps:
-            x = torch.randn(6, 8) + random.random() + np.random.standard_normal()
+            x = torch.randn(6, 8) + random.random() + np.random.standard_normal()  # noqa: NPY002
             optimizer.zero_grad()
             loss = model(x).square().mean()
             if stops and state.step == stops[0] and where == "forward":
@@ -43,7 +47,7 @@ def run(job, steps, stops=(), build=net, make=adam, where="forward", use=None):
             loss.backward()
             if stops and state.step == stops[0] and where == "backward":
                 stops.pop(0)
-                random.random(), np.random.rand(), torch.rand(1)
+                random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
                 if state.step:
                     scheduler.step()
                 raise Stop
@@ -51,9 +55,17 @@ def run(job, steps, stops=(), build=net, make=adam, where="forward", use=None):
             scheduler.step()
             state.seen += 6
             state.commit()
-        return digest(model), scheduler.get_last_lr(), state.seen, restored, torch.rand(1), random.random(), np.random.rand()
+        return (
+            digest(model),
+            scheduler.get_last_lr(),
+            state.seen,
+            restored,
+            torch.rand(1),
+            random.random(),
+            np.random.rand(),  # noqa: NPY002
+        )
 
-    torch.manual_seed(0), random.seed(0), np.random.seed(0)     # plugins of pytest seed them too
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)  # plugins of pytest seed them too  # noqa: NPY002
     job.resume(None)
     while True:
         result, report = job.enter(entry)
@@ -86,7 +98,7 @@ def test_a_model_built_outside_goes_on_with_the_same_bits(job):
     pair = adam(model)
 
     def build():
-        net()           # draws as many random numbers as in the plain run
+        net()  # draws as many random numbers as in the plain run
         return model
 
     outside, _ = run(again, 5, [3], build=build, make=lambda _: pair)
@@ -214,7 +226,10 @@ def test_two_states_in_one_function_are_kept_together(job):
     def entry():
         nets = [nn.Linear(4, 4) for _ in range(2)]
         optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in nets]
-        states = [TrainState(name, model=n, optimizer=o, tag="") for name, n, o in zip(("a", "b"), nets, optimizers, strict=True)]
+        states = [
+            TrainState(name, model=n, optimizer=o, tag="")
+            for name, n, o in zip(("a", "b"), nets, optimizers, strict=True)
+        ]
         for state in states:
             state.restore()
         while states[1].step < 3:
@@ -237,7 +252,13 @@ def test_two_states_in_one_function_are_kept_together(job):
 
 
 def test_every_kind_of_plain_value_comes_back_as_of_the_commit(job):
-    value = {"list": [1, 2.5, "three"], "bytes": b"4", "none": None, "tuple": (True, 1j), "tensor": torch.arange(3)}
+    value = {
+        "list": [1, 2.5, "three"],
+        "bytes": b"4",
+        "none": None,
+        "tuple": (True, 1j),
+        "tensor": torch.arange(3),
+    }
     entries = []
 
     def entry():
@@ -270,7 +291,15 @@ def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version
         state.restore()
         while True:
             drawn.setdefault(job.life.version, []).append(
-                (sampler.position, torch.rand(1).item(), random.random(), np.random.rand(), np.random.randn(), torch.rand(1, generator=generator).item()))
+                (
+                    sampler.position,
+                    torch.rand(1).item(),
+                    random.random(),
+                    np.random.rand(),  # noqa: NPY002
+                    np.random.randn(),  # noqa: NPY002
+                    torch.rand(1, generator=generator).item(),
+                )
+            )
             sampler.position += 1
             loss = model(torch.ones(1, 4)).sum()
             if job.life.version == stop_at:
@@ -280,18 +309,30 @@ def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version
             state.commit()
 
     job.enter(entry, 4)
-    for version in (4, 5):      # 4 is committed, 5 only pending: the forward pass of step 4 is done
+    for version in (4, 5):  # 4 is committed, 5 only pending: the forward pass of step 4 is done
         first = job
         second = Job()
         second.life.inherited_extras = first.life.box.read_extras()
         assert version in second.life.inherited_extras
-        random.seed(99), torch.manual_seed(99), np.random.seed(99)
+        random.seed(99), torch.manual_seed(99), np.random.seed(99)  # noqa: NPY002
 
         def look():
             model, sampler, generator = nn.Linear(4, 4), Sampler(), torch.Generator()
-            state = TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), sampler=sampler, generator=generator)
+            state = TrainState(
+                model=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                sampler=sampler,
+                generator=generator,
+            )
             state.restore()
-            return (sampler.position, torch.rand(1).item(), random.random(), np.random.rand(), np.random.randn(), torch.rand(1, generator=generator).item())
+            return (
+                sampler.position,
+                torch.rand(1).item(),
+                random.random(),
+                np.random.rand(),  # noqa: NPY002
+                np.random.randn(),  # noqa: NPY002
+                torch.rand(1, generator=generator).item(),
+            )
 
         second.resume(version)
         seen = second.enter(look)[0]
@@ -316,7 +357,10 @@ def test_a_scaler_in_the_middle_of_a_step_is_reset(job):
     scales = []
 
     def entry():
-        model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        model, scaler = (
+            nn.Linear(4, 4),
+            torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         state = TrainState(model=model, optimizer=optimizer, scaler=scaler)
         state.restore()

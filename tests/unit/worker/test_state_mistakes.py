@@ -17,7 +17,10 @@ class StrangeOptimizer(torch.optim.SGD):
 
 
 class Passing(torch.optim.Optimizer):
-    """Passes everything on, as trainers' optimizers do; never initialised as an optimizer itself."""
+    """Passes everything on, as trainers' optimizers do.
+
+    Never initialised as an optimizer itself.
+    """
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -77,9 +80,15 @@ class TestOptimizersOfTrainers:
             TrainState(optimizer=value)
 
         inner = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
-        with pytest.raises(StateError, match=r"optimizer is a SlowWeights, .* Give the optimizer that it wraps \(optimizer\.optimizer, a SGD\)"):
+        with pytest.raises(
+            StateError,
+            match=r"optimizer is a SlowWeights, .* Give the optimizer "
+            r"that it wraps \(optimizer\.optimizer, a SGD\)",
+        ):
             job.enter(entry, SlowWeights(inner))
-        with pytest.raises(StateError, match="optimizer is a Circular, which is no complete torch optimizer"):
+        with pytest.raises(
+            StateError, match="optimizer is a Circular, which is no complete torch optimizer"
+        ):
             job.enter(entry, Circular())
 
     def test_a_scheduler_is_not_taken_for_a_wrapper(self, job):
@@ -100,9 +109,12 @@ class TestMistakes:
             TrainState(thing=value)
 
         for value, text in [
-            (object(), "state_dict"), (torch.utils.data.DataLoader(dataset), "stateful loader"),
-            (torch.utils.data.DistributedSampler(dataset, 1, 0), "set_epoch"), (nn.Parameter(torch.ones(1)), "optimizer"),
-            (nn.LazyLinear(2), "forward pass"), (StrangeOptimizer(nn.Linear(1, 1).parameters()), "ZeroRedundancyOptimizer"),
+            (object(), "state_dict"),
+            (torch.utils.data.DataLoader(dataset), "stateful loader"),
+            (torch.utils.data.DistributedSampler(dataset, 1, 0), "set_epoch"),
+            (nn.Parameter(torch.ones(1)), "optimizer"),
+            (nn.LazyLinear(2), "forward pass"),
+            (StrangeOptimizer(nn.Linear(1, 1).parameters()), "ZeroRedundancyOptimizer"),
         ]:
             with pytest.raises(StateError, match=text):
                 job.enter(entry, value)
@@ -113,7 +125,12 @@ class TestMistakes:
             TrainState(epoch=1)
 
     def test_mirrors_of_snapshots_that_are_not_made(self):
-        with pytest.raises(ValueError, match=r"TrainState\('train'\): snapshot_buddy=True mirrors snapshots, and none are made: give snapshot_every=k, too"):
+        with pytest.raises(
+            ValueError,
+            match=r"TrainState\('train'\): snapshot_buddy=True mirrors "
+            r"snapshots, and none are made: give "
+            r"snapshot_every=k, too",
+        ):
             TrainState(snapshot_buddy=True)
 
     def test_the_same_name_twice(self, job):
@@ -162,7 +179,11 @@ class TestMistakes:
 
         job.enter(entry)
         job.resume(0)
-        with pytest.raises(StateError, match=r"model\.0\.weight has shape \(4, 2\) now and had \(3, 2\)"):
+        with pytest.raises(
+            StateError,
+            match=r"model\.0\.weight has shape \(4, 2\) now and had "
+            r"\(3, 2\)",
+        ):
             job.enter(entry)
 
     def test_another_optimizer_or_role(self, job):

@@ -44,7 +44,10 @@ def test_training_changes_nothing_of_it(holding: Holding) -> None:
         optimizer_of(holding).step()
         assert table.is_current()
     assert list(table.tensors) == list(flat.flatten(holding)[0])
-    assert all(torch.equal(table.tensors[name], tensor) for name, tensor in flat.flatten(holding)[0].items())
+    assert all(
+        torch.equal(table.tensors[name], tensor)
+        for name, tensor in flat.flatten(holding)[0].items()
+    )
 
 
 @pytest.mark.parametrize("change", [

@@ -25,7 +25,13 @@ def test_parking_frees_whole_parameters_and_optimizer_memory_changes_hands(world
     for report, left, parked, moved in world.run(cut_short.interrupt, kind, place, size=2):
         assert (report.version, report.clean) == (1, True)
         assert left["memories"] or kind == "flat_whole"
-        assert (left["bytes"], left["gradients"], left["names"], left["hooks"], left["graphs"]) == (0, 0, True, 0, 0)
+        assert (left["bytes"], left["gradients"], left["names"], left["hooks"], left["graphs"]) == (
+            0,
+            0,
+            True,
+            0,
+            0,
+        )
         assert moved == parked
 
 
@@ -46,6 +52,8 @@ def test_a_parameter_written_by_a_stranger_is_noticed(world, kind):
 @pytest.mark.parametrize("kind", KINDS[:4])
 def test_a_pass_of_evaluation_and_whole_parameters_disturb_no_snapshot(world, kind):
     undisturbed = world.run(cut_short.train, kind, size=2)
-    for (versions, state), expected in zip(world.run(cut_short.evaluate_between, kind, size=2), undisturbed, strict=True):
+    for (versions, state), expected in zip(
+        world.run(cut_short.evaluate_between, kind, size=2), undisturbed, strict=True
+    ):
         assert versions == [3, 4]
         assert state == expected

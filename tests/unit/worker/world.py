@@ -1,7 +1,7 @@
 """A few processes with real gloo groups that run functions of the tests: one start for many tests.
 
-A function must be importable by its name: the functions are in `sharded`, beside this file. The processes are forked from one that has
-imported what takes long.
+A function must be importable by its name: the functions are in `sharded`, beside this file. The
+processes are forked from one that has imported what takes long.
 """
 
 import faulthandler
@@ -17,14 +17,24 @@ import torch
 import torch.distributed as dist
 
 _DEADLINE_S = 120
-_GROUP_DEADLINE_S = 60      # less: a rank that waits in vain for another says so itself
-_RUNS_PER_PROCESS = 8       # what a run leaves in circles keeps its groups, each of which has a thread that wakes a hundred times a second
-_SLOW_IMPORTS = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.optim",
-                 "torch.distributed.tensor.parallel"]
+_GROUP_DEADLINE_S = 60  # less: a rank that waits in vain for another says so itself
+# what a run leaves in circles keeps its groups, each of which has a thread that wakes a hundred
+# times a second
+_RUNS_PER_PROCESS = 8
+_SLOW_IMPORTS = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+]
 
 
 class Member:
-    """One rank as the function sees it: makes the default process group, and makes it again as after a fault."""
+    """One rank as the function sees it.
+
+    Makes the default process group, and makes it again as after a fault.
+    """
 
     def __init__(self, folder, rank, size):
         self.folder, self.rank, self.size = folder, rank, size
@@ -36,20 +46,33 @@ class Member:
             dist.destroy_process_group()
         self.generation += 1
         store = dist.FileStore(f"{self.folder}-{self.generation}", self.size)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_GROUP_DEADLINE_S))
-        # A rank whose function ends at once would destroy its group while others still connect to it.
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=_GROUP_DEADLINE_S),
+        )
+        # A rank whose function ends at once would destroy its group while others still connect to
+        # it.
         dist.barrier()
 
 
 class World:
-    """Owns the processes. Those of a run that failed are not used again: they may still be in it."""
+    """Owns the processes.
+
+    Those of a run that failed are not used again: they may still be in it.
+    """
 
     def __init__(self, folder, size=4):
         self._folder, self._size, self._runs = Path(folder), size, 0
         self._pipes, self._processes = [], []
 
     def run(self, function, *args, size=4):
-        """Call `function(member, *args)` on the first `size` ranks, in a group of their own. Returns what each returned."""
+        """Call `function(member, *args)` on the first `size` ranks, in a group of their own.
+
+        Returns what each returned.
+        """
         if self._runs % _RUNS_PER_PROCESS == 0:
             self.close()
         if not self._processes:
@@ -59,7 +82,9 @@ class World:
             pipe.send((function, args, str(self._folder / f"run{self._runs}"), size))
         try:
             results = self._results(size)
-            problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem]
+            problems = [
+                f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem
+            ]
             assert not problems, "\n".join(problems)
         except BaseException:
             self._kill()
@@ -79,7 +104,9 @@ class World:
         context.set_forkserver_preload(_SLOW_IMPORTS)
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, str(self._stacks(rank))), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, str(self._stacks(rank))), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -101,7 +128,9 @@ class World:
         for process in self._processes:
             process.terminate()
             process.join(_DEADLINE_S)
-        return "\n".join(f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(self._size))
+        return "\n".join(
+            f"rank {rank}:\n{self._stacks(rank).read_text()}" for rank in range(self._size)
+        )
 
     def _stacks(self, rank):
         return self._folder / f"stacks{rank}"
@@ -120,7 +149,7 @@ def _serve(pipe, rank, stacks):
         while (task := pipe.recv()) is not None:
             pipe.send(_call(rank, *task))
         faulthandler.unregister(signal.SIGTERM)
-    os._exit(0)             # nothing is left to be done, and torch takes a second to be taken down
+    os._exit(0)  # nothing is left to be done, and torch takes a second to be taken down
 
 
 def _call(rank, function, args, folder, size):
@@ -129,7 +158,7 @@ def _call(rank, function, args, folder, size):
     try:
         member.connect()
         result = function(member, *args)
-    except BaseException:  # noqa: BLE001 - told to the test, which fails by it
+    except BaseException:  # noqa: BLE001
         problem = traceback.format_exc()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,8 @@
-"""`dump_group_info()`: the process groups of this rank as <base>/<job>/<rank>/parallel_group.json, for tools that read profiles."""
+"""`dump_group_info()`.
+
+The process groups of this rank as <base>/<job>/<rank>/parallel_group.json, for tools that read
+profiles.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,32 @@ _FILE_MODE = 0o644
 
 
 def dump_group_info() -> None:
-    """Write the groups that exist now. Never raises: without torch, without groups or without a disk there is a log line."""
+    """Write the groups that exist now.
+
+    Never raises: without torch, without groups or without a disk there is a log line.
+    """
     try:
         distributed: Any = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if (
+            distributed is None
+            or not distributed.is_available()
+            or not distributed.is_initialized()
+        ):
             log.info("dump_group_info: there are no process groups")
             return
         _write(group_info(distributed), distributed.get_rank())
-    except Exception as error:  # noqa: BLE001 - promised: a tool's file must not end a training
+    except Exception as error:  # noqa: BLE001
         log.warning("dump_group_info: nothing was written: %r", error)
 
 
 def group_info(distributed: Any) -> dict[str, dict[str, Any]]:
-    """By the name of each group that this rank is a member of: its name for people, our rank in it, and its members' global ranks."""
+    """By the name of each group that this rank is a member of.
+
+    Its name for people, our rank in it, and its members' global ranks.
+    """
     c10d = distributed.distributed_c10d
     found = {}
-    for group, name in c10d._world.pg_names.items():  # noqa: SLF001 - torch has no list of groups in public
+    for group, name in c10d._world.pg_names.items():  # noqa: SLF001
         ranks = distributed.get_process_group_ranks(group)
         title = getattr(group, "group_desc", "")
         found[str(name)] = {
@@ -47,17 +61,19 @@ def group_info(distributed: Any) -> dict[str, dict[str, Any]]:
 
 
 def _write(groups: dict[str, dict[str, Any]], rank: int) -> None:
-    from taskd.worker import runtime  # noqa: PLC0415 - imports torch
+    from taskd.worker import runtime  # noqa: PLC0415
 
     current = runtime.current()
-    folder = open_folder(profiling_base(), part_of_path(job_id() if current is None else current.job_id), str(rank))
+    folder = open_folder(
+        profiling_base(), part_of_path(job_id() if current is None else current.job_id), str(rank)
+    )
     name = f".{GROUPS_FILE}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with suppress(FileNotFoundError):
             if stat.S_ISLNK(os.stat(GROUPS_FILE, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise OSError(errno.ELOOP, f"{GROUPS_FILE} is a symbolic link")
-        with suppress(FileNotFoundError):    # of a process that died in here
+        with suppress(FileNotFoundError):  # of a process that died in here
             os.unlink(name, dir_fd=folder)
         descriptor = os.open(name, flags, _FILE_MODE, dir_fd=folder)
         try:

@@ -1,9 +1,12 @@
-"""Kills writers of checkpoints at seeded moments, and looks at what is left: crash.py FOLDER SEED ROUNDS. Prints one JSON object.
+"""Kills writers of checkpoints at seeded moments, and looks at what is left.
 
-In each round 1 or 3 processes save one version after another, and publish, and delete old ones, until one, two or all of them are killed with
-SIGKILL: by themselves just before their n-th operation on a name in the file system, or by us at a random time, in the middle of whatever
-they do. The others are killed then. Afterwards the newest checkpoint must be the last one whose publication had returned, or the
-one that was just being published, whole to the last bit.
+Crash.py FOLDER SEED ROUNDS. Prints one JSON object.
+
+In each round 1 or 3 processes save one version after another, and publish, and delete old ones,
+until one, two or all of them are killed with SIGKILL: by themselves just before their n-th
+operation on a name in the file system, or by us at a random time, in the middle of whatever they
+do. The others are killed then. Afterwards the newest checkpoint must be the last one whose
+publication had returned, or the one that was just being published, whole to the last bit.
 """
 
 from __future__ import annotations
@@ -25,9 +28,18 @@ from taskd.checkpoint import folder
 from taskd.checkpoint.names import parse_hidden
 from taskd.checkpoint.saver import Saver
 
-ROWS = 20_000      # 1.4 MB: long enough in the writing to be hit there
+ROWS = 20_000  # 1.4 MB: long enough in the writing to be hit there
 KEEP = 2
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "ctypes.dlsym"}     # the last: renameat2
+# the last: renameat2
+OPERATIONS = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.listdir",
+    "ctypes.dlsym",
+}
 
 
 def die_before_operation(number: int) -> None:
@@ -43,11 +55,25 @@ def die_before_operation(number: int) -> None:
     sys.addaudithook(hook)
 
 
-def train(directory: Path, rank: int, writers: tuple[int, ...], attempt: str, version: int, pipe: int) -> None:
-    saver = Saver(directory, job="job", rank=rank, writers=writers, attempt=attempt, generation=0, world_size=len(writers), every=1, keep=KEEP)
+def train(
+    directory: Path, rank: int, writers: tuple[int, ...], attempt: str, version: int, pipe: int
+) -> None:
+    saver = Saver(
+        directory,
+        job="job",
+        rank=rank,
+        writers=writers,
+        attempt=attempt,
+        generation=0,
+        world_size=len(writers),
+        every=1,
+        keep=KEEP,
+    )
     while True:
         os.write(pipe, f"begun {version}\n".encode())
-        saver.save(version, state_of(version, ROWS), {f"ranks/{rank}/random": bytes([rank, version % 256])})
+        saver.save(
+            version, state_of(version, ROWS), {f"ranks/{rank}/random": bytes([rank, version % 256])}
+        )
         saver.wait()
         assert not saver.problem, saver.problem
         if rank == writers[0]:
@@ -56,7 +82,9 @@ def train(directory: Path, rank: int, writers: tuple[int, ...], attempt: str, ve
         version += 1
 
 
-def round_of(directory: Path, number: int, chance: random.Random, version: int) -> tuple[list[str], list[int]]:
+def round_of(
+    directory: Path, number: int, chance: random.Random, version: int
+) -> tuple[list[str], list[int]]:
     """What the processes said, and the signals that ended them."""
     writers = (0,) if number % 2 else (0, 1, 2)
     victims = set(chance.sample(writers, chance.randint(1, len(writers))))
@@ -78,17 +106,24 @@ def round_of(directory: Path, number: int, chance: random.Random, version: int) 
     with os.fdopen(reader) as said:
         first = said.readline()
         if not is_counted:
-            time.sleep(delay_s)     # the moment itself is what is random
+            time.sleep(delay_s)  # the moment itself is what is random
             for rank in sorted(victims):
                 os.kill(children[rank], signal.SIGKILL)
-        # A victim of the counting kind ends by itself. Its fellows wait for it, so they are killed next.
-        ended = {rank: os.waitpid(children[rank], 0)[1] for rank in sorted(victims)} if not is_counted else first_to_end(children, victims)
+        # A victim of the counting kind ends by itself. Its fellows wait for it, so they are killed
+        # next.
+        ended = (
+            {rank: os.waitpid(children[rank], 0)[1] for rank in sorted(victims)}
+            if not is_counted
+            else first_to_end(children, victims)
+        )
         for rank in writers:
             if rank not in ended:
                 os.kill(children[rank], signal.SIGKILL)
                 ended[rank] = os.waitpid(children[rank], 0)[1]
         lines = [first, *said]
-    return [line.strip() for line in lines if line.endswith("\n")], [-os.waitstatus_to_exitcode(status) for status in ended.values()]
+    return [line.strip() for line in lines if line.endswith("\n")], [
+        -os.waitstatus_to_exitcode(status) for status in ended.values()
+    ]
 
 
 def first_to_end(children: dict[int, int], victims: set[int]) -> dict[int, int]:
@@ -116,12 +151,27 @@ def main(directory: Path, seed: int, rounds: int) -> None:
         torn = [reason for path, reason in found.passed_over if not path.name.startswith(".")]
         assert not torn, (number, torn)
         version = found.valid[0].manifest.version if found.valid else 0
-        assert completed <= version <= begun or version == newest == completed, (number, completed, version, begun)
+        assert completed <= version <= begun or version == newest == completed, (
+            number,
+            completed,
+            version,
+            begun,
+        )
         for one in found.valid:
             assert_holds(one.path, one.manifest.version, one.manifest.writers, ROWS)
         in_flight += version > completed
         newest = version
-    print(json.dumps({"rounds": rounds, "newest": newest, "left_drafts": left_drafts, "left_removals": left_removals, "in_flight": in_flight}))
+    print(
+        json.dumps(
+            {
+                "rounds": rounds,
+                "newest": newest,
+                "left_drafts": left_drafts,
+                "left_removals": left_removals,
+                "in_flight": in_flight,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A world of DTensors, FSDP2 and tensor-parallel, that saves or loads: reshard.py save|load FOLDER WORLD. Forks its ranks."""
+"""A world of DTensors, FSDP2 and tensor-parallel, that saves or loads.
+
+Reshard.py save|load FOLDER WORLD. Forks its ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,26 @@ REPLICATED = ("fsdp.0.weight", "fsdp.0.bias", "mesh2.first", "replicated", "plai
 def values() -> dict[str, torch.Tensor]:
     """The whole tensors, the same everywhere."""
     generator = torch.Generator().manual_seed(5)
-    shapes = {"fsdp.0.weight": (37, 12), "fsdp.0.bias": (37,), "fsdp.2.weight": (8, 37), "fsdp.2.bias": (8,), "mesh2.first": (10, 6), "mesh2.second": (9, 4),
-              "tp.0.weight": (16, 12), "tp.1.weight": (12, 16), "uneven": (3, 5), "replicated": (64, 3), "plain": (50, 7), "scalar": ()}
+    shapes = {
+        "fsdp.0.weight": (37, 12),
+        "fsdp.0.bias": (37,),
+        "fsdp.2.weight": (8, 37),
+        "fsdp.2.bias": (8,),
+        "mesh2.first": (10, 6),
+        "mesh2.second": (9, 4),
+        "tp.0.weight": (16, 12),
+        "tp.1.weight": (12, 16),
+        "uneven": (3, 5),
+        "replicated": (64, 3),
+        "plain": (50, 7),
+        "scalar": (),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def build(world: int, whole: dict[str, torch.Tensor], *, is_filled: bool) -> dict[str, torch.Tensor]:
+def build(
+    world: int, whole: dict[str, torch.Tensor], *, is_filled: bool
+) -> dict[str, torch.Tensor]:
     flat = init_device_mesh("cpu", (world,))
     rows = max(1, world // 2)
     two = init_device_mesh("cpu", (world // rows, rows), mesh_dim_names=("replicate", "shard"))
@@ -43,12 +60,13 @@ def build(world: int, whole: dict[str, torch.Tensor], *, is_filled: bool) -> dic
     state: dict[str, torch.Tensor] = {}
 
     model = nn.Sequential(nn.Linear(12, 37), nn.ReLU(), nn.Linear(37, 8))
-    fully_shard(model[0], mesh=two)     # HSDP
-    fully_shard(model, mesh=flat)       # FSDP2
+    fully_shard(model[0], mesh=two)  # HSDP
+    fully_shard(model, mesh=flat)  # FSDP2
     state.update({f"fsdp.{name}": tensor for name, tensor in model.state_dict().items()})
     blocks = nn.Sequential(nn.Linear(12, 16, bias=False), nn.Linear(16, 12, bias=False))
     parallelize_module(blocks, dense["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(blocks, mesh=dense["dp"])     # both: the first weight is sharded twice along one dimension
+    # both: the first weight is sharded twice along one dimension
+    fully_shard(blocks, mesh=dense["dp"])
     state.update({f"tp.{name}": tensor for name, tensor in blocks.state_dict().items()})
     state["mesh2.first"] = distribute_tensor(torch.zeros(10, 6), two, [Replicate(), Shard(1)])
     state["mesh2.second"] = distribute_tensor(torch.zeros(9, 4), two, [Shard(0), Shard(1)])
@@ -58,18 +76,27 @@ def build(world: int, whole: dict[str, torch.Tensor], *, is_filled: bool) -> dic
     assert state.keys() == whole.keys()
     with torch.no_grad():
         for name, tensor in state.items():
-            source = distribute_tensor(whole[name], tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) and name[:2] != "tp" else None
+            source = (
+                distribute_tensor(whole[name], tensor.device_mesh, tensor.placements)
+                if isinstance(tensor, DTensor) and name[:2] != "tp"
+                else None
+            )
             if name[:2] == "tp":
                 fill_strided(tensor, whole[name], is_filled)
             elif is_filled:
-                (tensor.to_local() if source is not None else tensor).copy_(source.to_local() if source is not None else whole[name])
+                (tensor.to_local() if source is not None else tensor).copy_(
+                    source.to_local() if source is not None else whole[name]
+                )
             else:
                 (tensor.to_local() if source is not None else tensor).fill_(float("nan"))
     return state
 
 
 def fill_strided(tensor: DTensor, whole: torch.Tensor, is_filled: bool) -> None:
-    """Independent of the code under test: full_tensor() of what is filled is compared with the whole."""
+    """Independent of the code under test.
+
+    Full_tensor() of what is filled is compared with the whole.
+    """
     local = tensor.to_local()
     if not is_filled:
         local.fill_(float("nan"))
@@ -77,7 +104,11 @@ def fill_strided(tensor: DTensor, whole: torch.Tensor, is_filled: bool) -> None:
     mesh = tensor.device_mesh
     dp, tp = mesh.get_coordinate()
     dimension = 0 if tensor.placements[1].dim == 0 else 1
-    part = whole.chunk(mesh.size(1), dimension)[tp].chunk(mesh.size(0), 0)[dp] if mesh.ndim == 2 else whole
+    part = (
+        whole.chunk(mesh.size(1), dimension)[tp].chunk(mesh.size(0), 0)[dp]
+        if mesh.ndim == 2
+        else whole
+    )
     local.copy_(part)
     assert torch.equal(tensor.full_tensor(), whole)
 
@@ -99,8 +130,8 @@ def run(command: str, folder: Path, rank: int, world: int, store: str) -> None:
         dist.barrier()
         if rank == 0:
             publish(draft)
-        # A dump when the groups are gone and rank 2 is dead: survivors write their shards without a collective; where nobody holds what it
-        # had, rank 3 has it from elsewhere.
+        # A dump when the groups are gone and rank 2 is dead: survivors write their shards without a
+        # collective; where nobody holds what it had, rank 3 has it from elsewhere.
         dist.barrier()
         snapshot = torch.zeros(1, 5)
         if rank == 2:
@@ -124,7 +155,11 @@ def run(command: str, folder: Path, rank: int, world: int, store: str) -> None:
         loaded = load(folder / "step-000000000001", state)
         compare(state, whole)
         assert loaded == {f"random/{one}": bytes([one]) for one in range(4)}
-        dumped = {name: tensor for name, tensor in build(world, whole, is_filled=False).items() if name in {*REPLICATED, "uneven"}}
+        dumped = {
+            name: tensor
+            for name, tensor in build(world, whole, is_filled=False).items()
+            if name in {*REPLICATED, "uneven"}
+        }
         load(folder / "dump-000000000002", dumped)
         compare(dumped, whole)
         dist.destroy_process_group()
@@ -141,7 +176,7 @@ def main(command: str, folder: str, world: int) -> int:
             try:
                 run(command, Path(folder), rank, world, store.name)
                 code = 0
-            except BaseException:  # noqa: BLE001 - a forked rank must never run on
+            except BaseException:  # noqa: BLE001
                 import traceback
 
                 traceback.print_exc()
