@@ -103,3 +103,19 @@ def test_the_fault_that_is_shown_may_be_of_an_earlier_recovery(manager) -> None:
     end = only(dumped(job, 0, "published", "/c"), do.GiveUp)
     assert (end.fault.detail, end.fault.traceback) == ("RuntimeError: bad 4", "Traceback")
     assert end.culprit == 0
+
+
+def test_a_node_that_is_lost_later_does_not_hide_the_death_that_ends_the_job(saving) -> None:
+    """Only a broken communication is explained by a lost node."""
+    saving.send(ev.AgentDraining, 0, "SIGTERM", 30.0)
+    for rank in (0, 2, 3):
+        dumped(saving, rank, "written")
+    end = only(dumped(saving, 0, "published", "/c"), do.GiveUp)
+    assert end.reason == "rank 1 ended with SIGKILL at step 5; step 5 was saved in /c"
+
+
+def test_a_node_that_leaves_before_all_have_stopped_is_not_the_reason(manager) -> None:
+    job = manager(nodes=2, per_node=2, strategies="dump").joined()
+    job.lose(1, FaultKind.KILLED, "SIGKILL")
+    job.send(ev.AgentLeft, 1, "failed", "")
+    assert only(job.pause(0), do.Dump).reason == "rank 1 ended with SIGKILL at step 5"
