@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_REGISTRATION = messages.MESSAGE_BY_RECORD[events.AgentRegistered]
 _SHOWN_ENTRIES = 20  # of the story, with a bug
 _SHOWN_CHARACTERS = 300  # of a command in a log line: Resume of 4,096 ranks would fill a screen
 
@@ -276,12 +277,12 @@ class Service:
         It is alive all the same, and is told, or it would take us for dead.
         """
         is_ours = envelope.role == "agent" and envelope.job_id == self._config.job_id
-        was_refused = is_read and code == messages.AgentRegistered.code
+        was_refused = is_read and code == _REGISTRATION.code
         if code is None or envelope.node_rank is None or not is_ours or was_refused:
             return
         session = self._sessions.agents.get(envelope.node_rank)
         if session is None or (session.peer, session.incarnation) != (peer, envelope.incarnation):
-            if code == messages.AgentRegistered.code and not is_read:
+            if code == _REGISTRATION.code and not is_read:
                 self._send(
                     peer,
                     messages.Refused(f"its registration breaks a rule: {reason}"),
@@ -346,7 +347,7 @@ class Service:
                 log.debug("node %d: message %d again", node_rank, envelope.sequence)
                 return
             session.sequence = envelope.sequence
-        if isinstance(message, messages.AgentRegistered):
+        if isinstance(message, _REGISTRATION):
             self._register(peer, envelope, message)
             return
         if session is None or not is_known:
@@ -399,33 +400,31 @@ class Service:
         except ValueError as error:
             raise RemoteProtocolError("malformed", str(error)) from error
 
-    def _register(
-        self, peer: bytes, envelope: codec.Envelope, message: messages.AgentRegistered
-    ) -> None:
+    def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
         """An agent claims its position."""
-        if (message.node_rank, message.agent_incarnation) != (
+        event = translate.message_to_event(envelope, message, self._clock.now())
+        assert isinstance(event, events.AgentRegistered)
+        if (event.node_rank, event.agent_incarnation) != (
             envelope.node_rank,
             envelope.incarnation,
         ):
             self._refuse(peer, "foreign", "a registration for somebody else")
             return
-        event = translate.message_to_event(envelope, message, self._clock.now())
-        assert isinstance(event, events.AgentRegistered)
-        refusal = self._sessions.refusal(message.node_rank) or self._machine.refusal(event)
+        refusal = self._sessions.refusal(event.node_rank) or self._machine.refusal(event)
         if refusal is not None:
             self._refuse(peer, "refused", refusal)
             return
-        ranks = frozenset(report.rank for report in message.workers)
-        if message.node_rank not in self._sessions.agents:
+        ranks = frozenset(report.rank for report in event.workers)
+        if event.node_rank not in self._sessions.agents:
             log.info(
                 "node %d of %d registered, ranks %s of %d",
-                message.node_rank,
-                message.node_count,
+                event.node_rank,
+                event.node_count,
                 sorted(ranks),
-                message.world_size,
+                event.world_size,
             )
         answers = self._handle(event)
-        self._sessions.agents[message.node_rank] = Session(
+        self._sessions.agents[event.node_rank] = Session(
             peer, envelope.incarnation, envelope.sequence, ranks
         )
         # First the welcome: what follows is for an agent that knows that it has been accepted.
@@ -439,7 +438,7 @@ class Service:
                 commands.SetProfiling(
                     "profiling", self._machine.generation, self._profiling.wanted
                 ),
-                [message.node_rank],
+                [event.node_rank],
             )
 
     def _read_worker(
