@@ -17,7 +17,12 @@ import pytest
 from taskd import profiling
 from taskd.config import LogConfig, ManagerConfig, profiling_base, profiling_switch
 from taskd.core import events
-from taskd.manager.profiling import MAX_FILE_BYTES, ProfilingSwitch, parse_switches, read_switches
+from taskd.manager.profiling_switch import (
+    MAX_FILE_BYTES,
+    ProfilingSwitch,
+    parse_switches,
+    read_switches,
+)
 from taskd.manager.service import Service
 from taskd.transport.memory import MemoryRouter
 from taskd.wire import messages
