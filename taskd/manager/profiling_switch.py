@@ -1,6 +1,4 @@
-"""The manager's part in profiling.
-
-Looks at the switch file once a second, and says when agents are to be told something.
+"""The profiling switch: a file that is looked at once a second, and when agents are told of it.
 
 Owns the reading of the file. What the switches mean and when a rank is told again is
 `taskd.core.profiling`'s business; sending is that of the loop. The file is data of somebody else:
@@ -127,10 +125,9 @@ class ProfilingSwitch:
             return  # some have not answered yet
         shown = str(self._board.state(ranks))
         if failed:
-            shown += (
-                "; exception on ranks "
-                f"{', '.join(map(str, failed[:_SHOWN_RANKS]))}{', ...' if len(failed) > _SHOWN_RANKS else ''}"
-            )
+            more = ", ..." if len(failed) > _SHOWN_RANKS else ""
+            ranks_shown = ", ".join(map(str, failed[:_SHOWN_RANKS]))
+            shown += f"; exception on ranks {ranks_shown}{more}"
         if shown == self._shown:
             return
         self._shown = shown

@@ -72,6 +72,16 @@ def choice(environment: Environment, key: str, accepted: tuple[str, ...], defaul
     return value
 
 
+def switch(environment: Environment, key: str, *, default: bool) -> bool:
+    """Whether "on", rather than "off", is said."""
+    return choice(environment, key, ("on", "off"), "on" if default else "off") == "on"
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """Names that are separated by commas."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+
+
 def seconds(environment: Environment, key: str, default: float) -> float:
     """A duration, at most a day."""
     value = environment.get(key)
