@@ -28,7 +28,7 @@ import threading
 from typing import NoReturn
 
 if __name__ == "__main__":
-    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[2]))
+    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from taskd.agent import spawn
 
