@@ -1,6 +1,7 @@
 """Real jobs on this machine, for tests and benchmarks: manager, torchrun, workers.
 
-    processes   one process with its output; what lives on the machine; environments
+    proc        what lives on the machine
+    processes   one process with its output; environments, ports, torchrun's command
     warm        the parent from which processes are forked that would have to import torch
     job         a job: starts its processes, reads what they left behind
     facts       what training scripts have noted, read again

@@ -16,17 +16,8 @@ import time
 from typing import TYPE_CHECKING
 
 from testbed.facts import facts_in
-from testbed.processes import (
-    MARK_ENV,
-    ROOT,
-    Finished,
-    Output,
-    environment,
-    free_port,
-    marked,
-    state_of,
-    torchrun,
-)
+from testbed.proc import MARK_ENV, marked, state_of
+from testbed.processes import ROOT, Finished, Output, environment, free_port, torchrun
 
 if TYPE_CHECKING:
     import pathlib

@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from testbed.facts import facts_in
 from testbed.job import SCRIPTS, Job, job
-from testbed.processes import (
-    ROOT,
-    Finished,
-    Output,
-    descendants,
-    environment,
-    free_port,
-    marked,
-    state_of,
-)
+from testbed.proc import descendants, marked, state_of
+from testbed.processes import ROOT, Finished, Output, environment, free_port
 
 if TYPE_CHECKING:
     import pathlib
