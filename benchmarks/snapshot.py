@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import measuring
-from taskd.native.arena import PAGE_BYTES, Arena
+from taskd.native.arena import Arena
 from taskd.worker.snapshot import Snapshotter
 
 STEPS = 6  # of a block
@@ -58,12 +58,13 @@ def state_of(mb: int, count: int) -> dict[str, torch.Tensor]:
 def copying(mb: int, rounds: int, count: int) -> dict:
     tensors = state_of(mb, count)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    plain = Arena.create(total)
+    plain = Arena.create(total).memory
+    assert plain is not None
     snapshotter = Snapshotter(Arena.create, every=1)
     snapshotter.prepare(total)
     memcpy_s, copy_s, whole_s, blocked_s = [], [], [], []
     for version in range(rounds):
-        target = plain._address + PAGE_BYTES + version % 2 * plain.capacity  # noqa: SLF001
+        target = plain.address + plain.buffer_start(version % 2)
         start = time.perf_counter()
         for tensor in tensors.values():
             ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
