@@ -342,7 +342,7 @@ def test_every_example_is_in_the_list() -> None:
 def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
     home = re.compile(r"(?<![\w.*$}/])/(?:root|home|work|Users)/\w")
     suffixes = {".md", ".py", ".pyx", ".c", ".h", ".sh", ".toml", ".in", ".map", ""}
-    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "tests", ".ci")
+    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "testbed", "tests", ".ci")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(
         ROOT.iterdir()
     )

@@ -2,7 +2,7 @@
 
 How much may go wrong in it, its workers, and everything that tells two of its moments apart.
 
-What can happen is `taskd.testing.small_world`'s to say.
+What can happen is `taskd.testing.small.rules`'s to say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Scope:
 
     `late`: nodes whose agent has not registered yet when training begins. `in_turns`: what somebody
     says to one other in one turn stays together on its way, and is heard, lost or repeated as one.
-    `breaks`: see `taskd.testing.small_world`.
+    `breaks`: see `taskd.testing.small`.
     """
 
     nodes: int = 2
@@ -88,27 +88,37 @@ class Draft:
 
     def __init__(self, state: State) -> None:
         self.now, self.manager, self.ended = state.now, state.manager, state.ended
-        self.agents, self.left, self.workers = (
-            list(state.agents),
-            set(state.left),
-            list(state.workers),
-        )
-        self.up, self.down = (
-            [list(queue) for queue in state.up],
-            [list(queue) for queue in state.down],
-        )
-        self.gaps, self.reaps, self.arrived = set(state.gaps), set(state.reaps), set(state.arrived)
+        self.agents, self.workers = list(state.agents), list(state.workers)
+        self.up, self.down = list(map(list, state.up)), list(map(list, state.down))
+        self.left, self.gaps = set(state.left), set(state.gaps)
+        self.reaps, self.arrived = set(state.reaps), set(state.arrived)
         self.sent: set[tuple[str, int]] = set()  # channels that have got something in this turn
         self.faults, self.breaks = state.faults, state.breaks
+
+    def channel(self, name: str, node: int) -> list[tuple[int, ...]]:
+        """`name`: "up" to the manager, "down" to the agent."""
+        return (self.up if name == "up" else self.down)[node]
 
     def freeze(self) -> State:
         """The state, without what cannot matter any more: collectives in which nobody is."""
         open_ = {place(worker) for worker in self.workers if worker.phase in IN_COLLECTIVE}
         return State(
-            self.now, self.manager, tuple(self.agents), frozenset(self.left), tuple(self.workers), tuple(map(tuple, self.up)),
-            tuple(map(tuple, self.down)), frozenset(self.gaps), frozenset(self.reaps),
-            frozenset(item for item in self.arrived if item[0] in open_ or self._may_come(item[0])), self.faults, self.breaks, self.ended,
-        )  # fmt: skip
+            now=self.now,
+            manager=self.manager,
+            agents=tuple(self.agents),
+            left=frozenset(self.left),
+            workers=tuple(self.workers),
+            up=tuple(map(tuple, self.up)),
+            down=tuple(map(tuple, self.down)),
+            gaps=frozenset(self.gaps),
+            reaps=frozenset(self.reaps),
+            arrived=frozenset(
+                item for item in self.arrived if item[0] in open_ or self._may_come(item[0])
+            ),
+            faults=self.faults,
+            breaks=self.breaks,
+            ended=self.ended,
+        )
 
     def _may_come(self, where: tuple[Any, ...]) -> bool:
         """Whether somebody may come to this collective yet."""

@@ -28,11 +28,11 @@ import threading
 from typing import NoReturn
 
 if __name__ == "__main__":
-    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[2]))
+    sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from taskd.agent import spawn
+from testbed.proc import MARK_ENV, stat_of
 
-MARK_ENV = "TASKD_TEST_MARK"
 MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
 _PRELOAD = (
     "torch.distributed.launcher.api",
@@ -215,7 +215,7 @@ def _write_mark(mark: str) -> None:
     wanted = mark.encode()
     assert len(wanted) <= MARK_ROOM, mark
     needle = f"{MARK_ENV}={'-' * MARK_ROOM}".encode()
-    fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    fields = stat_of(os.getpid())
     start, end = int(fields[47]), int(fields[48])  # env_start, env_end: fields 50 and 51 of proc(5)
     block = ctypes.string_at(start, end - start)
     place = block.index(needle) + len(MARK_ENV) + 1
