@@ -46,3 +46,21 @@ class Fault:
     traceback: str | None = None
     exit_code: int | None = None
     is_final: bool = False
+
+
+def describe(fault: Fault) -> str:
+    """The fault as half a sentence."""
+    where = "" if fault.version is None else f" at step {fault.version}"
+    how = {
+        FaultKind.RAISED: "raised",
+        FaultKind.COMMUNICATION: "lost its communication:",
+        FaultKind.UNRESPONSIVE: "did not come when called:",
+        FaultKind.HANG: "hangs:",
+        FaultKind.START_FAILED: "could not be started:",
+    }.get(fault.kind, "ended with" if fault.detail else "ended")
+    return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
+
+
+def signature(fault: Fault) -> str:
+    """What makes two faults of a kind the same."""
+    return fault.signature or fault.detail

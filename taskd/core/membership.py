@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414
 
 
@@ -94,6 +95,11 @@ class Member:
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions, self.shard, self.snapshots = (), "", ()
+
+    def fault(self, kind: FaultKind, detail: str = "") -> Fault:
+        """A fault of its current life, as the manager sees it."""
+        version = self.version
+        return Fault(kind, self.rank, self.incarnation, detail, version=version, signature=detail)
 
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""

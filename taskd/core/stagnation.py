@@ -18,8 +18,8 @@ are equal are told of for ever, and end nothing.
 from collections import Counter
 from collections.abc import Iterable
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
-from taskd.core.ladder import SHORT_LIFE_S, describe, signature
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signature
+from taskd.core.ladder import SHORT_LIFE_S
 from taskd.core.record import TimedFault
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled

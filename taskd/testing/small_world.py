@@ -110,7 +110,7 @@ class Rules:
 
     def _new_manager(self) -> int:
         machine = RecoveryMachine("small", self.timeouts)
-        machine._job.story = NO_STORY  # noqa: SLF001
+        machine._state.story = NO_STORY  # noqa: SLF001
         return self._number(machine)
 
     def _handle(self, number: int, event: ev.Event) -> tuple[int, list[do.Command]]:
@@ -152,7 +152,7 @@ class Rules:
                 world_size=len(self.ranks),
                 agent_incarnation=f"agent {node}",
             )
-            machine.story = NO_STORY
+            machine._state.story = NO_STORY  # noqa: SLF001
             agents.append(self._number(machine))
         nothing: tuple[tuple[Any, ...], ...] = ((),) * scope.nodes
         draft = Draft(State(

@@ -5,24 +5,18 @@ another one, or when its exit status comes. The rules themselves are `taskd.core
 `taskd.core.stagnation`'s.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.faults import FaultKind
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.state import JobState
 from taskd.core.ladder import Strategy
 from taskd.core.phase import Phase
-
-if TYPE_CHECKING:
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.record import Attempt, TimedFault
+from taskd.core.record import Attempt, TimedFault
+from taskd.core.transitions import Commands
 
 Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show
 
 
-def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None:
+def count_fault(job: JobState, attempt: Attempt, known: TimedFault) -> Verdict | None:
     """Make a fault part of the recovery. Returns why the job must end, if it must."""
     generation = job.generation if job.phase is Phase.PAUSING else job.generation + 1
     fault, known.generation = known.fault, generation
@@ -47,7 +41,7 @@ def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None
     return None if reason is None else (reason, fault)
 
 
-def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
+def count_exit_status(job: JobState, known: TimedFault) -> Verdict | None:
     """It is known now how a death came about.
 
     Returns why the job must end, if that shows that it must.
@@ -61,7 +55,7 @@ def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
     return (reason, known.fault) if reason is not None else job.stagnation.verdict()
 
 
-def correct_restart_cause(job: Job, earlier: TimedFault) -> Verdict | None:
+def correct_restart_cause(job: JobState, earlier: TimedFault) -> Verdict | None:
     """The group was restarted because of a victim: this death came before, its report after."""
     victim = job.restart_cause
     if victim is None or victim.is_declared or earlier.died_at >= victim.died_at:
@@ -78,19 +72,19 @@ def correct_restart_cause(job: Job, earlier: TimedFault) -> Verdict | None:
     return None if reason is None else (reason, earlier.fault)
 
 
-def note_progress(job: Job, generation: int) -> None:
+def note_progress(job: JobState, generation: int) -> None:
     """More may be known of what was committed before this recovery."""
     if job.stagnation.saw(job.now, generation, job.membership.committed):
         job.repeats.forget_unversioned()
 
 
-def warn(job: Job) -> Commands:
+def warn(job: JobState) -> Commands:
     """Say that the job gets no further, if it is time to."""
     warning = job.stagnation.warning()
     return [] if warning is None else [do.ReportNoProgress(job.cause, job.generation, warning)]
 
 
-def _count_repeat(job: Job, known: TimedFault, generation: int) -> str | None:
+def _count_repeat(job: JobState, known: TimedFault, generation: int) -> str | None:
     """Why trying again is pointless, or None."""
     if known.is_declared:
         may_replace = Strategy.RECOVER_IN_PLACE in job.allowed

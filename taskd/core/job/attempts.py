@@ -4,22 +4,16 @@ Owns when an attempt begins, when it is complete, and when its record goes out u
 recovery is one generation.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.ladder import describe
+from taskd.core.events import WorkerRecovered
+from taskd.core.faults import describe
+from taskd.core.job.state import JobState
 from taskd.core.phase import Phase
-from taskd.core.record import Attempt
-
-if TYPE_CHECKING:
-    from taskd.core.events import WorkerRecovered
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.record import TimedFault
+from taskd.core.record import Attempt, TimedFault
+from taskd.core.transitions import Commands
 
 
-def begin_attempt(job: Job, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
+def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
     """The attempt that answers these faults, and the record of one that they cut short."""
     if job.attempt is not None and job.phase is Phase.PAUSING:
         return [], job.attempt
@@ -34,13 +28,13 @@ def begin_attempt(job: Job, faults: list[TimedFault]) -> tuple[Commands, Attempt
     return commands, job.attempt
 
 
-def close_attempt(job: Job, not_completed: str) -> Commands:
+def close_attempt(job: JobState, not_completed: str) -> Commands:
     """The record of a recovery that does not come to its end. Nothing if none is under way."""
     attempt, job.attempt = job.attempt, None
     return [] if attempt is None else [_record(job, attempt, not_completed)]
 
 
-def count_recovered(job: Job, rank: int, report: WorkerRecovered | None) -> Commands:
+def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None) -> Commands:
     """A rank is back; without a report it started, returned or ended.
 
     The last one completes the record.
@@ -57,7 +51,7 @@ def count_recovered(job: Job, rank: int, report: WorkerRecovered | None) -> Comm
     return [_record(job, attempt)]
 
 
-def _record(job: Job, attempt: Attempt, not_completed: str = "") -> do.RecordRecovery:
+def _record(job: JobState, attempt: Attempt, not_completed: str = "") -> do.RecordRecovery:
     budget = job.membership.max_restarts
     record = attempt.record(job.now, job.generation, job.budget.used, budget, not_completed)
     return do.RecordRecovery(attempt.cause, job.generation, record)

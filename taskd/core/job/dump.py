@@ -16,32 +16,25 @@ in a new generation. Whatever else goes wrong ends the job without a checkpoint,
 checkpoint is complete or it does not exist.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.cut import NoCut, plan_cut, plan_orphans
-from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
-from taskd.core.faults import FaultKind
+from taskd.core.cut import Copy, NoCut, plan_cut, plan_orphans
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt
-from taskd.core.job.state import Dump
+from taskd.core.job.state import Dump, JobState
 from taskd.core.ladder import Strategy
 from taskd.core.phase import DUMPING, Phase
 from taskd.core.record import Attempt
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core.cut import Copy
-    from taskd.core.events import WorkerDumped
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
 
 _MAY_BEGIN = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED})
 
 
-def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 0.0) -> Commands:
+def end_job(
+    job: JobState, reason: str, fault: Fault | None = None, grace_s: float = 0.0
+) -> Commands:
     """The job cannot go on: save its state if that is allowed and possible, else give it up.
 
     `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time.
@@ -64,7 +57,7 @@ def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 
     return stop_for_dump(job, grace_s)
 
 
-def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
+def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
     """All live ranks leave their step. Those that were to be replaced are not waited for.
 
     `grace_s`: see `end_job`.
@@ -86,7 +79,7 @@ def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
     return [interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)]
 
 
-def write_dump(job: Job) -> Commands:
+def write_dump(job: JobState) -> Commands:
     """Everybody who is left has stopped: say who writes what."""
     dump = job.dump
     assert dump is not None
@@ -117,7 +110,7 @@ def write_dump(job: Job) -> Commands:
     return [job.last_order]
 
 
-def _copies(job: Job) -> list[Copy]:
+def _copies(job: JobState) -> list[Copy]:
     """What everybody holds. The dead count, too: nothing is whole without what they alone had."""
     counted = (WorkerState.PAUSED, WorkerState.LOST)
     members = job.membership.ordered()
@@ -127,7 +120,7 @@ def _copies(job: Job) -> list[Copy]:
 # ---------------------------------------------------------------------- the exit status
 
 
-def _must_wait_for_status(job: Job, dump: Dump) -> bool:
+def _must_wait_for_status(job: JobState, dump: Dump) -> bool:
     """Whether to wait for an exit status, or for what a process leaves that is being killed.
 
     True only the first time.
@@ -146,7 +139,7 @@ def _must_wait_for_status(job: Job, dump: Dump) -> bool:
     return True
 
 
-def go_on_with_status(job: Job) -> Commands:
+def go_on_with_status(job: JobState) -> Commands:
     """The exit status is known, or nobody will say it. Nothing unless it was waited for."""
     dump = job.dump
     assert dump is not None
@@ -159,7 +152,7 @@ def go_on_with_status(job: Job) -> Commands:
 # ---------------------------------------------------------------------- what writers report
 
 
-def has_lost_writer(job: Job) -> bool:
+def has_lost_writer(job: JobState) -> bool:
     """Whether a rank is gone without which the dump cannot go on as it was ordered."""
     dump = job.dump
     if dump is None or job.phase in (Phase.PAUSING, Phase.CONFIRMING):
@@ -169,7 +162,7 @@ def has_lost_writer(job: Job) -> bool:
     return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
 
 
-def do_without_writer(job: Job) -> Commands:
+def do_without_writer(job: JobState) -> Commands:
     """A writer is gone: the others write everything anew, if they hold it."""
     dump = job.dump
     assert dump is not None
@@ -180,7 +173,7 @@ def do_without_writer(job: Job) -> Commands:
     return write_dump(job)
 
 
-def written(job: Job, event: WorkerDumped) -> Commands:
+def written(job: JobState, event: WorkerDumped) -> Commands:
     """SAVING: a writer has its part on disk, or could not write it."""
     dump = _reporting(job, event, WRITTEN)
     if dump is None:
@@ -191,7 +184,7 @@ def written(job: Job, event: WorkerDumped) -> Commands:
     return [] if dump.pending else _order_publisher(job, dump, Phase.PUBLISHING)
 
 
-def published(job: Job, event: WorkerDumped) -> Commands:
+def published(job: JobState, event: WorkerDumped) -> Commands:
     """PUBLISHING: the checkpoint has its name, or could not be given it."""
     dump = _reporting(job, event, PUBLISHED)
     if dump is None:
@@ -202,7 +195,7 @@ def published(job: Job, event: WorkerDumped) -> Commands:
     return give_up(job, saved, _fault(job, dump), dump=event.detail)
 
 
-def discarded(job: Job, event: WorkerDumped) -> Commands:
+def discarded(job: JobState, event: WorkerDumped) -> Commands:
     """DISCARDING: one more has come to its end, or the first writer has removed everything."""
     stage = WITHDRAWN if job.dump is not None and job.dump.is_removal_ordered else WRITTEN
     dump = _reporting(job, event, stage)
@@ -214,7 +207,7 @@ def discarded(job: Job, event: WorkerDumped) -> Commands:
     return [] if dump.pending else _order_publisher(job, dump, Phase.DISCARDING)
 
 
-def overdue_writers(job: Job) -> Commands:
+def overdue_writers(job: JobState) -> Commands:
     """Some have not reported in time."""
     dump, ranks = job.dump, job.awaited.overdue(job.now)
     assert dump is not None
@@ -228,7 +221,7 @@ def overdue_writers(job: Job) -> Commands:
     return _discard(job, dump, late, min(ranks))
 
 
-def _reporting(job: Job, event: WorkerDumped, stage: str) -> Dump | None:
+def _reporting(job: JobState, event: WorkerDumped, stage: str) -> Dump | None:
     """The dump, if this report belongs to it and is awaited."""
     dump = job.dump
     assert dump is not None
@@ -236,12 +229,12 @@ def _reporting(job: Job, event: WorkerDumped, stage: str) -> Dump | None:
     return dump if is_awaited and event.stage in (stage, FAILED) else None
 
 
-def _count_report(job: Job, dump: Dump, rank: int) -> None:
+def _count_report(job: JobState, dump: Dump, rank: int) -> None:
     dump.pending.discard(rank)
     job.awaited.discard(rank)
 
 
-def _discard(job: Job, dump: Dump, problem: str, culprit: int) -> Commands:
+def _discard(job: JobState, dump: Dump, problem: str, culprit: int) -> Commands:
     """There will be no checkpoint.
 
     Writers that are still at it get a short time to come to an end, so that nothing is written
@@ -256,7 +249,7 @@ def _discard(job: Job, dump: Dump, problem: str, culprit: int) -> Commands:
     return []
 
 
-def _order_publisher(job: Job, dump: Dump, phase: Phase) -> Commands:
+def _order_publisher(job: JobState, dump: Dump, phase: Phase) -> Commands:
     """The first writer gives the checkpoint its name, or removes what was written."""
     member = job.membership.members[dump.writers[0]]
     job.phase, dump.pending = phase, {member.rank}
@@ -278,19 +271,19 @@ def _order_publisher(job: Job, dump: Dump, phase: Phase) -> Commands:
 # ---------------------------------------------------------------------- why
 
 
-def _fail(job: Job, dump: Dump, problem: str) -> Commands:
+def _fail(job: JobState, dump: Dump, problem: str) -> Commands:
     return give_up(job, f"{_reason(job, dump)}; and no dump: {problem}", _fault(job, dump))
 
 
-def _give_up(job: Job, dump: Dump) -> Commands:
+def _give_up(job: JobState, dump: Dump) -> Commands:
     return give_up(job, _reason(job, dump), _fault(job, dump))
 
 
-def _reason(job: Job, dump: Dump) -> str:
+def _reason(job: JobState, dump: Dump) -> str:
     return dump.reason or job.what_happened()
 
 
-def _fault(job: Job, dump: Dump) -> Fault | None:
+def _fault(job: JobState, dump: Dump) -> Fault | None:
     """The fault that ends the job, as far as it is known by now.
 
     The exit status comes after the death.

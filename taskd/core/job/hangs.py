@@ -3,25 +3,21 @@
 Owns when that is looked at. Who hangs is `taskd.core.progress`'s to say.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
+from taskd.core.events import AgentHeard, WorkerExamined
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
+from taskd.core.job.state import JobState
+from taskd.core.membership import Member
+from taskd.core.progress import Culprit
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.events import AgentHeard, WorkerExamined
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.progress import Culprit
 
-
-def heard_in_step(job: Job, event: AgentHeard) -> Commands:
+def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     """RUNNING, RESUMED.
 
     Whoever keeps the others waiting is killed, and replaced like a dead rank.
@@ -57,7 +53,7 @@ def heard_in_step(job: Job, event: AgentHeard) -> Commands:
     return []
 
 
-def heard_while_stopping(job: Job, event: AgentHeard) -> Commands:
+def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
     """PAUSING: a process that does not run cannot stop.
 
     It is not waited for until its time is over.
@@ -72,7 +68,7 @@ def heard_while_stopping(job: Job, event: AgentHeard) -> Commands:
     return _kill(job, frozen) if 0 < len(frozen) < len(live) else []
 
 
-def heard_elsewhere(job: Job, event: AgentHeard) -> Commands:
+def heard_elsewhere(job: JobState, event: AgentHeard) -> Commands:
     """In all other phases: remembered, for the next time that somebody hangs."""
     heard(job, event)
     if event.marks:
@@ -80,7 +76,7 @@ def heard_elsewhere(job: Job, event: AgentHeard) -> Commands:
     return []
 
 
-def examined(job: Job, event: WorkerExamined) -> Commands:
+def examined(job: JobState, event: WorkerExamined) -> Commands:
     """The stacks of a rank that hangs: part of its fault, if that is still being answered."""
     for known in job.attempt.faults if job.attempt is not None else []:
         fault = known.fault
@@ -94,7 +90,7 @@ def _lives(members: list[Member]) -> list[tuple[int, int]]:
     return [(member.rank, member.incarnation) for member in members]
 
 
-def _kill(job: Job, culprits: tuple[Culprit, ...]) -> Commands:
+def _kill(job: JobState, culprits: tuple[Culprit, ...]) -> Commands:
     """Kill them, their stacks first. From now on they count as dead."""
     commands: Commands = []
     version = job.progress.count(culprits[0].rank)

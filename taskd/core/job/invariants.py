@@ -1,19 +1,13 @@
 """What must hold in every state of a job between two events. Tests assert it after each."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, Phase
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core.job.state import Job
 
 _MAY_AWAIT = frozenset({Phase.PAUSING, Phase.RESTARTING}) | DUMPING
 
 
-def check(job: Job) -> None:
+def check(job: JobState) -> None:
     """Assert every invariant that can be seen from inside."""
     assert not job.undeclared, job.undeclared
     job.membership.check()

@@ -4,24 +4,18 @@ Owns the phase JOINING: of a job that begins, and of a manager that was restarte
 rank is new.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from taskd.core.faults import FaultKind
+from taskd.core.faults import FaultKind, describe
 from taskd.core.job.ending import end, give_up
-from taskd.core.ladder import describe
+from taskd.core.job.state import JobState
+from taskd.core.membership import Member
 from taskd.core.phase import Phase
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
 
 _SHOWN_RANKS = 16
 
 
-def wait_for_others(job: Job) -> None:
+def wait_for_others(job: JobState) -> None:
     """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
     _take_over_lost(job)
     ends = (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
@@ -31,13 +25,13 @@ def wait_for_others(job: Job) -> None:
         job.join_by = None
 
 
-def defer_faults(job: Job) -> None:
+def defer_faults(job: JobState) -> None:
     """Wait one lease for the ranks that are missing."""
     if job.join_by is None:
         job.join_by = job.now + job.timeouts.agent_lease_s
 
 
-def complete(job: Job) -> None:
+def complete(job: JobState) -> None:
     """Every rank is known.
 
     Faults that waited, and a recovery that an earlier manager left behind, come first.
@@ -61,7 +55,7 @@ def complete(job: Job) -> None:
         job.suspect_until = job.now + job.timeouts.communication_grace_s
 
 
-def join_overdue(job: Job) -> Commands:
+def join_overdue(job: JobState) -> Commands:
     """Ranks are missing still, and others cannot go on without them."""
     job.join_by = None
     if not any(node.is_present for node in job.membership.nodes.values()):
@@ -86,7 +80,7 @@ def join_overdue(job: Job) -> Commands:
     return give_up(job, reason, None if first is None else first.fault)
 
 
-def lose_unreported(job: Job, member: Member) -> None:
+def lose_unreported(job: JobState, member: Member) -> None:
     """A registration says that this rank is lost.
 
     Unless it said how and when, too, that report is still on its way.
@@ -99,7 +93,7 @@ def lose_unreported(job: Job, member: Member) -> None:
     job.unanswered.append(known)
 
 
-def _take_over_lost(job: Job) -> None:
+def _take_over_lost(job: JobState) -> None:
     counted = {(known.fault.rank, known.fault.incarnation) for known in job.unanswered}
     for member in job.membership.lost():
         if (member.rank, member.incarnation) not in counted:

@@ -50,27 +50,19 @@ Hard cases:
 - The manager itself did not run for a while: see `taskd.core.leases`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from taskd.core import events as ev
 from taskd.core.job import clock, dump, hangs, nodes, workers
 from taskd.core.job.invariants import check
-from taskd.core.job.settle import settle
-from taskd.core.job.state import Job
+from taskd.core.job.settle import FOLLOW_UPS
+from taskd.core.job.state import JobState
 from taskd.core.ladder import allowed
 from taskd.core.leases import Leases
 from taskd.core.membership import Membership
 from taskd.core.phase import DUMPING, OVER, Phase
-from taskd.core.table import Rule, Table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from taskd.core.job.state import Commands
-    from taskd.core.story import Story
-    from taskd.core.timeouts import Timeouts
+from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import Commands, Machine, Rule, TransitionTable
 
 _IN_TRAINING = (
     ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerMayAdvance, ev.WorkerRecovered, ev.WorkerReturned,
@@ -87,23 +79,23 @@ EVENTS: tuple[type[ev.Event], ...] = (
 Rules = dict[type[ev.Event], Rule]
 
 
-def _nothing(_job: Job) -> bool:
+def _nothing(_job: JobState) -> bool:
     return False
 
 
-def _a_fault(job: Job) -> bool:
+def _a_fault(job: JobState) -> bool:
     return bool(job.unanswered)
 
 
-def _an_early_end(job: Job) -> bool:
+def _an_early_end(job: JobState) -> bool:
     return bool(job.membership.ended_early)
 
 
-def _the_last_return(job: Job) -> bool:
+def _the_last_return(job: JobState) -> bool:
     return bool(job.membership.ended_early) or job.membership.nobody_works()
 
 
-def _a_fault_or_the_last_stop(job: Job) -> bool:
+def _a_fault_or_the_last_stop(job: JobState) -> bool:
     return bool(job.unanswered) or not len(job.awaited)
 
 
@@ -230,12 +222,12 @@ _IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
     Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
     Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
 }
-RULES = Table(_RULES, _IGNORED)
+RULES = TransitionTable(_RULES, _IGNORED)
 TRANSITIONS = RULES.transitions
 IGNORED = RULES.ignored
 
 
-class RecoveryMachine:
+class RecoveryMachine(Machine[JobState]):
     """One job. The shell calls `handle` with every event, and with `Tick` at `next_deadline`.
 
     Args:
@@ -244,6 +236,9 @@ class RecoveryMachine:
         node_count, ranks_per_node: what the user promised; registrations that contradict are
             refused.
     """
+
+    RULES = RULES
+    FOLLOW_UPS = FOLLOW_UPS
 
     def __init__(
         self,
@@ -254,97 +249,64 @@ class RecoveryMachine:
         strategies: Iterable[str] = (),
     ) -> None:
         self.job_id = job_id
-        self.arguments: dict[str, Any] = {
-            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node,
-            "strategies": tuple(strategies),
+        names = tuple(strategies)
+        arguments = {
+            "job_id": job_id, "timeouts": timeouts, "node_count": node_count,
+            "ranks_per_node": ranks_per_node, "strategies": names,
         }  # fmt: skip
-        members = Membership(node_count, ranks_per_node)
-        self._job = Job(timeouts, members, Leases(timeouts), allowed(self.arguments["strategies"]))
+        members, leases = Membership(node_count, ranks_per_node), Leases(timeouts)
+        job = JobState(timeouts=timeouts, membership=members, leases=leases, allowed=allowed(names))
+        super().__init__(arguments, job)
 
     @property
     def phase(self) -> Phase:
         """Where the job is."""
-        return self._job.phase
-
-    @property
-    def generation(self) -> int:
-        """The current generation."""
-        return self._job.generation
+        return self._state.phase
 
     @property
     def restarts_used(self) -> int:
         """Restarts used so far, over the whole job."""
-        return self._job.budget.used
+        return self._state.budget.used
 
     @property
     def membership(self) -> Membership:
         """Nodes and members, to look at."""
-        return self._job.membership
-
-    @property
-    def story(self) -> Story:
-        """What happened, what was decided, and why."""
-        return self._job.story
+        return self._state.membership
 
     def refusal(self, event: ev.AgentRegistered) -> str | None:
         """Why this agent may not join, or None.
 
         Ask before `handle`, which ignores a refused one.
         """
-        return nodes.refusal(self._job, event)
-
-    def handle(self, event: ev.Event) -> Commands:
-        """Take in one event, return what is to be done about it."""
-        job = self._job
-        if isinstance(event, ev.Tick) and not self._is_due(event.now):
-            return []
-        job.story.event(event)
-        job.now, job.cause = event.now, event.cause
-        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
-            stale = job.membership.stale(event)
-            if stale is not None:
-                return self._take_stale(event, stale)
-        rule = RULES.rule(job.phase, event, job.story)
-        if isinstance(rule, str):
-            return workers.ignore(job, rule, getattr(event, "rank", None))
-        before = job.phase
-        commands = rule.move(job, event)
-        if not isinstance(event, ev.Tick):
-            job.declare(type(event).__name__, before, rule.to)
-        if rule.follows(job):
-            commands = commands + settle(job)
-        job.story.commands(commands)
-        return commands
+        return nodes.refusal(self._state, event)
 
     def next_deadline(self, *, with_leases: bool = True) -> float | None:
-        """When `Tick` is due.
+        """When `Tick` is due, on the clock of the events; None: nothing is waited for.
 
-        A lease ends nothing as long as its node is there: without it, when the wait for something
-        ends.
+        A lease ends nothing as long as its node is there: without leases, when the wait for
+        something ends.
         """
-        if self.phase is Phase.ENDED:
+        job = self._state
+        if job.phase is Phase.ENDED:
             return None
-        lease = self._job.leases.next_deadline() if with_leases else None
-        deadlines = (lease, *self._job.deadlines)
+        lease = job.leases.next_deadline() if with_leases else None
+        deadlines = (lease, *job.deadlines)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
-        check(self._job)
+        check(self._state)
 
-    def _is_due(self, now: float) -> bool:
-        deadline = self.next_deadline()
-        return deadline is not None and deadline <= now
+    def _answer(self, event: ev.Event) -> Commands:
+        """A report from a life that is over changes nothing.
 
-    def _take_stale(self, event: ev.WorkerEvent, why: str) -> Commands:
-        """From a life that is over.
-
-        A death there may have been the reason for the restart after it.
+        But a death there may have been the reason for the restart after it.
         """
-        late = (
-            workers.lost_before_restart(self._job, event)
-            if isinstance(event, ev.WorkerLost)
-            else []
-        )
-        self._job.story.commands(late)
-        return late or workers.ignore(self._job, why, event.rank)
+        job = self._state
+        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
+            stale = job.membership.stale(event)
+            if stale is not None:
+                if not isinstance(event, ev.WorkerLost):
+                    return job.ignore(stale, event.rank)
+                return workers.lost_before_restart(job, event) or job.ignore(stale, event.rank)
+        return super()._answer(event)

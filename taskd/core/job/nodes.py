@@ -4,26 +4,19 @@ Owns what the job learns from agents about themselves. What workers report is in
 `taskd.core.job.workers`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
+from taskd.core import events as ev
 from taskd.core.job import orders
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
-from taskd.core.membership import FELL_BACK
+from taskd.core.job.state import JobState
+from taskd.core.membership import FELL_BACK, Member
 from taskd.core.peers import peers_of
 from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
 from taskd.core.record import TimedFault
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core import events as ev
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-
 
 # Where the loss of a node may lead at once.
 _TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
@@ -34,7 +27,7 @@ WITHOUT_NODE: dict[Phase, frozenset[Phase]] = {
 }
 
 
-def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
+def refusal(job: JobState, event: ev.AgentRegistered) -> str | None:
     """Why this agent may not join, or None.
 
     Once the job has begun, generations are made by this manager alone.
@@ -46,7 +39,7 @@ def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
     return job.membership.refusal(event)
 
 
-def registered(job: Job, event: ev.AgentRegistered) -> Commands:
+def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     """An agent came, for the first time or again."""
     refused = refusal(job, event)
     if refused is not None:
@@ -70,13 +63,13 @@ def registered(job: Job, event: ev.AgentRegistered) -> Commands:
     return []
 
 
-def left(job: Job, event: ev.AgentLeft) -> Commands:
+def left(job: JobState, event: ev.AgentLeft) -> Commands:
     """An agent said goodbye."""
     detail = f": {event.detail}" if event.detail else ""
     return lose_node(job, event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
 
 
-def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
+def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands:
     """An agent is not there any more."""
     membership = job.membership
     membership.leave(node_rank, outcome)
@@ -109,21 +102,21 @@ def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
     return []
 
 
-def heard(job: Job, event: ev.AgentHeard) -> Commands:
+def heard(job: JobState, event: ev.AgentHeard) -> Commands:
     """A heartbeat. What it says of the workers is `taskd.core.job.hangs`'s."""
     if job.leases.is_held(event.node_rank):
         job.leases.renew(event.node_rank, event.now)
     return []
 
 
-def expect(job: Job, event: ev.ManagerBeganAnew) -> Commands:
+def expect(job: JobState, event: ev.ManagerBeganAnew) -> Commands:
     """Agents that an earlier machine knew: whoever does not come back is lost."""
     for node_rank in event.node_ranks:
         job.leases.renew(node_rank, event.now)
     return []
 
 
-def drain(job: Job, event: ev.AgentDraining) -> Commands:
+def drain(job: JobState, event: ev.AgentDraining) -> Commands:
     """A node is to end, in good time."""
     reason = f"node {event.node_rank} is to end ({event.detail})"
     return end_job(job, reason, None, event.grace_s)
@@ -132,7 +125,7 @@ def drain(job: Job, event: ev.AgentDraining) -> Commands:
 # ---------------------------------------------------------------------- an agent comes back
 
 
-def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
+def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
     """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
     is_first = job.phase is Phase.JOINING and event.node_rank not in job.membership.nodes
     for report in event.workers:
@@ -146,7 +139,7 @@ def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
             job.inherited.append(TimedFault(failure.fault, died_at, event.now, is_declared=True))
 
 
-def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
+def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
     """Take over what an agent that came back says of its workers.
 
     Returns those whose new life it has missed.
@@ -181,7 +174,7 @@ def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
     return missed
 
 
-def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> None:
+def _take_over_stopped(job: JobState, member: Member, report: ev.WorkerReport) -> None:
     """It waits.
 
     If it was told to advance since, this is older than the order, or the order was lost: then it is
@@ -194,7 +187,7 @@ def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> Non
     member.pause(report.version, report.clean, report.snapshots, may_advance=advance)
 
 
-def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
+def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
     """Repeat what the agent may have missed, and answer what it brings."""
     if job.phase in DUMPING:
         job.unanswered = []  # nobody is replaced any more
@@ -209,7 +202,7 @@ def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Comm
     return commands
 
 
-def _may_have_missed(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> bool:
+def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Member]) -> bool:
     """Whether the last order concerns workers of this agent that have not obeyed it."""
     if job.phase in (Phase.PAUSING, Phase.RELEASED):
         return True
@@ -222,11 +215,11 @@ def _may_have_missed(job: Job, event: ev.AgentRegistered, missed: list[Member]) 
     )
 
 
-def _repeat_order(job: Job) -> Commands:
+def _repeat_order(job: JobState) -> Commands:
     return [] if job.last_order is None else [job.last_order]
 
 
-def _is_to_come(job: Job, member: Member) -> bool:
+def _is_to_come(job: JobState, member: Member) -> bool:
     """Whether a new life of it was ordered that nobody has heard of yet."""
     is_restarting = job.phase is Phase.RESTARTING
     is_restarted = is_restarting and member.state is WorkerState.STARTING
@@ -236,7 +229,7 @@ def _is_to_come(job: Job, member: Member) -> bool:
 # ---------------------------------------------------------------------- peer nodes
 
 
-def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
+def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
     """A node wants its snapshots kept elsewhere, too.
 
     Or it has come back and may have missed its peer.
@@ -265,7 +258,7 @@ def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
     return commands
 
 
-def note_mirrors(job: Job, event: ev.MirrorsHeld) -> Commands:
+def note_mirrors(job: JobState, event: ev.MirrorsHeld) -> Commands:
     """What a node has of another one's snapshots."""
     job.membership.note_mirrors(event.node_rank, event.held)
     return []

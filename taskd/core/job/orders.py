@@ -5,23 +5,19 @@ Interrupt, ReplaceWorker, KillWorker, RestartGroup.
 Owns what each of them does to the members, and by when they must have obeyed.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
+from taskd.core.faults import Fault
+from taskd.core.job.state import JobState
+from taskd.core.membership import Member
 from taskd.core.phase import Phase
+from taskd.core.record import Attempt
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
 
-
-def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
+def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
     """All ranks leave the step, for a new generation.
 
     `finish_step`: after the step that they are in.
@@ -45,14 +41,14 @@ def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.In
     return order
 
 
-def replace(job: Job, member: Member) -> do.ReplaceWorker:
+def replace(job: JobState, member: Member) -> do.ReplaceWorker:
     """A new process for a rank whose old one is gone, or is to go."""
     member.begin_life(member.incarnation + 1, job.now, replaced=True)
     job.awaited.set(member.rank, job.now + job.timeouts.start_s)
     return replacement(job, member)
 
 
-def replacement(job: Job, member: Member) -> do.ReplaceWorker:
+def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
     """The order that starts the current life of `member`."""
     cause = job.cause if job.attempt is None else job.attempt.cause
     return do.ReplaceWorker(
@@ -60,7 +56,7 @@ def replacement(job: Job, member: Member) -> do.ReplaceWorker:
     )
 
 
-def kill(job: Job, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
+def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     """End a process that does not obey or hangs. `examine`: its stacks are written down first."""
     member = job.membership.members[fault.rank]
     member.is_doomed = True
@@ -75,14 +71,14 @@ def kill(job: Job, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     )
 
 
-def count_as_lost(job: Job, fault: Fault, since_s: float = 0.0) -> None:
+def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
     """From now on this rank has no process. `since_s`: for how many seconds it has hung."""
     job.unanswered.append(job.timed(fault, since_s))
     job.membership.members[fault.rank].lose()
     job.awaited.discard(fault.rank)
 
 
-def restart_group(job: Job, reason: str) -> Commands:
+def restart_group(job: JobState, reason: str) -> Commands:
     """Nothing can be kept: all processes are replaced."""
     assert job.attempt is not None
     job.phase = Phase.RESTARTING

@@ -4,57 +4,28 @@ Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an 
 down what happened; here it is decided what to do about it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
+from taskd.core.job.state import JobState
 from taskd.core.job.stopped import all_stopped, explain
 from taskd.core.ladder import Strategy, choose
+from taskd.core.membership import Member
 from taskd.core.phase import OVER, TRAINING, Phase
-from taskd.core.table import FollowUp
+from taskd.core.record import Attempt
+from taskd.core.transitions import Commands, FollowUp
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
-
 _LADDER = list(Strategy)
-
-
-def settle(job: Job) -> Commands:
-    """Do what follows now, and what follows from that."""
-    commands: Commands = []
-    while (due := _next(job)) is not None:
-        commands += take(job, due)
-    return commands
-
-
-def take(job: Job, due: FollowUp) -> Commands:
-    """Make the move, and note where it led."""
-    before = job.phase
-    commands = due.move(job)
-    job.declare(due.name, before, due.to)
-    return commands
-
-
-def _next(job: Job) -> FollowUp | None:
-    """The first that is due. Each of them changes what made it due."""
-    if job.phase in TRAINING:
-        _forget_arrived(job)
-    return next((one for one in FOLLOW_UPS if job.phase in one.phases and one.is_due(job)), None)
 
 
 # ---------------------------------------------------------------------- faults
 
 
-def answer(job: Job) -> Commands:
+def answer(job: JobState) -> Commands:
     """Count the faults, choose a strategy, stop everybody, replace who is gone."""
     faults, suspects = job.unanswered, job.suspects
     job.unanswered, job.suspects, job.suspect_until = [], [], None
@@ -70,7 +41,7 @@ def answer(job: Job) -> Commands:
     return acts + said
 
 
-def _recover(job: Job, attempt: Attempt) -> Commands:
+def _recover(job: JobState, attempt: Attempt) -> Commands:
     """Choose a strategy, and begin with it."""
     absent = job.membership.absent_nodes()
     if absent:
@@ -92,7 +63,7 @@ def _recover(job: Job, attempt: Attempt) -> Commands:
     return commands + [orders.replace(job, member) for member in lost]
 
 
-def _want_back(job: Job) -> Commands:
+def _want_back(job: JobState) -> Commands:
     """Ranks that ended well, and too early as it turns out."""
     for member in job.membership.missing():
         detail = "exit 0 before it came to its function, while others train"
@@ -112,33 +83,20 @@ def _want_back(job: Job) -> Commands:
 # ---------------------------------------------------------------------- who is awaited, who is back
 
 
-def _forget_arrived(job: Job) -> None:
-    """Those who have done what was awaited of them, or never will, are awaited no more."""
+def _arrived(job: JobState) -> list[int]:
+    """Ranks that have done what was awaited of them, or never will."""
     training = (WorkerState.RUNNING, WorkerState.RETURNED)
     arrived = (WorkerState.PAUSED,) if job.phase is Phase.PAUSING else training
-    for rank in job.awaited.pending():
-        member = job.membership.members[rank]
-        if member.state in arrived or not member.is_live:
-            job.awaited.discard(rank)
+    members = job.membership.members
+    return [
+        rank for rank in job.awaited if members[rank].state in arrived or not members[rank].is_live
+    ]
 
 
-def _has_unanswered(job: Job) -> bool:
-    return bool(job.unanswered) or job.is_recovery_needed
-
-
-def _are_missing(job: Job) -> bool:
-    return job.dump is None and bool(job.membership.missing())
-
-
-def _have_all_stopped(job: Job) -> bool:
-    return not len(job.awaited)
-
-
-def _are_back(job: Job) -> bool:
-    attempt, members = job.attempt, job.membership.members
-    if attempt is None:
-        return False
-    return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
+def _forget_arrived(job: JobState) -> Commands:
+    for rank in _arrived(job):
+        job.awaited.discard(rank)
+    return []
 
 
 def _is_back(member: Member, attempt: Attempt) -> bool:
@@ -149,7 +107,14 @@ def _is_back(member: Member, attempt: Attempt) -> bool:
     return member.is_done or (attempt.is_restart and member.state is WorkerState.RUNNING)
 
 
-def _count_back(job: Job) -> Commands:
+def _are_back(job: JobState) -> bool:
+    attempt, members = job.attempt, job.membership.members
+    if attempt is None:
+        return False
+    return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
+
+
+def _count_back(job: JobState) -> Commands:
     commands: Commands = []
     for member in job.membership.ordered():
         if job.attempt is not None and _is_back(member, job.attempt):
@@ -157,13 +122,14 @@ def _count_back(job: Job) -> Commands:
     return commands
 
 
-def _all_have_returned(job: Job) -> bool:
-    if not job.membership.nobody_works():
-        return False
-    return any(member.state is WorkerState.RETURNED for member in job.membership.members.values())
+def _have_returned(job: JobState) -> bool:
+    members = job.membership.members.values()
+    return job.membership.nobody_works() and any(
+        member.state is WorkerState.RETURNED for member in members
+    )
 
 
-def _release(job: Job) -> Commands:
+def _release(job: JobState) -> Commands:
     """Every function has returned: nobody can need a copy of the state any more."""
     job.phase = Phase.RELEASED
     job.last_order = do.Release(job.cause, job.generation)
@@ -172,59 +138,41 @@ def _release(job: Job) -> Commands:
 
 # ---------------------------------------------------------------------- the order
 
-_RESUMING = frozenset({Phase.RESUMED, Phase.RESTARTING})
-_WRITING = frozenset({Phase.SAVING, Phase.PUBLISHING})
-_ENDS = frozenset({Phase.CONFIRMING}) | OVER
-_GOING_ON = frozenset({Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING})
+_ENDS = OVER | {Phase.CONFIRMING}
+_STOPPING = {Phase.PAUSING, Phase.RESTARTING}
+_GOING_ON = {Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING}
+_SUSPECTED = "all are back, and another fault is suspected"
 FOLLOW_UPS = (
     FollowUp(
-        "a writer is gone",
-        _WRITING,
-        dump.has_lost_writer,
-        dump.do_without_writer,
-        frozenset({Phase.SAVING}) | _ENDS,
+        "a writer is gone", {Phase.SAVING, Phase.PUBLISHING},
+        dump.has_lost_writer, dump.do_without_writer, _ENDS | {Phase.SAVING},
     ),
     FollowUp(
-        "the writer that removes is gone",
-        frozenset({Phase.DISCARDING}),
-        dump.has_lost_writer,
-        dump.do_without_writer,
-        OVER,
+        "the writer that removes is gone", {Phase.DISCARDING},
+        dump.has_lost_writer, dump.do_without_writer, OVER,
     ),
     FollowUp(
-        "all others have ended",
-        frozenset({Phase.RELEASED}),
-        may_end_after_release,
-        end_after_release,
-        OVER,
+        "all others have ended", {Phase.RELEASED}, may_end_after_release, end_after_release, OVER
+    ),
+    FollowUp("a rank has arrived", TRAINING, lambda job: bool(_arrived(job)), _forget_arrived),
+    FollowUp(
+        "a fault", TRAINING, lambda job: bool(job.unanswered) or job.is_recovery_needed,
+        answer, _ENDS | _STOPPING,
     ),
     FollowUp(
-        "a fault",
-        TRAINING,
-        _has_unanswered,
-        answer,
-        frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS,
-    ),
-    FollowUp("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
-    FollowUp(
-        "all ranks have stopped",
-        frozenset({Phase.PAUSING}),
-        _have_all_stopped,
-        all_stopped,
-        _GOING_ON | _ENDS,
-    ),
-    FollowUp("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
-    FollowUp(
-        "all are back, and another fault is suspected",
-        frozenset({Phase.SUSPECTING}),
-        _are_back,
-        _count_back,
+        "a rank is needed that has ended", TRAINING,
+        lambda job: job.dump is None and bool(job.membership.missing()), _want_back,
     ),
     FollowUp(
-        "all functions have returned",
-        frozenset({Phase.RUNNING}),
-        _all_have_returned,
-        _release,
-        frozenset({Phase.RELEASED}),
+        "all ranks have stopped", {Phase.PAUSING}, lambda job: not len(job.awaited),
+        all_stopped, _ENDS | _GOING_ON,
     ),
-)
+    FollowUp(
+        "all ranks are back", {Phase.RESUMED, Phase.RESTARTING}, _are_back, _count_back,
+        {Phase.RUNNING},
+    ),
+    FollowUp(_SUSPECTED, {Phase.SUSPECTING}, _are_back, _count_back),
+    FollowUp(
+        "all functions have returned", {Phase.RUNNING}, _have_returned, _release, {Phase.RELEASED}
+    ),
+)  # fmt: skip

@@ -5,28 +5,22 @@ Plain data, read everywhere, written by the moves of this folder alone.
 Owns the attributes and what each of them means. Decides nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy, describe
+from taskd.core.events import AgentMirrors
+from taskd.core.faults import Fault, FaultKind, describe
+from taskd.core.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
 from taskd.core.leases import Deadlines, Leases
+from taskd.core.membership import Member, Membership
 from taskd.core.phase import Phase
 from taskd.core.progress import Progress
 from taskd.core.record import Attempt, TimedFault
 from taskd.core.stagnation import Stagnation
-from taskd.core.story import Story
 from taskd.core.stragglers import Stragglers
+from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import MachineState
 
-if TYPE_CHECKING:
-    from taskd.core.events import AgentMirrors
-    from taskd.core.membership import Member, Membership
-    from taskd.core.timeouts import Timeouts
-
-Commands = list[do.Command]
 Life = tuple[int, int]  # (rank, incarnation)
 
 
@@ -55,18 +49,15 @@ class PeerRequests:
     is_hopeless: bool = False  # all nodes are on one host, and that was reported
 
 
-@dataclass(slots=True)
-class Job:
-    """One job. `now` and `cause` are those of the event that is being handled."""
+@dataclass(slots=True, kw_only=True)
+class JobState(MachineState):
+    """One job."""
 
     timeouts: Timeouts
     membership: Membership
     leases: Leases
     allowed: frozenset[Strategy] = WITHOUT_DUMP
-    now: float = 0.0
-    cause: str = ""
     phase: Phase = Phase.JOINING
-    generation: int = 0
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended
     last_order: do.Command | None = None  # to all nodes; repeated to an agent that comes back
@@ -99,9 +90,6 @@ class Job:
     progress: Progress = field(init=False)
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
-    story: Story = field(default_factory=Story)
-    # changes of phase that no table knows: bugs
-    undeclared: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """What is made from the other attributes."""
@@ -115,11 +103,9 @@ class Job:
         """When something is waited for no longer, leases aside."""
         return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
 
-    def declare(self, what: str, before: Phase, to: frozenset[Phase]) -> None:
-        """`what` has been done: it may have led from the phase `before` to one of these."""
-        if self.phase is not before and self.phase not in to:
-            self.undeclared.append(f"{what}: {before.value} to {self.phase.value}")
-            self.story.note(self.now, f"no table knows that {self.undeclared[-1]}")
+    def is_past(self, deadline: float | None) -> bool:
+        """Whether this deadline has come."""
+        return deadline is not None and deadline <= self.now
 
     def timed(self, fault: Fault, age_s: float) -> TimedFault:
         """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
@@ -130,8 +116,7 @@ class Job:
 
     def vanished(self, member: Member) -> TimedFault:
         """A fault for a worker that is lost while the report of its death is still on its way."""
-        fault = Fault(FaultKind.LOST, member.rank, member.incarnation, "", version=member.version)
-        return self.timed(fault, 0.0)
+        return self.timed(member.fault(FaultKind.LOST), 0.0)
 
     def has_unanswered(self, fault: Fault) -> bool:
         """Whether a fault of the same life waits to be answered already."""

@@ -4,31 +4,26 @@ Owns that decision. In this order: some do one step more; the job is saved becau
 broken processes are replaced; or all go on from a version that `taskd.core.cut` chooses.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.cut import Cut, NoCut, plan_cut, who_advances
+from taskd.core.cut import Copy, Cut, NoCut, plan_cut, who_advances
+from taskd.core.faults import describe
 from taskd.core.job import orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import end_job, write_dump
 from taskd.core.job.ending import give_up
-from taskd.core.ladder import Strategy, choose, describe
+from taskd.core.job.state import JobState
+from taskd.core.ladder import Choice, Strategy, choose
+from taskd.core.membership import Member
 from taskd.core.phase import Phase
+from taskd.core.record import Attempt
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.cut import Copy
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.ladder import Choice
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
 
-
-def all_stopped(job: Job) -> Commands:
+def all_stopped(job: JobState) -> Commands:
     """Nobody is awaited any more."""
     onward = advance(job)
     if onward:
@@ -45,7 +40,7 @@ def all_stopped(job: Job) -> Commands:
     return _resume(job, job.attempt, live) if replaced is None else replaced
 
 
-def explain(job: Job, choice: Choice) -> None:
+def explain(job: JobState, choice: Choice) -> None:
     """Into the story: the strategy, and why no cheaper one."""
     skipped = "".join(f"; not {strategy.value}: {why}" for strategy, why in choice.skipped)
     job.story.note(job.now, f"strategy {choice.strategy.value}: {choice.reason}{skipped}")
@@ -54,7 +49,7 @@ def explain(job: Job, choice: Choice) -> None:
 # ---------------------------------------------------------------------- one step more
 
 
-def advance(job: Job) -> Commands:
+def advance(job: JobState) -> Commands:
     """Some stopped within their function and could do one step more.
 
     Order it if that makes all meet in one version.
@@ -89,7 +84,7 @@ def advance(job: Job) -> Commands:
 # ---------------------------------------------------------------------- all go on
 
 
-def _resume(job: Job, attempt: Attempt, live: list[Member]) -> Commands:
+def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
     cut = plan_cut([member.copy() for member in live], job.membership.committed)
     if isinstance(cut, NoCut):
@@ -119,7 +114,7 @@ def _resume(job: Job, attempt: Attempt, live: list[Member]) -> Commands:
 # broken
 
 
-def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
+def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     """An exception came back in a rank.
 
     Its process may be broken (a device that stays in error, a module half set up).
@@ -181,7 +176,7 @@ def _renewed(copy: Copy) -> Copy:
     return replace(copy, version=None, clean=True, replaced=True)
 
 
-def _replace(job: Job, attempt: Attempt, ranks: list[int], how: str) -> Commands:
+def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Commands:
     attempt.strategy = Strategy.RECOVER_IN_PLACE
     names = ", ".join(map(str, ranks))
     whose = f"process of rank {names} is" if len(ranks) == 1 else f"processes of ranks {names} are"

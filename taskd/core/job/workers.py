@@ -5,10 +5,6 @@ What is done about it follows in `taskd.core.job.settle`.
 Owns one function for each report; where a report means something else in some phase, one more.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
@@ -16,26 +12,18 @@ from taskd.core.job.attempts import count_recovered
 from taskd.core.job.dump import end_job, go_on_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
+from taskd.core.job.state import JobState
 from taskd.core.job.stopped import advance
+from taskd.core.membership import Member
 from taskd.core.phase import Phase
 from taskd.core.record import TimedFault
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-
-
-def ignore(job: Job, why: str, rank: int | None = None) -> Commands:
-    """Into the story, and no more."""
-    job.story.note(job.now, f"ignored: {why}", rank)
-    return []
-
 
 # ---------------------------------------------------------------------- beginnings and ends
 
 
-def started(job: Job, event: ev.WorkerStarted) -> Commands:
+def started(job: JobState, event: ev.WorkerStarted) -> Commands:
     """There is a process. One that takes part in a recovery counts when it waits at the gate."""
     member = job.membership.members[event.rank]
     if member.state is not WorkerState.STARTING or member.replaced:
@@ -47,20 +35,20 @@ def started(job: Job, event: ev.WorkerStarted) -> Commands:
     return count_recovered(job, event.rank, None) if is_restart else []
 
 
-def declared(job: Job, event: ev.WorkerDeclared) -> Commands:
+def declared(job: JobState, event: ev.WorkerDeclared) -> Commands:
     """It can be recovered in place. Once one is in its function, every rank is needed."""
     member = job.membership.members[event.rank]
     member.declared, member.entered = True, member.entered or event.entered
     return []
 
 
-def finished(job: Job, event: ev.WorkerFinished) -> Commands:
+def finished(job: JobState, event: ev.WorkerFinished) -> Commands:
     """A process ended as it should."""
     job.membership.finish(job.membership.members[event.rank])
     return []
 
 
-def holds(job: Job, event: ev.WorkerHolds) -> Commands:
+def holds(job: JobState, event: ev.WorkerHolds) -> Commands:
     """Which part of the state it has."""
     job.membership.members[event.rank].shard = event.shard
     return []
@@ -69,7 +57,7 @@ def holds(job: Job, event: ev.WorkerHolds) -> Commands:
 # ---------------------------------------------------------------------- deaths
 
 
-def lost(job: Job, event: ev.WorkerLost) -> Commands:
+def lost(job: JobState, event: ev.WorkerLost) -> Commands:
     """A process is gone."""
     known = _take_loss(job, event)
     if known is None:
@@ -78,7 +66,7 @@ def lost(job: Job, event: ev.WorkerLost) -> Commands:
     return []
 
 
-def lost_while_joining(job: Job, event: ev.WorkerLost) -> Commands:
+def lost_while_joining(job: JobState, event: ev.WorkerLost) -> Commands:
     """JOINING: its fault waits until every rank is known."""
     commands = lost(job, event)
     if job.unanswered:
@@ -86,7 +74,7 @@ def lost_while_joining(job: Job, event: ev.WorkerLost) -> Commands:
     return commands
 
 
-def lost_while_dumping(job: Job, event: ev.WorkerLost) -> Commands:
+def lost_while_dumping(job: JobState, event: ev.WorkerLost) -> Commands:
     """The job ends already: nobody is replaced.
 
     It may be a writer; or one that was killed, which leaves its snapshots.
@@ -98,13 +86,13 @@ def lost_while_dumping(job: Job, event: ev.WorkerLost) -> Commands:
     return go_on_with_status(job) if was_doomed else exit_known_while_dumping(job, event)
 
 
-def lost_after_release(job: Job, event: ev.WorkerLost) -> Commands:
+def lost_after_release(job: JobState, event: ev.WorkerLost) -> Commands:
     """RELEASED: nothing is to be trained any more."""
     known = _take_loss(job, event)
     return exit_known_late(job, event) if known is None else fail_after_release(job, known)
 
 
-def _take_loss(job: Job, event: ev.WorkerLost) -> TimedFault | None:
+def _take_loss(job: JobState, event: ev.WorkerLost) -> TimedFault | None:
     """The fault, or None: it was known. Then the report says more of what the process left."""
     member = job.membership.members[event.rank]
     if member.state is WorkerState.LOST:
@@ -120,7 +108,7 @@ def _take_loss(job: Job, event: ev.WorkerLost) -> TimedFault | None:
     return known
 
 
-def lost_before_restart(job: Job, event: ev.WorkerLost) -> Commands:
+def lost_before_restart(job: JobState, event: ev.WorkerLost) -> Commands:
     """A death in the life before the last restart of the group: perhaps the reason for it."""
     member = job.membership.members.get(event.rank)
     is_former = member is not None and event.incarnation == member.incarnation - 1
@@ -134,7 +122,7 @@ def lost_before_restart(job: Job, event: ev.WorkerLost) -> Commands:
 Status = ev.WorkerExitKnown | ev.WorkerLost
 
 
-def exit_known(job: Job, event: Status) -> Commands:
+def exit_known(job: JobState, event: Status) -> Commands:
     """How it died. May show that trying again is pointless."""
     known = _take_status(job, event)
     if known is None or known.generation is None:
@@ -143,24 +131,24 @@ def exit_known(job: Job, event: Status) -> Commands:
     return warn(job) if verdict is None else end_job(job, *verdict)
 
 
-def exit_known_while_dumping(job: Job, event: Status) -> Commands:
+def exit_known_while_dumping(job: JobState, event: Status) -> Commands:
     """The reason of the end is complete."""
     known = _take_status(job, event)
     return [] if known is None or known.generation is None else go_on_with_status(job)
 
 
-def exit_known_late(job: Job, event: Status) -> Commands:
+def exit_known_late(job: JobState, event: Status) -> Commands:
     """RELEASED, or ENDING: nothing depends on it but the reason."""
     _take_status(job, event)
     return []
 
 
-def _take_status(job: Job, event: Status) -> TimedFault | None:
+def _take_status(job: JobState, event: Status) -> TimedFault | None:
     """The fault whose exit status this is; None: it was known, or is still not known."""
     life = (event.rank, event.incarnation)
     known = job.without_status.get(life)
     if known is None:
-        ignore(job, "nobody waits to hear how it ended", event.rank)
+        job.ignore("nobody waits to hear how it ended", event.rank)
         return None
     known.fault = event.fault
     if event.fault.kind is FaultKind.LOST:
@@ -172,7 +160,7 @@ def _take_status(job: Job, event: Status) -> TimedFault | None:
 # ---------------------------------------------------------------------- stops
 
 
-def stopped(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
+def stopped(job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
     """A rank has stopped outside of its function, or within it, and asks how far to go.
 
     Here nobody of this manager's called for it: an earlier manager did, and nobody else will resume
@@ -185,13 +173,13 @@ def stopped(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
     return []
 
 
-def stopped_while_joining(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
+def stopped_while_joining(job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
     """JOINING: it waits until every rank is known."""
     _pause(job, event)
     return []
 
 
-def stopped_when_called(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
+def stopped_when_called(job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Commands:
     """PAUSING: one more has stopped."""
     if _is_over(job, event):
         return _ignore_generation(job, event, "paused for")
@@ -201,16 +189,16 @@ def stopped_when_called(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) 
     return _gather(job, event, event.version, clean=event.clean, may_advance=False)
 
 
-def _is_over(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> bool:
+def _is_over(job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> bool:
     return event.generation != job.generation or job.generation == job.resumed_generation
 
 
-def _ignore_generation(job: Job, event: ev.WorkerEvent, how: str) -> Commands:
+def _ignore_generation(job: JobState, event: ev.WorkerEvent, how: str) -> Commands:
     generation = getattr(event, "generation", None)
-    return ignore(job, f"{how} generation {generation}, which is over", event.rank)
+    return job.ignore(f"{how} generation {generation}, which is over", event.rank)
 
 
-def _pause(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Member:
+def _pause(job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Member:
     member, asks = job.membership.members[event.rank], isinstance(event, ev.WorkerMayAdvance)
     job.membership.note_version(event.version)
     clean = isinstance(event, ev.WorkerMayAdvance) or event.clean
@@ -219,7 +207,7 @@ def _pause(job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance) -> Member:
 
 
 def _gather(
-    job: Job, event: ev.WorkerPaused | ev.WorkerMayAdvance | ev.WorkerRaised, version: int | None,
+    job: JobState, event: ev.WorkerPaused | ev.WorkerMayAdvance | ev.WorkerRaised, version: int | None,
     *, clean: bool, may_advance: bool,
 ) -> Commands:  # fmt: skip
     """One more rank has stopped."""
@@ -227,7 +215,7 @@ def _gather(
     if job.attempt is None or not (member.rank in job.awaited or member.may_advance):
         return []
     if may_advance and job.was_told_to_advance(member.rank):
-        return ignore(job, "it offers a step that it was told to do", member.rank)
+        return job.ignore("it offers a step that it was told to do", member.rank)
     member.pause(version, clean, event.snapshots, may_advance=may_advance)
     job.attempt.paused(job.now, replaced=member.replaced)
     job.awaited.discard(member.rank)
@@ -241,7 +229,7 @@ def _gather(
 # ---------------------------------------------------------------------- exceptions
 
 
-def raised(job: Job, event: ev.WorkerRaised) -> Commands:
+def raised(job: JobState, event: ev.WorkerRaised) -> Commands:
     """An exception left the function of a rank, which has stopped.
 
     It is the culprit, or a victim.
@@ -262,7 +250,7 @@ def raised(job: Job, event: ev.WorkerRaised) -> Commands:
     return []
 
 
-def raised_while_joining(job: Job, event: ev.WorkerRaised) -> Commands:
+def raised_while_joining(job: JobState, event: ev.WorkerRaised) -> Commands:
     """JOINING: the fault waits until every rank is known."""
     member = job.membership.members[event.rank]
     is_kept = member.state is WorkerState.PAUSED and job.has_unanswered(event.fault)
@@ -274,7 +262,7 @@ def raised_while_joining(job: Job, event: ev.WorkerRaised) -> Commands:
     return []
 
 
-def raised_when_called(job: Job, event: ev.WorkerRaised) -> Commands:
+def raised_when_called(job: JobState, event: ev.WorkerRaised) -> Commands:
     """PAUSING: its exception and the Interrupt crossed.
 
     It has stopped, which is all that is needed, or will say more.
@@ -291,14 +279,14 @@ def raised_when_called(job: Job, event: ev.WorkerRaised) -> Commands:
     return _gather(job, event, event.fault.version, clean=event.clean, may_advance=False)
 
 
-def raised_after_release(job: Job, event: ev.WorkerRaised) -> Commands:
+def raised_after_release(job: JobState, event: ev.WorkerRaised) -> Commands:
     """RELEASED: a second function, say. This rank cannot go on, and is not to be trained again."""
     known = job.timed(event.fault, event.age_s)
     job.membership.members[event.rank].lose()
     return fail_after_release(job, known)
 
 
-def _take_exception(job: Job, event: ev.WorkerRaised) -> TimedFault:
+def _take_exception(job: JobState, event: ev.WorkerRaised) -> TimedFault:
     member, fault = job.membership.members[event.rank], event.fault
     member.enter()
     job.membership.note_version(fault.version)
@@ -307,7 +295,7 @@ def _take_exception(job: Job, event: ev.WorkerRaised) -> TimedFault:
     return job.timed(fault, event.age_s)
 
 
-def _may_be_victim(job: Job, event: ev.WorkerRaised) -> bool:
+def _may_be_victim(job: JobState, event: ev.WorkerRaised) -> bool:
     """Whether to wait for news of an earlier death.
 
     An exception that came back waits, too, before its process is replaced or the job ends.
@@ -316,14 +304,14 @@ def _may_be_victim(job: Job, event: ev.WorkerRaised) -> bool:
     return event.fault.kind is FaultKind.COMMUNICATION or came_back
 
 
-def _ignore_raised(job: Job, event: ev.WorkerRaised) -> Commands:
-    return ignore(job, f"raised in generation {event.generation}, answered already", event.rank)
+def _ignore_raised(job: JobState, event: ev.WorkerRaised) -> Commands:
+    return job.ignore(f"raised in generation {event.generation}, answered already", event.rank)
 
 
 # ---------------------------------------------------------------------- progress
 
 
-def recovered(job: Job, event: ev.WorkerRecovered) -> Commands:
+def recovered(job: JobState, event: ev.WorkerRecovered) -> Commands:
     """First new commit of a rank."""
     attempt = job.attempt
     if event.generation != job.generation or attempt is None or attempt.is_restart:
@@ -332,7 +320,7 @@ def recovered(job: Job, event: ev.WorkerRecovered) -> Commands:
     return count_recovered(job, event.rank, event)
 
 
-def returned(job: Job, event: ev.WorkerReturned) -> Commands:
+def returned(job: JobState, event: ev.WorkerReturned) -> Commands:
     """The function of a rank returned; the rank waits for `Release`."""
     if event.generation != job.generation or not _may_return(job, event):
         return _ignore_returned(job, event)
@@ -340,7 +328,7 @@ def returned(job: Job, event: ev.WorkerReturned) -> Commands:
     return count_recovered(job, event.rank, None)
 
 
-def returned_while_joining(job: Job, event: ev.WorkerReturned) -> Commands:
+def returned_while_joining(job: JobState, event: ev.WorkerReturned) -> Commands:
     """JOINING: the same; the others are not all known."""
     if not _may_return(job, event):
         return _ignore_returned(job, event)
@@ -349,12 +337,12 @@ def returned_while_joining(job: Job, event: ev.WorkerReturned) -> Commands:
     return []
 
 
-def _may_return(job: Job, event: ev.WorkerReturned) -> bool:
+def _may_return(job: JobState, event: ev.WorkerReturned) -> bool:
     state = job.membership.members[event.rank].state
     return state in (WorkerState.RUNNING, WorkerState.STARTING)
 
 
-def _take_return(job: Job, event: ev.WorkerReturned) -> None:
+def _take_return(job: JobState, event: ev.WorkerReturned) -> None:
     member = job.membership.members[event.rank]
     job.membership.note_version(event.version)
     member.enter()
@@ -362,5 +350,5 @@ def _take_return(job: Job, event: ev.WorkerReturned) -> None:
     job.awaited.discard(event.rank)
 
 
-def _ignore_returned(job: Job, event: ev.WorkerReturned) -> Commands:
-    return ignore(job, f"returned in generation {event.generation}, answered already", event.rank)
+def _ignore_returned(job: JobState, event: ev.WorkerReturned) -> Commands:
+    return job.ignore(f"returned in generation {event.generation}, answered already", event.rank)

@@ -346,7 +346,7 @@ class AnyHistory(RuleBasedStateMachine):
         """Nobody says how a process died; everybody writes."""
         for node in range(self.nodes):
             self.send(ev.AgentHeard, node)
-        self.now = max(self.now, self.machine._job.status_by or 0.0)
+        self.now = max(self.now, self.machine._state.status_by or 0.0)
         self.send(ev.Tick)
         members = self.machine.membership.members
         for stage in ("written", "published"):
