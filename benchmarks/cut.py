@@ -15,7 +15,7 @@ import pathlib
 import statistics
 import time
 
-from taskd.core.cut import Copy, Cut, plan_cut, plan_writers
+from taskd.core.policy.cut import Copy, Cut, plan_cut, plan_writers
 
 NEWEST, SNAPSHOTS = 1043, (1040, 1030)
 PER_NODE = 8

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskd import settings
-from taskd.core.ladder import STRATEGY_NAMES
+from taskd.core.policy.ladder import STRATEGY_NAMES
 
 if TYPE_CHECKING:
     from taskd.settings import Environment, Settings

@@ -2,7 +2,7 @@
 
 Its black box, and what the kernel says of a worker that stands still.
 
-Owns the looking, not the judgement (`taskd.core.progress`). A worker that goes on costs a few words
+Owns the looking, not the judgement (`taskd.core.policy.hangs`). A worker that goes on costs a few words
 of memory per look; only one that stands is looked up in /proc.
 
 A process that was itself not running must not take others for hanging: when two looks are further

@@ -48,6 +48,18 @@ class Fault:
     is_final: bool = False
 
 
+@dataclass(slots=True)
+class TimedFault:
+    """A fault with the times that belong to it."""
+
+    fault: Fault
+    died_at: float
+    learned_at: float
+    life_s: float = 0.0
+    is_declared: bool = False  # the job used `taskd.recoverable` when it happened
+    generation: int | None = None  # of the recovery that counted it
+
+
 def describe(fault: Fault) -> str:
     """The fault as half a sentence."""
     where = "" if fault.version is None else f" at step {fault.version}"

@@ -25,7 +25,7 @@ from taskd import replay
 from taskd.clock import MonotonicClock
 from taskd.core import commands, events
 from taskd.core.job.machine import EVENTS, RecoveryMachine
-from taskd.core.ladder import Strategy, allowed
+from taskd.core.policy.ladder import Strategy, allowed
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from taskd.errors import InvalidTransition, RemoteProtocolError

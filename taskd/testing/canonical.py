@@ -14,8 +14,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskd.core.leases import Deadlines
-from taskd.core.record import Attempt
+from taskd.core.job.record import Attempt
+from taskd.core.policy.leases import Deadlines
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Machine

@@ -1,16 +1,16 @@
 """What counts against a job: equal failures, recoveries that lead nowhere, the restart budget.
 
 Owns the counting of faults, and its correction when a fault turns out to be the consequence of
-another one, or when its exit status comes. The rules themselves are `taskd.core.ladder`'s and
-`taskd.core.stagnation`'s.
+another one, or when its exit status comes. The rules themselves are `taskd.core.policy.ladder`'s and
+`taskd.core.policy.stagnation`'s.
 """
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import Fault, FaultKind, TimedFault
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.ladder import Strategy
 from taskd.core.phase import Phase
-from taskd.core.record import Attempt, TimedFault
+from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 
 Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show

@@ -6,10 +6,10 @@ recovery is one generation.
 
 from taskd.core import commands as do
 from taskd.core.events import WorkerRecovered
-from taskd.core.faults import describe
+from taskd.core.faults import TimedFault, describe
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.phase import Phase
-from taskd.core.record import Attempt, TimedFault
 from taskd.core.transitions import Commands
 
 

@@ -9,11 +9,11 @@ from taskd.core.faults import FaultKind
 from taskd.core.job.dump import go_on_with_status, overdue_writers, stop_for_dump
 from taskd.core.job.ending import end_after_release
 from taskd.core.job.joining import join_overdue
+from taskd.core.job.membership import LOST_NODE
 from taskd.core.job.nodes import WITHOUT_NODE, lose_node
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
-from taskd.core.membership import LOST_NODE
 from taskd.core.phase import OVER, Phase
 from taskd.core.transitions import Commands, FollowUp, settle, take
 from taskd.core.worker_state import WorkerState

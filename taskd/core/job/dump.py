@@ -17,15 +17,15 @@ checkpoint is complete or it does not exist.
 """
 
 from taskd.core import commands as do
-from taskd.core.cut import Copy, NoCut, plan_cut, plan_orphans
 from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import Dump, JobState
-from taskd.core.ladder import Strategy
 from taskd.core.phase import DUMPING, Phase
-from taskd.core.record import Attempt
+from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
+from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 

@@ -5,12 +5,11 @@ every function has returned and nothing is to be trained any more.
 """
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind, describe
+from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.state import JobState
-from taskd.core.ladder import Strategy
 from taskd.core.phase import Phase
-from taskd.core.record import TimedFault
+from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 
 

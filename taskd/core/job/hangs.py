@@ -1,6 +1,6 @@
 """Ranks that hang: what heartbeats say of the workers, and who is killed for it.
 
-Owns when that is looked at. Who hangs is `taskd.core.progress`'s to say.
+Owns when that is looked at. Who hangs is `taskd.core.policy.hangs`'s to say.
 """
 
 from dataclasses import replace
@@ -8,11 +8,11 @@ from dataclasses import replace
 from taskd.core import commands as do
 from taskd.core.events import AgentHeard, WorkerExamined
 from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.membership import Member
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.state import JobState
-from taskd.core.membership import Member
-from taskd.core.progress import Culprit
+from taskd.core.policy.hangs import Culprit
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 

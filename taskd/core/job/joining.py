@@ -6,8 +6,8 @@ rank is new.
 
 from taskd.core.faults import FaultKind, describe
 from taskd.core.job.ending import end, give_up
+from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
-from taskd.core.membership import Member
 from taskd.core.phase import Phase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState

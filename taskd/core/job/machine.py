@@ -35,7 +35,7 @@ Hard cases:
   counts. An exception that came back waits the
   same short time for such news, before its process is replaced (`taskd.core.job.stopped`) or the job ends.
 - Recoveries follow each other and no new step is committed, whatever it is that fails: see
-  `taskd.core.stagnation`.
+  `taskd.core.policy.stagnation`.
 - Everybody who held the state is gone, or every copy is inconsistent: RestartGroup with the exact
   reason.
 - A rank dies after Release: its function returned everywhere, so nothing is trained again. The
@@ -45,9 +45,9 @@ Hard cases:
   recovery that was under way (stopped or lost
   workers, agents that heard different generations) is begun again with a new generation.
 - An agent comes back after a lost connection: it hears again what it may have missed.
-- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced
+- A rank hangs: see `taskd.core.policy.hangs`. It is killed, after its stacks were taken, and replaced
   like a dead one.
-- The manager itself did not run for a while: see `taskd.core.leases`.
+- The manager itself did not run for a while: see `taskd.core.policy.leases`.
 """
 
 from collections.abc import Iterable
@@ -55,12 +55,12 @@ from collections.abc import Iterable
 from taskd.core import events as ev
 from taskd.core.job import clock, dump, hangs, nodes, workers
 from taskd.core.job.invariants import check
+from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
-from taskd.core.ladder import allowed
-from taskd.core.leases import Leases
-from taskd.core.membership import Membership
 from taskd.core.phase import DUMPING, OVER, Phase
+from taskd.core.policy.ladder import allowed
+from taskd.core.policy.leases import Leases
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Commands, Machine, Rule, TransitionTable
 

@@ -6,15 +6,15 @@ Owns what the job learns from agents about themselves. What workers report is in
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.faults import TimedFault
 from taskd.core.job import orders
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
+from taskd.core.job.membership import FELL_BACK, Member
 from taskd.core.job.state import JobState
-from taskd.core.membership import FELL_BACK, Member
-from taskd.core.peers import peers_of
 from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
-from taskd.core.record import TimedFault
+from taskd.core.policy.peers import peers_of
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 

@@ -9,10 +9,10 @@ import math
 
 from taskd.core import commands as do
 from taskd.core.faults import Fault
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.membership import Member
 from taskd.core.phase import Phase
-from taskd.core.record import Attempt
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 

@@ -10,12 +10,12 @@ from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.job.stopped import all_stopped, explain
-from taskd.core.ladder import Strategy, choose
-from taskd.core.membership import Member
 from taskd.core.phase import OVER, TRAINING, Phase
-from taskd.core.record import Attempt
+from taskd.core.policy.ladder import Strategy, choose
 from taskd.core.transitions import Commands, FollowUp
 from taskd.core.worker_state import WorkerState
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from taskd.core import commands as do
 from taskd.core.events import AgentMirrors
-from taskd.core.faults import Fault, FaultKind, describe
-from taskd.core.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
-from taskd.core.leases import Deadlines, Leases
-from taskd.core.membership import Member, Membership
+from taskd.core.faults import Fault, FaultKind, TimedFault, describe
+from taskd.core.job.membership import Member, Membership
+from taskd.core.job.record import Attempt
 from taskd.core.phase import Phase
-from taskd.core.progress import Progress
-from taskd.core.record import Attempt, TimedFault
-from taskd.core.stagnation import Stagnation
-from taskd.core.stragglers import Stragglers
+from taskd.core.policy.hangs import Progress
+from taskd.core.policy.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
+from taskd.core.policy.leases import Deadlines, Leases
+from taskd.core.policy.stagnation import Stagnation
+from taskd.core.policy.stragglers import Stragglers
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import MachineState
 

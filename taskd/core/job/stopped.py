@@ -1,24 +1,24 @@
 """Every rank has stopped: what is next, and from which version the job goes on.
 
 Owns that decision. In this order: some do one step more; the job is saved because it must end;
-broken processes are replaced; or all go on from a version that `taskd.core.cut` chooses.
+broken processes are replaced; or all go on from a version that `taskd.core.policy.cut` chooses.
 """
 
 from dataclasses import replace
 
 from taskd.core import commands as do
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, who_advances
 from taskd.core.faults import describe
 from taskd.core.job import orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import end_job, write_dump
 from taskd.core.job.ending import give_up
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.ladder import Choice, Strategy, choose
-from taskd.core.membership import Member
 from taskd.core.phase import Phase
-from taskd.core.record import Attempt
+from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, who_advances
+from taskd.core.policy.ladder import Choice, Strategy, choose
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -55,7 +55,7 @@ def advance(job: JobState) -> Commands:
     Order it if that makes all meet in one version.
 
     Two reasons. A vote on the step that broke for some had passed for others, who have committed
-    it: those who have not do it after them (`taskd.core.cut.who_advances`). And a job that is to
+    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that is to
     end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
     one step ahead, all do the one that the first has begun.
     """

@@ -6,17 +6,16 @@ Owns one function for each report; where a report means something else in some p
 """
 
 from taskd.core import events as ev
-from taskd.core.faults import FaultKind
+from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
 from taskd.core.job.attempts import count_recovered
 from taskd.core.job.dump import end_job, go_on_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
+from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.job.stopped import advance
-from taskd.core.membership import Member
 from taskd.core.phase import Phase
-from taskd.core.record import TimedFault
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 

@@ -13,7 +13,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core import story
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.membership import MAX_CLAIM
+from taskd.core.job.membership import MAX_CLAIM
 from taskd.core.phase import Phase
 from taskd.core.reduced import reduced
 from taskd.core.worker_state import WorkerState

@@ -8,8 +8,8 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.ladder import STRATEGY_NAMES, Strategy, allowed
 from taskd.core.phase import Phase
+from taskd.core.policy.ladder import STRATEGY_NAMES, Strategy, allowed
 from tests.unit.core.answers import acts, kinds, only
 
 

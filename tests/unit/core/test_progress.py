@@ -7,7 +7,7 @@ import pytest
 
 from taskd.core import marks as of
 from taskd.core.marks import GroupMark, Mark
-from taskd.core.progress import Progress, Verdict
+from taskd.core.policy.hangs import Progress, Verdict
 from taskd.core.timeouts import Timeouts
 
 TIMEOUTS = Timeouts.derive()

@@ -7,9 +7,9 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.ladder import SHORT_LIFE_S
 from taskd.core.phase import Phase
-from taskd.core.stagnation import DEATH_LIMIT, OWN_LIMIT
+from taskd.core.policy.ladder import SHORT_LIFE_S
+from taskd.core.policy.stagnation import DEATH_LIMIT, OWN_LIMIT
 from tests.unit.core.answers import kinds, only
 
 

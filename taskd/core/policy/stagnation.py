@@ -1,6 +1,6 @@
 """Recoveries that lead nowhere: how many there were since the newest committed version last grew.
 
-Owns the count and its limits. The repeat rules (`taskd.core.ladder`) know a failure that is the
+Owns the count and its limits. The repeat rules (`taskd.core.policy.ladder`) know a failure that is the
 same each time; here it does not matter what failed. What counts:
 
     own failures     recoveries in which something failed that nobody did from outside. A rank that fails again while the others
@@ -18,9 +18,8 @@ are equal are told of for ever, and end nothing.
 from collections import Counter
 from collections.abc import Iterable
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signature
-from taskd.core.ladder import SHORT_LIFE_S
-from taskd.core.record import TimedFault
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, TimedFault, describe, signature
+from taskd.core.policy.ladder import SHORT_LIFE_S
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
 # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one

@@ -9,10 +9,10 @@ Does not decide what to do about a fault.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414
+from taskd.core.policy.cut import Copy
+from taskd.core.worker_state import WorkerState
 
 
 @dataclass(slots=True)

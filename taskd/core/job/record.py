@@ -18,20 +18,8 @@ from dataclasses import dataclass, field
 
 from taskd.core.commands import Move, RecoveryRecord
 from taskd.core.events import WorkerRecovered
-from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import Strategy
-
-
-@dataclass(slots=True)
-class TimedFault:
-    """A fault with the times that belong to it."""
-
-    fault: Fault
-    died_at: float
-    learned_at: float
-    life_s: float = 0.0
-    is_declared: bool = False  # the job used `taskd.recoverable` when it happened
-    generation: int | None = None  # of the recovery that counted it
+from taskd.core.faults import FaultKind, TimedFault
+from taskd.core.policy.ladder import Strategy
 
 
 @dataclass(slots=True)

@@ -21,10 +21,10 @@ Repeat rules (a deterministic failure must not burn the budget):
 - the same crash or exit of the same rank, or the same broken communication, at the same version
   three times;
 - a hang at the same version four times (each has a longer limit than the one before, see
-  `taskd.core.progress`);
+  `taskd.core.policy.hangs`);
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its
   start. Being killed from outside says nothing against the script and does not count here. Whatever
-  is different each time, and leads nowhere all the same, is ended by `taskd.core.stagnation`.
+  is different each time, and leads nowhere all the same, is ended by `taskd.core.policy.stagnation`.
 """
 
 from collections.abc import Iterable, Sequence
