@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def measure(ranks: int, per_node: int) -> dict[str, float]:
         for event in events():
             machine.handle(event)
         found[name] = round(time.perf_counter() - began, 3)
-    assert machine.phase is Phase.RELEASED, machine.phase
+    assert machine.phase is JobPhase.RELEASED, machine.phase
     return found
 
 

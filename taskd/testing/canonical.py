@@ -32,7 +32,7 @@ _NO_DECISION = frozenset(
         "arguments",
         "now",
         "cause",
-        "progress",
+        "hangs",
         "stragglers",
         "peers",
         "witness",

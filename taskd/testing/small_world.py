@@ -35,7 +35,7 @@ from taskd.core.exits import SIGKILL
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.canonical import NO_STORY, fork, key
 from taskd.testing.small_state import (
@@ -593,7 +593,7 @@ class Rules:
             elif isinstance(command, do.ReplaceWorker | do.KillWorker):
                 self._order(draft, command.node_rank, command)
             elif not isinstance(command, do.RecordRecovery):
-                if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
+                if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
                     self._check_resume(draft, command)
                 for node, known in sorted(machine.membership.nodes.items()):
                     if known.is_present:

@@ -9,27 +9,27 @@ from taskd.core import commands as do
 from taskd.core.faults import Fault, FaultKind, TimedFault
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 
 Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show
 
 
-def count_fault(job: JobState, attempt: Attempt, known: TimedFault) -> Verdict | None:
+def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Verdict | None:
     """Make a fault part of the recovery. Returns why the job must end, if it must."""
-    generation = job.generation if job.phase is Phase.PAUSING else job.generation + 1
-    fault, known.generation = known.fault, generation
+    generation = job.generation if job.phase is JobPhase.PAUSING else job.generation + 1
+    fault, timed.generation = timed.fault, generation
     job.membership.note_version(fault.version)
     note_progress(job, generation)
-    victims = attempt.victims_of(known) if fault.kind is not FaultKind.RAISED else []
+    victims = attempt.victims_of(timed) if fault.kind is not FaultKind.RAISED else []
     for victim in victims:
         attempt.demote(victim)
         job.repeats.forget_exception(victim.fault, generation)
         job.stagnation.forget(victim)
-    attempt.faults.append(known)
-    job.stagnation.take(known)
-    reason = _count_repeat(job, known, generation)
+    attempt.faults.append(timed)
+    job.stagnation.take(timed)
+    reason = _count_repeat(job, timed, generation)
     if reason is not None:
         return reason, fault
     if fault.kind is FaultKind.RAISED and job.repeats.has_come_back(fault, generation):
@@ -41,18 +41,18 @@ def count_fault(job: JobState, attempt: Attempt, known: TimedFault) -> Verdict |
     return None if reason is None else (reason, fault)
 
 
-def count_exit_status(job: JobState, known: TimedFault) -> Verdict | None:
+def count_exit_status(job: JobState, timed: TimedFault) -> Verdict | None:
     """It is known now how a death came about.
 
     Returns why the job must end, if that shows that it must.
     """
-    if known.generation is None:
+    if timed.generation is None:
         return None
-    job.stagnation.explained(known)
-    reason = _count_repeat(job, known, known.generation)
-    if known.is_declared and (job.attempt is None or known not in job.attempt.faults):
+    job.stagnation.explained(timed)
+    reason = _count_repeat(job, timed, timed.generation)
+    if timed.is_declared and (job.attempt is None or timed not in job.attempt.faults):
         return None  # its recovery is complete
-    return (reason, known.fault) if reason is not None else job.stagnation.verdict()
+    return (reason, timed.fault) if reason is not None else job.stagnation.verdict()
 
 
 def correct_restart_cause(job: JobState, earlier: TimedFault) -> Verdict | None:
@@ -84,9 +84,9 @@ def warn(job: JobState) -> Commands:
     return [] if warning is None else [do.ReportNoProgress(job.cause, job.generation, warning)]
 
 
-def _count_repeat(job: JobState, known: TimedFault, generation: int) -> str | None:
+def _count_repeat(job: JobState, timed: TimedFault, generation: int) -> str | None:
     """Why trying again is pointless, or None."""
-    if known.is_declared:
+    if timed.is_declared:
         may_replace = Strategy.RECOVER_IN_PLACE in job.allowed
-        return job.repeats.count(known.fault, generation, may_replace=may_replace)
-    return job.repeats.count_failure(known.fault, known.life_s)
+        return job.repeats.count(timed.fault, generation, may_replace=may_replace)
+    return job.repeats.count_failure(timed.fault, timed.life_s)

@@ -9,16 +9,16 @@ from taskd.core.events import WorkerRecovered
 from taskd.core.faults import TimedFault, describe
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
 
 
 def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
     """The attempt that answers these faults, and the record of one that they cut short."""
-    if job.attempt is not None and job.phase is Phase.PAUSING:
+    if job.attempt is not None and job.phase is JobPhase.PAUSING:
         return [], job.attempt
     before = job.attempt
-    why = "; ".join(describe(known.fault) for known in faults) or "another recovery was needed"
+    why = "; ".join(describe(timed.fault) for timed in faults) or "another recovery was needed"
     commands = close_attempt(job, f"before every rank had made a new step, {why}")
     began_at = None if before is None else before.outage_began_at
     job.attempt = Attempt(job.cause, job.now, outage_began_at=began_at)
@@ -45,8 +45,8 @@ def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None) ->
     if attempt is None or not attempt.recovered(rank, report):
         return []
     job.attempt = None
-    if job.phase in (Phase.RESUMED, Phase.RESTARTING):
-        job.phase = Phase.RUNNING
+    if job.phase in (JobPhase.RESUMED, JobPhase.RESTARTING):
+        job.phase = JobPhase.RUNNING
         job.awaited.clear()
     return [_record(job, attempt)]
 

@@ -6,7 +6,7 @@ come at once.
 
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.job.dump import go_on_with_status, overdue_writers, stop_for_dump
+from taskd.core.job.dump import overdue_writers, proceed_with_status, stop_for_dump
 from taskd.core.job.ending import end_after_release
 from taskd.core.job.joining import join_overdue
 from taskd.core.job.membership import LOST_NODE
@@ -14,7 +14,7 @@ from taskd.core.job.nodes import WITHOUT_NODE, lose_node
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
-from taskd.core.phase import OVER, Phase
+from taskd.core.phase import OVER, JobPhase
 from taskd.core.transitions import Commands, FollowUp, settle, take
 from taskd.core.worker_state import WorkerState
 
@@ -40,13 +40,13 @@ def _has_ended(job: JobState, node_rank: int) -> bool:
     if members and all(member.state is WorkerState.FINISHED for member in members):
         return True
     is_lost = any(member.state is WorkerState.LOST for member in members)
-    return job.phase is Phase.RELEASED and not is_lost
+    return job.phase is JobPhase.RELEASED and not is_lost
 
 
 def _take_suspect(job: JobState) -> Commands:
     """The cause is an exception that came back, which says most; else the earliest suspect."""
     culprit = min(
-        job.suspects, key=lambda known: (known.fault.kind is not FaultKind.RAISED, known.died_at)
+        job.suspects, key=lambda timed: (timed.fault.kind is not FaultKind.RAISED, timed.died_at)
     )
     job.suspects.remove(culprit)
     job.unanswered.append(culprit)
@@ -69,43 +69,43 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
         is_starting = member.state is WorkerState.STARTING
         detail = "did not start" if is_starting else "did not leave its step"
         fault = member.fault(FaultKind.UNRESPONSIVE, detail)
-        if job.phase is Phase.PAUSING and job.attempt is not None:
+        if job.phase is JobPhase.PAUSING and job.attempt is not None:
             commands.append(kill(job, fault, job.attempt.cause, examine=False))
         count_as_lost(job, fault)
     return commands
 
 
-_JOINED = OVER | {Phase.RUNNING}
-_SAVED = OVER | {Phase.SAVING}
+_JOINED = OVER | {JobPhase.RUNNING}
+_SAVED = OVER | {JobPhase.SAVING}
 _LATE = "a rank has not stopped or started"
 OVERDUE = (
     FollowUp(
-        "ranks have not joined", {Phase.JOINING},
+        "ranks have not joined", {JobPhase.JOINING},
         lambda job: job.is_past(job.join_by), join_overdue, _JOINED,
     ),
     FollowUp(
-        "nobody says how it died", {Phase.CONFIRMING},
-        lambda job: job.is_past(job.status_by), go_on_with_status, _SAVED,
+        "nobody says how it died", {JobPhase.CONFIRMING},
+        lambda job: job.is_past(job.status_by), proceed_with_status, _SAVED,
     ),
     FollowUp(
-        "processes have not ended", {Phase.RELEASED},
+        "processes have not ended", {JobPhase.RELEASED},
         lambda job: job.is_past(job.end_by), end_after_release, OVER,
     ),
     FollowUp(
-        "no other cause was reported", {Phase.SUSPECTING},
+        "no other cause was reported", {JobPhase.SUSPECTING},
         lambda job: job.is_past(job.suspect_until), _take_suspect,
     ),
     FollowUp(
-        "a rank has not written", {Phase.SAVING},
-        lambda job: bool(_overdue(job)), overdue_writers, {Phase.DISCARDING},
+        "a rank has not written", {JobPhase.SAVING},
+        lambda job: bool(_overdue(job)), overdue_writers, {JobPhase.DISCARDING},
     ),
     FollowUp(
-        "the first writer is not done", {Phase.PUBLISHING, Phase.DISCARDING},
+        "the first writer is not done", {JobPhase.PUBLISHING, JobPhase.DISCARDING},
         lambda job: bool(_overdue(job)), overdue_writers, OVER,
     ),
-    FollowUp("a rank has not finished its step", {Phase.PAUSING}, _may_finish_step, stop_for_dump),
+    FollowUp("a rank has not finished its step", {JobPhase.PAUSING}, _may_finish_step, stop_for_dump),
     FollowUp(
-        _LATE, {Phase.PAUSING, Phase.RESTARTING},
+        _LATE, {JobPhase.PAUSING, JobPhase.RESTARTING},
         lambda job: bool(_overdue(job)), _count_overdue_as_lost,
     ),
 )  # fmt: skip

@@ -23,13 +23,13 @@ from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import Dump, JobState
-from taskd.core.phase import DUMPING, Phase
+from taskd.core.phase import DUMPING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
 from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-_MAY_BEGIN = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED})
+_MAY_BEGIN = frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING, JobPhase.PAUSING, JobPhase.RESUMED})
 
 
 def end_job(
@@ -64,7 +64,7 @@ def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
     """
     dump = job.dump
     assert dump is not None
-    is_out = job.phase is Phase.PAUSING and dump.finish_step_by is None
+    is_out = job.phase is JobPhase.PAUSING and dump.finish_step_by is None
     dump.finish_step_by = job.now + grace_s / 2 if grace_s and not is_out else None
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
@@ -98,7 +98,7 @@ def write_dump(job: JobState) -> Commands:
     if isinstance(orphaned, NoCut):
         return _fail(job, dump, orphaned.reason)
     dump.pending = set(dump.writers)
-    job.phase = Phase.SAVING
+    job.phase = JobPhase.SAVING
     names = ", ".join(map(str, dump.writers))
     job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
     for rank in dump.writers:
@@ -127,23 +127,23 @@ def _must_wait_for_status(job: JobState, dump: Dump) -> bool:
     """
     fault = _fault(job, dump)
     members = job.membership.members.values()
-    is_doomed = dump.may_save and any(member.is_doomed for member in members)
+    is_kill_ordered = dump.may_save and any(member.is_kill_ordered for member in members)
     is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
-    if dump.has_waited or not (is_doomed or is_unknown):
+    if dump.has_waited or not (is_kill_ordered or is_unknown):
         return False
     dump.has_waited = True
     timeouts = job.timeouts
-    patience_s = timeouts.lost_grace_s if is_doomed else timeouts.communication_grace_s
-    job.phase, job.status_by = Phase.CONFIRMING, job.now + patience_s
+    patience_s = timeouts.lost_grace_s if is_kill_ordered else timeouts.communication_grace_s
+    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + patience_s
     job.awaited.clear()
     return True
 
 
-def go_on_with_status(job: JobState) -> Commands:
+def proceed_with_status(job: JobState) -> Commands:
     """The exit status is known, or nobody will say it. Nothing unless it was waited for."""
     dump = job.dump
     assert dump is not None
-    if job.phase is not Phase.CONFIRMING:
+    if job.phase is not JobPhase.CONFIRMING:
         return []
     job.status_by = None
     return write_dump(job) if dump.may_save else _give_up(job, dump)
@@ -155,9 +155,9 @@ def go_on_with_status(job: JobState) -> Commands:
 def has_lost_writer(job: JobState) -> bool:
     """Whether a rank is gone without which the dump cannot go on as it was ordered."""
     dump = job.dump
-    if dump is None or job.phase in (Phase.PAUSING, Phase.CONFIRMING):
+    if dump is None or job.phase in (JobPhase.PAUSING, JobPhase.CONFIRMING):
         return False
-    needed = dump.writers[:1] if job.phase is Phase.DISCARDING else dump.writers
+    needed = dump.writers[:1] if job.phase is JobPhase.DISCARDING else dump.writers
     members = job.membership.members
     return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
 
@@ -166,7 +166,7 @@ def do_without_writer(job: JobState) -> Commands:
     """A writer is gone: the others write everything anew, if they hold it."""
     dump = job.dump
     assert dump is not None
-    if job.phase is Phase.DISCARDING:
+    if job.phase is JobPhase.DISCARDING:
         return _fail(job, dump, dump.problem)
     job.generation += 1
     job.awaited.clear()
@@ -181,7 +181,7 @@ def written(job: JobState, event: WorkerDumped) -> Commands:
     if event.stage == FAILED:
         return _discard(job, dump, f"rank {event.rank}: {event.detail}", event.rank)
     _count_report(job, dump, event.rank)
-    return [] if dump.pending else _order_publisher(job, dump, Phase.PUBLISHING)
+    return [] if dump.pending else _order_publisher(job, dump, JobPhase.PUBLISHING)
 
 
 def published(job: JobState, event: WorkerDumped) -> Commands:
@@ -204,7 +204,7 @@ def discarded(job: JobState, event: WorkerDumped) -> Commands:
     if dump.is_removal_ordered:
         return _fail(job, dump, dump.problem)
     _count_report(job, dump, event.rank)
-    return [] if dump.pending else _order_publisher(job, dump, Phase.DISCARDING)
+    return [] if dump.pending else _order_publisher(job, dump, JobPhase.DISCARDING)
 
 
 def overdue_writers(job: JobState) -> Commands:
@@ -213,10 +213,10 @@ def overdue_writers(job: JobState) -> Commands:
     assert dump is not None
     if dump.is_removal_ordered:
         return _fail(job, dump, dump.problem)
-    if job.phase is Phase.DISCARDING:
-        return _order_publisher(job, dump, Phase.DISCARDING)
+    if job.phase is JobPhase.DISCARDING:
+        return _order_publisher(job, dump, JobPhase.DISCARDING)
     late = f"rank {min(ranks)} was not done after {job.timeouts.dump_s:.0f} s"
-    if job.phase is Phase.PUBLISHING:
+    if job.phase is JobPhase.PUBLISHING:
         return _fail(job, dump, late)
     return _discard(job, dump, late, min(ranks))
 
@@ -240,20 +240,20 @@ def _discard(job: JobState, dump: Dump, problem: str, culprit: int) -> Commands:
     Writers that are still at it get a short time to come to an end, so that nothing is written
     behind the removal.
     """
-    job.phase, dump.problem = Phase.DISCARDING, problem
+    job.phase, dump.problem = JobPhase.DISCARDING, problem
     _count_report(job, dump, culprit)
     if not dump.pending:
-        return _order_publisher(job, dump, Phase.DISCARDING)
+        return _order_publisher(job, dump, JobPhase.DISCARDING)
     for rank in dump.pending:
         job.awaited.set(rank, job.now + job.timeouts.lost_grace_s)
     return []
 
 
-def _order_publisher(job: JobState, dump: Dump, phase: Phase) -> Commands:
+def _order_publisher(job: JobState, dump: Dump, phase: JobPhase) -> Commands:
     """The first writer gives the checkpoint its name, or removes what was written."""
     member = job.membership.members[dump.writers[0]]
     job.phase, dump.pending = phase, {member.rank}
-    dump.is_removal_ordered = phase is Phase.DISCARDING
+    dump.is_removal_ordered = phase is JobPhase.DISCARDING
     patience_s = job.timeouts.lost_grace_s if dump.is_removal_ordered else job.timeouts.dump_s
     job.awaited.clear()
     job.awaited.set(member.rank, job.now + patience_s)
@@ -291,7 +291,7 @@ def _fault(job: JobState, dump: Dump) -> Fault | None:
     fault = dump.fault
     if fault is None or job.attempt is None:
         return fault
-    for known in job.attempt.faults:
-        if (known.fault.rank, known.fault.incarnation) == (fault.rank, fault.incarnation):
-            return known.fault
+    for timed in job.attempt.faults:
+        if (timed.fault.rank, timed.fault.incarnation) == (fault.rank, fault.incarnation):
+            return timed.fault
     return fault

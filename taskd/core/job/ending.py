@@ -8,7 +8,7 @@ from taskd.core import commands as do
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 
@@ -18,7 +18,7 @@ def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str
 
     `dump`: path of the checkpoint that it leaves.
     """
-    job.phase, job.reason = Phase.ENDING, reason
+    job.phase, job.reason = JobPhase.ENDING, reason
     if job.attempt is not None:
         job.attempt.strategy = Strategy.DUMP if dump else Strategy.EXIT
     records = close_attempt(job, f"the job was given up: {reason}")
@@ -38,18 +38,18 @@ def end_if_all_left(job: JobState) -> Commands:
 
 def end(job: JobState, *, succeeded: bool, reason: str, left_alone: bool = False) -> Commands:
     """The job is over; `left_alone`: its agents have gone on without a manager."""
-    job.phase, job.reason = Phase.ENDED, reason
+    job.phase, job.reason = JobPhase.ENDED, reason
     records = close_attempt(job, f"the job has ended: {reason}")
     _wait_for_nothing(job)
     return [*records, do.EndJob(job.cause, job.generation, succeeded, reason, left_alone)]
 
 
-def fail_after_release(job: JobState, known: TimedFault) -> Commands:
+def fail_after_release(job: JobState, timed: TimedFault) -> Commands:
     """A process failed after Release.
 
     The others may be writing results: they may end by themselves, for a while.
     """
-    job.after_release.append(known)
+    job.after_release.append(timed)
     if job.end_by is None:
         job.end_by = job.now + job.timeouts.start_s
     return []
@@ -57,7 +57,7 @@ def fail_after_release(job: JobState, known: TimedFault) -> Commands:
 
 def end_after_release(job: JobState) -> Commands:
     """Give up because of the earliest failure after Release."""
-    fault = min(job.after_release, key=lambda known: (known.died_at, known.fault.rank)).fault
+    fault = min(job.after_release, key=lambda timed: (timed.died_at, timed.fault.rank)).fault
     return give_up(
         job, f"{describe(fault)} after the training function had returned everywhere", fault
     )
@@ -65,7 +65,7 @@ def end_after_release(job: JobState) -> Commands:
 
 def may_end_after_release(job: JobState) -> bool:
     """Whether a process failed after Release, all others have ended, and it is known how it died."""
-    statuses_known = all(known.fault.kind is not FaultKind.LOST for known in job.after_release)
+    statuses_known = all(timed.fault.kind is not FaultKind.LOST for timed in job.after_release)
     return bool(job.after_release) and statuses_known and not job.membership.live()
 
 

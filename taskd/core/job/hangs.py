@@ -25,18 +25,16 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     heard(job, event)
     if not event.marks:
         return []
-    job.progress.note(job.now, event.marks)
+    job.hangs.note(job.now, event.marks)
     members = [member for member in job.membership.ordered() if member.state is WorkerState.RUNNING]
     if not members:
         return []
     if not job.membership.is_declared:  # a restart of the whole group is dear
         patience_s = job.timeouts.hang_wait_s
-        frozen = job.progress.frozen(
-            job.now, job.generation, _lives(members), patience_s=patience_s
-        )
+        frozen = job.hangs.frozen(job.now, job.generation, _lives(members), patience_s=patience_s)
         return _kill(job, frozen) if 0 < len(frozen) < len(members) else []
     lives = _lives([member for member in members if member.entered])
-    verdict = job.progress.judge(job.now, job.generation, lives)
+    verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
         return [
             do.ReportStraggler(
@@ -47,9 +45,9 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     if verdict.culprits:
         return _kill(job, verdict.culprits)
     rank, incarnation = lives[0]
-    version, how = job.progress.count(rank), verdict.network
+    version, how = job.hangs.count(rank), verdict.network
     fault = Fault(FaultKind.HANG, rank, incarnation, how, version=version, signature="network")
-    job.unanswered.append(job.timed(fault, verdict.since_s))
+    job.unanswered.append(job.timed_fault(fault, verdict.since_s))
     return []
 
 
@@ -61,10 +59,10 @@ def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
     heard(job, event)
     if not event.marks:
         return []
-    job.progress.note(job.now, event.marks)
+    job.hangs.note(job.now, event.marks)
     live = job.membership.live()
     called = [member for member in live if member.rank in job.awaited and not member.replaced]
-    frozen = job.progress.frozen(job.now, job.generation, _lives(called))
+    frozen = job.hangs.frozen(job.now, job.generation, _lives(called))
     return _kill(job, frozen) if 0 < len(frozen) < len(live) else []
 
 
@@ -72,17 +70,17 @@ def heard_elsewhere(job: JobState, event: AgentHeard) -> Commands:
     """In all other phases: remembered, for the next time that somebody hangs."""
     heard(job, event)
     if event.marks:
-        job.progress.note(job.now, event.marks)
+        job.hangs.note(job.now, event.marks)
     return []
 
 
 def examined(job: JobState, event: WorkerExamined) -> Commands:
     """The stacks of a rank that hangs: part of its fault, if that is still being answered."""
-    for known in job.attempt.faults if job.attempt is not None else []:
-        fault = known.fault
+    for timed in job.attempt.faults if job.attempt is not None else []:
+        fault = timed.fault
         life = (fault.kind, fault.rank, fault.incarnation)
         if life == (FaultKind.HANG, event.rank, event.incarnation):
-            known.fault = replace(fault, traceback=event.traceback)
+            timed.fault = replace(fault, traceback=event.traceback)
     return []
 
 
@@ -93,7 +91,7 @@ def _lives(members: list[Member]) -> list[tuple[int, int]]:
 def _kill(job: JobState, culprits: tuple[Culprit, ...]) -> Commands:
     """Kill them, their stacks first. From now on they count as dead."""
     commands: Commands = []
-    version = job.progress.count(culprits[0].rank)
+    version = job.hangs.count(culprits[0].rank)
     for culprit in culprits:
         member = job.membership.members[culprit.rank]
         fault = Fault(

@@ -8,7 +8,7 @@ from taskd.core.faults import FaultKind, describe
 from taskd.core.job.ending import end, give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -37,12 +37,12 @@ def complete(job: JobState) -> None:
     Faults that waited, and a recovery that an earlier manager left behind, come first.
     """
     members = job.membership.ordered()
-    job.phase, job.join_by = Phase.RUNNING, None
+    job.phase, job.join_by = JobPhase.RUNNING, None
     working = {member.rank for member in members if not member.is_done}
-    job.unanswered = [known for known in job.unanswered if known.fault.rank in working]
-    job.suspects = [known for known in job.suspects if known.fault.rank in working]
+    job.unanswered = [timed for timed in job.unanswered if timed.fault.rank in working]
+    job.suspects = [timed for timed in job.suspects if timed.fault.rank in working]
     _take_over_lost(job)
-    suspected = {known.fault.rank for known in job.suspects}
+    suspected = {timed.fault.rank for timed in job.suspects}
     stopped = {member.rank for member in members if member.state is WorkerState.PAUSED}
     nodes = job.membership.nodes.values()
     generations = {node.generation for node in nodes if node.is_present}
@@ -51,7 +51,7 @@ def complete(job: JobState) -> None:
         return
     job.inherited = []  # all go on already
     if job.suspects:
-        job.phase = Phase.SUSPECTING
+        job.phase = JobPhase.SUSPECTING
         job.suspect_until = job.now + job.timeouts.communication_grace_s
 
 
@@ -66,10 +66,10 @@ def join_overdue(job: JobState) -> Commands:
         # the others.
         job.unanswered, job.suspects = [], []
         if all(member.is_done for member in members):
-            job.phase = Phase.RUNNING
+            job.phase = JobPhase.RUNNING
         return []
     faults = [*job.unanswered, *job.suspects]
-    first = min(faults, key=lambda known: (known.died_at, known.fault.rank), default=None)
+    first = min(faults, key=lambda timed: (timed.died_at, timed.fault.rank), default=None)
     what = "a recovery is under way" if first is None else describe(first.fault)
     missing = [
         rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members
@@ -85,16 +85,16 @@ def lose_unreported(job: JobState, member: Member) -> None:
 
     Unless it said how and when, too, that report is still on its way.
     """
-    known = job.vanished(member)
+    timed = job.vanished(member)
     life = (member.rank, member.incarnation)
-    known.fault, known.died_at = job.told_faults.pop(life, (known.fault, known.died_at))
-    if known.fault.kind is FaultKind.LOST:
-        job.without_status[life] = known
-    job.unanswered.append(known)
+    timed.fault, timed.died_at = job.told_faults.pop(life, (timed.fault, timed.died_at))
+    if timed.fault.kind is FaultKind.LOST:
+        job.without_status[life] = timed
+    job.unanswered.append(timed)
 
 
 def _take_over_lost(job: JobState) -> None:
-    counted = {(known.fault.rank, known.fault.incarnation) for known in job.unanswered}
+    counted = {(timed.fault.rank, timed.fault.incarnation) for timed in job.unanswered}
     for member in job.membership.lost():
         if (member.rank, member.incarnation) not in counted:
             lose_unreported(job, member)

@@ -58,7 +58,7 @@ from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
-from taskd.core.phase import DUMPING, OVER, Phase
+from taskd.core.phase import DUMPING, OVER, JobPhase
 from taskd.core.policy.ladder import allowed
 from taskd.core.policy.leases import Leases
 from taskd.core.timeouts import Timeouts
@@ -107,8 +107,8 @@ _ALWAYS: Rules = {
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
     ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads
 }
-_BACK = frozenset({Phase.RUNNING})
-_TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
+_BACK = frozenset({JobPhase.RUNNING})
+_TO_END = frozenset({JobPhase.PAUSING, JobPhase.CONFIRMING}) | OVER
 _AS_USUAL: Rules = {
     **_ALWAYS,
     ev.AgentDraining: Rule(nodes.drain, _TO_END),
@@ -120,7 +120,7 @@ _AS_USUAL: Rules = {
     ev.WorkerExamined: Rule(hangs.examined, follows=_nothing),
     ev.WorkerPaused: Rule(workers.stopped),
     ev.WorkerMayAdvance: Rule(workers.stopped),
-    ev.WorkerRaised: Rule(workers.raised, frozenset({Phase.SUSPECTING})),
+    ev.WorkerRaised: Rule(workers.raised, frozenset({JobPhase.SUSPECTING})),
     ev.WorkerRecovered: Rule(workers.recovered, follows=_nothing),
     ev.WorkerReturned: Rule(workers.returned, follows=_the_last_return),
     ev.WorkerFinished: Rule(workers.finished),
@@ -138,7 +138,7 @@ _RESTARTING: Rules = {
 }
 _JOINING: Rules = {
     **_AS_USUAL,
-    ev.AgentRegistered: Rule(nodes.registered, frozenset({Phase.RUNNING, Phase.SUSPECTING})),
+    ev.AgentRegistered: Rule(nodes.registered, frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING})),
     ev.AgentDraining: Rule(nodes.drain, OVER),
     ev.WorkerLost: Rule(workers.lost_while_joining),
     ev.WorkerExitKnown: Rule(workers.exit_known),
@@ -162,7 +162,7 @@ _DUMPING: Rules = {
     ev.WorkerFinished: Rule(workers.finished),
     ev.WorkerHolds: Rule(workers.holds, follows=_nothing),
 }
-_SAVED = frozenset({Phase.SAVING}) | OVER
+_SAVED = frozenset({JobPhase.SAVING}) | OVER
 _CONFIRMING: Rules = {
     **_DUMPING,
     ev.WorkerLost: Rule(workers.lost_while_dumping, _SAVED),
@@ -176,20 +176,20 @@ _RELEASED: Rules = {
     ev.WorkerRaised: Rule(workers.raised_after_release),
     ev.WorkerFinished: Rule(workers.finished),
 }
-_WRITTEN = frozenset({Phase.PUBLISHING, Phase.DISCARDING})
-_RULES: dict[Phase, Rules] = {
-    Phase.JOINING: _JOINING,
-    Phase.RUNNING: _IN_STEP,
-    Phase.SUSPECTING: _AS_USUAL,
-    Phase.PAUSING: _PAUSING,
-    Phase.RESUMED: _RESUMED,
-    Phase.RESTARTING: _RESTARTING,
-    Phase.CONFIRMING: _CONFIRMING,
-    Phase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
-    Phase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, OVER)},
-    Phase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
-    Phase.RELEASED: _RELEASED,
-    Phase.ENDING: _ALWAYS,
+_WRITTEN = frozenset({JobPhase.PUBLISHING, JobPhase.DISCARDING})
+_RULES: dict[JobPhase, Rules] = {
+    JobPhase.JOINING: _JOINING,
+    JobPhase.RUNNING: _IN_STEP,
+    JobPhase.SUSPECTING: _AS_USUAL,
+    JobPhase.PAUSING: _PAUSING,
+    JobPhase.RESUMED: _RESUMED,
+    JobPhase.RESTARTING: _RESTARTING,
+    JobPhase.CONFIRMING: _CONFIRMING,
+    JobPhase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
+    JobPhase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, OVER)},
+    JobPhase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
+    JobPhase.RELEASED: _RELEASED,
+    JobPhase.ENDING: _ALWAYS,
 }
 for _phase, _rules in _RULES.items():
     _RULES[_phase] = {**_rules, ev.AgentLeft: Rule(nodes.left, nodes.WITHOUT_NODE[_phase])}
@@ -198,29 +198,29 @@ _SAVED_NOW = "the job is being saved, and then ends"
 _IN_DUMP = dict.fromkeys(
     (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining), _SAVED_NOW
 )
-_IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
+_IGNORED: dict[JobPhase, dict[type[ev.Event], str]] = {
     **{
         phase: {ev.WorkerDumped: _NO_DUMP}
         for phase in (
-            Phase.JOINING,
-            Phase.RUNNING,
-            Phase.SUSPECTING,
-            Phase.RESUMED,
-            Phase.RESTARTING,
+            JobPhase.JOINING,
+            JobPhase.RUNNING,
+            JobPhase.SUSPECTING,
+            JobPhase.RESUMED,
+            JobPhase.RESTARTING,
         )
     },
-    Phase.PAUSING: {
+    JobPhase.PAUSING: {
         ev.WorkerReturned: "it was told to stop just then, and stops next",
         ev.WorkerDumped: "this dump is void",
     },
     **dict.fromkeys(DUMPING, _IN_DUMP),
-    Phase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
-    Phase.RELEASED: dict.fromkeys(
+    JobPhase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
+    JobPhase.RELEASED: dict.fromkeys(
         (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining),
         "its function has returned since",
     ),
-    Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
-    Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
+    JobPhase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
+    JobPhase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
 }
 RULES = TransitionTable(_RULES, _IGNORED)
 TRANSITIONS = RULES.transitions
@@ -259,7 +259,7 @@ class RecoveryMachine(Machine[JobState]):
         super().__init__(arguments, job)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         """Where the job is."""
         return self._state.phase
 
@@ -287,7 +287,7 @@ class RecoveryMachine(Machine[JobState]):
         something ends.
         """
         job = self._state
-        if job.phase is Phase.ENDED:
+        if job.phase is JobPhase.ENDED:
             return None
         lease = job.leases.next_deadline() if with_leases else None
         deadlines = (lease, *job.deadlines)

@@ -13,17 +13,17 @@ from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
 from taskd.core.job.membership import FELL_BACK, Member
 from taskd.core.job.state import JobState
-from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
+from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
 from taskd.core.policy.peers import peers_of
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
 # Where the loss of a node may lead at once.
-_TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
-WITHOUT_NODE: dict[Phase, frozenset[Phase]] = {
-    **dict.fromkeys(Phase, OVER),
+_TO_END = frozenset({JobPhase.PAUSING, JobPhase.CONFIRMING}) | OVER
+WITHOUT_NODE: dict[JobPhase, frozenset[JobPhase]] = {
+    **dict.fromkeys(JobPhase, OVER),
     **dict.fromkeys(TRAINING, _TO_END),
-    Phase.JOINING: frozenset({Phase.RUNNING, Phase.SUSPECTING}) | OVER,
+    JobPhase.JOINING: frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING}) | OVER,
 }
 
 
@@ -32,9 +32,9 @@ def refusal(job: JobState, event: ev.AgentRegistered) -> str | None:
 
     Once the job has begun, generations are made by this manager alone.
     """
-    if job.phase is Phase.ENDED:
+    if job.phase is JobPhase.ENDED:
         return f"the job has ended: {job.reason}"
-    if job.phase is not Phase.JOINING and event.generation > job.generation:
+    if job.phase is not JobPhase.JOINING and event.generation > job.generation:
         return f"the job is in generation {job.generation}, this agent says {event.generation}"
     return job.membership.refusal(event)
 
@@ -51,10 +51,10 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     job.leases.renew(event.node_rank, event.now)
     job.generation = max(job.generation, event.generation)
     job.budget.adopt(event.restarts_used)
-    if job.phase is Phase.ENDING:
+    if job.phase is JobPhase.ENDING:
         return _repeat_order(job)
     missed = _compare(job, event) if is_known else []
-    if job.phase is not Phase.JOINING:
+    if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     if job.membership.is_complete:
         complete(job)
@@ -74,7 +74,7 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     membership = job.membership
     membership.leave(node_rank, outcome)
     job.leases.drop(node_rank)
-    if job.phase is Phase.ENDING:
+    if job.phase is JobPhase.ENDING:
         return end_if_all_left(job)
     if outcome == FELL_BACK:
         # The manager was away for longer than a fault may wait. The other nodes cannot train
@@ -92,10 +92,10 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     for member in members:
         membership.finish(member)
     if any(node.is_present for node in membership.nodes.values()):
-        if job.phase is Phase.JOINING and membership.is_complete:
+        if job.phase is JobPhase.JOINING and membership.is_complete:
             complete(job)
         return []
-    if membership.is_complete or job.phase is Phase.RELEASED:
+    if membership.is_complete or job.phase is JobPhase.RELEASED:
         return end(job, succeeded=True, reason="every node succeeded")
     # An earlier manager knew the others, or they are late.
     job.join_by = job.now + job.timeouts.agent_lease_s
@@ -127,7 +127,7 @@ def drain(job: JobState, event: ev.AgentDraining) -> Commands:
 
 def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
     """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
-    is_first = job.phase is Phase.JOINING and event.node_rank not in job.membership.nodes
+    is_first = job.phase is JobPhase.JOINING and event.node_rank not in job.membership.nodes
     for report in event.workers:
         failure = report.failure
         if failure is None:
@@ -147,14 +147,14 @@ def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
     A version that a worker held before a life or a recovery that this manager has ordered since
     counts no more.
     """
-    is_awaited = job.phase is Phase.PAUSING and event.generation == job.generation
+    is_awaited = job.phase is JobPhase.PAUSING and event.generation == job.generation
     missed = []
     for report in sorted(event.workers, key=lambda report: report.rank):
         member, state = job.membership.members[report.rank], WorkerState(report.state)
         if report.incarnation != member.incarnation:
             missed.append(member)
             continue
-        if job.phase is Phase.JOINING:
+        if job.phase is JobPhase.JOINING:
             job.membership.note_version(report.version)
         member.declared = member.declared or report.declared
         member.entered = member.entered or report.entered
@@ -193,18 +193,18 @@ def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) ->
         job.unanswered = []  # nobody is replaced any more
         return [] if has_lost_writer(job) else _repeat_order(job)
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
-    if job.phase is Phase.PAUSING:
+    if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
-    if job.phase is Phase.RELEASED:
+    if job.phase is JobPhase.RELEASED:
         lost, job.unanswered = job.unanswered, []
-        for known in lost:
-            fail_after_release(job, known)
+        for timed in lost:
+            fail_after_release(job, timed)
     return commands
 
 
 def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Member]) -> bool:
     """Whether the last order concerns workers of this agent that have not obeyed it."""
-    if job.phase in (Phase.PAUSING, Phase.RELEASED):
+    if job.phase in (JobPhase.PAUSING, JobPhase.RELEASED):
         return True
     if isinstance(job.last_order, do.RestartGroup):
         return bool(missed)
@@ -221,7 +221,7 @@ def _repeat_order(job: JobState) -> Commands:
 
 def _is_to_come(job: JobState, member: Member) -> bool:
     """Whether a new life of it was ordered that nobody has heard of yet."""
-    is_restarting = job.phase is Phase.RESTARTING
+    is_restarting = job.phase is JobPhase.RESTARTING
     is_restarted = is_restarting and member.state is WorkerState.STARTING
     return member.is_live and (member.replaced or is_restarted)
 
@@ -239,13 +239,13 @@ def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
     requests, membership = job.peers, job.membership
     requests.asked[event.node_rank] = event
     requests.told.pop(event.node_rank, None)
-    is_ending = job.phase in DUMPING or job.phase is Phase.ENDING
+    is_ending = job.phase in DUMPING or job.phase is JobPhase.ENDING
     if is_ending or len(requests.asked) != membership.joined_node_count:
         return []
     pairs = peers_of({node_rank: asked.host for node_rank, asked in requests.asked.items()})
     if not pairs:
-        was_hopeless, requests.is_hopeless = requests.is_hopeless, True
-        return [] if was_hopeless else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
+        was_reported, requests.is_reported = requests.is_reported, True
+        return [] if was_reported else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
     commands: Commands = []
     incarnations = {rank: node.agent_incarnation for rank, node in membership.nodes.items()}
     for node_rank, peer in sorted(pairs.items()):

@@ -12,7 +12,7 @@ from taskd.core.faults import Fault
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -22,14 +22,14 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
 
     `finish_step`: after the step that they are in.
     """
-    job.phase = Phase.PAUSING
+    job.phase = JobPhase.PAUSING
     job.generation += 1
     attempt.commanded(job.now)
     job.awaited.clear()
     latest = job.dump.finish_step_by if job.dump is not None else None
     for member in job.membership.live():
         if member.may_advance:
-            member.go_on()  # it will ask again, or leave
+            member.proceed()  # it will ask again, or leave
         if member.state is not WorkerState.PAUSED:
             patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
             job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
@@ -59,7 +59,7 @@ def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
 def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     """End a process that does not obey or hangs. `examine`: its stacks are written down first."""
     member = job.membership.members[fault.rank]
-    member.is_doomed = True
+    member.is_kill_ordered = True
     return do.KillWorker(
         cause,
         job.generation,
@@ -73,7 +73,7 @@ def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWo
 
 def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
     """From now on this rank has no process. `since_s`: for how many seconds it has hung."""
-    job.unanswered.append(job.timed(fault, since_s))
+    job.unanswered.append(job.timed_fault(fault, since_s))
     job.membership.members[fault.rank].lose()
     job.awaited.discard(fault.rank)
 
@@ -81,7 +81,7 @@ def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
 def restart_group(job: JobState, reason: str) -> Commands:
     """Nothing can be kept: all processes are replaced."""
     assert job.attempt is not None
-    job.phase = Phase.RESTARTING
+    job.phase = JobPhase.RESTARTING
     job.generation += 1
     job.resumed_generation = job.generation
     job.awaited.clear()
@@ -94,7 +94,7 @@ def restart_group(job: JobState, reason: str) -> Commands:
     for member in members:
         member.begin_life(member.incarnation + 1, job.now, replaced=False)
         job.awaited.set(member.rank, job.now + job.timeouts.start_s)
-    job.restart_cause = min(job.attempt.faults, key=lambda known: known.died_at, default=None)
+    job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
     lives = tuple((member.rank, member.incarnation) for member in members)
     order = do.RestartGroup(job.attempt.cause, job.generation, job.budget.used, reason, lives)
     job.last_order = order

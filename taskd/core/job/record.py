@@ -109,17 +109,17 @@ class Attempt:
         Taken for causes so far, they are its consequences.
         """
         return [
-            known
-            for known in self.faults
-            if known.fault.kind is FaultKind.RAISED
-            and known.generation == death.generation
-            and known.died_at >= death.died_at
+            timed
+            for timed in self.faults
+            if timed.fault.kind is FaultKind.RAISED
+            and timed.generation == death.generation
+            and timed.died_at >= death.died_at
         ]
 
-    def demote(self, known: TimedFault) -> None:
+    def demote(self, timed: TimedFault) -> None:
         """Not a cause after all."""
-        self.faults.remove(known)
-        self.followers.add((known.fault.rank, known.fault.incarnation))
+        self.faults.remove(timed)
+        self.followers.add((timed.fault.rank, timed.fault.incarnation))
 
     def record(
         self,
@@ -134,7 +134,7 @@ class Attempt:
         Called when the last rank is back, or, with the reason, when another recovery or the end
         comes first.
         """
-        first = min(self.faults, key=lambda known: known.died_at, default=None)
+        first = min(self.faults, key=lambda timed: timed.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at
         self.outage_began_at = (
@@ -144,7 +144,7 @@ class Attempt:
         return RecoveryRecord(
             generation=generation,
             strategy=self.strategy.value,
-            faults=tuple(known.fault for known in sorted(self.faults, key=_order)),
+            faults=tuple(timed.fault for timed in sorted(self.faults, key=_order)),
             followers=len(self.followers),
             version=self.version,
             sources=tuple((move.rank, self._source(move)) for move in self.moves),
@@ -175,5 +175,5 @@ def _duration(event: WorkerRecovered) -> float:
     return event.groups_s + event.state_s + event.first_step_s
 
 
-def _order(known: TimedFault) -> tuple[float, int]:
-    return known.died_at, known.fault.rank
+def _order(timed: TimedFault) -> tuple[float, int]:
+    return timed.died_at, timed.fault.rank

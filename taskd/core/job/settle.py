@@ -14,7 +14,7 @@ from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.job.stopped import all_stopped, explain
-from taskd.core.phase import OVER, TRAINING, Phase
+from taskd.core.phase import OVER, TRAINING, JobPhase
 from taskd.core.policy.ladder import Strategy, choose
 from taskd.core.transitions import Commands, FollowUp
 from taskd.core.worker_state import WorkerState
@@ -31,9 +31,9 @@ def answer(job: JobState) -> Commands:
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
     records, attempt = begin_attempt(job, faults)
-    attempt.followers.update((known.fault.rank, known.fault.incarnation) for known in suspects)
-    for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
-        verdict = count_fault(job, attempt, known)
+    attempt.followers.update((timed.fault.rank, timed.fault.incarnation) for timed in suspects)
+    for timed in sorted(faults, key=lambda timed: (timed.died_at, timed.fault.rank)):
+        verdict = count_fault(job, attempt, timed)
         if verdict is not None:
             return records + dump.end_job(job, *verdict)
     said = records + warn(job)  # files and log lines can wait, ranks cannot
@@ -58,7 +58,7 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
         attempt.strategy, attempt.reason = choice.strategy, choice.reason
     if choice.strategy is Strategy.RESTART:
         return orders.restart_group(job, choice.reason)
-    is_stopping = job.phase is Phase.PAUSING
+    is_stopping = job.phase is JobPhase.PAUSING
     commands: Commands = [] if is_stopping else [orders.interrupt(job, attempt)]
     return commands + [orders.replace(job, member) for member in lost]
 
@@ -75,7 +75,7 @@ def _want_back(job: JobState) -> Commands:
             signature=detail,
             exit_code=0,
         )
-        job.unanswered.append(job.timed(fault, 0.0))
+        job.unanswered.append(job.timed_fault(fault, 0.0))
         member.lose()
     return []
 
@@ -86,7 +86,7 @@ def _want_back(job: JobState) -> Commands:
 def _arrived(job: JobState) -> list[int]:
     """Ranks that have done what was awaited of them, or never will."""
     training = (WorkerState.RUNNING, WorkerState.RETURNED)
-    arrived = (WorkerState.PAUSED,) if job.phase is Phase.PAUSING else training
+    arrived = (WorkerState.PAUSED,) if job.phase is JobPhase.PAUSING else training
     members = job.membership.members
     return [
         rank for rank in job.awaited if members[rank].state in arrived or not members[rank].is_live
@@ -131,28 +131,28 @@ def _have_returned(job: JobState) -> bool:
 
 def _release(job: JobState) -> Commands:
     """Every function has returned: nobody can need a copy of the state any more."""
-    job.phase = Phase.RELEASED
+    job.phase = JobPhase.RELEASED
     job.last_order = do.Release(job.cause, job.generation)
     return [job.last_order]
 
 
 # ---------------------------------------------------------------------- the order
 
-_ENDS = OVER | {Phase.CONFIRMING}
-_STOPPING = {Phase.PAUSING, Phase.RESTARTING}
-_GOING_ON = {Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING}
+_ENDS = OVER | {JobPhase.CONFIRMING}
+_STOPPING = {JobPhase.PAUSING, JobPhase.RESTARTING}
+_GOING_ON = {JobPhase.RUNNING, JobPhase.RESUMED, JobPhase.RESTARTING, JobPhase.SAVING}
 _SUSPECTED = "all are back, and another fault is suspected"
 FOLLOW_UPS = (
     FollowUp(
-        "a writer is gone", {Phase.SAVING, Phase.PUBLISHING},
-        dump.has_lost_writer, dump.do_without_writer, _ENDS | {Phase.SAVING},
+        "a writer is gone", {JobPhase.SAVING, JobPhase.PUBLISHING},
+        dump.has_lost_writer, dump.do_without_writer, _ENDS | {JobPhase.SAVING},
     ),
     FollowUp(
-        "the writer that removes is gone", {Phase.DISCARDING},
+        "the writer that removes is gone", {JobPhase.DISCARDING},
         dump.has_lost_writer, dump.do_without_writer, OVER,
     ),
     FollowUp(
-        "all others have ended", {Phase.RELEASED}, may_end_after_release, end_after_release, OVER
+        "all others have ended", {JobPhase.RELEASED}, may_end_after_release, end_after_release, OVER
     ),
     FollowUp("a rank has arrived", TRAINING, lambda job: bool(_arrived(job)), _forget_arrived),
     FollowUp(
@@ -164,15 +164,15 @@ FOLLOW_UPS = (
         lambda job: job.dump is None and bool(job.membership.missing()), _want_back,
     ),
     FollowUp(
-        "all ranks have stopped", {Phase.PAUSING}, lambda job: not len(job.awaited),
+        "all ranks have stopped", {JobPhase.PAUSING}, lambda job: not len(job.awaited),
         all_stopped, _ENDS | _GOING_ON,
     ),
     FollowUp(
-        "all ranks are back", {Phase.RESUMED, Phase.RESTARTING}, _are_back, _count_back,
-        {Phase.RUNNING},
+        "all ranks are back", {JobPhase.RESUMED, JobPhase.RESTARTING}, _are_back, _count_back,
+        {JobPhase.RUNNING},
     ),
-    FollowUp(_SUSPECTED, {Phase.SUSPECTING}, _are_back, _count_back),
+    FollowUp(_SUSPECTED, {JobPhase.SUSPECTING}, _are_back, _count_back),
     FollowUp(
-        "all functions have returned", {Phase.RUNNING}, _have_returned, _release, {Phase.RELEASED}
+        "all functions have returned", {JobPhase.RUNNING}, _have_returned, _release, {JobPhase.RELEASED}
     ),
 )  # fmt: skip

@@ -12,8 +12,8 @@ from taskd.core.events import AgentMirrors
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.membership import Member, Membership
 from taskd.core.job.record import Attempt
-from taskd.core.phase import Phase
-from taskd.core.policy.hangs import Progress
+from taskd.core.phase import JobPhase
+from taskd.core.policy.hangs import HangDetector
 from taskd.core.policy.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
 from taskd.core.policy.leases import Deadlines, Leases
 from taskd.core.policy.stagnation import Stagnation
@@ -46,7 +46,7 @@ class PeerRequests:
 
     asked: dict[int, AgentMirrors] = field(default_factory=dict)
     told: dict[int, tuple[object, ...]] = field(default_factory=dict)
-    is_hopeless: bool = False  # all nodes are on one host, and that was reported
+    is_reported: bool = False  # all nodes are on one host, and that was reported
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class JobState(MachineState):
     membership: Membership
     leases: Leases
     allowed: frozenset[Strategy] = WITHOUT_DUMP
-    phase: Phase = Phase.JOINING
+    phase: JobPhase = JobPhase.JOINING
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended
     last_order: do.Command | None = None  # to all nodes; repeated to an agent that comes back
@@ -87,13 +87,13 @@ class JobState(MachineState):
     budget: Budget = field(default_factory=Budget)
     repeats: RepeatRules = field(default_factory=RepeatRules)
     stagnation: Stagnation = field(default_factory=Stagnation)
-    progress: Progress = field(init=False)
+    hangs: HangDetector = field(init=False)
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
 
     def __post_init__(self) -> None:
         """What is made from the other attributes."""
-        self.progress = Progress(self.timeouts)
+        self.hangs = HangDetector(self.timeouts)
 
     # ------------------------------------------------------------------ what follows from the
     # attributes
@@ -107,7 +107,7 @@ class JobState(MachineState):
         """Whether this deadline has come."""
         return deadline is not None and deadline <= self.now
 
-    def timed(self, fault: Fault, age_s: float) -> TimedFault:
+    def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
         """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
         died_at = self.now - age_s
         born_at = self.membership.members[fault.rank].born_at
@@ -116,18 +116,18 @@ class JobState(MachineState):
 
     def vanished(self, member: Member) -> TimedFault:
         """A fault for a worker that is lost while the report of its death is still on its way."""
-        return self.timed(member.fault(FaultKind.LOST), 0.0)
+        return self.timed_fault(member.fault(FaultKind.LOST), 0.0)
 
     def has_unanswered(self, fault: Fault) -> bool:
         """Whether a fault of the same life waits to be answered already."""
         life = (fault.rank, fault.incarnation)
         waiting = [*self.unanswered, *self.suspects]
-        return any((known.fault.rank, known.fault.incarnation) == life for known in waiting)
+        return any((timed.fault.rank, timed.fault.incarnation) == life for timed in waiting)
 
     def what_happened(self) -> str:
         """The faults of the recovery that is under way, in words."""
         faults = [] if self.attempt is None else self.attempt.faults
-        return "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
+        return "; ".join(describe(timed.fault) for timed in faults) or "a recovery is needed"
 
     def was_told_to_advance(self, rank: int) -> bool:
         """Whether this rank was told to do one step more, and has not stopped since."""

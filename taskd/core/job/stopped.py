@@ -16,7 +16,7 @@ from taskd.core.job.ending import give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, who_advances
 from taskd.core.policy.ladder import Choice, Strategy, choose
 from taskd.core.transitions import Commands
@@ -32,7 +32,7 @@ def all_stopped(job: JobState) -> Commands:
         return write_dump(job)
     live = job.membership.live()
     if not live:
-        job.phase = Phase.RUNNING
+        job.phase = JobPhase.RUNNING
         return close_attempt(job, "every process has ended")
     assert job.attempt is not None
     note_progress(job, job.generation)
@@ -73,7 +73,7 @@ def advance(job: JobState) -> Commands:
         return []
     version = 1 + max(members[rank].version or 0 for rank in ranks)
     for rank in ranks:
-        members[rank].go_on()
+        members[rank].proceed()
         job.awaited.set(rank, ends_at)
     names = ", ".join(map(str, ranks))
     job.story.note(job.now, f"to go on to version {version}: ranks {names}")
@@ -99,7 +99,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
         job.story.note(job.now, f"its black box held no extras of version {cut.version}", rank)
     for member in live:
         member.resume()
-    job.phase, job.resumed_generation = Phase.RESUMED, job.generation
+    job.phase, job.resumed_generation = JobPhase.RESUMED, job.generation
     attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
     # they change from now on; nodes tell again at the next Interrupt
     job.membership.mirrors.clear()
@@ -140,7 +140,7 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     spared = _without_loss(copies, suspected, best.redone, committed)
     if spared:
         return _replace(job, attempt, spared, "others hold what they had")
-    whose = {describe(known.fault) for known in attempt.faults if known.fault.rank in suspected}
+    whose = {describe(timed.fault) for timed in attempt.faults if timed.fault.rank in suspected}
     came_back = f"the same exception came back: {'; '.join(sorted(whose))}"
     left = [_renewed(copy) if copy.rank in suspected else copy for copy in copies.values()]
     if isinstance(plan_cut(left, committed), Cut):
@@ -152,7 +152,7 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
         attempt.reason = f"{came_back}, and {only}: all are replaced"
         job.story.note(job.now, f"strategy restart: {attempt.reason}")
         return orders.restart_group(job, attempt.reason)
-    fault = next(known.fault for known in attempt.faults if known.fault.rank in suspected)
+    fault = next(timed.fault for timed in attempt.faults if timed.fault.rank in suspected)
     cannot = "its process cannot be replaced: only it holds its part of the state"
     return end_job(job, f"{came_back}, and {cannot}", fault)
 

@@ -9,13 +9,13 @@ from taskd.core import events as ev
 from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
 from taskd.core.job.attempts import count_recovered
-from taskd.core.job.dump import end_job, go_on_with_status
+from taskd.core.job.dump import end_job, proceed_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.job.stopped import advance
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -28,7 +28,7 @@ def started(job: JobState, event: ev.WorkerStarted) -> Commands:
     if member.state is not WorkerState.STARTING or member.replaced:
         return []
     member.state = WorkerState.RUNNING
-    if job.phase is Phase.RESTARTING:
+    if job.phase is JobPhase.RESTARTING:
         job.awaited.discard(event.rank)
     is_restart = job.attempt is not None and job.attempt.is_restart
     return count_recovered(job, event.rank, None) if is_restart else []
@@ -58,10 +58,10 @@ def holds(job: JobState, event: ev.WorkerHolds) -> Commands:
 
 def lost(job: JobState, event: ev.WorkerLost) -> Commands:
     """A process is gone."""
-    known = _take_loss(job, event)
-    if known is None:
+    timed = _take_loss(job, event)
+    if timed is None:
         return exit_known(job, event)
-    job.unanswered.append(known)
+    job.unanswered.append(timed)
     return []
 
 
@@ -78,17 +78,17 @@ def lost_while_dumping(job: JobState, event: ev.WorkerLost) -> Commands:
 
     It may be a writer; or one that was killed, which leaves its snapshots.
     """
-    was_doomed = job.membership.members[event.rank].is_doomed
-    known = _take_loss(job, event)
-    if known is not None:
+    was_kill_ordered = job.membership.members[event.rank].is_kill_ordered
+    timed = _take_loss(job, event)
+    if timed is not None:
         return []
-    return go_on_with_status(job) if was_doomed else exit_known_while_dumping(job, event)
+    return proceed_with_status(job) if was_kill_ordered else exit_known_while_dumping(job, event)
 
 
 def lost_after_release(job: JobState, event: ev.WorkerLost) -> Commands:
     """RELEASED: nothing is to be trained any more."""
-    known = _take_loss(job, event)
-    return exit_known_late(job, event) if known is None else fail_after_release(job, known)
+    timed = _take_loss(job, event)
+    return exit_known_late(job, event) if timed is None else fail_after_release(job, timed)
 
 
 def _take_loss(job: JobState, event: ev.WorkerLost) -> TimedFault | None:
@@ -97,21 +97,21 @@ def _take_loss(job: JobState, event: ev.WorkerLost) -> TimedFault | None:
     if member.state is WorkerState.LOST:
         if event.box_versions:
             member.box_versions = event.box_versions
-        member.snapshots, member.is_doomed = event.snapshots, False
+        member.snapshots, member.is_kill_ordered = event.snapshots, False
         return None
-    known = job.timed(event.fault, event.age_s)
+    timed = job.timed_fault(event.fault, event.age_s)
     member.lose(event.box_versions, event.snapshots)
     job.awaited.discard(event.rank)
     if event.fault.kind is FaultKind.LOST:
-        job.without_status[event.rank, event.incarnation] = known
-    return known
+        job.without_status[event.rank, event.incarnation] = timed
+    return timed
 
 
 def lost_before_restart(job: JobState, event: ev.WorkerLost) -> Commands:
     """A death in the life before the last restart of the group: perhaps the reason for it."""
     member = job.membership.members.get(event.rank)
     is_former = member is not None and event.incarnation == member.incarnation - 1
-    if not is_former or job.phase is Phase.ENDING:
+    if not is_former or job.phase is JobPhase.ENDING:
         return []
     earlier = TimedFault(event.fault, event.now - event.age_s, event.now)
     verdict = correct_restart_cause(job, earlier)
@@ -123,17 +123,17 @@ Status = ev.WorkerExitKnown | ev.WorkerLost
 
 def exit_known(job: JobState, event: Status) -> Commands:
     """How it died. May show that trying again is pointless."""
-    known = _take_status(job, event)
-    if known is None or known.generation is None:
+    timed = _take_status(job, event)
+    if timed is None or timed.generation is None:
         return []
-    verdict = count_exit_status(job, known)
+    verdict = count_exit_status(job, timed)
     return warn(job) if verdict is None else end_job(job, *verdict)
 
 
 def exit_known_while_dumping(job: JobState, event: Status) -> Commands:
     """The reason of the end is complete."""
-    known = _take_status(job, event)
-    return [] if known is None or known.generation is None else go_on_with_status(job)
+    timed = _take_status(job, event)
+    return [] if timed is None or timed.generation is None else proceed_with_status(job)
 
 
 def exit_known_late(job: JobState, event: Status) -> Commands:
@@ -145,15 +145,15 @@ def exit_known_late(job: JobState, event: Status) -> Commands:
 def _take_status(job: JobState, event: Status) -> TimedFault | None:
     """The fault whose exit status this is; None: it was known, or is still not known."""
     life = (event.rank, event.incarnation)
-    known = job.without_status.get(life)
-    if known is None:
+    timed = job.without_status.get(life)
+    if timed is None:
         job.ignore("nobody waits to hear how it ended", event.rank)
         return None
-    known.fault = event.fault
+    timed.fault = event.fault
     if event.fault.kind is FaultKind.LOST:
         return None
     del job.without_status[life]
-    return known
+    return timed
 
 
 # ---------------------------------------------------------------------- stops
@@ -237,13 +237,13 @@ def raised(job: JobState, event: ev.WorkerRaised) -> Commands:
     is_answered = member.state is WorkerState.PAUSED or not member.is_live
     if event.generation != job.generation or is_answered:
         return _ignore_raised(job, event)
-    known = _take_exception(job, event)
+    timed = _take_exception(job, event)
     if not _may_be_victim(job, event):
-        job.unanswered.append(known)
+        job.unanswered.append(timed)
         return []
-    job.suspects.append(known)
-    if job.phase is not Phase.SUSPECTING:
-        job.phase = Phase.SUSPECTING
+    job.suspects.append(timed)
+    if job.phase is not JobPhase.SUSPECTING:
+        job.phase = JobPhase.SUSPECTING
         job.awaited.clear()
         job.suspect_until = job.now + job.timeouts.communication_grace_s
     return []
@@ -255,8 +255,8 @@ def raised_while_joining(job: JobState, event: ev.WorkerRaised) -> Commands:
     is_kept = member.state is WorkerState.PAUSED and job.has_unanswered(event.fault)
     if is_kept or not member.is_live:
         return _ignore_raised(job, event)
-    known = _take_exception(job, event)
-    (job.suspects if _may_be_victim(job, event) else job.unanswered).append(known)
+    timed = _take_exception(job, event)
+    (job.suspects if _may_be_victim(job, event) else job.unanswered).append(timed)
     defer_faults(job)
     return []
 
@@ -280,9 +280,9 @@ def raised_when_called(job: JobState, event: ev.WorkerRaised) -> Commands:
 
 def raised_after_release(job: JobState, event: ev.WorkerRaised) -> Commands:
     """RELEASED: a second function, say. This rank cannot go on, and is not to be trained again."""
-    known = job.timed(event.fault, event.age_s)
+    timed = job.timed_fault(event.fault, event.age_s)
     job.membership.members[event.rank].lose()
-    return fail_after_release(job, known)
+    return fail_after_release(job, timed)
 
 
 def _take_exception(job: JobState, event: ev.WorkerRaised) -> TimedFault:
@@ -291,7 +291,7 @@ def _take_exception(job: JobState, event: ev.WorkerRaised) -> TimedFault:
     job.membership.note_version(fault.version)
     member.pause(fault.version, event.clean, event.snapshots, may_advance=event.may_advance)
     job.awaited.discard(event.rank)
-    return job.timed(fault, event.age_s)
+    return job.timed_fault(fault, event.age_s)
 
 
 def _may_be_victim(job: JobState, event: ev.WorkerRaised) -> bool:
