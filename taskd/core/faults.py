@@ -47,6 +47,11 @@ class Fault:
     exit_code: int | None = None
     is_final: bool = False
 
+    @property
+    def life(self) -> tuple[int, int]:
+        """Whose it is: (rank, incarnation)."""
+        return self.rank, self.incarnation
+
 
 @dataclass(slots=True)
 class TimedFault:
@@ -58,6 +63,10 @@ class TimedFault:
     life_s: float = 0.0
     is_declared: bool = False  # the job used `taskd.recoverable` when it happened
     generation: int | None = None  # of the recovery that counted it
+
+    def order(self) -> tuple[float, int]:
+        """Sorts by death, then by rank."""
+        return self.died_at, self.fault.rank
 
 
 def describe(fault: Fault) -> str:

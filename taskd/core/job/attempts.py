@@ -34,7 +34,7 @@ def close_attempt(job: JobState, not_completed: str) -> Commands:
     return [] if attempt is None else [_record(job, attempt, not_completed)]
 
 
-def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None) -> Commands:
+def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None = None) -> Commands:
     """A rank is back; without a report it started, returned or ended.
 
     The last one completes the record.

@@ -65,7 +65,7 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
     """Ranks that did not stop or start in time: killed, and replaced like the dead."""
     commands: Commands = []
     for rank in sorted(_overdue(job)):
-        member = job.membership.members[rank]
+        member = job.members[rank]
         is_starting = member.state is WorkerState.STARTING
         detail = "did not start" if is_starting else "did not leave its step"
         fault = member.fault(FaultKind.UNRESPONSIVE, detail)

@@ -126,7 +126,7 @@ def _must_wait_for_status(job: JobState, dump: Dump) -> bool:
     True only the first time.
     """
     fault = _fault(job, dump)
-    members = job.membership.members.values()
+    members = job.members.values()
     is_kill_ordered = dump.may_save and any(member.is_kill_ordered for member in members)
     is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
     if dump.has_waited or not (is_kill_ordered or is_unknown):
@@ -158,7 +158,7 @@ def has_lost_writer(job: JobState) -> bool:
     if dump is None or job.phase in (JobPhase.PAUSING, JobPhase.CONFIRMING):
         return False
     needed = dump.writers[:1] if job.phase is JobPhase.DISCARDING else dump.writers
-    members = job.membership.members
+    members = job.members
     return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
 
 
@@ -251,7 +251,7 @@ def _discard(job: JobState, dump: Dump, problem: str, culprit: int) -> Commands:
 
 def _order_publisher(job: JobState, dump: Dump, phase: JobPhase) -> Commands:
     """The first writer gives the checkpoint its name, or removes what was written."""
-    member = job.membership.members[dump.writers[0]]
+    member = job.members[dump.writers[0]]
     job.phase, dump.pending = phase, {member.rank}
     dump.is_removal_ordered = phase is JobPhase.DISCARDING
     patience_s = job.timeouts.lost_grace_s if dump.is_removal_ordered else job.timeouts.dump_s
@@ -292,6 +292,6 @@ def _fault(job: JobState, dump: Dump) -> Fault | None:
     if fault is None or job.attempt is None:
         return fault
     for timed in job.attempt.faults:
-        if (timed.fault.rank, timed.fault.incarnation) == (fault.rank, fault.incarnation):
+        if timed.fault.life == fault.life:
             return timed.fault
     return fault

@@ -57,7 +57,7 @@ def fail_after_release(job: JobState, timed: TimedFault) -> Commands:
 
 def end_after_release(job: JobState) -> Commands:
     """Give up because of the earliest failure after Release."""
-    fault = min(job.after_release, key=lambda timed: (timed.died_at, timed.fault.rank)).fault
+    fault = min(job.after_release, key=TimedFault.order).fault
     return give_up(
         job, f"{describe(fault)} after the training function had returned everywhere", fault
     )

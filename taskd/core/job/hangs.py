@@ -93,7 +93,7 @@ def _kill(job: JobState, culprits: tuple[Culprit, ...]) -> Commands:
     commands: Commands = []
     version = job.hangs.count(culprits[0].rank)
     for culprit in culprits:
-        member = job.membership.members[culprit.rank]
+        member = job.members[culprit.rank]
         fault = Fault(
             FaultKind.HANG,
             culprit.rank,

@@ -11,7 +11,7 @@ def check(job: JobState) -> None:
     """Assert every invariant that can be seen from inside."""
     assert not job.undeclared, job.undeclared
     job.membership.check()
-    members = job.membership.members.values()
+    members = job.members.values()
     if job.phase is JobPhase.PAUSING:
         assert job.attempt is not None
         running = (member for member in members if member.is_live)

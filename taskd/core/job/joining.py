@@ -4,7 +4,7 @@ Owns the phase JOINING: of a job that begins, and of a manager that was restarte
 rank is new.
 """
 
-from taskd.core.faults import FaultKind, describe
+from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.ending import end, give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
@@ -19,7 +19,7 @@ def wait_for_others(job: JobState) -> None:
     """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
     _take_over_lost(job)
     ends = (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
-    if any(member.state in ends for member in job.membership.members.values()):
+    if any(member.state in ends for member in job.members.values()):
         defer_faults(job)
     else:
         job.join_by = None
@@ -69,11 +69,9 @@ def join_overdue(job: JobState) -> Commands:
             job.phase = JobPhase.RUNNING
         return []
     faults = [*job.unanswered, *job.suspects]
-    first = min(faults, key=lambda timed: (timed.died_at, timed.fault.rank), default=None)
+    first = min(faults, key=TimedFault.order, default=None)
     what = "a recovery is under way" if first is None else describe(first.fault)
-    missing = [
-        rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members
-    ]
+    missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.members]
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
     reason = f"{what}, and ranks {shown} are not known to this manager"
@@ -94,7 +92,7 @@ def lose_unreported(job: JobState, member: Member) -> None:
 
 
 def _take_over_lost(job: JobState) -> None:
-    counted = {(timed.fault.rank, timed.fault.incarnation) for timed in job.unanswered}
+    counted = {timed.fault.life for timed in job.unanswered}
     for member in job.membership.lost():
         if (member.rank, member.incarnation) not in counted:
             lose_unreported(job, member)

@@ -150,7 +150,7 @@ def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
     is_awaited = job.phase is JobPhase.PAUSING and event.generation == job.generation
     missed = []
     for report in sorted(event.workers, key=lambda report: report.rank):
-        member, state = job.membership.members[report.rank], WorkerState(report.state)
+        member, state = job.members[report.rank], WorkerState(report.state)
         if report.incarnation != member.incarnation:
             missed.append(member)
             continue
@@ -208,7 +208,7 @@ def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Memb
         return True
     if isinstance(job.last_order, do.RestartGroup):
         return bool(missed)
-    members = job.membership.members
+    members = job.members
     return isinstance(job.last_order, do.Resume) and any(
         report.state == WorkerState.PAUSED and members[report.rank].state is WorkerState.RUNNING
         for report in event.workers

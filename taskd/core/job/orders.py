@@ -58,7 +58,7 @@ def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
 
 def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     """End a process that does not obey or hangs. `examine`: its stacks are written down first."""
-    member = job.membership.members[fault.rank]
+    member = job.members[fault.rank]
     member.is_kill_ordered = True
     return do.KillWorker(
         cause,
@@ -74,7 +74,7 @@ def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWo
 def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
     """From now on this rank has no process. `since_s`: for how many seconds it has hung."""
     job.unanswered.append(job.timed_fault(fault, since_s))
-    job.membership.members[fault.rank].lose()
+    job.members[fault.rank].lose()
     job.awaited.discard(fault.rank)
 
 
@@ -87,7 +87,7 @@ def restart_group(job: JobState, reason: str) -> Commands:
     job.awaited.clear()
     committed = job.membership.committed
     job.attempt.commanded(job.now)
-    job.attempt.restarted(job.membership.members, committed)
+    job.attempt.restarted(job.members, committed)
     job.stagnation.answered(job.now, committed)
     job.membership.committed = None
     members = job.membership.ordered()

@@ -119,7 +119,7 @@ class Attempt:
     def demote(self, timed: TimedFault) -> None:
         """Not a cause after all."""
         self.faults.remove(timed)
-        self.followers.add((timed.fault.rank, timed.fault.incarnation))
+        self.followers.add(timed.fault.life)
 
     def record(
         self,
@@ -144,7 +144,7 @@ class Attempt:
         return RecoveryRecord(
             generation=generation,
             strategy=self.strategy.value,
-            faults=tuple(timed.fault for timed in sorted(self.faults, key=_order)),
+            faults=tuple(timed.fault for timed in sorted(self.faults, key=TimedFault.order)),
             followers=len(self.followers),
             version=self.version,
             sources=tuple((move.rank, self._source(move)) for move in self.moves),
@@ -173,7 +173,3 @@ class Attempt:
 
 def _duration(event: WorkerRecovered) -> float:
     return event.groups_s + event.state_s + event.first_step_s
-
-
-def _order(timed: TimedFault) -> tuple[float, int]:
-    return timed.died_at, timed.fault.rank

@@ -5,7 +5,7 @@ down what happened; here it is decided what to do about it.
 """
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import Fault, FaultKind, TimedFault
 from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, count_recovered
@@ -31,8 +31,8 @@ def answer(job: JobState) -> Commands:
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
     records, attempt = begin_attempt(job, faults)
-    attempt.followers.update((timed.fault.rank, timed.fault.incarnation) for timed in suspects)
-    for timed in sorted(faults, key=lambda timed: (timed.died_at, timed.fault.rank)):
+    attempt.followers.update(timed.fault.life for timed in suspects)
+    for timed in sorted(faults, key=TimedFault.order):
         verdict = count_fault(job, attempt, timed)
         if verdict is not None:
             return records + dump.end_job(job, *verdict)
@@ -87,7 +87,7 @@ def _arrived(job: JobState) -> list[int]:
     """Ranks that have done what was awaited of them, or never will."""
     training = (WorkerState.RUNNING, WorkerState.RETURNED)
     arrived = (WorkerState.PAUSED,) if job.phase is JobPhase.PAUSING else training
-    members = job.membership.members
+    members = job.members
     return [
         rank for rank in job.awaited if members[rank].state in arrived or not members[rank].is_live
     ]
@@ -108,7 +108,7 @@ def _is_back(member: Member, attempt: Attempt) -> bool:
 
 
 def _are_back(job: JobState) -> bool:
-    attempt, members = job.attempt, job.membership.members
+    attempt, members = job.attempt, job.members
     if attempt is None:
         return False
     return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
@@ -118,12 +118,12 @@ def _count_back(job: JobState) -> Commands:
     commands: Commands = []
     for member in job.membership.ordered():
         if job.attempt is not None and _is_back(member, job.attempt):
-            commands += count_recovered(job, member.rank, None)
+            commands += count_recovered(job, member.rank)
     return commands
 
 
 def _have_returned(job: JobState) -> bool:
-    members = job.membership.members.values()
+    members = job.members.values()
     return job.membership.nobody_works() and any(
         member.state is WorkerState.RETURNED for member in members
     )

@@ -99,6 +99,11 @@ class JobState(MachineState):
     # attributes
 
     @property
+    def members(self) -> dict[int, Member]:
+        """The members by rank."""
+        return self.membership.members
+
+    @property
     def deadlines(self) -> tuple[float | None, ...]:
         """When something is waited for no longer, leases aside."""
         return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
@@ -110,8 +115,8 @@ class JobState(MachineState):
     def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
         """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
         died_at = self.now - age_s
-        born_at = self.membership.members[fault.rank].born_at
-        is_declared = any(member.declared for member in self.membership.members.values())
+        born_at = self.members[fault.rank].born_at
+        is_declared = any(member.declared for member in self.members.values())
         return TimedFault(fault, died_at, self.now, died_at - born_at, is_declared)
 
     def vanished(self, member: Member) -> TimedFault:
@@ -120,9 +125,8 @@ class JobState(MachineState):
 
     def has_unanswered(self, fault: Fault) -> bool:
         """Whether a fault of the same life waits to be answered already."""
-        life = (fault.rank, fault.incarnation)
         waiting = [*self.unanswered, *self.suspects]
-        return any((timed.fault.rank, timed.fault.incarnation) == life for timed in waiting)
+        return any(timed.fault.life == fault.life for timed in waiting)
 
     def what_happened(self) -> str:
         """The faults of the recovery that is under way, in words."""

@@ -59,7 +59,7 @@ def advance(job: JobState) -> Commands:
     end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
     one step ahead, all do the one that the first has begun.
     """
-    members = job.membership.members
+    members = job.members
     stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)
     able = sorted(member.rank for member in stopped if member.may_advance)
     ends_at = None if job.dump is None else job.dump.finish_step_by
@@ -127,7 +127,7 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     3. else its state is saved by a dump and the job ends, if dumps are allowed;
     4. else all processes are replaced; the job goes on from its newest checkpoint.
     """
-    members, committed = job.membership.members, job.membership.committed
+    members, committed = job.members, job.membership.committed
     suspected = [
         rank for rank in sorted(attempt.broken)
         if members[rank].state is WorkerState.PAUSED and not members[rank].replaced
@@ -184,7 +184,7 @@ def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Com
     job.story.note(job.now, f"strategy {attempt.strategy.value}: {attempt.reason}")
     commands: Commands = []
     for rank in ranks:
-        member = job.membership.members[rank]
+        member = job.members[rank]
         # Its black box has the per-rank part of the version that it stands at; its successor reads
         # it.
         member.lose(() if member.version is None else (member.version,))
