@@ -66,7 +66,7 @@ class FollowUp(NamedTuple):
 
     name: str
     phases: AbstractSet[Any]
-    is_due: Callable[[Any], bool]
+    is_due: Callable[[Any], object]  # true or not, asked of the state
     move: Callable[..., Commands]
     to: AbstractSet[Any] = frozenset()
 

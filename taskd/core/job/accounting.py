@@ -1,8 +1,8 @@
 """What counts against a job: equal failures, recoveries that lead nowhere, the restart budget.
 
 Owns the counting of faults, and its correction when a fault turns out to be the consequence of
-another one, or when its exit status comes. The rules themselves are `taskd.core.policy.ladder`'s and
-`taskd.core.policy.stagnation`'s.
+another one, or when its exit status comes. The rules themselves stand in
+`taskd.core.policy.ladder` and `taskd.core.policy.stagnation`.
 """
 
 from taskd.core import commands as do
@@ -13,10 +13,10 @@ from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 
-Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show
+Ending = tuple[str, Fault]  # why the job must end, and the fault to show
 
 
-def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Verdict | None:
+def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Ending | None:
     """Make a fault part of the recovery. Returns why the job must end, if it must."""
     generation = job.generation if job.phase is JobPhase.PAUSING else job.generation + 1
     fault, timed.generation = timed.fault, generation
@@ -41,11 +41,8 @@ def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Verdict |
     return None if reason is None else (reason, fault)
 
 
-def count_exit_status(job: JobState, timed: TimedFault) -> Verdict | None:
-    """It is known now how a death came about.
-
-    Returns why the job must end, if that shows that it must.
-    """
+def count_exit_status(job: JobState, timed: TimedFault) -> Ending | None:
+    """It is known now how a death came about. Returns why the job must end, if it must."""
     if timed.generation is None:
         return None
     job.stagnation.explained(timed)
@@ -55,7 +52,7 @@ def count_exit_status(job: JobState, timed: TimedFault) -> Verdict | None:
     return (reason, timed.fault) if reason is not None else job.stagnation.verdict()
 
 
-def correct_restart_cause(job: JobState, earlier: TimedFault) -> Verdict | None:
+def correct_restart_cause(job: JobState, earlier: TimedFault) -> Ending | None:
     """The group was restarted because of a victim: this death came before, its report after."""
     victim = job.restart_cause
     if victim is None or victim.is_declared or earlier.died_at >= victim.died_at:

@@ -77,7 +77,6 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
 
 _JOINED = OVER | {JobPhase.RUNNING}
 _SAVED = OVER | {JobPhase.SAVING}
-_LATE = "a rank has not stopped or started"
 OVERDUE = (
     FollowUp(
         "ranks have not joined", {JobPhase.JOINING},
@@ -97,15 +96,17 @@ OVERDUE = (
     ),
     FollowUp(
         "a rank has not written", {JobPhase.SAVING},
-        lambda job: bool(_overdue(job)), overdue_writers, {JobPhase.DISCARDING},
+        _overdue, overdue_writers, {JobPhase.DISCARDING},
     ),
     FollowUp(
         "the first writer is not done", {JobPhase.PUBLISHING, JobPhase.DISCARDING},
-        lambda job: bool(_overdue(job)), overdue_writers, OVER,
+        _overdue, overdue_writers, OVER,
     ),
-    FollowUp("a rank has not finished its step", {JobPhase.PAUSING}, _may_finish_step, stop_for_dump),
     FollowUp(
-        _LATE, {JobPhase.PAUSING, JobPhase.RESTARTING},
-        lambda job: bool(_overdue(job)), _count_overdue_as_lost,
+        "a rank has not finished its step", {JobPhase.PAUSING}, _may_finish_step, stop_for_dump
+    ),
+    FollowUp(
+        "a rank has not stopped or started", {JobPhase.PAUSING, JobPhase.RESTARTING},
+        _overdue, _count_overdue_as_lost,
     ),
 )  # fmt: skip

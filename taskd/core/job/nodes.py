@@ -1,4 +1,4 @@
-"""Agent registration, reconnection, heartbeats, departure, and the pairs of nodes that keep each other's snapshots.
+"""Agents: registration, reconnection, heartbeats, departure, and which node mirrors which.
 
 Owns what the job learns from agents about themselves. What workers report is in
 `taskd.core.job.workers`.
@@ -19,11 +19,10 @@ from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
 # Where the loss of a node may lead at once.
-_TO_END = frozenset({JobPhase.PAUSING, JobPhase.CONFIRMING}) | OVER
 WITHOUT_NODE: dict[JobPhase, frozenset[JobPhase]] = {
     **dict.fromkeys(JobPhase, OVER),
-    **dict.fromkeys(TRAINING, _TO_END),
-    JobPhase.JOINING: frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING}) | OVER,
+    **dict.fromkeys(TRAINING, OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}),
+    JobPhase.JOINING: OVER | {JobPhase.RUNNING, JobPhase.SUSPECTING},
 }
 
 
@@ -43,8 +42,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     """An agent came, for the first time or again."""
     refused = refusal(job, event)
     if refused is not None:
-        job.story.note(event.now, f"ignored: refused: {refused}")
-        return []
+        return job.ignore(f"refused: {refused}")
     is_known = event.node_rank in job.membership.nodes
     _take_over_faults(job, event)
     job.membership.register(event)
@@ -56,10 +54,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     missed = _compare(job, event) if is_known else []
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
-    if job.membership.is_complete:
-        complete(job)
-    else:
-        wait_for_others(job)
+    (complete if job.membership.is_complete else wait_for_others)(job)
     return []
 
 
@@ -76,19 +71,18 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     job.leases.drop(node_rank)
     if job.phase is JobPhase.ENDING:
         return end_if_all_left(job)
+    gone = f"the agent of node {node_rank} {how}"
     if outcome == FELL_BACK:
         # The manager was away for longer than a fault may wait. The other nodes cannot train
         # without this one, and cannot follow it while they listen to the manager.
-        reason = f"the agent of node {node_rank} {how}"
-        return end(job, succeeded=True, reason=reason, left_alone=True)
+        return end(job, succeeded=True, reason=gone, left_alone=True)
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_to_come(job, member) for member in members):
         for member in members:
             member.lose()
             job.awaited.discard(member.rank)
         crossed = f"{job.what_happened()}, and node {node_rank} has already left"
-        lost = f"the agent of node {node_rank} {how}"
-        return end_job(job, crossed if outcome == "succeeded" else lost)
+        return end_job(job, crossed if outcome == "succeeded" else gone)
     for member in members:
         membership.finish(member)
     if any(node.is_present for node in membership.nodes.values()):
@@ -126,11 +120,10 @@ def drain(job: JobState, event: ev.AgentDraining) -> Commands:
 
 
 def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
-    """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
+    """What the agent knows of failures: not answered yet, or being answered by another manager."""
     is_first = job.phase is JobPhase.JOINING and event.node_rank not in job.membership.nodes
     for report in event.workers:
-        failure = report.failure
-        if failure is None:
+        if (failure := report.failure) is None:
             continue
         died_at = event.now - failure.age_s
         if not failure.replaced:
@@ -140,9 +133,7 @@ def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
 
 
 def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
-    """Take over what an agent that came back says of its workers.
-
-    Returns those whose new life it has missed.
+    """Take over what an agent that came back says. Returns the ranks whose new life it has missed.
 
     A version that a worker held before a life or a recovery that this manager has ordered since
     counts no more.
@@ -175,10 +166,9 @@ def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
 
 
 def _take_over_stopped(job: JobState, member: Member, report: ev.WorkerReport) -> None:
-    """It waits.
+    """It waits. If it was told to advance since, the report is older, or the order was lost.
 
-    If it was told to advance since, this is older than the order, or the order was lost: then it is
-    repeated.
+    The order is repeated then.
     """
     job.membership.note_version(report.version)
     if report.may_advance and job.was_told_to_advance(member.rank):
@@ -196,9 +186,9 @@ def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) ->
     if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
     if job.phase is JobPhase.RELEASED:
-        lost, job.unanswered = job.unanswered, []
-        for timed in lost:
+        for timed in job.unanswered:
             fail_after_release(job, timed)
+        job.unanswered = []
     return commands
 
 
@@ -221,18 +211,17 @@ def _repeat_order(job: JobState) -> Commands:
 
 def _is_to_come(job: JobState, member: Member) -> bool:
     """Whether a new life of it was ordered that nobody has heard of yet."""
-    is_restarting = job.phase is JobPhase.RESTARTING
-    is_restarted = is_restarting and member.state is WorkerState.STARTING
-    return member.is_live and (member.replaced or is_restarted)
+    is_starting = member.state is WorkerState.STARTING
+    return (member.is_live and member.replaced) or (
+        is_starting and job.phase is JobPhase.RESTARTING
+    )
 
 
 # ---------------------------------------------------------------------- peer nodes
 
 
 def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
-    """A node wants its snapshots kept elsewhere, too.
-
-    Or it has come back and may have missed its peer.
+    """A node wants its snapshots kept elsewhere, too; or has come back and may have missed its peer.
 
     Pairs are made when every node has asked: else each that comes would move the mirrors of others.
     """

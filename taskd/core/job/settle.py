@@ -1,11 +1,13 @@
-"""What follows from the state of the job after an event, one thing after the other, until nothing more follows.
+"""What follows from the state of the job, whatever the event was.
 
 Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an event only writes
 down what happened; here it is decided what to do about it.
 """
 
+from dataclasses import replace
+
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind, TimedFault
+from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, count_recovered
@@ -67,14 +69,8 @@ def _want_back(job: JobState) -> Commands:
     """Ranks that ended well, and too early as it turns out."""
     for member in job.membership.missing():
         detail = "exit 0 before it came to its function, while others train"
-        fault = Fault(
-            FaultKind.EXITED_EARLY,
-            member.rank,
-            member.incarnation,
-            detail,
-            signature=detail,
-            exit_code=0,
-        )
+        fault = member.fault(FaultKind.EXITED_EARLY, detail)
+        fault = replace(fault, version=None, exit_code=0)
         job.unanswered.append(job.timed_fault(fault, 0.0))
         member.lose()
     return []
@@ -100,10 +96,7 @@ def _forget_arrived(job: JobState) -> Commands:
 
 
 def _is_back(member: Member, attempt: Attempt) -> bool:
-    """Whether it has recovered without a new commit: it was to start, and has.
-
-    Or nothing is left for it to do.
-    """
+    """Whether it has recovered without a new commit: it has started, or has nothing left to do."""
     return member.is_done or (attempt.is_restart and member.state is WorkerState.RUNNING)
 
 
@@ -154,7 +147,7 @@ FOLLOW_UPS = (
     FollowUp(
         "all others have ended", {JobPhase.RELEASED}, may_end_after_release, end_after_release, OVER
     ),
-    FollowUp("a rank has arrived", TRAINING, lambda job: bool(_arrived(job)), _forget_arrived),
+    FollowUp("a rank has arrived", TRAINING, _arrived, _forget_arrived),
     FollowUp(
         "a fault", TRAINING, lambda job: bool(job.unanswered) or job.is_recovery_needed,
         answer, _ENDS | _STOPPING,

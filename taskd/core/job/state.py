@@ -42,7 +42,7 @@ class Dump:
 
 @dataclass(slots=True)
 class PeerRequests:
-    """What nodes said of the memory that they have for snapshots of others, and what they were told."""
+    """What nodes said of their memory for snapshots of others, and what they were told."""
 
     asked: dict[int, AgentMirrors] = field(default_factory=dict)
     told: dict[int, tuple[object, ...]] = field(default_factory=dict)
@@ -64,20 +64,16 @@ class JobState(MachineState):
     # Faults.
     unanswered: list[TimedFault] = field(default_factory=list)
     is_recovery_needed: bool = False  # although no fault is known: an earlier manager began one
-    # perhaps victims of a fault on its way
-    suspects: list[TimedFault] = field(default_factory=list)
-    # that an earlier manager was answering
-    inherited: list[TimedFault] = field(default_factory=list)
+    suspects: list[TimedFault] = field(default_factory=list)  # victims of one on its way, perhaps
+    inherited: list[TimedFault] = field(default_factory=list)  # an earlier manager answered them
     after_release: list[TimedFault] = field(default_factory=list)
-    # deaths whose exit status is not known
-    without_status: dict[Life, TimedFault] = field(default_factory=dict)
+    without_status: dict[Life, TimedFault] = field(default_factory=dict)  # no exit status yet
     told_faults: dict[Life, tuple[Fault, float]] = field(default_factory=dict)  # by registrations
     restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
     dump: Dump | None = None
-    # ranks that must stop, start or write, and by when
-    awaited: Deadlines[int] = field(default_factory=Deadlines)
+    awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
@@ -87,16 +83,9 @@ class JobState(MachineState):
     budget: Budget = field(default_factory=Budget)
     repeats: RepeatRules = field(default_factory=RepeatRules)
     stagnation: Stagnation = field(default_factory=Stagnation)
-    hangs: HangDetector = field(init=False)
+    hangs: HangDetector
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
-
-    def __post_init__(self) -> None:
-        """What is made from the other attributes."""
-        self.hangs = HangDetector(self.timeouts)
-
-    # ------------------------------------------------------------------ what follows from the
-    # attributes
 
     @property
     def members(self) -> dict[int, Member]:
@@ -113,7 +102,7 @@ class JobState(MachineState):
         return deadline is not None and deadline <= self.now
 
     def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
-        """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
+        """Attach times and context to a fault that is `age_s` seconds old."""
         died_at = self.now - age_s
         born_at = self.members[fault.rank].born_at
         is_declared = any(member.declared for member in self.members.values())

@@ -103,7 +103,7 @@ def _is_alone(node: NodeState) -> bool:
 
 OVERDUE = (
     FollowUp("a start has waited", _EITHER, _is_start_due, _start_due),
-    FollowUp("a process has not ended", _EITHER, lambda node: bool(_overdue(node)), _use_force),
+    FollowUp("a process has not ended", _EITHER, _overdue, _use_force),
     FollowUp("no manager answers", _EITHER, _is_alone, go_alone, {NodePhase.DONE}),
 )
 
