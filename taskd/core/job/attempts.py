@@ -35,10 +35,7 @@ def close_attempt(job: JobState, not_completed: str) -> Commands:
 
 
 def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None = None) -> Commands:
-    """A rank is back; without a report it started, returned or ended.
-
-    The last one completes the record.
-    """
+    """A rank is back; without a report it started, returned or ended. The last ends the attempt."""
     attempt = job.attempt
     if attempt is not None and attempt.is_restart:
         attempt.paused(job.now, replaced=True)

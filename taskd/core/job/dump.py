@@ -1,12 +1,10 @@
-"""The emergency checkpoint.
-
-When a job must end, the ranks that are left write its state to disk first.
+"""The emergency checkpoint: when a job must end, the ranks that are left save its state first.
 
 Owns what is written by whom, and how far that is. The phases of it:
 
     PAUSING      every live rank leaves its step, or finishes it; nobody is replaced any more
-    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node. The
-                 report comes within milliseconds; without it the reason of the end would be wrong
+    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node:
+                 wait briefly (milliseconds, as a rule) so that the reported reason is correct
     SAVING       the writers were told; each reports when its part is on disk
     PUBLISHING   all parts are there; the first writer gives the checkpoint its name
     DISCARDING   there will be none: the first writer removes what was written
@@ -22,7 +20,7 @@ from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt
 from taskd.core.job.record import Attempt
-from taskd.core.job.state import Dump, JobState
+from taskd.core.job.state import EmergencyDump, JobState
 from taskd.core.phase import DUMPING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
 from taskd.core.policy.ladder import Strategy
@@ -45,7 +43,7 @@ def end_job(
     dump = job.dump
     if dump is None:
         is_possible = job.phase in _MAY_BEGIN and job.membership.is_declared
-        job.dump = dump = Dump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
+        job.dump = dump = EmergencyDump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
         if not dump.may_save:
             return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
         why = reason or "nothing milder is allowed"
@@ -97,8 +95,7 @@ def write_dump(job: JobState) -> Commands:
     orphaned = plan_orphans(copies, cut.version, dump.writers)
     if isinstance(orphaned, NoCut):
         return _fail(job, dump, orphaned.reason)
-    dump.pending = set(dump.writers)
-    job.phase = JobPhase.SAVING
+    dump.pending, job.phase = set(dump.writers), JobPhase.SAVING
     names = ", ".join(map(str, dump.writers))
     job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
     for rank in dump.writers:
@@ -120,20 +117,16 @@ def _copies(job: JobState) -> list[Copy]:
 # ---------------------------------------------------------------------- the exit status
 
 
-def _must_wait_for_status(job: JobState, dump: Dump) -> bool:
-    """Whether to wait for an exit status, or for what a process leaves that is being killed.
-
-    True only the first time.
-    """
+def _must_wait_for_status(job: JobState, dump: EmergencyDump) -> bool:
+    """Whether to wait for an exit status, or for what a killed process leaves. Only once."""
     fault = _fault(job, dump)
-    members = job.members.values()
-    is_kill_ordered = dump.may_save and any(member.is_kill_ordered for member in members)
+    is_kill_ordered = dump.may_save and any(one.is_kill_ordered for one in job.members.values())
     is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
     if dump.has_waited or not (is_kill_ordered or is_unknown):
         return False
     dump.has_waited = True
-    timeouts = job.timeouts
-    patience_s = timeouts.lost_grace_s if is_kill_ordered else timeouts.communication_grace_s
+    times = job.timeouts
+    patience_s = times.lost_grace_s if is_kill_ordered else times.communication_grace_s
     job.phase, job.status_by = JobPhase.CONFIRMING, job.now + patience_s
     job.awaited.clear()
     return True
@@ -158,8 +151,7 @@ def has_lost_writer(job: JobState) -> bool:
     if dump is None or job.phase in (JobPhase.PAUSING, JobPhase.CONFIRMING):
         return False
     needed = dump.writers[:1] if job.phase is JobPhase.DISCARDING else dump.writers
-    members = job.members
-    return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
+    return any(job.members[rank].state is not WorkerState.PAUSED for rank in needed)
 
 
 def do_without_writer(job: JobState) -> Commands:
@@ -221,7 +213,7 @@ def overdue_writers(job: JobState) -> Commands:
     return _discard(job, dump, late, min(ranks))
 
 
-def _reporting(job: JobState, event: WorkerDumped, stage: str) -> Dump | None:
+def _reporting(job: JobState, event: WorkerDumped, stage: str) -> EmergencyDump | None:
     """The dump, if this report belongs to it and is awaited."""
     dump = job.dump
     assert dump is not None
@@ -229,16 +221,15 @@ def _reporting(job: JobState, event: WorkerDumped, stage: str) -> Dump | None:
     return dump if is_awaited and event.stage in (stage, FAILED) else None
 
 
-def _count_report(job: JobState, dump: Dump, rank: int) -> None:
+def _count_report(job: JobState, dump: EmergencyDump, rank: int) -> None:
     dump.pending.discard(rank)
     job.awaited.discard(rank)
 
 
-def _discard(job: JobState, dump: Dump, problem: str, culprit: int) -> Commands:
-    """There will be no checkpoint.
+def _discard(job: JobState, dump: EmergencyDump, problem: str, culprit: int) -> Commands:
+    """There will be no checkpoint: give the remaining writers a short grace, then remove it.
 
-    Writers that are still at it get a short time to come to an end, so that nothing is written
-    behind the removal.
+    So nothing is written behind the removal.
     """
     job.phase, dump.problem = JobPhase.DISCARDING, problem
     _count_report(job, dump, culprit)
@@ -249,7 +240,7 @@ def _discard(job: JobState, dump: Dump, problem: str, culprit: int) -> Commands:
     return []
 
 
-def _order_publisher(job: JobState, dump: Dump, phase: JobPhase) -> Commands:
+def _order_publisher(job: JobState, dump: EmergencyDump, phase: JobPhase) -> Commands:
     """The first writer gives the checkpoint its name, or removes what was written."""
     member = job.members[dump.writers[0]]
     job.phase, dump.pending = phase, {member.rank}
@@ -258,40 +249,31 @@ def _order_publisher(job: JobState, dump: Dump, phase: JobPhase) -> Commands:
     job.awaited.clear()
     job.awaited.set(member.rank, job.now + patience_s)
     job.last_order = do.Publish(
-        job.cause,
-        job.generation,
-        member.node_rank,
-        member.rank,
-        member.incarnation,
-        dump.is_removal_ordered,
-    )
+        job.cause, job.generation, member.node_rank, member.rank, member.incarnation,
+        withdraw=dump.is_removal_ordered,
+    )  # fmt: skip
     return [job.last_order]
 
 
 # ---------------------------------------------------------------------- why
 
 
-def _fail(job: JobState, dump: Dump, problem: str) -> Commands:
+def _fail(job: JobState, dump: EmergencyDump, problem: str) -> Commands:
     return give_up(job, f"{_reason(job, dump)}; and no dump: {problem}", _fault(job, dump))
 
 
-def _give_up(job: JobState, dump: Dump) -> Commands:
+def _give_up(job: JobState, dump: EmergencyDump) -> Commands:
     return give_up(job, _reason(job, dump), _fault(job, dump))
 
 
-def _reason(job: JobState, dump: Dump) -> str:
+def _reason(job: JobState, dump: EmergencyDump) -> str:
     return dump.reason or job.what_happened()
 
 
-def _fault(job: JobState, dump: Dump) -> Fault | None:
-    """The fault that ends the job, as far as it is known by now.
-
-    The exit status comes after the death.
-    """
+def _fault(job: JobState, dump: EmergencyDump) -> Fault | None:
+    """The fault that ends the job, as far as it is known by now: an exit status comes later."""
     fault = dump.fault
     if fault is None or job.attempt is None:
         return fault
-    for timed in job.attempt.faults:
-        if timed.fault.life == fault.life:
-            return timed.fault
-    return fault
+    faults = (timed.fault for timed in job.attempt.faults)
+    return next((known for known in faults if known.life == fault.life), fault)

@@ -14,10 +14,7 @@ from taskd.core.transitions import Commands
 
 
 def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str = "") -> Commands:
-    """End the job as failed: agents stop their workers.
-
-    `dump`: path of the checkpoint that it leaves.
-    """
+    """End the job as failed: agents stop their workers. `dump`: the checkpoint that it leaves."""
     job.phase, job.reason = JobPhase.ENDING, reason
     if job.attempt is not None:
         job.attempt.strategy = Strategy.DUMP if dump else Strategy.EXIT
@@ -45,10 +42,7 @@ def end(job: JobState, *, succeeded: bool, reason: str, left_alone: bool = False
 
 
 def fail_after_release(job: JobState, timed: TimedFault) -> Commands:
-    """A process failed after Release.
-
-    The others may be writing results: they may end by themselves, for a while.
-    """
+    """A process failed after Release. The others may be writing results, and get time to end."""
     job.after_release.append(timed)
     if job.end_by is None:
         job.end_by = job.now + job.timeouts.start_s
@@ -58,13 +52,12 @@ def fail_after_release(job: JobState, timed: TimedFault) -> Commands:
 def end_after_release(job: JobState) -> Commands:
     """Give up because of the earliest failure after Release."""
     fault = min(job.after_release, key=TimedFault.order).fault
-    return give_up(
-        job, f"{describe(fault)} after the training function had returned everywhere", fault
-    )
+    where = "after the training function had returned everywhere"
+    return give_up(job, f"{describe(fault)} {where}", fault)
 
 
 def may_end_after_release(job: JobState) -> bool:
-    """Whether a process failed after Release, all others have ended, and it is known how it died."""
+    """Whether a process failed after Release, and it is known how, and all others have ended."""
     statuses_known = all(timed.fault.kind is not FaultKind.LOST for timed in job.after_release)
     return bool(job.after_release) and statuses_known and not job.membership.live()
 

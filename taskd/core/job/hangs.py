@@ -18,14 +18,10 @@ from taskd.core.worker_state import WorkerState
 
 
 def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
-    """RUNNING, RESUMED.
-
-    Whoever keeps the others waiting is killed, and replaced like a dead rank.
-    """
-    heard(job, event)
+    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like a dead rank."""
+    heard_elsewhere(job, event)
     if not event.marks:
         return []
-    job.hangs.note(job.now, event.marks)
     members = [member for member in job.membership.ordered() if member.state is WorkerState.RUNNING]
     if not members:
         return []
@@ -52,14 +48,10 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
 
 
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
-    """PAUSING: a process that does not run cannot stop.
-
-    It is not waited for until its time is over.
-    """
-    heard(job, event)
+    """PAUSING: a process that does not run cannot stop, and is not waited for until its time is over."""
+    heard_elsewhere(job, event)
     if not event.marks:
         return []
-    job.hangs.note(job.now, event.marks)
     live = job.membership.live()
     called = [member for member in live if member.rank in job.awaited and not member.replaced]
     frozen = job.hangs.frozen(job.now, job.generation, _lives(called))
@@ -76,11 +68,10 @@ def heard_elsewhere(job: JobState, event: AgentHeard) -> Commands:
 
 def examined(job: JobState, event: WorkerExamined) -> Commands:
     """The stacks of a rank that hangs: part of its fault, if that is still being answered."""
+    life = (event.rank, event.incarnation)
     for timed in job.attempt.faults if job.attempt is not None else []:
-        fault = timed.fault
-        life = (fault.kind, fault.rank, fault.incarnation)
-        if life == (FaultKind.HANG, event.rank, event.incarnation):
-            timed.fault = replace(fault, traceback=event.traceback)
+        if timed.fault.kind is FaultKind.HANG and timed.fault.life == life:
+            timed.fault = replace(timed.fault, traceback=event.traceback)
     return []
 
 
@@ -94,14 +85,8 @@ def _kill(job: JobState, culprits: tuple[Culprit, ...]) -> Commands:
     version = job.hangs.count(culprits[0].rank)
     for culprit in culprits:
         member = job.members[culprit.rank]
-        fault = Fault(
-            FaultKind.HANG,
-            culprit.rank,
-            member.incarnation,
-            culprit.detail,
-            version=version,
-            signature="hang",
-        )
+        fault = member.fault(FaultKind.HANG, culprit.detail)
+        fault = replace(fault, version=version, signature="hang")
         commands.append(kill(job, fault, job.cause, examine=True))
         count_as_lost(job, fault, culprit.since_s)
     return commands

@@ -1,6 +1,4 @@
-"""The orders that change the lives and the places of ranks.
-
-Interrupt, ReplaceWorker, KillWorker, RestartGroup.
+"""The orders that end lives or begin them: Interrupt, ReplaceWorker, KillWorker, RestartGroup.
 
 Owns what each of them does to the members, and by when they must have obeyed.
 """
@@ -18,10 +16,7 @@ from taskd.core.worker_state import WorkerState
 
 
 def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
-    """All ranks leave the step, for a new generation.
-
-    `finish_step`: after the step that they are in.
-    """
+    """All ranks leave the step, for a new generation; with `finish_step` after the present one."""
     job.phase = JobPhase.PAUSING
     job.generation += 1
     attempt.commanded(job.now)
@@ -51,24 +46,16 @@ def replace(job: JobState, member: Member) -> do.ReplaceWorker:
 def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
     """The order that starts the current life of `member`."""
     cause = job.cause if job.attempt is None else job.attempt.cause
-    return do.ReplaceWorker(
-        cause, job.generation, member.node_rank, member.rank, member.incarnation, job.budget.used
-    )
+    who = (member.node_rank, member.rank, member.incarnation)
+    return do.ReplaceWorker(cause, job.generation, *who, job.budget.used)
 
 
 def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     """End a process that does not obey or hangs. `examine`: its stacks are written down first."""
     member = job.members[fault.rank]
     member.is_kill_ordered = True
-    return do.KillWorker(
-        cause,
-        job.generation,
-        member.node_rank,
-        fault.rank,
-        fault.incarnation,
-        fault.detail,
-        examine,
-    )
+    who = (member.node_rank, fault.rank, fault.incarnation)
+    return do.KillWorker(cause, job.generation, *who, fault.detail, examine)
 
 
 def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:

@@ -166,6 +166,7 @@ FOLLOW_UPS = (
     ),
     FollowUp(_SUSPECTED, {JobPhase.SUSPECTING}, _are_back, _count_back),
     FollowUp(
-        "all functions have returned", {JobPhase.RUNNING}, _have_returned, _release, {JobPhase.RELEASED}
+        "all functions have returned", {JobPhase.RUNNING}, _have_returned, _release,
+        {JobPhase.RELEASED},
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ Life = tuple[int, int]  # (rank, incarnation)
 
 
 @dataclass(slots=True)
-class Dump:
+class EmergencyDump:
     """The emergency checkpoint of a job that must end, from the decision on."""
 
     reason: str  # why the job ends; "": because of the faults of the attempt
@@ -72,7 +72,7 @@ class JobState(MachineState):
     restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
-    dump: Dump | None = None
+    dump: EmergencyDump | None = None
     awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known

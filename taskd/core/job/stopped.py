@@ -50,9 +50,7 @@ def explain(job: JobState, choice: Choice) -> None:
 
 
 def advance(job: JobState) -> Commands:
-    """Some stopped within their function and could do one step more.
-
-    Order it if that makes all meet in one version.
+    """Order one step more of those who asked, if that makes all meet in one version.
 
     Two reasons. A vote on the step that broke for some had passed for others, who have committed
     it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that is to
@@ -101,8 +99,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
         member.resume()
     job.phase, job.resumed_generation = JobPhase.RESUMED, job.generation
     attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
-    # they change from now on; nodes tell again at the next Interrupt
-    job.membership.mirrors.clear()
+    job.membership.mirrors.clear()  # they change now; nodes tell again at the next Interrupt
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
     order = do.Resume(attempt.cause, job.generation, cut.version, cut.moves, job.budget.used)
@@ -110,16 +107,14 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     return [order]
 
 
-# ---------------------------------------------------------------------- processes that may be
-# broken
+# ---------------------------------------------------------------------- broken processes
 
 
 def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
-    """An exception came back in a rank.
+    """Replace a process in which an exception came back; None: there is none.
 
-    Its process may be broken (a device that stays in error, a module half set up).
-
-    None if there is no such rank. Else, decided now because only now it is known who holds what:
+    It may be broken (a device that stays in error, a module half set up). Decided now, because only
+    now it is known who holds what:
 
     1. a process whose state another one holds as well is replaced, and receives it from there;
     2. else it is replaced if node memory has a snapshot to go back to: committed steps are done
@@ -128,10 +123,8 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     4. else all processes are replaced; the job goes on from its newest checkpoint.
     """
     members, committed = job.members, job.membership.committed
-    suspected = [
-        rank for rank in sorted(attempt.broken)
-        if members[rank].state is WorkerState.PAUSED and not members[rank].replaced
-    ]  # fmt: skip
+    broken = [members[rank] for rank in sorted(attempt.broken)]
+    suspected = [one.rank for one in broken if one.state is WorkerState.PAUSED and not one.replaced]
     attempt.broken.clear()
     copies = {member.rank: member.copy() for member in job.membership.live()}
     best = plan_cut(copies.values(), committed)
@@ -185,8 +178,7 @@ def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Com
     commands: Commands = []
     for rank in ranks:
         member = job.members[rank]
-        # Its black box has the per-rank part of the version that it stands at; its successor reads
-        # it.
+        # Its black box has the per-rank part of its version, which its successor reads.
         member.lose(() if member.version is None else (member.version,))
         commands.append(orders.replace(job, member))
     return commands
