@@ -43,7 +43,7 @@ class ReportedFailure:
 class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
-    `clean` False: it is paused with a torn copy, see `WorkerPaused`.
+    `clean` False: it is paused with a inconsistent copy, see `WorkerPaused`.
     `may_advance`: it is paused within its function, see `WorkerMayAdvance`.
     `failure`: see there.
     """
@@ -166,7 +166,7 @@ class WorkerExitKnown(WorkerEvent):
 class WorkerPaused(WorkerEvent):
     """The worker left its function (or never entered it) and waits for `Resume`.
 
-    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and
+    `version` None: it holds no state. `clean` False: its copy is inconsistent (between optimizer.step() and
     commit()). `snapshots`: versions of its state that are whole in the memory of the node.
     """
 
@@ -179,7 +179,7 @@ class WorkerPaused(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMayAdvance(WorkerEvent):
-    """It is called out, could commit one step more than `version`, and waits to be told.
+    """It is interrupted, could commit one step more than `version`, and waits to be told.
 
     By `Advance`, or by whatever ends its entry.
 

@@ -15,7 +15,7 @@ from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork
 from taskd.testing.worker import SimulatedWorker, World
@@ -171,7 +171,7 @@ class SimulatedManager:
         self._network.send(MANAGER, node_rank, packet, is_background=isinstance(content, Answer))
 
     def _tick(self) -> None:
-        if self.is_alive and self.machine.phase is not Phase.ENDED:
+        if self.is_alive and self.machine.phase is not JobPhase.ENDED:
             self._feed(ev.Tick(self._clock.now(), "tick"))
 
 

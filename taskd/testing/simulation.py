@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from taskd.core import commands as do
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock
@@ -201,7 +201,7 @@ class SimulatedJob:
     def _watch(self, machine: RecoveryMachine, command: do.Command) -> None:
         """Look at each command of the manager as it is made."""
         self.commands.append(command)
-        if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
+        if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
             for worker in self.world.workers.values():
                 is_out = (
                     not worker.is_alive

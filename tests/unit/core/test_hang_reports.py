@@ -7,8 +7,8 @@ from taskd.core import events as ev
 from taskd.core import marks as of
 from taskd.core.faults import FaultKind
 from taskd.core.marks import GroupMark, Mark
-from taskd.core.phase import Phase
-from taskd.core.progress import Progress
+from taskd.core.phase import JobPhase
+from taskd.core.policy.hangs import HangDetector
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only
 
@@ -26,7 +26,7 @@ def test_ranks_that_have_not_started_yet_do_not_hang(manager) -> None:
     job = manager(per_node=2)
     reports = [ev.WorkerReport(rank, 0, "starting") for rank in job.ranks]
     assert job.register(0, *reports) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
     stopped = mark(1, hangs=True, frozen_s=1e4, activity=of.STOPPED)
     assert job.send(ev.AgentHeard, 0, (mark(0, hangs=False), stopped)) == []
 
@@ -35,7 +35,7 @@ def test_marks_that_came_before_the_job_was_complete_count_afterwards(manager) -
     job = manager(nodes=2, per_node=2)
     job.register(0)
     job.send(ev.AgentHeard, 0, (mark(0, hangs=False), mark(1, hangs=False)))
-    assert job.machine.phase is Phase.JOINING
+    assert job.machine.phase is JobPhase.JOINING
     job.register(1)
     for rank in job.ranks:
         job.worker(ev.WorkerDeclared, rank, True)
@@ -61,7 +61,7 @@ def test_stacks_belong_to_the_hang_alone(manager) -> None:
 
 
 def test_where_no_communicator_is_common_any_collective_is_a_wait_for_the_one_that_stands() -> None:
-    progress = Progress(Timeouts.derive(30.0))
+    progress = HangDetector(Timeouts.derive(30.0))
     lives = [(0, 0), (1, 0), (2, 0)]
     culprit = mark(2, hangs=True, groups=(2,))
     for is_waiting, expected in ((True, [2]), (False, [])):
@@ -79,15 +79,15 @@ def test_a_job_that_somebody_stopped_while_it_stops_is_left_alone(manager) -> No
     assert kinds(job.send(ev.AgentHeard, 0, (frozen,))) == ["KillWorker", "ReplaceWorker"]
     job = manager(per_node=2, strategies="dump").joined()
     job.send(ev.AgentDraining, 0, "SIGTERM", 1e6)
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
     both = tuple(mark(rank, hangs=True, frozen_s=60.0, activity=of.STOPPED) for rank in job.ranks)
     assert job.send(ev.AgentHeard, 0, both) == []
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
 
 
 def test_a_rank_that_is_stopped_is_named_once() -> None:
     """It stands, too, and others wait for it."""
-    progress = Progress(Timeouts.derive(30.0))
+    progress = HangDetector(Timeouts.derive(30.0))
     stopped = mark(2, hangs=True, frozen_s=2.5, activity=of.STOPPED)
     progress.note(1.0, [mark(0, hangs=False), mark(1, hangs=False), stopped])
     verdict = progress.judge(1.0, 0, [(0, 0), (1, 0), (2, 0)])
@@ -100,7 +100,7 @@ def test_a_mark_is_fresh_for_two_heartbeats_however_long_these_are() -> None:
     assert timeouts.heartbeat_s == 0.5
     lives = [(0, 0), (1, 0)]
     for age_s, is_seen in ((0.9, True), (1.1, False), (3.9, False)):
-        progress = Progress(timeouts)
+        progress = HangDetector(timeouts)
         progress.note(10.0 - age_s, [mark(1, hangs=True, frozen_s=100.0, activity=of.STOPPED)])
         assert bool(progress.frozen(10.0, 0, lives)) is is_seen
 
@@ -109,7 +109,7 @@ def test_the_longer_limit_of_a_second_wait_of_all_is_that_of_the_lowest_rank() -
     """Ranks may be one version apart; the first wait was counted for the lowest."""
     lives = [(0, 0), (1, 0)]
     for versions, ends in (((5, 6), False), ((6, 5), True)):
-        progress = Progress(Timeouts.derive(30.0))
+        progress = HangDetector(Timeouts.derive(30.0))
         ahead = [
             replace(mark(rank, hangs=False), version=version, still_s=31.0)
             for rank, version in zip((0, 1), (5, 6), strict=True)

@@ -28,8 +28,7 @@ whatever takes long there and is no hang gets its time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from taskd.core import marks as of
-from taskd.core.marks import GroupMark, Mark
+from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.core.timeouts import Timeouts
 
 STEP_FACTOR = 3.0  # limits are so many times what was seen
@@ -62,7 +61,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stand:
+class _Observation:
     """A mark, and whether it was taken lately.
 
     Its durations are what the agent saw: an agent that is late proves nothing of its ranks.
@@ -85,7 +84,7 @@ class _Stand:
         return self.mark.is_waiting and not self.is_locked and self.mark.frozen_s < LOCKED_S
 
 
-class Progress:
+class HangDetector:
     """The newest mark of each rank. Knows nothing of members: callers say who is to be judged."""
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -112,18 +111,18 @@ class Progress:
         None: nobody, or not long enough, or it cannot be told, or nobody healthy would be left.
         """
         wanted = list(lives)
-        stands = self._stands(now, generation, wanted)
-        culprits = self._frozen(stands, self._timeouts.hang_floor_s)
+        observations = self._observe(now, generation, wanted)
+        culprits = self._frozen(observations, self._timeouts.hang_floor_s)
         culprits += self._standing(
             [
-                stand
-                for stand in stands
-                if stand.mark.rank not in {culprit.rank for culprit in culprits}
+                observed
+                for observed in observations
+                if observed.mark.rank not in {culprit.rank for culprit in culprits}
             ]
         )
         if culprits:
             return Verdict(tuple(culprits)) if len(culprits) < len(wanted) else None
-        return self._network(stands) if len(stands) == len(wanted) else None
+        return self._network(observations) if len(observations) == len(wanted) else None
 
     def frozen(
         self,
@@ -137,16 +136,16 @@ class Progress:
         What can be said of a rank whatever it does.
         """
         wanted = list(lives)
-        stands = [
-            self._stand(now, seen_at, mark)
+        observations = [
+            self._observation(now, seen_at, mark)
             for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
             if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
         ]
-        return tuple(self._frozen(stands, patience_s or self._timeouts.hang_floor_s))
+        return tuple(self._frozen(observations, patience_s or self._timeouts.hang_floor_s))
 
-    def _stands(
+    def _observe(
         self, now: float, generation: int, wanted: Sequence[tuple[int, int]]
-    ) -> list[_Stand]:
+    ) -> list[_Observation]:
         """What is known of this generation."""
         found = []
         for rank, incarnation in wanted:
@@ -157,24 +156,24 @@ class Progress:
                 or mark.phase in _OUTSIDE
             ):
                 continue
-            found.append(self._stand(now, seen_at, mark))
+            found.append(self._observation(now, seen_at, mark))
         return found
 
-    def _stand(self, now: float, seen_at: float, mark: Mark) -> _Stand:
-        return _Stand(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
+    def _observation(self, now: float, seen_at: float, mark: Mark) -> _Observation:
+        return _Observation(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
 
     # ------------------------------------------------------------ rules
 
-    def _frozen(self, stands: Sequence[_Stand], floor_s: float) -> list[Culprit]:
+    def _frozen(self, observations: Sequence[_Observation], floor_s: float) -> list[Culprit]:
         found = []
-        for stand in stands:
-            mark = stand.mark
-            limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_wait_s
-            if mark.activity == of.TRACED or mark.frozen_s < limit_s or not stand.is_fresh:
+        for observed in observations:
+            mark = observed.mark
+            limit_s = floor_s if mark.activity == Activity.STOPPED else self._timeouts.hang_wait_s
+            if mark.activity == Activity.TRACED or mark.frozen_s < limit_s or not observed.is_fresh:
                 continue
             how = (
                 "stopped by a signal"
-                if mark.activity == of.STOPPED
+                if mark.activity == Activity.STOPPED
                 else (f"not running at all ({mark.activity or 'unknown state'})")
             )
             found.append(
@@ -184,54 +183,58 @@ class Progress:
             )
         return found
 
-    def _standing(self, stands: Sequence[_Stand]) -> list[Culprit]:
+    def _standing(self, observations: Sequence[_Observation]) -> list[Culprit]:
         """Ranks outside collectives that others wait for."""
         found = []
-        step_s = self._longest_step(stands)
-        for stand in stands:
-            if stand.is_waiting or not stand.is_fresh:
+        step_s = self._longest_step(observations)
+        for observed in observations:
+            if observed.is_waiting or not observed.is_fresh:
                 continue
-            limit_s = self._limit(stand, stands, step_s)
-            if stand.mark.activity == of.TRACED or stand.still_s < limit_s:
+            limit_s = self._limit(observed, observations, step_s)
+            if observed.mark.activity == Activity.TRACED or observed.still_s < limit_s:
                 continue
-            others = [other for other in stands if other is not stand]
-            if any(not other.is_waiting and _is_ahead(stand, other) for other in others):
+            others = [other for other in observations if other is not observed]
+            if any(not other.is_waiting and _is_ahead(observed, other) for other in others):
                 # a victim itself, in a call that does not tell whether it is complete (NCCL)
                 continue
-            victims = [other for other in others if other.is_fresh and _waits_for(other, stand)]
+            victims = [other for other in others if other.is_fresh and _waits_for(other, observed)]
             patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
             if patient:
-                found.append(Culprit(stand.mark.rank, _describe(stand, patient), stand.still_s))
+                found.append(
+                    Culprit(observed.mark.rank, _describe(observed, patient), observed.still_s)
+                )
         return found
 
-    def _network(self, stands: Sequence[_Stand]) -> Verdict | None:
+    def _network(self, observations: Sequence[_Observation]) -> Verdict | None:
         """Everybody waits."""
-        step_s = self._longest_step(stands)
+        step_s = self._longest_step(observations)
         if (
-            len(stands) < 2
+            len(observations) < 2
             or step_s is None
-            or not all(stand.is_waiting and stand.is_fresh for stand in stands)
+            or not all(observed.is_waiting and observed.is_fresh for observed in observations)
         ):
             return None
         # Some may have begun a collective in advance, and be in something that takes long.
         long = [
-            self._limit(stand, stands, step_s)
-            for stand in stands
-            if stand.mark.phase in _LONG or stand.mark.phase in _SETTING_UP
+            self._limit(observed, observations, step_s)
+            for observed in observations
+            if observed.mark.phase in _LONG or observed.mark.phase in _SETTING_UP
         ]
         limit_s = max(
-            self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, stands[0].mark.version),
+            self._bound(
+                STEP_FACTOR * step_s, self._timeouts.hang_wait_s, observations[0].mark.version
+            ),
             *long,
             0.0,
         )
-        shortest = min(stand.still_s for stand in stands)
+        shortest = min(observed.still_s for observed in observations)
         if shortest < limit_s:
             return None
         where = sorted(
             {
                 _operation(group)
-                for stand in stands
-                for group in stand.mark.groups
+                for observed in observations
+                for group in observed.mark.groups
                 if group.entered > group.left
             }
         )
@@ -243,24 +246,26 @@ class Progress:
 
     # ------------------------------------------------------------ limits
 
-    def _longest_step(self, stands: Sequence[_Stand]) -> float | None:
+    def _longest_step(self, observations: Sequence[_Observation]) -> float | None:
         """What a step may take, as far as seen; None: some rank has not done two steps yet."""
-        if not stands or any(stand.mark.slowest_s <= 0 for stand in stands):
+        if not observations or any(observed.mark.slowest_s <= 0 for observed in observations):
             return None
-        return min(stand.mark.slowest_s for stand in stands)
+        return min(observed.mark.slowest_s for observed in observations)
 
-    def _limit(self, stand: _Stand, stands: Sequence[_Stand], step_s: float | None) -> float:
-        """How long this rank may stand where it is."""
-        timeouts, mark = self._timeouts, stand.mark
+    def _limit(
+        self, observed: _Observation, observations: Sequence[_Observation], step_s: float | None
+    ) -> float:
+        """How long this rank may stay where it is."""
+        timeouts, mark = self._timeouts, observed.mark
         if mark.phase in _LONG:
-            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in stands)
+            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in observations)
             seen = STEP_FACTOR * longest if longest > 0 else timeouts.hang_ceiling_s
             return self._bound(seen, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
-        is_outside = mark.phase == "data" or mark.activity == of.DISK
+        is_outside = mark.phase == "data" or mark.activity == Activity.DISK
         # unknown: nobody has looked long enough yet
-        is_busy = mark.activity in (of.BUSY, of.UNKNOWN) and not stand.is_locked
+        is_busy = mark.activity in (Activity.BUSY, Activity.UNKNOWN) and not observed.is_locked
         # It waited when it last spoke, or nothing in it gets to run: a machine that has too much to
         # do looks like this.
         is_doubtful = mark.is_waiting or mark.frozen_s >= LOCKED_S
@@ -277,13 +282,13 @@ class Progress:
         )
 
 
-def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
+def _common(one: _Observation, other: _Observation) -> list[tuple[GroupMark, GroupMark]]:
     """The communicators that both are in."""
     mine = {group.id: group for group in one.mark.groups}
     return [(mine[group.id], group) for group in other.mark.groups if group.id in mine]
 
 
-def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
+def _waits_for(victim: _Observation, culprit: _Observation) -> bool:
     """Whether `victim` is in a collective that `culprit` has not begun.
 
     Where nothing is known of communicators, any will do.
@@ -293,7 +298,7 @@ def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
     return victim.is_waiting
 
 
-def _is_ahead(one: _Stand, other: _Stand) -> bool:
+def _is_ahead(one: _Observation, other: _Observation) -> bool:
     """Whether `one` has begun a collective that `other` has not."""
     return any(mine.entered > theirs.entered for mine, theirs in _common(one, other))
 
@@ -302,18 +307,18 @@ def _operation(group: GroupMark) -> str:
     return f"{group.operation or 'collective'} {group.entered} of group {group.name or group.id}"
 
 
-def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
-    mark = stand.mark
+def _describe(observed: _Observation, victims: Sequence[_Observation]) -> str:
+    mark = observed.mark
     doing = {
-        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a file, the network or another "
-                                                       "process", of.STOPPED: "stopped by a signal"
+        Activity.ASLEEP: "asleep", Activity.BUSY: "busy", Activity.DISK: "waiting for a file, the network or another "
+                                                       "process", Activity.STOPPED: "stopped by a signal"
     }.get(mark.activity, "standing")  # fmt: skip
-    if stand.is_locked and mark.activity != of.STOPPED:
+    if observed.is_locked and mark.activity != Activity.STOPPED:
         doing = f"{doing} with the interpreter lock held"
     ahead = [
         theirs
         for victim in victims
-        for theirs, his in _common(victim, stand)
+        for theirs, his in _common(victim, observed)
         if theirs.entered > his.entered
     ]
     ranks = sorted(victim.mark.rank for victim in victims)
@@ -323,4 +328,4 @@ def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
         else f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} wait"
     )
     where = f" in {_operation(ahead[0])}, which it has not begun" if ahead else " in a collective"
-    return f"{doing} for {stand.still_s:.1f} s in {mark.phase}; {who} for it{where}"
+    return f"{doing} for {observed.still_s:.1f} s in {mark.phase}; {who} for it{where}"

@@ -1,6 +1,6 @@
 """Recoveries that lead nowhere: how many there were since the newest committed version last grew.
 
-Owns the count and its limits. The repeat rules (`taskd.core.ladder`) know a failure that is the
+Owns the count and its limits. The repeat rules (`taskd.core.policy.ladder`) know a failure that is the
 same each time; here it does not matter what failed. What counts:
 
     own failures     recoveries in which something failed that nobody did from outside. A rank that fails again while the others
@@ -18,9 +18,8 @@ are equal are told of for ever, and end nothing.
 from collections import Counter
 from collections.abc import Iterable
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
-from taskd.core.ladder import SHORT_LIFE_S, describe, signature
-from taskd.core.record import TimedFault
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, TimedFault, describe, signature
+from taskd.core.policy.ladder import SHORT_LIFE_S
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
 # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
@@ -60,7 +59,7 @@ class Stagnation:
         Returns whether there was progress since the recovery before.
         """
         if newest is None:
-            is_first = not any(known.generation == generation for known in self._faults.values())
+            is_first = not any(timed.generation == generation for timed in self._faults.values())
             since = self._answered_at
             has_grown = (
                 is_first and not self._floor and since is not None and now - since >= SHORT_LIFE_S
@@ -69,12 +68,12 @@ class Stagnation:
             has_grown = newest > self._floor
             self._floor = max(newest, self._floor)
         if has_grown:
-            present = [known for known in self._faults.values() if known.generation == generation]
+            present = [timed for timed in self._faults.values() if timed.generation == generation]
             for counter in (self._faults, self._times, self._places, self._own, self._deaths):
                 counter.clear()
             self._most_deaths = self._said = 0
-            for known in present:
-                self.take(known)
+            for timed in present:
+                self.take(timed)
         return has_grown
 
     def answered(self, now: float, newest: int | None) -> None:
@@ -86,35 +85,35 @@ class Stagnation:
         if newest is not None:
             self._floor = newest
 
-    def take(self, known: TimedFault) -> None:
+    def take(self, timed: TimedFault) -> None:
         """One more fault."""
-        assert known.generation is not None
-        rank, life = known.fault.rank, id(known)
-        self._times[known.generation, rank] += 1
+        assert timed.generation is not None
+        rank, life = timed.fault.rank, id(timed)
+        self._times[timed.generation, rank] += 1
         self._faults[life], self._places[life] = (
-            known,
-            (known.generation, self._times[known.generation, rank]),
+            timed,
+            (timed.generation, self._times[timed.generation, rank]),
         )
         self._deaths[rank] += 1
         self._most_deaths = max(self._most_deaths, self._deaths[rank])
-        self.explained(known)
+        self.explained(timed)
 
-    def explained(self, known: TimedFault) -> None:
+    def explained(self, timed: TimedFault) -> None:
         """It is known now what it was, if it ever will be."""
-        if known.fault.kind is FaultKind.LOST or id(known) not in self._places:
+        if timed.fault.kind is FaultKind.LOST or id(timed) not in self._places:
             return
-        if known.fault.kind not in FROM_OUTSIDE:
-            self._own[self._places[id(known)]] += 1
-        self._equal.take(known)
+        if timed.fault.kind not in FROM_OUTSIDE:
+            self._own[self._places[id(timed)]] += 1
+        self._equal.take(timed)
 
-    def forget(self, known: TimedFault) -> None:
+    def forget(self, timed: TimedFault) -> None:
         """It was the consequence of another one."""
-        if self._faults.pop(id(known), None) is None:
+        if self._faults.pop(id(timed), None) is None:
             return
-        place = self._places.pop(id(known))
-        self._own[place] -= known.fault.kind not in FROM_OUTSIDE
+        place = self._places.pop(id(timed))
+        self._own[place] -= timed.fault.kind not in FROM_OUTSIDE
         self._own += Counter()  # drops what is zero
-        self._deaths[known.fault.rank] -= 1
+        self._deaths[timed.fault.rank] -= 1
         self._most_deaths = max(self._deaths.values(), default=0)
 
     # ------------------------------------------------------------------ what is to be said of it
@@ -145,19 +144,19 @@ class Stagnation:
 
     def _told(self) -> str:
         faults = self._faults.values()
-        generations = len({known.generation for known in faults})
-        kinds = Counter(known.fault.kind.value for known in faults)
+        generations = len({timed.generation for timed in faults})
+        kinds = Counter(timed.fault.kind.value for timed in faults)
         what = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common())
         since = f"since step {self._floor}" if self._floor else "so far"
         return (
             f"no new step {since} in {generations} "
             f"{'recovery' if generations == 1 else 'recoveries'}: "
-            f"{_ranks(known.fault.rank for known in faults)} {what}"
+            f"{_ranks(timed.fault.rank for timed in faults)} {what}"
         )
 
     def _telling(self) -> Fault:
         """The newest with a traceback, else the newest that nobody caused from outside, else the newest."""
-        faults = enumerate(known.fault for known in self._faults.values())
+        faults = enumerate(timed.fault for timed in self._faults.values())
         return max(
             faults,
             key=lambda item: (
@@ -174,25 +173,25 @@ class _Equal:
     def __init__(self) -> None:
         self._failure: tuple[FaultKind, str] | None = None
         self._generations: set[int | None] = set()
-        self._known: TimedFault | None = None
+        self._newest: TimedFault | None = None
         self._said = 0
 
-    def take(self, known: TimedFault) -> None:
-        failure = (known.fault.kind, signature(known.fault))
-        if failure != self._failure or known.fault.version is not None:
+    def take(self, timed: TimedFault) -> None:
+        failure = (timed.fault.kind, signature(timed.fault))
+        if failure != self._failure or timed.fault.version is not None:
             self._failure, self._said = failure, 0
             self._generations.clear()
-        if known.fault.version is None:
-            self._generations.add(known.generation)
-        self._known = known
+        if timed.fault.version is None:
+            self._generations.add(timed.generation)
+        self._newest = timed
 
     def warning(self) -> str | None:
         count = len(self._generations)
-        if self._known is None or count < max(WARN_AFTER, 2 * self._said):
+        if self._newest is None or count < max(WARN_AFTER, 2 * self._said):
             return None
         self._said = count
         return (
-            f"the same failure came {count} times in a row: {describe(self._known.fault)}. "
+            f"the same failure came {count} times in a row: {describe(self._newest.fault)}. "
             "Whether the job makes progress in between cannot "
             "be seen without a TrainState"
         )

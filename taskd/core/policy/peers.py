@@ -4,12 +4,7 @@ Owns the rule. The pairs follow from who is on which host alone, so that a manag
 restarted comes to the same ones.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 
 def peers_of(hosts: Mapping[int, str]) -> dict[int, int]:

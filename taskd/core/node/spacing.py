@@ -4,7 +4,7 @@ A script, a folder or a module that is missing for a moment (network file system
 system that has no descriptors left, would use up all tries of a rank within a second. So the first
 start that comes to nothing is tried again at once, then after four seconds, then after sixteen.
 Owns these moments. Whether there is a next try at all is decided by the manager
-(`taskd.core.ladder`).
+(`taskd.core.policy.ladder`).
 """
 
 from dataclasses import dataclass, field

@@ -21,17 +21,17 @@ Repeat rules (a deterministic failure must not burn the budget):
 - the same crash or exit of the same rank, or the same broken communication, at the same version
   three times;
 - a hang at the same version four times (each has a longer limit than the one before, see
-  `taskd.core.progress`);
+  `taskd.core.policy.hangs`);
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its
   start. Being killed from outside says nothing against the script and does not count here. Whatever
-  is different each time, and leads nowhere all the same, is ended by `taskd.core.stagnation`.
+  is different each time, and leads nowhere all the same, is ended by `taskd.core.policy.stagnation`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signature
 
 # an exception is precise evidence: the second time is no accident, the third time not that process
 # either
@@ -144,19 +144,6 @@ class Budget:
         return None
 
 
-def describe(fault: Fault) -> str:
-    """The fault as half a sentence."""
-    where = "" if fault.version is None else f" at step {fault.version}"
-    how = {
-        FaultKind.RAISED: "raised",
-        FaultKind.COMMUNICATION: "lost its communication:",
-        FaultKind.UNRESPONSIVE: "did not come when called:",
-        FaultKind.HANG: "hangs:",
-        FaultKind.START_FAILED: "could not be started:",
-    }.get(fault.kind, "ended with" if fault.detail else "ended")
-    return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
-
-
 @dataclass(slots=True)
 class RepeatRules:
     """Remembers faults, to see when the same one comes back."""
@@ -235,8 +222,3 @@ class RepeatRules:
     def forget_failure(self) -> None:
         """The last failure turned out to be the consequence of an earlier death, which is counted in its place."""
         self._last_failure, self._failures_in_a_row = self._before
-
-
-def signature(fault: Fault) -> str:
-    """What makes two faults of a kind the same."""
-    return fault.signature or fault.detail

@@ -9,9 +9,10 @@ Does not decide what to do about a fault.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
-from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.policy.cut import Copy
+from taskd.core.worker_state import WorkerState
 
 
 @dataclass(slots=True)
@@ -31,7 +32,9 @@ class Member:
     box_versions: tuple[int, ...] = ()  # of the life before
     shard: str = ""  # what part of the state it has, or had in the life before
     snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
-    is_doomed: bool = False  # it is being killed by our order; what it leaves was not told yet
+    is_kill_ordered: bool = (
+        False  # it is being killed by our order; what it leaves was not told yet
+    )
     may_advance: bool = False  # it waits within its function, and could commit one step more
 
     @property
@@ -65,13 +68,13 @@ class Member:
         )
         self.may_advance = may_advance
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """It is on its way again within its function."""
         self.state, self.may_advance = WorkerState.RUNNING, False
 
     def resume(self) -> None:
         """It goes on with all others: what it said when it stopped counts no more."""
-        self.go_on()
+        self.proceed()
         self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
 
     def lose(
@@ -90,10 +93,15 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared = self.entered = self.may_advance = self.is_doomed = False
+        self.declared = self.entered = self.may_advance = self.is_kill_ordered = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions, self.shard, self.snapshots = (), "", ()
+
+    def fault(self, kind: FaultKind, detail: str = "") -> Fault:
+        """A fault of its current life, as the manager sees it."""
+        version = self.version
+        return Fault(kind, self.rank, self.incarnation, detail, version=version, signature=detail)
 
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""

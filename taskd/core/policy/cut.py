@@ -23,7 +23,7 @@ from taskd.core.commands import Move
 class Copy:
     """What one rank holds. `version` None: nothing.
 
-    `clean` False: torn between optimizer.step() and commit().
+    `clean` False: inconsistent between optimizer.step() and commit().
 
     Args:
         replaced: the process is new, and `box_versions` are those for which its predecessor's black
@@ -55,7 +55,7 @@ class Copy:
         return self.alive and self.clean and self.version == version
 
     @property
-    def is_torn(self) -> bool:
+    def is_inconsistent(self) -> bool:
         """Whether there is a copy that nobody can use."""
         return self.alive and self.version is not None and not self.clean
 
@@ -347,9 +347,9 @@ def _without_source(
         return Cut(None, moves, (), 0, "nobody holds state yet: everybody starts afresh")
     if len(shards) > 1:
         return NoCut(_incomplete(shards, found))
-    torn = [copy.rank for copy in held if copy.is_torn]
-    if torn:
-        return NoCut(f"no clean copy of the state is left: {_torn(torn)}")
+    inconsistent = [copy.rank for copy in held if copy.is_inconsistent]
+    if inconsistent:
+        return NoCut(f"no clean copy of the state is left: {_name_inconsistent(inconsistent)}")
     return NoCut(
         f"no live rank holds the state: step {newest} was committed, but every process "
         "that held it is gone"
@@ -364,9 +364,9 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
     rest = len(shards) - len(lacking)
     if rest:
         text += f", while {'the other shard has' if rest == 1 else f'the other {rest} shards have'} version {best}"
-    torn = [copy.rank for shard in lacking for copy in shard.copies if copy.is_torn]
-    if torn:
-        text += f"; {_torn(sorted(torn))}"
+    inconsistent = [copy.rank for shard in lacking for copy in shard.copies if copy.is_inconsistent]
+    if inconsistent:
+        text += f"; {_name_inconsistent(sorted(inconsistent))}"
     if all(shard.snapshots for shard in shards):
         return f"{text}; TrainState(snapshot_every=k) needs the same k on all ranks"
     return f"{text}; TrainState(snapshot_every=k) keeps copies in node memory"
@@ -374,7 +374,7 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
 
 def _left(shard: _Shard) -> str:
     """What there is of a shard that lacks the version in question."""
-    clean = "clean " if any(copy.is_torn for copy in shard.copies) else ""
+    clean = "clean " if any(copy.is_inconsistent for copy in shard.copies) else ""
     live = (
         (f"live copies of version {_numbers(shard.live)} only")
         if shard.live
@@ -388,7 +388,7 @@ def _left(shard: _Shard) -> str:
     return f"{shard} has {live} and {snapshots}"
 
 
-def _torn(ranks: list[int]) -> str:
+def _name_inconsistent(ranks: list[int]) -> str:
     was = "was" if len(ranks) == 1 else "were"
     return (
         f"{_ranks(ranks)} {was} between optimizer.step() and commit() (move collectives after "
