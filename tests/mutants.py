@@ -62,6 +62,7 @@ _OF_MIRRORS = ((*_PYTEST, "tests/contract/test_mirroring.py", "tests/unit/wire/t
 _OF_AGENT = (
     (
         *_PYTEST,
+        "tests/unit/agent",
         "tests/unit/test_endings.py",
         "tests/unit/test_reports.py",
         "tests/unit/test_vitals.py",
