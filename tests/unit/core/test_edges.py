@@ -133,6 +133,17 @@ class TestNode:
         (report,) = agent.machine.registration(agent.now).workers
         assert (report.declared, report.entered) == (True, True)
 
+    def test_a_rank_that_asks_how_far_to_go_is_whole(self, node) -> None:
+        """It was inconsistent before it had come so far."""
+        agent = node(1)
+        agent.command(do.Interrupt, 1, "x")
+        agent.worker(ev.WorkerPaused, 0, 1, 5, False)
+        agent.command(do.Resume, 1, 5, (), 1)
+        agent.command(do.Interrupt, 2, "y")
+        agent.worker(ev.WorkerMayAdvance, 0, 2, 7)
+        (report,) = agent.machine.registration(agent.now).workers
+        assert (report.state, report.version, report.clean) == ("paused", 7, True)
+
     def test_how_many_failures_one_registration_tells_is_bounded(self, node) -> None:
         """It is one message."""
         agent = node(40)
