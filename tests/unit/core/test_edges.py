@@ -1,10 +1,13 @@
 """Both machines and their parts: refusals, and reports that concern nobody any more."""
 
+import signal
+
 import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.cut import Copy, NoCut, plan_cut
+from taskd.core.exits import exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.invariants import check
 from taskd.core.job.state import Job
@@ -280,3 +283,13 @@ def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager)
     job.pause_all()
     record = only(job.recover_all(), do.RecordRecovery).record
     assert "is not known" not in record.reason
+
+
+def test_the_names_of_signals_are_those_of_linux() -> None:
+    """Spelt out in core, so that a story reads the same on every machine."""
+    for number in signal.valid_signals():
+        name = getattr(number, "name", None)
+        shown = exit_fault(0, 0, -int(number)).detail
+        assert shown in {name, f"signal {int(number)}"}
+    for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 31):
+        assert exit_fault(0, 0, -number).detail == signal.Signals(number).name
