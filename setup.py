@@ -78,7 +78,7 @@ def library() -> Extension:
     """
     return Extension(
         LIBRARY,
-        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.c"))],
+        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.c"))],
         depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hmd]*"))],
         extra_compile_args=[
             "-std=c11",

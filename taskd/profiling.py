@@ -2,7 +2,7 @@
 
 The profiling switch file by hand, for jobs without a cluster service.
 
-Writes what the manager of the job reads once a second (`taskd.manager.profiling`), in one step, so
+Writes what the manager of the job reads once a second (`taskd.manager.profiling_switch`), in one step, so
 that it never sees half a file.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from taskd.config import PROFILING_SWITCH_ENV, profiling_switch
 from taskd.core.profiling import COMMUNICATION, DEFAULT_DOMAIN, SWITCHES, asked_by, code_of
-from taskd.manager.profiling import parse_switches, read_switches
+from taskd.manager.profiling_switch import parse_switches, read_switches
 
 if TYPE_CHECKING:
     import pathlib

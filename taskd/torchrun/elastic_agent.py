@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from taskd.clock import MonotonicClock
+from taskd.config import DEFAULT_FAULT_TIMEOUT_S, job_id
 from taskd.core.exits import exit_fault
 from taskd.core.ladder import RepeatRules
 from taskd.errors import ForkserverError
@@ -73,8 +74,10 @@ class TaskdElasticAgent(LocalElasticAgent):
         self.launch = CURRENT_LAUNCH.get()
         spec = self._worker_group.spec
         self.is_supported = self.launch is not None and is_supported(spec.entrypoint)
-        self.job_id = os.environ.get("MINDX_TASK_ID") or str(spec.rdzv_handler.get_run_id())
-        self.fault_timeout_s = 30.0  # the agent's service sets it from the configuration
+        self.job_id = job_id(otherwise=str(spec.rdzv_handler.get_run_id()))
+        self.fault_timeout_s = (
+            DEFAULT_FAULT_TIMEOUT_S  # the agent's service sets it from the configuration
+        )
         self.generation = 0
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}  # last one given out, by global rank

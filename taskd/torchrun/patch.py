@@ -11,7 +11,6 @@ import functools
 import importlib
 import inspect
 import logging
-import os
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENABLE_ENV = "TASKD_PROCESS_ENABLE"
 UNLIMITED_RESTARTS = 32767  # what max_restarts 0 has always meant in taskd
 
 _originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
-
-
-def is_enabled() -> bool:
-    """Whether the user asked for taskd."""
-    return os.environ.get(ENABLE_ENV, "").strip().lower() == "on"
 
 
 def is_applied() -> bool:

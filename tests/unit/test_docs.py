@@ -170,6 +170,22 @@ def test_every_documented_line_of_trouble_is_in_the_code() -> None:
     assert not stale
 
 
+def test_the_symptoms_quote_what_the_code_says() -> None:
+    nodes = (node for _, tree in sources() for node in ast.walk(tree))
+    said = [
+        text_of(node)
+        for node in nodes
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+    ]
+    quoted = {
+        span.replace("REASON", "").strip("… ")
+        for symptom, *_ in rows(section("docs/operations.md", "Symptoms"))
+        for span in code_spans(symptom)
+    }
+    assert len(quoted) > 20
+    assert [text for text in quoted if not any(text in line for line in said)] == []
+
+
 def test_the_reasons_for_an_end_are_those_of_the_code() -> None:
     texts = [
         text_of(node)
@@ -326,7 +342,7 @@ def test_every_example_is_in_the_list() -> None:
 def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
     home = re.compile(r"(?<![\w.*$}/])/(?:root|home|work|Users)/\w")
     suffixes = {".md", ".py", ".pyx", ".c", ".h", ".sh", ".toml", ".in", ".map", ""}
-    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "tests", ".ci")
+    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "testbed", "tests", ".ci")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(
         ROOT.iterdir()
     )

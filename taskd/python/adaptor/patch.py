@@ -4,14 +4,15 @@ Fixed path, no content of its own.
 """
 
 import logging
-import os
 
 
 def install() -> bool:
     """True if the seams are in place. Never raises: torchrun must start."""
-    if os.environ.get("TASKD_PROCESS_ENABLE", "").strip().lower() != "on":
-        return False
     try:
+        from taskd.config import is_patch_enabled  # noqa: PLC0415
+
+        if not is_patch_enabled():
+            return False
         from taskd.torchrun import patch  # noqa: PLC0415
 
         patch.apply()

@@ -52,7 +52,7 @@ def test_what_the_machine_cannot_digest_costs_one_message_and_the_manager_begins
 ) -> None:
     agent.report(events.WorkerDeclared, 0, 0, True)
     service.turn()
-    machine, before = service._machine, service._incarnation
+    machine, before = service._machine, service._guarded.incarnation
     monkeypatch.setattr(machine, "handle", stumble)
     agent.report(events.WorkerDeclared, 1, 0)
     service.turn()
