@@ -327,7 +327,7 @@ class Copy:
     def __init__(self, parent: pathlib.Path, name: str) -> None:
         self.root = parent / name
         ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-        for part in ("taskd", "tests"):
+        for part in ("taskd", "testbed", "tests"):
             shutil.copytree(ROOT / part, self.root / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self._written = 0
