@@ -1,9 +1,13 @@
 """Both machines and their parts: refusals, and reports that concern nobody any more."""
 
+import signal
+
 import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.cut import Copy, NoCut, plan_cut
+from taskd.core.exits import exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
@@ -132,6 +136,17 @@ class TestNode:
         agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x"), True, 0.0)
         (report,) = agent.machine.registration(agent.now).workers
         assert (report.declared, report.entered) == (True, True)
+
+    def test_a_rank_that_asks_how_far_to_go_is_whole(self, node) -> None:
+        """It was inconsistent before it had come so far."""
+        agent = node(1)
+        agent.command(do.Interrupt, 1, "x")
+        agent.worker(ev.WorkerPaused, 0, 1, 5, False)
+        agent.command(do.Resume, 1, 5, (), 1)
+        agent.command(do.Interrupt, 2, "y")
+        agent.worker(ev.WorkerMayAdvance, 0, 2, 7)
+        (report,) = agent.machine.registration(agent.now).workers
+        assert (report.state, report.version, report.clean) == ("paused", 7, True)
 
     def test_how_many_failures_one_registration_tells_is_bounded(self, node) -> None:
         """It is one message."""
@@ -269,3 +284,13 @@ def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager)
     job.pause_all()
     record = only(job.recover_all(), do.RecordRecovery).record
     assert "is not known" not in record.reason
+
+
+def test_the_names_of_signals_are_those_of_linux() -> None:
+    """Spelt out in core, so that a story reads the same on every machine."""
+    for number in signal.valid_signals():
+        name = getattr(number, "name", None)
+        shown = exit_fault(0, 0, -int(number)).detail
+        assert shown in {name, f"signal {int(number)}"}
+    for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 31):
+        assert exit_fault(0, 0, -number).detail == signal.Signals(number).name
