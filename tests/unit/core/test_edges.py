@@ -6,7 +6,6 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.cut import Copy, NoCut, plan_cut
 from taskd.core.exits import exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.invariants import check

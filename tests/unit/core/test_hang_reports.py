@@ -87,7 +87,7 @@ def test_a_job_that_somebody_stopped_while_it_stops_is_left_alone(manager) -> No
 
 def test_a_rank_that_is_stopped_is_named_once() -> None:
     """It has stood for longer than any limit, too, and others wait for it."""
-    progress = Progress(Timeouts.derive(30.0))
+    progress = HangDetector(Timeouts.derive(30.0))
     stopped = mark(2, hangs=True, frozen_s=400.0, activity=of.STOPPED)
     marks = [mark(0, hangs=False), mark(1, hangs=False), stopped]
     progress.note(1.0, [replace(one, still_s=400.0) for one in marks])
