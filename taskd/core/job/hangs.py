@@ -18,7 +18,7 @@ from taskd.core.worker_state import WorkerState
 
 
 def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
-    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like a dead rank."""
+    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like the dead."""
     heard_elsewhere(job, event)
     if not event.marks:
         return []
@@ -48,7 +48,7 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
 
 
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
-    """PAUSING: a process that does not run cannot stop, and is not waited for until its time is over."""
+    """PAUSING: a process that does not run cannot stop, and is killed before its time is over."""
     heard_elsewhere(job, event)
     if not event.marks:
         return []

@@ -136,8 +136,7 @@ class Membership:
     members: dict[int, Member] = field(default_factory=dict)
     ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
     witness: int = -1  # a rank that has something to do, when that was last looked at
-    # rank -> node -> versions of its snapshots there
-    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""

@@ -221,7 +221,7 @@ def _is_to_come(job: JobState, member: Member) -> bool:
 
 
 def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
-    """A node wants its snapshots kept elsewhere, too; or has come back and may have missed its peer.
+    """A node wants its snapshots mirrored; or has come back and may have missed its peer.
 
     Pairs are made when every node has asked: else each that comes would move the mirrors of others.
     """

@@ -53,9 +53,9 @@ def advance(job: JobState) -> Commands:
     """Order one step more of those who asked, if that makes all meet in one version.
 
     Two reasons. A vote on the step that broke for some had passed for others, who have committed
-    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that is to
-    end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
-    one step ahead, all do the one that the first has begun.
+    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that
+    is to end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks
+    may be one step ahead, all do the one that the first has begun.
     """
     members = job.members
     stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)

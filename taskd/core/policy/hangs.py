@@ -1,6 +1,4 @@
-"""Who hangs, and who only waits for the one that hangs.
-
-Pure: the newest marks of all ranks in, a verdict out.
+"""Who hangs, and who only waits for the one that hangs: marks of all ranks in, a verdict out.
 
 A job stands still when one rank does. From outside all ranks look alike, and so do a hang, a slow
 step and a checkpoint. What tells them apart:
@@ -39,7 +37,7 @@ LOCKED_S = 1.0  # the runtime's thread runs four times a second
 FRESH_HEARTBEATS = 2.0  # a mark older than so many heartbeats proves nothing
 
 _LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}
-# a rank there neither hangs nor waits in a step
+# Where a rank neither hangs nor waits in a step.
 _OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})
 _SETTING_UP = frozenset({"entered"})
 
