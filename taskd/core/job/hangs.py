@@ -32,11 +32,12 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     lives = _lives([member for member in members if member.entered])
     verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
+        slow_ones = job.stragglers.note(job.now, event.marks)
         return [
             do.ReportStraggler(
-                job.cause, job.generation, slow.rank, slow.phase, slow.own_s, slow.others_s
+                job.cause, job.generation, one.rank, one.phase, one.own_s, one.others_s
             )
-            for slow in job.stragglers.note(job.now, event.marks)
+            for one in slow_ones
         ]
     if verdict.culprits:
         return _kill(job, verdict.culprits)
