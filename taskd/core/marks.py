@@ -1,7 +1,5 @@
 """How far a worker has come, as its agent reads it from the black box and from the kernel.
 
-Plain data.
-
 All durations are seconds up to the moment at which the agent looked; an agent that was itself not
 running for a while counts only from the moment at which it ran again.
 """

@@ -74,7 +74,7 @@ def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
             job.awaited.discard(member.rank)
     if is_out:
         return []
-    return [interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)]
+    return interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)
 
 
 def write_dump(job: JobState) -> Commands:
@@ -100,11 +100,11 @@ def write_dump(job: JobState) -> Commands:
     job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
     for rank in dump.writers:
         job.awaited.set(rank, job.now + job.timeouts.dump_s)
-    job.last_order = do.Dump(
+    order = do.Dump(
         job.cause, job.generation, dump.version, dump.writers, job.membership.world_size or 0,
         _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
     )  # fmt: skip
-    return [job.last_order]
+    return job.order_all(order)
 
 
 def _copies(job: JobState) -> list[Copy]:
@@ -248,11 +248,11 @@ def _order_publisher(job: JobState, dump: EmergencyDump, phase: JobPhase) -> Com
     patience_s = job.timeouts.lost_grace_s if dump.is_removal_ordered else job.timeouts.dump_s
     job.awaited.clear()
     job.awaited.set(member.rank, job.now + patience_s)
-    job.last_order = do.Publish(
+    order = do.Publish(
         job.cause, job.generation, member.node_rank, member.rank, member.incarnation,
         withdraw=dump.is_removal_ordered,
     )  # fmt: skip
-    return [job.last_order]
+    return job.order_all(order)
 
 
 # ---------------------------------------------------------------------- why

@@ -22,8 +22,8 @@ def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str
     _wait_for_nothing(job)
     job.story.note(job.now, f"given up: {reason}")
     rank = None if fault is None else fault.rank
-    job.last_order = do.GiveUp(job.cause, job.generation, reason, rank, fault, dump)
-    return [job.last_order, *records, *end_if_all_left(job)]
+    order = do.GiveUp(job.cause, job.generation, reason, rank, fault, dump)
+    return [*job.order_all(order), *records, *end_if_all_left(job)]
 
 
 def end_if_all_left(job: JobState) -> Commands:

@@ -18,7 +18,7 @@ from taskd.core.worker_state import WorkerState
 
 
 def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
-    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like a dead rank."""
+    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like the dead."""
     heard_elsewhere(job, event)
     if not event.marks:
         return []
@@ -32,11 +32,12 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     lives = _lives([member for member in members if member.entered])
     verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
+        slow_ones = job.stragglers.note(job.now, event.marks)
         return [
             do.ReportStraggler(
-                job.cause, job.generation, slow.rank, slow.phase, slow.own_s, slow.others_s
+                job.cause, job.generation, one.rank, one.phase, one.own_s, one.others_s
             )
-            for slow in job.stragglers.note(job.now, event.marks)
+            for one in slow_ones
         ]
     if verdict.culprits:
         return _kill(job, verdict.culprits)
@@ -48,7 +49,7 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
 
 
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
-    """PAUSING: a process that does not run cannot stop, and is not waited for until its time is over."""
+    """PAUSING: a process that does not run cannot stop, and is killed before its time is over."""
     heard_elsewhere(job, event)
     if not event.marks:
         return []

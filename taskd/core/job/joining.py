@@ -32,7 +32,7 @@ def defer_faults(job: JobState) -> None:
 
 
 def complete(job: JobState) -> None:
-    """Every rank is known. Faults that waited, and a recovery left by an earlier manager, come first."""
+    """Every rank is known. Faults that waited, and a recovery that was begun before, come first."""
     members = job.membership.ordered()
     job.phase, job.join_by = JobPhase.RUNNING, None
     working = {member.rank for member in members if not member.is_done}

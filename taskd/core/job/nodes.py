@@ -198,11 +198,9 @@ def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Memb
         return True
     if isinstance(job.last_order, do.RestartGroup):
         return bool(missed)
-    members = job.members
-    return isinstance(job.last_order, do.Resume) and any(
-        report.state == WorkerState.PAUSED and members[report.rank].state is WorkerState.RUNNING
-        for report in event.workers
-    )
+    waiting = [report.rank for report in event.workers if report.state == WorkerState.PAUSED]
+    goes_on = any(job.members[rank].state is WorkerState.RUNNING for rank in waiting)
+    return isinstance(job.last_order, do.Resume) and goes_on
 
 
 def _repeat_order(job: JobState) -> Commands:
@@ -211,17 +209,16 @@ def _repeat_order(job: JobState) -> Commands:
 
 def _is_to_come(job: JobState, member: Member) -> bool:
     """Whether a new life of it was ordered that nobody has heard of yet."""
-    is_starting = member.state is WorkerState.STARTING
-    return (member.is_live and member.replaced) or (
-        is_starting and job.phase is JobPhase.RESTARTING
-    )
+    if job.phase is JobPhase.RESTARTING and member.state is WorkerState.STARTING:
+        return True
+    return member.is_live and member.replaced
 
 
 # ---------------------------------------------------------------------- peer nodes
 
 
 def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
-    """A node wants its snapshots kept elsewhere, too; or has come back and may have missed its peer.
+    """A node wants its snapshots mirrored; or has come back and may have missed its peer.
 
     Pairs are made when every node has asked: else each that comes would move the mirrors of others.
     """

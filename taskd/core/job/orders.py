@@ -15,7 +15,7 @@ from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
 
-def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
+def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> Commands:
     """All ranks leave the step, for a new generation; with `finish_step` after the present one."""
     job.phase = JobPhase.PAUSING
     job.generation += 1
@@ -32,8 +32,7 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     reason = job.what_happened() if attempt.faults else inherited
     committed = job.membership.committed
     order = do.Interrupt(attempt.cause, job.generation, reason, committed, finish_step)
-    job.last_order = order
-    return order
+    return job.order_all(order)
 
 
 def replace(job: JobState, member: Member) -> do.ReplaceWorker:
@@ -84,5 +83,4 @@ def restart_group(job: JobState, reason: str) -> Commands:
     job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
     lives = tuple((member.rank, member.incarnation) for member in members)
     order = do.RestartGroup(job.attempt.cause, job.generation, job.budget.used, reason, lives)
-    job.last_order = order
-    return [order]
+    return job.order_all(order)

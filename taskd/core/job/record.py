@@ -109,14 +109,10 @@ class Attempt:
         self.followers.add(timed.fault.life)
 
     def record(
-        self,
-        now: float,
-        generation: int,
-        restarts_used: int,
-        max_restarts: int,
+        self, now: float, generation: int, restarts_used: int, max_restarts: int,
         not_completed: str = "",
-    ) -> RecoveryRecord:
-        """The finished story, when the last rank is back, or (`not_completed`) something is first."""
+    ) -> RecoveryRecord:  # fmt: skip
+        """The record, when the last rank is back; `not_completed`: what came before that."""
         first = min(self.faults, key=lambda timed: timed.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at

@@ -61,7 +61,7 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
     if choice.strategy is Strategy.RESTART:
         return orders.restart_group(job, choice.reason)
     is_stopping = job.phase is JobPhase.PAUSING
-    commands: Commands = [] if is_stopping else [orders.interrupt(job, attempt)]
+    commands = [] if is_stopping else orders.interrupt(job, attempt)
     return commands + [orders.replace(job, member) for member in lost]
 
 
@@ -125,8 +125,7 @@ def _have_returned(job: JobState) -> bool:
 def _release(job: JobState) -> Commands:
     """Every function has returned: nobody can need a copy of the state any more."""
     job.phase = JobPhase.RELEASED
-    job.last_order = do.Release(job.cause, job.generation)
-    return [job.last_order]
+    return job.order_all(do.Release(job.cause, job.generation))
 
 
 # ---------------------------------------------------------------------- the order

@@ -19,9 +19,7 @@ from taskd.core.policy.leases import Deadlines, Leases
 from taskd.core.policy.stagnation import Stagnation
 from taskd.core.policy.stragglers import Stragglers
 from taskd.core.timeouts import Timeouts
-from taskd.core.transitions import MachineState
-
-Life = tuple[int, int]  # (rank, incarnation)
+from taskd.core.transitions import Commands, MachineState
 
 
 @dataclass(slots=True)
@@ -60,15 +58,15 @@ class JobState(MachineState):
     phase: JobPhase = JobPhase.JOINING
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended
-    last_order: do.Command | None = None  # to all nodes; repeated to an agent that comes back
+    last_order: do.Command | None = None  # to all nodes
     # Faults.
     unanswered: list[TimedFault] = field(default_factory=list)
     is_recovery_needed: bool = False  # although no fault is known: an earlier manager began one
     suspects: list[TimedFault] = field(default_factory=list)  # victims of one on its way, perhaps
     inherited: list[TimedFault] = field(default_factory=list)  # an earlier manager answered them
     after_release: list[TimedFault] = field(default_factory=list)
-    without_status: dict[Life, TimedFault] = field(default_factory=dict)  # no exit status yet
-    told_faults: dict[Life, tuple[Fault, float]] = field(default_factory=dict)  # by registrations
+    without_status: dict[tuple[int, int], TimedFault] = field(default_factory=dict)  # by life
+    told_faults: dict[tuple[int, int], tuple[Fault, float]] = field(default_factory=dict)
     restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
@@ -100,6 +98,11 @@ class JobState(MachineState):
     def is_past(self, deadline: float | None) -> bool:
         """Whether this deadline has come."""
         return deadline is not None and deadline <= self.now
+
+    def order_all(self, order: do.Command) -> Commands:
+        """The order that all nodes are to obey now; repeated to an agent that comes back."""
+        self.last_order = order
+        return [order]
 
     def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
         """Attach times and context to a fault that is `age_s` seconds old."""

@@ -53,9 +53,9 @@ def advance(job: JobState) -> Commands:
     """Order one step more of those who asked, if that makes all meet in one version.
 
     Two reasons. A vote on the step that broke for some had passed for others, who have committed
-    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that is to
-    end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
-    one step ahead, all do the one that the first has begun.
+    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that
+    is to end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks
+    may be one step ahead, all do the one that the first has begun.
     """
     members = job.members
     stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)
@@ -75,8 +75,7 @@ def advance(job: JobState) -> Commands:
         job.awaited.set(rank, ends_at)
     names = ", ".join(map(str, ranks))
     job.story.note(job.now, f"to go on to version {version}: ranks {names}")
-    job.last_order = do.Advance(job.cause, job.generation, version, ranks)
-    return [job.last_order]
+    return job.order_all(do.Advance(job.cause, job.generation, version, ranks))
 
 
 # ---------------------------------------------------------------------- all go on
@@ -103,8 +102,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
     order = do.Resume(attempt.cause, job.generation, cut.version, cut.moves, job.budget.used)
-    job.last_order = order
-    return [order]
+    return job.order_all(order)
 
 
 # ---------------------------------------------------------------------- broken processes

@@ -1,13 +1,13 @@
 """Recoveries that lead nowhere: how many there were since the newest committed version last grew.
 
-Owns the count and its limits. The repeat rules (`taskd.core.policy.ladder`) know a failure that is the
-same each time; here it does not matter what failed. What counts:
+Owns the count and its limits. The repeat rules (`taskd.core.policy.ladder`) know a failure that is
+the same each time; here it does not matter what failed. What counts:
 
-    own failures     recoveries in which something failed that nobody did from outside. A rank that fails again while the others
-                     wait for it counts again, although that is one recovery
-    deaths           of the rank that died most often. This is for what is killed from outside: an
-        operator may well kill every rank of a job once before its next step, but the same rank
-        again and again is killed by what it does (out of memory)
+    own failures    recoveries in which something failed that nobody did from outside. A rank that
+                    fails again while the others wait for it counts again, in the same recovery
+    deaths          of the rank that died most often. This is for what is killed from outside: an
+                    operator may well kill every rank of a job once before its next step, but the
+                    same rank again and again is killed by what it does (out of memory)
 
 A new commit sets both to nothing. One that only does again what was lost is none. Where no version
 is known (no `TrainState`, or no `taskd.recoverable`), living longer than `SHORT_LIFE_S` after the
@@ -22,11 +22,8 @@ from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, TimedFault, descri
 from taskd.core.policy.ladder import SHORT_LIFE_S
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
-# more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
-OWN_LIMIT = 6
-# at a few seconds each: minutes in which somebody outside may come to an end, or a reader of the
-# warnings act
-DEATH_LIMIT = 32
+OWN_LIMIT = 6  # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more
+DEATH_LIMIT = 32  # at a few seconds each: minutes, in which a reader of the warnings may act
 
 _SHOWN_RANKS = 8
 
@@ -38,12 +35,10 @@ class Stagnation:
         self._floor = 0  # a version above it is progress
         self._answered_at: float | None = None  # when training was last told to go on
         self._faults: dict[int, TimedFault] = {}  # those since the last progress, by id, in order
-        # (generation, rank) -> its faults in there
-        self._times: Counter[tuple[int, int]] = Counter()
-        # id of a fault -> (generation, which fault of its rank in there)
+        self._times: Counter[tuple[int, int]] = Counter()  # (generation, rank) -> its faults there
+        # id of a fault -> its place: (generation, which fault of its rank in there)
         self._places: dict[int, tuple[int, int]] = {}
-        # such places -> faults that nobody caused from outside
-        self._own: Counter[tuple[int, int]] = Counter()
+        self._own: Counter[tuple[int, int]] = Counter()  # places of faults not caused from outside
         self._deaths: Counter[int] = Counter()
         self._most_deaths = 0
         self._said = 0  # the count at the last warning
@@ -52,18 +47,15 @@ class Stagnation:
     # ------------------------------------------------------------------ what happens
 
     def saw(self, now: float, generation: int, newest: int | None) -> bool:
-        """A recovery of this generation is under way.
+        """A recovery of this generation is under way. Returns whether there was progress before it.
 
         `newest` is the newest version that anybody is known to have committed.
-
-        Returns whether there was progress since the recovery before.
         """
         if newest is None:
             is_first = not any(timed.generation == generation for timed in self._faults.values())
             since = self._answered_at
-            has_grown = (
-                is_first and not self._floor and since is not None and now - since >= SHORT_LIFE_S
-            )
+            is_alive = since is not None and now - since >= SHORT_LIFE_S
+            has_grown = is_first and not self._floor and is_alive
         else:
             has_grown = newest > self._floor
             self._floor = max(newest, self._floor)
@@ -77,10 +69,7 @@ class Stagnation:
         return has_grown
 
     def answered(self, now: float, newest: int | None) -> None:
-        """Training goes on.
-
-        If steps were lost, it is `newest` that is to be exceeded all the same.
-        """
+        """Training goes on. If steps were lost, `newest` is to be exceeded all the same."""
         self._answered_at = now
         if newest is not None:
             self._floor = newest
@@ -90,10 +79,8 @@ class Stagnation:
         assert timed.generation is not None
         rank, life = timed.fault.rank, id(timed)
         self._times[timed.generation, rank] += 1
-        self._faults[life], self._places[life] = (
-            timed,
-            (timed.generation, self._times[timed.generation, rank]),
-        )
+        self._faults[life] = timed
+        self._places[life] = (timed.generation, self._times[timed.generation, rank])
         self._deaths[rank] += 1
         self._most_deaths = max(self._most_deaths, self._deaths[rank])
         self.explained(timed)
@@ -155,16 +142,12 @@ class Stagnation:
         )
 
     def _telling(self) -> Fault:
-        """The newest with a traceback, else the newest that nobody caused from outside, else the newest."""
-        faults = enumerate(timed.fault for timed in self._faults.values())
+        """The newest with a traceback, else the newest own failure, else the newest."""
+        newest_first = [timed.fault for timed in reversed(self._faults.values())]
         return max(
-            faults,
-            key=lambda item: (
-                item[1].traceback is not None,
-                item[1].kind not in FROM_OUTSIDE,
-                item[0],
-            ),
-        )[1]
+            newest_first,
+            key=lambda fault: (fault.traceback is not None, fault.kind not in FROM_OUTSIDE),
+        )
 
 
 class _Equal:
@@ -200,6 +183,5 @@ class _Equal:
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(set(ranks))
     names = ", ".join(map(str, found[:_SHOWN_RANKS]))
-    return (
-        f"rank{'s' if len(found) > 1 else ''} {names}{' ...' if len(found) > _SHOWN_RANKS else ''}"
-    )
+    more = " ..." if len(found) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(found) > 1 else ''} {names}{more}"
