@@ -1,6 +1,4 @@
-"""The `Link` contract in memory.
-
-For tests and simulation, ordered and reliable, or lossy on demand.
+"""The `Link` contract in memory, for tests and simulation: ordered, and lossy on demand.
 
 Owns no thread and no clock: `poll` never waits, it returns at once whatever the timeout. Must not
 know messages.
