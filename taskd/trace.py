@@ -199,12 +199,8 @@ class Merger:
         self._out.write("\n]}\n")
 
     def _merge_rank(self, rank: int, files: Sequence[ProfileFile]) -> None:
-        self._write(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        self._write(
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        )
+        self._label("process_name", {"name": f"rank {rank}"}, pid=rank)
+        self._label("process_sort_index", {"sort_index": rank}, pid=rank)
         lanes: dict[str, Lanes] = {}
         opened: Opened = OrderedDict()
         for file in files:
@@ -214,15 +210,10 @@ class Merger:
         for lane in lanes.values():
             for number in range(len(lane.ends)):
                 name = lane.name if number == 0 else f"{lane.name} {number + 1}"
-                self._write(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": rank,
-                        "tid": lane.first + number,
-                        "args": {"name": name},
-                    }
-                )
+                self._label("thread_name", {"name": name}, pid=rank, tid=lane.first + number)
+
+    def _label(self, name: str, args: dict[str, Any], **place: int) -> None:
+        self._write({"ph": "M", "name": name, **place, "args": args})
 
     def _take(
         self,
