@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _RECORD = struct.Struct("=QQii")  # struct taskd_death
 
 # Between SIGTERM and SIGKILL, for handlers that save something. The same as TERM_GRACE_S in
-# csrc/guard.c.
+# csrc/death_alarm/guard.c.
 _TERM_GRACE_S = 5.0
 
 

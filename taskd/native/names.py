@@ -1,4 +1,4 @@
-"""Connections without a name server (csrc/names.c says why).
+"""Connections without a name server (csrc/imports/names.c says why).
 
 torch's store asks for the name of the other side of each connection, for its log; where no resolver
 answers that takes as long as the resolver's timeouts. Knows no stores: one call per process, once

@@ -1,4 +1,6 @@
-"""Damages the box of a living worker at random, reads it with every reader, and lets a real death alarm watch it.
+"""Damages the box of a living worker at random, and reads it with every reader.
+
+A real death alarm watches the box meanwhile.
 
     python tests/native/fuzz_black_box.py [SECONDS [SEED]]
 

@@ -221,12 +221,18 @@ def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
         rank, life, dice.choice(list(WorkerState)), True, 5, True, True, (4,), ""
     )
     values: dict[str, object] = {
-        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)), "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
-        "world_size": len(RANKS), "max_restarts": 100, "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
-        "workers": (report, *(dataclasses.replace(report, rank=other) for other in agent.ranks if other != rank)), "fault": fault,
-        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5, "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
-        "stage": dice.choice(("written", "failed", "published")), "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
-        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5, "sequence": 1, "may_advance": dice.random() < 0.3,
+        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)),
+        "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
+        "world_size": len(RANKS), "max_restarts": 100,
+        "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
+        "workers": (report, *(dataclasses.replace(report,
+        rank=other) for other in agent.ranks if other != rank)), "fault": fault,
+        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5,
+        "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
+        "stage": dice.choice(("written", "failed", "published")),
+        "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
+        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5,
+        "sequence": 1, "may_advance": dice.random() < 0.3,
     }  # fmt: skip
     known = {field.name: field for field in dataclasses.fields(cls)}
     filled = {name: values.get(name, 0.5 if name.endswith("_s") else "text") for name in known}

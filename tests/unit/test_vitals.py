@@ -41,7 +41,7 @@ class Worker:
 
 
 class Program:
-    """A process that does one thing, with the black box of a worker that has stood since the program began."""
+    """A process that does one thing; its black box says that it has hung from the beginning."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen(
@@ -129,7 +129,8 @@ def test_a_process_whose_child_has_a_session_of_its_own_is_busy(start) -> None:
         start("""if True:
         import subprocess, sys, threading
         code = "import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
         print("ready", flush=True)
         threading.Event().wait()"""),
         marks.BUSY,

@@ -52,8 +52,7 @@ def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
 
     Returns why the job must end, if that shows that it must.
     """
-    if known.generation is None:
-        return None
+    assert known.generation is not None  # it has been counted
     job.stagnation.explained(known)
     reason = _count_repeat(job, known, known.generation)
     if known.is_declared and (job.attempt is None or known not in job.attempt.faults):

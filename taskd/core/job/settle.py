@@ -57,9 +57,9 @@ def _next(job: Job) -> FollowUp | None:
 def answer(job: Job) -> Commands:
     """Count the faults, choose a strategy, stop everybody, replace who is gone."""
     faults, suspects = job.unanswered, job.suspects
+    records, attempt = begin_attempt(job, faults)
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
-    records, attempt = begin_attempt(job, faults)
     attempt.followers.update((known.fault.rank, known.fault.incarnation) for known in suspects)
     for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
         verdict = count_fault(job, attempt, known)

@@ -81,8 +81,7 @@ def lost(job: Job, event: ev.WorkerLost) -> Commands:
 def lost_while_joining(job: Job, event: ev.WorkerLost) -> Commands:
     """JOINING: its fault waits until every rank is known."""
     commands = lost(job, event)
-    if job.unanswered:
-        defer_faults(job)
+    defer_faults(job)
     return commands
 
 

@@ -158,7 +158,10 @@ def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
 
 
 def test_a_job_that_has_begun_learns_no_generation_from_an_agent(manager) -> None:
-    """It was taken over in the middle of a recovery, whose ranks then reported in a generation that seemed to be over."""
+    """It was taken over in the middle of a recovery.
+
+    Its ranks then reported in a generation that seemed to be over.
+    """
     driver = manager(1, 2).joined()
     driver.raise_(0)
     driver.pause(1)
