@@ -318,9 +318,10 @@ def wait(box: BlackBox, count: int, deadline: float) -> LastWords | None:
 
 
 def demangle(name: str) -> str:
-    """The C++ type with this mangled name if it is a plain one ("St13runtime_error" is std::runtime_error), else the name itself.
+    """The C++ type with this mangled name if it is a plain one, else the name itself.
 
-    Not __cxa_demangle(): the bytes come from a process that has crashed.
+    "St13runtime_error" is std::runtime_error. Not __cxa_demangle(): the bytes come from a process
+    that has crashed.
     """
     rest = name[1:-1] if name.startswith("N") and name.endswith("E") else name
     parts = []

@@ -25,8 +25,7 @@ LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" /
 
 _WITHOUT = (
     "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s "
-    "and "
-    "more later per GB"
+    "and more later per GB"
 )
 
 
@@ -58,6 +57,16 @@ class Binding(Protocol):
     def names_numeric(self, library: str) -> None: ...  # noqa: D102
     def copy_checksummed(self, destination: int, source: int, count: int) -> int: ...  # noqa: D102
     def checksum(self, source: int, count: int) -> int: ...  # noqa: D102
+
+
+def is_switched_off(variable: str) -> bool:
+    """Whether this variable of the environment says "off".
+
+    The one look of this folder at the environment. It is not handed in from taskd.config: the
+    library is loaded by whoever needs it first, also where there is no configuration (a worker that
+    no agent of ours has started, `python -m taskd.native`, a program that uses one feature alone).
+    """
+    return os.environ.get(variable, "").strip().lower() == "off"
 
 
 def _import_binding() -> tuple[Binding | None, str]:
@@ -108,7 +117,7 @@ def require_preloaded(feature: str) -> bool:
 @cache
 def load() -> Binding | None:
     """The binding, or None with one log line; the answer does not change within a process."""
-    if os.environ.get(NATIVE_ENV, "").strip().lower() == "off":
+    if is_switched_off(NATIVE_ENV):
         logger.info("libtaskd is switched off by %s; %s", NATIVE_ENV, _WITHOUT)
         return None
     binding, reason = _import_binding()

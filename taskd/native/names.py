@@ -8,7 +8,6 @@ torch is loaded.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from functools import cache
 
@@ -29,7 +28,7 @@ def use_numeric_names() -> bool:
 
     Whether they are; says so once.
     """
-    if os.environ.get(NUMERIC_NAMES_ENV, "").strip().lower() == "off":
+    if library.is_switched_off(NUMERIC_NAMES_ENV):
         log.info("torch looks up the names of its peers: %s is off", NUMERIC_NAMES_ENV)
         return False
     binding = library.load() if "torch" in sys.modules else None

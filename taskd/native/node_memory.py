@@ -8,7 +8,8 @@ in pieces, and each piece only after a look at what the node has left: other ran
 at the same time. What limits a memfd:
 
     MemAvailable of the node          its pages are memory like any other
-    memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the kernel kills, it refuses nothing
+    memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the
+                                      kernel kills, it refuses nothing
     CommitLimit                       only where vm.overcommit_memory is 2
     RLIMIT_FSIZE, RLIMIT_AS           it is a file, and it is mapped
 
@@ -107,7 +108,7 @@ def require(wanted: int, total: int | None = None, done: int = 0) -> None:
 
 
 def fill(fd: int, size: int) -> None:
-    """Give an empty memfd `size` bytes, all allocated, and seal it against every change of its size.
+    """Give an empty memfd `size` bytes, all allocated, and seal it against changes of its size.
 
     Raises:
         ArenaError: there is not as much memory. The file is empty again.

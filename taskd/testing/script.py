@@ -62,7 +62,7 @@ class FaultScript:
         nodes: int,
         kinds: Sequence[str] = KINDS,
     ) -> "FaultScript":
-        """`count` troubles of these kinds, some of them close together, because recoveries are where it hurts."""
+        """`count` troubles of these kinds, some so close together that they hit a recovery."""
         troubles: list[Trouble] = []
         at = 0.0
         for _ in range(count):

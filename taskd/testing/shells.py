@@ -94,10 +94,12 @@ class SimulatedManager:
         network.listen(MANAGER, self._receive)
 
     def link_to(self, node_rank: int) -> tuple[int, tuple[str, int] | None]:
-        """The number of the newest message to this node, and that of the newest from it, with the life of its agent; None: a gap is known."""
-        return self._sequence.get(
-            node_rank, 0
-        ), None if node_rank in self._gaps else self._heard.get(node_rank)
+        """The numbers of the newest message to this node, and of the newest from it.
+
+        The second with the incarnation of its agent; None: a gap is known.
+        """
+        heard = None if node_rank in self._gaps else self._heard.get(node_rank)
+        return self._sequence.get(node_rank, 0), heard
 
     def kill(self) -> None:
         """SIGKILL."""

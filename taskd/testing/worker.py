@@ -53,7 +53,10 @@ class World:
                 self.clock.call_in(self.rng.random() * 0.004, call)
 
     def time_out(self) -> bool:
-        """Nobody will come any more, which those who wait in a collective see when its timeout is over. False: nobody waits in one."""
+        """Nobody will come any more: those who wait in a collective see that by its timeout.
+
+        False: nobody waits in one.
+        """
         waiting = [
             worker
             for worker in self.workers.values()
@@ -262,9 +265,13 @@ class SimulatedWorker:
             self._must_report_recovery = False
             took = self.world.clock.now() - self.resumed_at
             self._say(
-                ev.WorkerRecovered, generation=self.generation, version=len(self.state), groups_s=took / 2,
-                state_s=took / 4, first_step_s=took / 4,
-            )  # fmt: skip
+                ev.WorkerRecovered,
+                generation=self.generation,
+                version=len(self.state),
+                groups_s=took / 2,
+                state_s=took / 4,
+                first_step_s=took / 4,
+            )
         if self.must_gate:
             self._unwind()
         else:
