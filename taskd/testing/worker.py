@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from taskd.testing.clock import FakeClock
 
 
+_COLLECTIVES = frozenset({"step", "vote", "restore", "enter"})
+
+
 @dataclass
 class World:
     """What the workers of a job share: where they meet, and what they hold."""
@@ -60,7 +63,7 @@ class World:
         waiting = [
             worker
             for worker in self.workers.values()
-            if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}
+            if worker.is_alive and worker.phase in _COLLECTIVES
         ]
         for worker in waiting:
             self.clock.call_in(self.collective_timeout_s, worker.broke)
@@ -151,7 +154,7 @@ class SimulatedWorker:
         self.generation, self.resumed_at = command.generation, self.world.clock.now()
         self._must_report_recovery = True
         if self.phase == "asking":
-            self.parked, self.state = self.state, None
+            self._park()
         self._enter()
 
     def _come_out(self, command: do.Interrupt) -> None:
@@ -164,12 +167,15 @@ class SimulatedWorker:
     def _unwind(self) -> None:
         """Leave whatever it is in, park, say so."""
         self._step_token += 1
-        if self.state is not None:
-            self.parked, self.state = self.state, None
+        self._park()
         self.phase = "paused"
         self._say(
             ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean
         )
+
+    def _park(self) -> None:
+        if self.state is not None:
+            self.parked, self.state = self.state, None
 
     def _ask(self) -> None:
         """The vote is over without a result here."""
@@ -279,38 +285,23 @@ class SimulatedWorker:
 
     def broke(self) -> None:
         """A peer's connection broke: the collective fails, if it is in one."""
-        if (
-            self.is_alive
-            and not self.is_frozen
-            and self.phase in ("step", "vote", "restore", "enter")
-            and not self.must_gate
-        ):
-            if self.phase == "vote":
-                self._raise(
-                    FaultKind.COMMUNICATION,
-                    "RuntimeError: Connection closed by peer",
-                    may_advance=True,
-                )
-            elif self.world.is_declared:
-                self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer")
-            else:
-                self._exit(1)
+        if not self.is_alive or self.is_frozen or self.must_gate:
+            return
+        is_in_vote = self.phase == "vote"
+        if is_in_vote or (self.phase in _COLLECTIVES and self.world.is_declared):
+            text = "RuntimeError: Connection closed by peer"
+            self._raise(FaultKind.COMMUNICATION, text, may_advance=is_in_vote)
+        elif self.phase in _COLLECTIVES:
+            self._exit(1)
 
     def _raise(self, kind: FaultKind, text: str, *, may_advance: bool = False) -> None:
         self._step_token += 1
         version = self.version
-        if self.state is not None and not may_advance:
-            self.parked, self.state = self.state, None
+        if not may_advance:
+            self._park()
         self.phase = "asking" if may_advance else "raised"
-        fault = Fault(
-            kind,
-            self.rank,
-            self.incarnation,
-            text,
-            version=version,
-            signature=text,
-            traceback="...",
-        )
+        who = (self.rank, self.incarnation)
+        fault = Fault(kind, *who, text, version=version, signature=text, traceback="...")
         self._say(
             ev.WorkerRaised,
             generation=self.generation,
