@@ -64,7 +64,7 @@ class Phase(IntEnum):
     BOOT = 0  # started, has not entered the recoverable function
     ENTERED = 1  # in the function, no step yet
     STEP = 2  # in a training step, outside the parts that have a phase of their own
-    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is torn
+    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is inconsistent
     RETURNED = 4  # the function returned, the others are waited for
     EXITING = 5  # on the way out: an end is expected
     PAUSED = 6  # left the function because of a fault, waits for the recovery

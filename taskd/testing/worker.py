@@ -214,7 +214,7 @@ class SimulatedWorker:
         if plan is not None and plan.version is not None:
             move = next(move for move in plan.moves if move.rank == self.rank)
             assert move.source is not None or self.is_clean, (
-                f"rank {self.rank} was told to keep a torn copy"
+                f"rank {self.rank} was told to keep an inconsistent copy"
             )
             held = self.world.workers[self.rank if move.source is None else move.source].parked
             if held is None:
