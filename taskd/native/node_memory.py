@@ -85,9 +85,18 @@ def limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
 
 def empty_file(name: str) -> int:
     """A memfd without a byte: mode 0600, closed on exec. Raises OSError."""
-    fd = _memfd(name)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError:
+        fd = os.memfd_create(name, flags)
     os.fchmod(fd, 0o600)
     return fd
+
+
+def seal(fd: int) -> None:
+    """From now on the file has this size. Raises OSError."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def require(wanted: int, total: int | None = None, done: int = 0) -> None:
@@ -119,7 +128,7 @@ def fill(fd: int, size: int) -> None:
             piece = min(_PIECE_BYTES, size - start)
             require(piece, size, start)
             os.posix_fallocate(fd, start, piece)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        seal(fd)
     except (OSError, ArenaError) as error:
         with suppress(OSError):
             os.ftruncate(fd, 0)
@@ -163,14 +172,6 @@ def human(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
-
-
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create(name, flags)
 
 
 def _room() -> str:
