@@ -26,22 +26,10 @@ if TYPE_CHECKING:
     from taskd.core.events import Event
 
 Machine = TypeVar("Machine")
-_NO_DECISION = frozenset(
-    {
-        "story",
-        "arguments",
-        "now",
-        "cause",
-        "_now",
-        "_cause",
-        "_job",
-        "progress",
-        "stragglers",
-        "peers",
-        "witness",
-        "learned_at",
-    }
-)
+_NO_DECISION = frozenset({
+    "story", "arguments", "now", "cause", "_now", "_cause", "_job", "progress",
+    "stragglers", "peers", "witness", "learned_at",
+})  # fmt: skip
 _ONLY_RECORDED = frozenset({
     "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at",
     "slowest", "moves", "redone", "followers", "version",

@@ -9,18 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 KINDS = (
-    "kill",
-    "crash",
-    "exit",
-    "exit early",
-    "raise",
-    "tear",
-    "freeze",
-    "cut",
-    "manager",
-    "agent",
+    "kill", "crash", "exit", "exit early", "raise", "tear", "freeze", "cut", "manager", "agent",
     "fail start",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
