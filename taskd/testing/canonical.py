@@ -40,7 +40,8 @@ _NO_DECISION = frozenset(
     }
 )
 _ONLY_RECORDED = frozenset({
-    "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at", "slowest", "moves", "redone", "followers", "version",
+    "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at",
+    "slowest", "moves", "redone", "followers", "version",
 })  # fmt: skip
 _PLAIN = (type(None), bool, int, float, str)
 

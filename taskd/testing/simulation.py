@@ -79,14 +79,21 @@ class SimulatedJob:
             SimulatedAgent(
                 node,
                 NodeMachine(
-                    node, range(node * ranks_per_node, (node + 1) * ranks_per_node), self.timeouts, node_count=nodes,
-                    world_size=world_size, max_restarts=max_restarts, agent_incarnation=f"agent {node}",
+                    node,
+                    range(node * ranks_per_node, (node + 1) * ranks_per_node),
+                    self.timeouts,
+                    node_count=nodes,
+                    world_size=world_size,
+                    max_restarts=max_restarts,
+                    agent_incarnation=f"agent {node}",
                     wait_for_exit=wait_for_exit,
                 ),
-                self.timeouts, self.world, self.network,
+                self.timeouts,
+                self.world,
+                self.network,
             )
             for node in range(nodes)
-        ]  # fmt: skip
+        ]
         self.script = script or FaultScript()
         for trouble in self.script:
             self.clock.call_at(
@@ -94,7 +101,10 @@ class SimulatedJob:
             )
 
     def run(self, until: float = 20_000.0) -> Result:
-        """Until the manager has ended the job, or all agents have left and nobody is there to say so. Raises `Stuck`."""
+        """Until the manager has ended the job, or all have left and nobody can say so.
+
+        Raises `Stuck`.
+        """
         while self._ended is None and self.clock.now() < until:
             alone = self.manager is None and not any(agent.is_alive for agent in self.agents)
             if alone or not self.clock.run_next():
