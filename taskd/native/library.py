@@ -57,16 +57,6 @@ class Binding(Protocol):
     def checksum(self, source: int, count: int) -> int: ...  # noqa: D102
 
 
-def is_switched_off(variable: str) -> bool:
-    """Whether this variable of the environment says "off".
-
-    The one look of this folder at the environment. It is not handed in from taskd.config: the
-    library is loaded by whoever needs it first, also where there is no configuration (a worker that
-    no agent of ours has started, `python -m taskd.native`, a program that uses one feature alone).
-    """
-    return os.environ.get(variable, "").strip().lower() == "off"
-
-
 def _import_binding() -> tuple[Binding | None, str]:
     """The compiled binding, else the one through ctypes, else None and the reason."""
     reason = ""

@@ -14,6 +14,7 @@ from taskd.core.job.record import TimedFault
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut
+from taskd.core.policy.hangs import HangDetector
 from taskd.core.policy.leases import Leases
 from taskd.core.policy.stagnation import DEATH_LIMIT, Stagnation
 from taskd.core.profiling import Domain, Domains
@@ -38,7 +39,12 @@ def test_domains_are_shown_in_words() -> None:
 
 def test_a_change_of_phase_that_no_table_knows_is_written_down_and_breaks_the_invariants() -> None:
     timeouts = Timeouts.derive(30.0)
-    job = JobState(timeouts, Membership(), Leases(timeouts))
+    job = JobState(
+        timeouts=timeouts,
+        membership=Membership(),
+        leases=Leases(timeouts),
+        hangs=HangDetector(timeouts),
+    )
     job.phase = JobPhase.RUNNING
     check(job)
     job.declare("a rank started", JobPhase.JOINING, frozenset({JobPhase.RUNNING}))

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core import marks as of
 from taskd.core.faults import FaultKind
-from taskd.core.marks import GroupMark, Mark
+from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
 from taskd.core.timeouts import Timeouts
@@ -17,7 +16,10 @@ def mark(rank: int, *, hangs: bool, groups: tuple[int, ...] = (7,), **changes) -
     """2.5 s in a step that takes 0.05 s: asleep, or in a collective that the one has not begun."""
     entered = 40 if hangs else 41
     known = tuple(GroupMark(group, "0", entered, 40, "all_reduce") for group in groups)
-    fields = {"activity": of.ASLEEP if hangs else of.UNKNOWN, "is_waiting": not hangs} | changes
+    fields = {
+        "activity": Activity.ASLEEP if hangs else Activity.UNKNOWN,
+        "is_waiting": not hangs,
+    } | changes
     phase = "forward" if hangs else "backward"
     return Mark(rank, 0, 0, 5, phase, 2.5, groups=known, slowest_s=0.05, **fields)
 
@@ -27,7 +29,7 @@ def test_ranks_that_have_not_started_yet_do_not_hang(manager) -> None:
     reports = [ev.WorkerReport(rank, 0, "starting") for rank in job.ranks]
     assert job.register(0, *reports) == []
     assert job.machine.phase is JobPhase.RUNNING
-    stopped = mark(1, hangs=True, frozen_s=1e4, activity=of.STOPPED)
+    stopped = mark(1, hangs=True, frozen_s=1e4, activity=Activity.STOPPED)
     assert job.send(ev.AgentHeard, 0, (mark(0, hangs=False), stopped)) == []
 
 
@@ -75,12 +77,14 @@ def test_a_job_that_somebody_stopped_while_it_stops_is_left_alone(manager) -> No
     """All live ranks at once: no fault of theirs."""
     job = manager(per_node=2).joined()
     job.raise_(0)
-    frozen = mark(1, hangs=True, frozen_s=60.0, activity=of.STOPPED)
+    frozen = mark(1, hangs=True, frozen_s=60.0, activity=Activity.STOPPED)
     assert kinds(job.send(ev.AgentHeard, 0, (frozen,))) == ["KillWorker", "ReplaceWorker"]
     job = manager(per_node=2, strategies="dump").joined()
     job.send(ev.AgentDraining, 0, "SIGTERM", 1e6)
     assert job.machine.phase is JobPhase.PAUSING
-    both = tuple(mark(rank, hangs=True, frozen_s=60.0, activity=of.STOPPED) for rank in job.ranks)
+    both = tuple(
+        mark(rank, hangs=True, frozen_s=60.0, activity=Activity.STOPPED) for rank in job.ranks
+    )
     assert job.send(ev.AgentHeard, 0, both) == []
     assert job.machine.phase is JobPhase.PAUSING
 
@@ -88,7 +92,7 @@ def test_a_job_that_somebody_stopped_while_it_stops_is_left_alone(manager) -> No
 def test_a_rank_that_is_stopped_is_named_once() -> None:
     """It has stood for longer than any limit, too, and others wait for it."""
     progress = HangDetector(Timeouts.derive(30.0))
-    stopped = mark(2, hangs=True, frozen_s=400.0, activity=of.STOPPED)
+    stopped = mark(2, hangs=True, frozen_s=400.0, activity=Activity.STOPPED)
     marks = [mark(0, hangs=False), mark(1, hangs=False), stopped]
     progress.note(1.0, [replace(one, still_s=400.0) for one in marks])
     verdict = progress.judge(1.0, 0, [(0, 0), (1, 0), (2, 0)])
@@ -102,7 +106,9 @@ def test_a_mark_is_fresh_for_two_heartbeats_however_long_these_are() -> None:
     lives = [(0, 0), (1, 0)]
     for age_s, is_seen in ((0.9, True), (1.1, False), (3.9, False)):
         progress = HangDetector(timeouts)
-        progress.note(10.0 - age_s, [mark(1, hangs=True, frozen_s=100.0, activity=of.STOPPED)])
+        progress.note(
+            10.0 - age_s, [mark(1, hangs=True, frozen_s=100.0, activity=Activity.STOPPED)]
+        )
         assert bool(progress.frozen(10.0, 0, lives)) is is_seen
 
 
