@@ -1,12 +1,16 @@
-# One command each: `make demo`, `make test`. Everything goes into .venv (tests build the library
-# beside its sources, too); nothing else on the machine is changed.
+# `make` lists the targets. Everything goes into .venv (tests build the library beside its sources,
+# too); nothing else on the machine is changed. What can be set:
 #
-#   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a machine with an accelerator set
-#           your own, for example  make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+#   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a
+#           machine with an accelerator set your own, for example  make test
+#           TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
 #   PYTHON  the interpreter that the virtual environment is made from
 #   TESTS   what pytest is given, for example  make test TESTS="tests/process -k kill_of_any_rank"
 #   JOBS    how many processes run tests side by side
 #   SEED    which of the extended tests `make test-slice` runs
+#   MUTANTS what `make mutants` is given, for example  make mutants MUTANTS="--count 20 --seed 7"
+#
+# A comment after `##` is the line that `make` shows of a target.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,14 +18,22 @@ TESTS ?= tests
 JOBS ?= 4
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
 SLICE_S ?= 120
+MUTANTS ?= --count 60 --jobs 2
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: all install demo test test-all test-slice unit native-check lint bench clean
+.DEFAULT_GOAL := help
+.PHONY: help all install demo test test-all test-slice unit native-check format lint coverage \
+	mutants bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
+	| while IFS="$$(printf '\t')" read -r name text; do printf '  %-14s%s\n' "$$name" "$$text"; done
+	@echo "CONTRIBUTING.md says which test when; the beginning of the Makefile says what can be set."
 
 all: install
 
-# torch first and alone: the requirement of the package would otherwise pull in the registry's newest build.
+# torch first and alone: else the requirement of the package pulls in the registry's newest build.
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip setuptools wheel "cython>=3"
@@ -29,7 +41,8 @@ $(VENV)/torch: Makefile
 	$(PY) -m pip install --quiet numpy
 	@touch $@
 
-SOURCES := setup.py pyproject.toml $(shell find taskd csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.def' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.map')
+SOURCES := setup.py pyproject.toml $(shell find taskd csrc -name '*.py' -o -name '*.[ch]' \
+	-o -name '*.def' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.map')
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	$(PY) -m pip install --quiet --no-build-isolation --force-reinstall --no-deps .
@@ -37,41 +50,59 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@touch $@
 
 $(VENV)/tested: $(VENV)/installed
-	$(PY) -m pip install --quiet "pytest<9.2" hypothesis pytest-timeout pytest-randomly pytest-xdist scikit-learn ruff mypy
-	$(PY) -m pip install --quiet --no-deps torchdata==0.11.0     # its loader carries a position; --no-deps: torch is there, and the rest is not imported
+	$(PY) -m pip install --quiet "pytest<9.2" hypothesis pytest-timeout pytest-randomly pytest-xdist \
+		scikit-learn coverage ruff mypy
+	# Its loader carries a position. --no-deps: torch is there, and the rest is not imported.
+	$(PY) -m pip install --quiet --no-deps torchdata==0.11.0
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@
 
-install: $(VENV)/installed
+install: $(VENV)/installed ## .venv with torch and taskd; compiles csrc/
 
-demo: install
+demo: install ## a job that loses a rank and goes on
 	$(PY) examples/demo.py
 
 # Side by side, and what shares processes in one of them; see tests/lanes.py.
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
-test: $(VENV)/tested
+test: $(VENV)/tested ## before each commit: what proves each promise once (9 minutes on 2 cores)
 	$(PYTEST) -m "not extended and not gpu" $(TESTS)
 
-test-all: $(VENV)/tested
+test-all: $(VENV)/tested ## also the extended tests: before a release (20 minutes)
 	$(PYTEST) -m "not gpu" $(TESTS)
 
-# Extended tests that SEED chooses, for SLICE_S seconds.
-test-slice: $(VENV)/tested
+test-slice: $(VENV)/tested ## extended tests that SEED chooses, for SLICE_S seconds
 	$(PYTEST) -p no:randomly --slice "$(SEED)" --slice-seconds $(SLICE_S) $(TESTS)
 
-unit: $(VENV)/tested
-	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation -m "not extended"
+unit: $(VENV)/tested ## pure code, machines, simulation, wire, checkpoints (2 minutes)
+	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation \
+		tests/replays -m "not extended"
 
-# The C code under sanitizers and valgrind, as far as they are installed.
-native-check:
+native-check: ## csrc/ under sanitizers and valgrind, as far as they are installed
 	sh tests/native/c/check.sh
 
-lint: $(VENV)/tested
+format: $(VENV)/tested ## Python and C as the formatters write them
+	$(VENV)/bin/ruff format .
+	@if command -v clang-format >/dev/null; \
+	then git ls-files 'csrc/*.c' 'csrc/*.h' | xargs clang-format -i; \
+	else echo "clang-format is not installed: csrc/ is left as it is"; fi
+
+lint: $(VENV)/tested ## ruff, its formatter, mypy
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: install
+# Of the decisions: both sides of every branch. The figure is that of lines and branches together.
+COVERAGE = COVERAGE_FILE=$(VENV)/coverage $(PY) -m coverage
+coverage: $(VENV)/tested ## which lines and branches of core are tested; fails under 98 % (3 min)
+	$(COVERAGE) run --branch --source=taskd/core \
+		-m pytest -p no:randomly tests/unit/core tests/simulation -m "not extended"
+	$(COVERAGE) report --show-missing --skip-covered --fail-under=98
+
+mutants: $(VENV)/tested ## do the tests notice small changes of core? MUTANTS= says which (15 min)
+	$(PY) tests/mutants.py $(MUTANTS)
+
+bench: install ## every benchmark
 	$(PY) benchmarks/recovery.py
 	$(PY) benchmarks/sharded_recovery.py
 	$(PY) benchmarks/sharded_recovery.py --layout fsdp --snapshot-every 3
@@ -85,5 +116,5 @@ bench: install
 	$(PY) benchmarks/marks.py
 	$(PY) benchmarks/hangs.py
 
-clean:
+clean: ## without .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info

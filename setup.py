@@ -78,7 +78,7 @@ def library() -> Extension:
     """
     return Extension(
         LIBRARY,
-        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/*.c"))],
+        sources=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.c"))],
         depends=[str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/**/*.[hmd]*"))],
         extra_compile_args=[
             "-std=c11",
@@ -102,7 +102,7 @@ def library() -> Extension:
 
 
 def binding() -> list[Extension]:
-    """The Cython module, or nothing if it cannot be made here (taskd then reaches the library through ctypes)."""
+    """The Cython module, or nothing if it cannot be made here: taskd then uses ctypes."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return []
     try:

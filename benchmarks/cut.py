@@ -9,13 +9,14 @@ repeats; `writers`: the plan of a dump from that state. Eight ranks per node.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import statistics
+import sys
 import time
 
-from taskd.core.cut import Copy, Cut, plan_cut, plan_writers
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from benchmarks import measuring
+from taskd.core.policy.cut import Copy, Cut, plan_cut, plan_writers
 
 NEWEST, SNAPSHOTS = 1043, (1040, 1030)
 PER_NODE = 8
@@ -80,12 +81,9 @@ def measure(copies: list[Copy], repeats: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows = []
     print(
@@ -108,8 +106,7 @@ def main() -> None:
                 for name in ("replicated", "hsdp", "fsdp")
             )
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    measuring.save(rows, options.json)
 
 
 if __name__ == "__main__":

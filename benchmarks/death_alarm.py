@@ -2,7 +2,7 @@
 
 The alarm against a pidfd, on the same deaths, by size of the victim and load of the machine.
 
-    python benchmarks/death_alarm.py [--rss-gb 0 1 4 8] [--n 30] [--busy 0 2] [--huge-pages] [--json FILE]
+    python benchmarks/death_alarm.py [--rss-gb 0 1 4 8] [--n 30] [--busy 0 2] [--huge-pages]
 
 Each round starts a victim that touches so much memory (4 KiB pages unless `--huge-pages`; training
 processes have both), kills it with SIGKILL, and waits in one poll() for the alarm's pipe and for
@@ -14,9 +14,6 @@ thread wrote the record.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import os
 import select
 import signal
@@ -27,8 +24,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from typing import TYPE_CHECKING
+
+from benchmarks import measuring
+from benchmarks.measuring import percentile
 from taskd.native.black_box import BlackBox
 from taskd.native.death_alarm import DeathAlarm
+
+if TYPE_CHECKING:
+    import argparse
 
 TARGET_S = 0.005  # of the alarm's p99, in every case
 NEWS = ("alarm", "seen", "pidfd")
@@ -127,11 +131,6 @@ def one_death(
     return read_at[alarm.fd] - killed_at, seen_at - killed_at, read_at[pidfd] - killed_at
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Nearest rank: a value that was measured."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 def summary(values: list[float]) -> dict[str, float]:
     """In milliseconds."""
     return {
@@ -173,12 +172,11 @@ def main() -> int:
 
     A missed target is a figure, not a failure: the machine may be busy with something else.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = measuring.parser(__doc__)
     parser.add_argument("--rss-gb", type=float, nargs="+", default=[0, 1, 4, 8])
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()])
     parser.add_argument("--huge-pages", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
     alarm = DeathAlarm()
@@ -203,18 +201,14 @@ def main() -> int:
                 flush=True,
             )
             cases.append(result)
-    text = json.dumps(
-        {
-            "huge_pages": options.huge_pages,
-            "cores": os.cpu_count(),
-            "kernel": os.uname().release,
-            "target_ms": TARGET_S * 1e3,
-            "cases": cases,
-        }
-    )
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    result = {
+        "huge_pages": options.huge_pages,
+        "cores": os.cpu_count(),
+        "kernel": os.uname().release,
+        "target_ms": TARGET_S * 1e3,
+        "cases": cases,
+    }
+    measuring.show(result, options.json)
     return 0
 
 

@@ -1,6 +1,6 @@
 """How fast a dump is written, against dd on the same disk.
 
-    python benchmarks/dump.py [--megabytes 400] [--ranks 3] [--pairs 7] [--directory DIR] [--json FILE]
+    python benchmarks/dump.py [--megabytes 400] [--ranks 3] [--pairs 7] [--directory DIR]
 
 A replicated state is written and published by as many processes as are said, which share its bytes;
 `dd conv=fsync` writes the same bytes from one file to another. Both alternate in one run, on the
@@ -11,8 +11,6 @@ median over the pairs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import pathlib
 import shutil
@@ -24,6 +22,12 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from typing import TYPE_CHECKING
+
+from benchmarks import measuring
+
+if TYPE_CHECKING:
+    import argparse
 
 TENSORS = 48  # weights and Adam's moments of a small transformer: some large, many small
 SMALL = 100
@@ -91,14 +95,11 @@ def dd(source: pathlib.Path, directory: pathlib.Path) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--directory", type=pathlib.Path, default=pathlib.Path())
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="taskd-dump-", dir=options.directory.resolve()) as name:
         directory = pathlib.Path(name)
@@ -132,14 +133,16 @@ def main() -> None:
             process.join()
     ratios = sorted(times["dd"] / times["dump"] for times in pairs)
     result = {
-        "megabytes": round(size / 1e6), "ranks": options.ranks, "pairs": len(pairs),
+        "megabytes": round(size / 1e6),
+        "ranks": options.ranks,
+        "pairs": len(pairs),
         "dd_mb_per_s": round(statistics.median(size / times["dd"] / 1e6 for times in pairs)),
         "dump_mb_per_s": round(statistics.median(size / times["dump"] / 1e6 for times in pairs)),
-        "ratio_median": round(statistics.median(ratios), 3), "ratio_lowest": round(ratios[0], 3), "ratio_highest": round(ratios[-1], 3),
-    }  # fmt: skip
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        "ratio_median": round(statistics.median(ratios), 3),
+        "ratio_lowest": round(ratios[0], 3),
+        "ratio_highest": round(ratios[-1], 3),
+    }
+    measuring.show(result, options.json)
 
 
 if __name__ == "__main__":

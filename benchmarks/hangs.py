@@ -1,4 +1,4 @@
-"""How long a job stands when one of four ranks hangs, and whether a job that is only slow is left alone.
+"""How long a job stops when one of four ranks hangs; and that a job that is only slow goes on.
 
     python benchmarks/hangs.py [--times 10] [--steps 10000]
 
@@ -10,21 +10,19 @@ must be that of a run without a hang.
 False alarms: `--steps` steps of 50 ms of which 1 % take 20 times as long on one rank, a first step
 of 20 s, and two checkpoints of 60 s. Any recovery is a false alarm.
 
-`--output FILE` writes the figures as JSON.
+`--json FILE` writes the figures.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.recovery import conditions, percentile
-from tests.process.harness import Job
+from benchmarks.measuring import conditions, parser, percentile, save
+from testbed.job import Job
 
 STEPS, STEP_S, HANG_AT = 60, "0.05", 30
 WAYS = {
@@ -116,20 +114,16 @@ def measure_false_alarms(steps: int) -> dict:
 
 def main() -> None:
     """Measure, and say whether the targets are met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--output", type=pathlib.Path)
-    options = parser.parse_args()
+    options_of = parser(__doc__)
+    options_of.add_argument("--times", type=int, default=10)
+    options_of.add_argument("--steps", type=int, default=10_000)
+    options = options_of.parse_args()
     result = {"conditions": conditions()}
     if options.times:
         result["hangs"] = measure_hangs(options.times)
     if options.steps:
         result["slow"] = measure_false_alarms(options.steps)
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=2) + "\n")
+    save(result, options.json)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ the library preloaded, from a C program (posix_spawn to wait), the same way.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks import measuring
+from benchmarks.measuring import percentile
 from taskd.native._ctypes_binding import LIBRARY_PATH
 from taskd.native.black_box import BlackBox
 from taskd.native.collectives import Collectives
@@ -33,7 +32,12 @@ CALLS = 10_000  # per block
 
 STAND_IN = """
 #include <stddef.h>
-#define SAME(name) int name(const void *a, void *b, size_t c, int d, int e, void *f, void *g) { __asm__ volatile(""); return 0; }
+#define SAME(name)                                                                       \\
+    int name(const void *a, void *b, size_t c, int d, int e, void *f, void *g)           \\
+    {                                                                                    \\
+        __asm__ volatile("");                                                            \\
+        return 0;                                                                        \\
+    }
 SAME(ncclAllReduce) SAME(plain)
 """
 
@@ -47,9 +51,18 @@ PROGRAM = """
 typedef int function(const void *, void *, size_t, int, int, void *, void *);
 function ncclAllReduce, plain;
 int taskd_collectives_start(int) __attribute__((weak));
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e9 + t.tv_nsec; }
-#define BLOCK(call) do { double began = now(); for (int i = 0; i < %(calls)d; i++) call(0, 0, 100, 7, 0, handles[i %% count], 0); \\
-                         printf("%%g ", (now() - began) / %(calls)d); } while (0)
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e9 + t.tv_nsec;
+}
+#define BLOCK(call)                                                                      \\
+    do {                                                                                 \\
+        double began = now();                                                            \\
+        for (int i = 0; i < %(calls)d; i++) call(0, 0, 100, 7, 0, handles[i %% count], 0); \\
+        printf("%%g ", (now() - began) / %(calls)d);                                     \\
+    } while (0)
 int main(int words, char **argv)
 {
     int blocks = atoi(argv[1]), fd = atoi(argv[2]), count = atoi(argv[3]);
@@ -57,7 +70,12 @@ int main(int words, char **argv)
     if (fd >= 0 && taskd_collectives_start(fd) != 0) return 1;
     void *handles[64];
     for (int i = 0; i < 64; i++) handles[i] = (void *)(0x1000L * (i + 1));
-    for (int i = 0; i < blocks; i++) { BLOCK(plain); BLOCK(ncclAllReduce); BLOCK(looked_up); puts(""); }
+    for (int i = 0; i < blocks; i++) {
+        BLOCK(plain);
+        BLOCK(ncclAllReduce);
+        BLOCK(looked_up);
+        puts("");
+    }
     return 0;
 }
 """
@@ -69,21 +87,29 @@ STARTER = """
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <time.h>
-static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec * 1e3 + t.tv_nsec / 1e6; }
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
+}
 static double start(char *variable)
 {
     char *words[] = {"/bin/true", NULL}, *variables[] = {variable, NULL};
     pid_t child;
     int status;
     double began = now();
-    if (posix_spawn(&child, words[0], NULL, NULL, words, variables) != 0 || waitpid(child, &status, 0) != child || status != 0) exit(1);
+    if (posix_spawn(&child, words[0], NULL, NULL, words, variables) != 0) exit(1);
+    if (waitpid(child, &status, 0) != child || status != 0) exit(1);
     return now() - began;
 }
 int main(int words, char **argv)
 {
     for (int i = 0; i < atoi(argv[1]); i++) {
-        double with, without;
-        if (i % 2) { with = start(argv[2]); without = start("NOTHING=1"); } else { without = start("NOTHING=1"); with = start(argv[2]); }
+        double with = 0, without = 0;
+        if (i % 2) with = start(argv[2]);
+        without = start("NOTHING=1");
+        if (i % 2 == 0) with = start(argv[2]);
         printf("%g %g\\n", without, with);
     }
     return 0;
@@ -122,11 +148,6 @@ def table(
             strict=True,
         )
     ]
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Nearest rank: a value that was measured."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def calls(directory: Path, blocks: int, communicators: int, *, recorded: bool) -> dict[str, float]:
@@ -191,10 +212,9 @@ def main() -> int:
 
     A missed target is a figure, not a failure: the machine may be busy with something else.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = measuring.parser(__doc__)
     parser.add_argument("--blocks", type=int, default=301)
     parser.add_argument("--starts", type=int, default=400)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
         directory = Path(name)
@@ -215,9 +235,7 @@ def main() -> int:
             "library": sizes(directory),
             "targets": {"call_ns": TARGET_CALL_NS, "start_ms": TARGET_START_MS, "kb": TARGET_KB},
         }
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result) + "\n")
+    measuring.show(result, options.json)
     return 0
 
 

@@ -19,17 +19,19 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from benchmarks.recovery import RANKS
-from benchmarks.sharded_recovery import WORKLOAD, read_facts
+from benchmarks.measuring import RANKS
+from benchmarks.sharded_recovery import WORKLOAD
 from taskd.checkpoint import folder
 from taskd.checkpoint.names import Kind, parse_final, parse_hidden
-from tests.process.harness import Job, Output
+from testbed.job import Job
 
 if TYPE_CHECKING:
     import argparse
     import pathlib
     import random
     from collections.abc import Callable
+
+    from testbed.processes import Output
 
 # a fault waits almost as long for a manager that is dead; the default of 30 would make such kills
 # slow
@@ -121,9 +123,7 @@ class Hunted:
     def facts(self, what: str, since: float | None = None) -> list[dict]:
         """Those of this life, or since then."""
         since = self.began if since is None else since
-        return [
-            fact for fact in read_facts(self.job) if fact["what"] == what and fact["time"] > since
-        ]
+        return [fact for fact in self.job.facts(what) if fact["time"] > since]
 
     def newest(self, rank: int, since: float | None = None) -> int:
         """The newest version that this rank has committed since then."""
@@ -170,8 +170,8 @@ class Hunted:
         return list(first.values())
 
     def check_digests(self) -> None:
-        """Every state that any rank ever committed or restored, the last one too, is that of the run without kills."""
-        for fact in read_facts(self.job):
+        """Every state that a rank ever committed or restored is that of the run without kills."""
+        for fact in self.job.facts():
             if fact["what"] in ("committed", "restored"):
                 assert fact["digest"] == self.expected[fact["rank"], fact["step"]], (
                     f"TORN OR OTHER: {fact}"
@@ -212,10 +212,10 @@ class Hunted:
     def newest_whole(self) -> int:
         """Every byte is read. Asserts that nothing under a final name is damaged."""
         found = folder.scan(self.checkpoints, "test-job", is_full=True)
-        torn = [
+        damaged = [
             (path.name, reason) for path, reason in found.passed_over if reason != _NOT_FINISHED
         ]
-        assert not torn, f"damaged under a final name: {torn}"
+        assert not damaged, f"damaged under a final name: {damaged}"
         return found.valid[0].manifest.version if found.valid else 0
 
     # ------------------------------------------------------------ kills
@@ -372,7 +372,7 @@ def undisturbed(
         finished = job.run(str(WORKLOAD), nproc=RANKS, timeout_s=600)
         if finished.returncode != 0:
             sys.exit(finished.output[-4000:])
-        facts = read_facts(job)
+        facts = job.facts()
     finally:
         job.close()
     digests = {

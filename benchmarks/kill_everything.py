@@ -3,7 +3,9 @@
 It must go on from the newest that was complete, to the last bit.
 
     python benchmarks/kill_everything.py [--kills 100] [--seed 1] [--directory DIR] [--json FILE]
-    python benchmarks/kill_everything.py --seed 1 --episode 7          the kills of one episode again (their moments are as random as machines are)
+    python benchmarks/kill_everything.py --seed 1 --episode 7
+
+The second plays the kills of one episode again (their moments are as random as machines are).
 
 4 ranks, gloo, FSDP over all or HSDP 2 x 2, torchrun, manager; snapshots in node memory, and a
 periodic checkpoint every few steps of a state so large that one is being written most of the time.
@@ -11,13 +13,16 @@ An episode is one job in one directory. In every other one a fault leads to a du
 comes while it is written.
 
 writer, two writers   the job must replace them and go on from memory: nothing from disk, at most
-`--snapshot-every` steps redone manager               nobody may be interrupted; a new manager must
-know the job manager, then writer  before there is a new manager: all processes are started anew,
-from what is on the disk everything            manager, torchrun, forkserver and ranks, in any
-order; also during a start. Then the same command again: restore() must give the newest
-                      version that is whole on the disk, which is read in full after the kill, and must not be older than what had been published before it
-... in a dump         one of these while a dying gasp is written. Whatever the job does, it must end
-or go on; the rest as for `everything`
+                      `--snapshot-every` steps redone
+manager               nobody may be interrupted; a new manager must know the job
+manager, then writer  before there is a new manager: all processes are started anew, from what is
+                      on the disk
+everything            manager, torchrun, forkserver and ranks, in any order; also during a start.
+                      Then the same command again: restore() must give the newest version that is
+                      whole on the disk, which is read in full after the kill, and must not be older
+                      than what had been published before it
+... in a dump         one of these while an emergency checkpoint is written. Whatever the job does,
+                      it must end or go on; the rest as for `everything`
 
 Each commit and each restore carries a SHA-256 of all that the rank holds; all of them, of all
 lives, must be those of a run without kills. A directory of an episode that failed is kept. Exit
@@ -26,8 +31,6 @@ status 1 if one failed, or if no kill hit a save in progress.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import random
 import shutil
@@ -38,8 +41,13 @@ from collections import Counter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from typing import TYPE_CHECKING
+
 from benchmarks.hunted_job import Digests, Hunted, is_dump, undisturbed
-from benchmarks.recovery import RANKS, conditions
+from benchmarks.measuring import RANKS, conditions, load_1min, parser, save
+
+if TYPE_CHECKING:
+    import argparse
 
 KINDS = ("writer", "two writers", "manager", "everything")
 WEIGHTS = (3, 3, 2, 4)
@@ -82,9 +90,13 @@ class Score:
     def result(self) -> dict:
         """As JSON."""
         return {
-            "kills": dict(+self.kills), "in_a_save": dict(+self.hits), "starts_checked": self.restarts, "of_which_fresh": self.fresh,
-            "recoveries": dict(self.strategies), "failures": self.failures,
-        }  # fmt: skip
+            "kills": dict(+self.kills),
+            "in_a_save": dict(+self.hits),
+            "starts_checked": self.restarts,
+            "of_which_fresh": self.fresh,
+            "recoveries": dict(self.strategies),
+            "failures": self.failures,
+        }
 
 
 class Episode:
@@ -274,36 +286,31 @@ def play(
 
 def main() -> None:
     """Kill, check, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options_of = parser(__doc__)
+    options_of.add_argument("--kills", type=int, default=100)
+    options_of.add_argument(
+        "--steps", type=int, default=60, help="of a job; an episode ends with it"
     )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=60, help="of a job; an episode ends with it")
-    parser.add_argument("--checkpoint-every", type=int, default=2)
-    parser.add_argument("--snapshot-every", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--episode", type=int, help="this one only")
-    parser.add_argument(
+    options_of.add_argument("--checkpoint-every", type=int, default=2)
+    options_of.add_argument("--snapshot-every", type=int, default=3)
+    options_of.add_argument("--hidden", type=int, default=1024)
+    options_of.add_argument("--layers", type=int, default=7)
+    options_of.add_argument("--seed", type=int, default=1)
+    options_of.add_argument("--episode", type=int, help="this one only")
+    options_of.add_argument(
         "--directory",
         type=pathlib.Path,
         help="where checkpoints are written; default: that for temporary files",
     )
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+    options = options_of.parse_args()
     base = pathlib.Path(tempfile.mkdtemp(prefix="taskd-kill-", dir=options.directory))
     result: dict = {"conditions": conditions()}
     began = time.monotonic()
     known = {
         layout: undisturbed(base / f"undisturbed-{layout}", options, layout) for layout in LAYOUTS
     }
-    print(
-        "undisturbed: "
-        f"{', '.join(f'{layout} {1e3 * step_s:.0f} ms a step' for layout, (_, step_s) in known.items())}",
-        flush=True,
-    )
-    for layout in LAYOUTS:
+    for layout, (_, step_s) in known.items():
+        print(f"undisturbed: {layout} {1e3 * step_s:.0f} ms a step", flush=True)
         shutil.rmtree(base / f"undisturbed-{layout}")
     score, number = Score(), options.episode or 0
     while score.kills.total() < options.kills and (
@@ -315,15 +322,16 @@ def main() -> None:
         base.rmdir()
     state = 12e-6 * options.layers * (options.hidden + 1) * options.hidden
     result["conditions"] |= {
-        "load_1min_after": conditions()["load_1min"], "seconds": round(time.monotonic() - began), "state_mb": round(state),
+        "load_1min_after": load_1min(),
+        "seconds": round(time.monotonic() - began),
+        "state_mb": round(state),
         "mb_per_rank": {"hsdp": round(state / 2), "fsdp": round(state / RANKS)},
         "step_ms": {layout: round(1e3 * step_s) for layout, (_, step_s) in known.items()},
-    }  # fmt: skip
+    }
     result |= score.result()
     score.show()
     print(f"conditions: {result['conditions']}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, options.json)
     assert score.hits.total() > 0, "no kill hit a save in progress: let the state be larger"
     if score.failures:
         raise SystemExit(f"{len(score.failures)} failures; their directories are in {base}")

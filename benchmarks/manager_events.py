@@ -10,8 +10,6 @@ and ends.
 
 from __future__ import annotations
 
-import argparse
-import json
 import pathlib
 import sys
 import time
@@ -19,10 +17,11 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from typing import TYPE_CHECKING
 
+from benchmarks import measuring
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -82,16 +81,15 @@ def measure(ranks: int, per_node: int) -> dict[str, float]:
         for event in events():
             machine.handle(event)
         found[name] = round(time.perf_counter() - began, 3)
-    assert machine.phase is Phase.RELEASED, machine.phase
+    assert machine.phase is JobPhase.RELEASED, machine.phase
     return found
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 65536])
     parser.add_argument("--per-node", type=int, default=64)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows = {ranks: measure(ranks, options.per_node) for ranks in options.ranks}
     for ranks, row in rows.items():
@@ -99,8 +97,7 @@ def main() -> None:
             f"{ranks:6d} ranks: "
             + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in row.items())
         )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    measuring.save(rows, options.json)
 
 
 if __name__ == "__main__":

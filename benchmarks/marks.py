@@ -12,9 +12,7 @@ anything that the other two miss; they are the precise ones.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import pathlib
 import random
 import statistics
@@ -23,11 +21,11 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks import recovery
+from benchmarks import measuring, recovery
 
 
 def read(path: pathlib.Path) -> tuple[dict[int, list[int]], list[float], dict[str, float]]:
-    """Times of the compared blocks, nanoseconds per step spent in marks, and the share of each thread, of one rank."""
+    """Of one rank: times of its blocks, ns per step spent in marks, each thread's share."""
     blocks: dict[int, list[int]] = {}
     counted: dict[int, list[int]] = {}
     shares: dict[str, float] = {}
@@ -52,15 +50,12 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="taskd-marks-") as name:
         facts = recovery.run_taskd(pathlib.Path(name), options.steps, "", "marks")
-        ranks = [read(facts / f"{rank}.txt") for rank in range(recovery.RANKS)]
+        ranks = [read(facts / f"{rank}.txt") for rank in range(measuring.RANKS)]
     ratios, step_ms = [], []
     for blocks, _, _ in ranks:
         medians = [
@@ -77,7 +72,7 @@ def main() -> None:
         for name in {name for _, _, shares in ranks for name in shares}
     }
     result = {
-        "conditions": recovery.conditions(),
+        "conditions": measuring.conditions(),
         "steps": options.steps,
         "step_ms": round(step, 2),
         "pairs_of_blocks": len(ratios),
@@ -89,9 +84,7 @@ def main() -> None:
             name: round(100 * share, 3) for name, share in sorted(threads.items())
         },
     }
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    measuring.show(result, options.json)
 
 
 if __name__ == "__main__":

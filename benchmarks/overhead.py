@@ -16,22 +16,21 @@ process over a window in which 4 workers sleep, and resident memory of the manag
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import os
 import pathlib
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import itertools
-
-from benchmarks import recovery
-from tests.process.harness import SCRIPTS, Job, environment
+from benchmarks import measuring, recovery
+from testbed.job import SCRIPTS, Job
+from testbed.proc import stat_of, status_of
+from testbed.processes import Output, environment, torchrun
 
 WARM_UP = 30
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,32 +42,16 @@ def step_times(facts: pathlib.Path) -> list[float]:
     return [(b - a) / 1e6 for a, b in itertools.pairwise(line)]
 
 
-def plain(directory: pathlib.Path, steps: int) -> list[float]:
-    facts = directory / "facts"
-    facts.mkdir(parents=True)
-    env = environment(
-        MODE="checkpoint", STEPS=str(steps), FACTS=str(facts), CHECKPOINT_EVERY="1000000"
+def plain(directory: pathlib.Path, steps: int, ranks: int) -> pathlib.Path:
+    """Without checkpoints: none is due before the end."""
+    return recovery.run_torchrun(
+        directory, steps, "", "--standalone", ranks=ranks, CHECKPOINT_EVERY="1000000"
     )
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={recovery.RANKS}",
-            recovery.WORKLOAD,
-        ],
-        env=env,
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
-    return step_times(facts)
 
 
-def alternating(directory: pathlib.Path, steps: int) -> list[float]:
-    """Ratio of the median step time of each block with taskd to that of the block without it that follows, in one run."""
-    facts = recovery.run_taskd(directory, steps, "", "alternating")
+def alternating(directory: pathlib.Path, steps: int, ranks: int) -> list[float]:
+    """Median step time of each block with taskd by that of the next one without, in one run."""
+    facts = recovery.run_taskd(directory, steps, "", "alternating", ranks)
     blocks: dict[int, list[int]] = {}
     for line in (facts / "0.txt").read_text().splitlines():
         kind, block, when = line.split()
@@ -82,40 +65,33 @@ def alternating(directory: pathlib.Path, steps: int) -> list[float]:
 
 
 def cpu_s(pid: int) -> float:
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_of(pid)
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def idle(directory: pathlib.Path, window_s: float) -> dict:
-    """CPU of manager and agent while the workers sleep, the same for plain torchrun, and the manager's memory."""
+    """While the workers sleep: CPU of manager, agent and plain torchrun; memory of the manager."""
     job = Job(directory)
     try:
         manager = job.start_manager()
         agent = job.start_agent("sleeper.py")
-        bare = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node=4",
-                str(SCRIPTS / "sleeper.py"),
-            ],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        script = str(SCRIPTS / "sleeper.py")
+        command = torchrun(script, "--standalone", nproc=4, module="torch.distributed.run")
+        bare = Output(command, environment(), directory / "torchrun.out", directory)
         agent.wait_text("asleep", 60)
         time.sleep(15)  # let start-up end on all sides before the window begins
-        pids = {"manager": manager.process.pid, "agent": agent.process.pid, "torchrun": bare.pid}
+        pids = {
+            "manager": manager.process.pid,
+            "agent": agent.process.pid,
+            "torchrun": bare.process.pid,
+        }
         before = {name: cpu_s(pid) for name, pid in pids.items()}
         time.sleep(window_s)
         used = {name: 100 * (cpu_s(pid) - before[name]) / window_s for name, pid in pids.items()}
-        status = pathlib.Path(f"/proc/{manager.process.pid}/status").read_text()
-        rss_mb = int(status.split("VmRSS:")[1].split()[0]) / 1024
-        os.killpg(bare.pid, 15)
+        rss_mb = int(status_of(manager.process.pid)["VmRSS"].split()[0]) / 1024
+        os.killpg(bare.process.pid, signal.SIGTERM)
         bare.wait(60)
+        bare.end()
     finally:
         job.close()
     return {
@@ -129,18 +105,14 @@ def idle(directory: pathlib.Path, window_s: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--ranks", type=int, default=recovery.RANKS)
+    parser.add_argument("--ranks", type=int, default=measuring.RANKS)
     parser.add_argument("--alternating-steps", type=int, default=2000)
     parser.add_argument("--window-s", type=float, default=30)
     parser.add_argument("--bare", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    recovery.RANKS = options.ranks
     mode = "checkpoint" if options.bare else "taskd"
     ratios, medians = [], {"on": [], "off": []}
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
@@ -149,21 +121,22 @@ def main() -> None:
             order = ["on", "off"] if i % 2 == 0 else ["off", "on"]
             for which in order:
                 where = base / f"{which}{i}"
-                times = (
-                    step_times(recovery.run_taskd(where, options.steps + WARM_UP, "", mode))
+                steps = options.steps + WARM_UP
+                facts = (
+                    recovery.run_taskd(where, steps, "", mode, options.ranks)
                     if which == "on"
-                    else plain(where, options.steps + WARM_UP)
+                    else plain(where, steps, options.ranks)
                 )
-                medians[which].append(statistics.median(times))
+                medians[which].append(statistics.median(step_times(facts)))
             ratios.append(medians["on"][-1] / medians["off"][-1])
-        inside = alternating(base / "alternating", options.alternating_steps)
+        inside = alternating(base / "alternating", options.alternating_steps, options.ranks)
         result = {
             "in_step_overhead_percent_median": round(100 * (statistics.median(inside) - 1), 2),
             "in_step_overhead_percent_quartiles": [
                 round(100 * (q - 1), 2) for q in statistics.quantiles(inside, n=4)
             ],
             "in_step_pairs_of_blocks": len(inside),
-            "conditions": recovery.conditions(),
+            "conditions": measuring.conditions(),
             "pairs": options.pairs,
             "steps_per_run": options.steps,
             "step_ms_on": round(statistics.median(medians["on"]), 3),
@@ -172,9 +145,7 @@ def main() -> None:
             "overhead_percent_each": [round(100 * (ratio - 1), 2) for ratio in ratios],
             "idle": idle(base / "idle", options.window_s),
         }
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    measuring.show(result, options.json)
 
 
 if __name__ == "__main__":

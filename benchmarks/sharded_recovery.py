@@ -16,21 +16,26 @@ printed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 import pathlib
-import random
 import shutil
 import statistics
 import sys
 import tempfile
+from collections import Counter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.recovery import RANKS, conditions, percentile
-from tests.process.harness import Job
+from typing import TYPE_CHECKING
+
+from benchmarks import measuring, recovery
+from benchmarks.measuring import RANKS, conditions, load_1min, spread
+from testbed.job import Job
+
+if TYPE_CHECKING:
+    import argparse
 
 WORKLOAD = ROOT / "benchmarks" / "sharded_workload.py"
 PLACES = ("step", "forward", "backward-begin", "backward-end", "before-vote")
@@ -39,46 +44,21 @@ RUN_S = 300
 TARGET_S = 1.0
 
 
-def read_facts(job: Job) -> list[dict]:
-    """What the workers noted, with rank and pid, in order of time.
-
-    A line that a kill cut off is left out.
-    """
-    found = []
-    for path in job.facts_dir.glob("*.jsonl"):
-        rank, _, pid = path.stem.partition("-")
-        lines = path.read_text().splitlines(keepends=True)
-        found += [
-            json.loads(line) | {"rank": int(rank), "pid": int(pid)}
-            for line in lines
-            if line.endswith("\n")
-        ]
-    return sorted(found, key=lambda fact: fact["time"])
-
-
-def plan_kills(count: int, seed: str) -> list[str]:
-    chance = random.Random(seed)
-    return [
-        f"{chance.randrange(RANKS)}@{SPACING * (i + 1) + chance.randrange(SPACING // 2)}:{chance.choice(PLACES)}"
-        for i in range(count)
-    ]
-
-
 def final_digests(facts: list[dict]) -> dict[int, str]:
     return {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"}
 
 
 def run(
-    directory: pathlib.Path, options: argparse.Namespace, steps: int, kills: list[str]
+    directory: pathlib.Path, options: argparse.Namespace, steps: int, count: int, seed: str = ""
 ) -> tuple[list[dict], list[dict]]:
-    """Facts and records of one run that must end well."""
+    """Facts and records of one run with so many kills, which must end well."""
     job = Job(
         directory,
         LAYOUT=options.layout,
         HIDDEN=str(options.hidden),
         LAYERS=str(options.layers),
         STEPS=str(steps),
-        KILLS=";".join(kills),
+        KILLS=recovery.plan_kills(count, SPACING, seed, PLACES),
         SNAPSHOT_EVERY=str(options.snapshot_every),
     )
     try:
@@ -86,14 +66,14 @@ def run(
             str(WORKLOAD),
             nproc=RANKS,
             timeout_s=RUN_S,
-            options=(f"--max-restarts={len(kills) or 1}",),
+            options=(f"--max-restarts={count or 1}",),
         )
         assert finished.returncode == 0, f"exit {finished.returncode}:\n{finished.output[-4000:]}"
-        facts, records = read_facts(job), job.recoveries()
+        facts, records = job.facts(), job.recoveries()
     finally:
         job.close()
     done = {fact["number"] for fact in facts if fact["what"] == "fault"}
-    assert done == set(range(len(kills))), f"{len(done)} of {len(kills)} kills happened"
+    assert done == set(range(count)), f"{len(done)} of {count} kills happened"
     assert len(final_digests(facts)) == RANKS
     return facts, records
 
@@ -127,24 +107,23 @@ def times_and_redone(facts: list[dict]) -> tuple[list[float], list[int]]:
 def measure(options: argparse.Namespace, base: pathlib.Path) -> dict:
     times: list[float] = []
     redone: list[int] = []
-    strategies: dict[str, int] = {}
+    strategies: Counter[str] = Counter()
     counts = [
         min(options.per_run, options.kills - first)
         for first in range(0, options.kills, options.per_run)
     ]
     steps = SPACING * (max(counts) + 2)
-    undisturbed, _ = run(base / "undisturbed", options, steps, [])
+    undisturbed, _ = run(base / "undisturbed", options, steps, 0)
     expected = final_digests(undisturbed)
     equal = True
     for number, count in enumerate(counts):
-        kills = plan_kills(count, f"{options.seed}-{number}")
-        facts, records = run(base / f"run-{number}", options, steps, kills)
+        seed = f"{options.seed}-{number}"
+        facts, records = run(base / f"run-{number}", options, steps, count, seed)
         equal = equal and final_digests(facts) == expected
         took, again = times_and_redone(facts)
         assert len(took) == count
         times, redone = times + took, redone + again
-        for record in records:
-            strategies[record["strategy"]] = strategies.get(record["strategy"], 0) + 1
+        strategies.update(record["strategy"] for record in records)
         print(
             f"run {number}: {count} kills, slowest {max(took):.3f} s, digests "
             f"{'equal' if equal else 'DIFFER'}",
@@ -153,23 +132,30 @@ def measure(options: argparse.Namespace, base: pathlib.Path) -> dict:
     commits = [
         fact["time"] for fact in undisturbed if fact["what"] == "committed" and fact["rank"] == 0
     ]
+    state_mb = 12e-6 * options.layers * (options.hidden + 1) * options.hidden
+    steps_s = statistics.median(b - a for a, b in itertools.pairwise(commits))
+    took_s = spread(times)
+    is_met = took_s["p50_s"] <= TARGET_S and equal and max(redone) <= options.snapshot_every
     return {
-        "layout": options.layout, "snapshot_every": options.snapshot_every, "n": len(times), "p50_s": round(statistics.median(times), 3),
-        "p99_s": round(percentile(times, 0.99), 3), "max_s": round(max(times), 3), "min_s": round(min(times), 3),
-        "step_ms": round(1e3 * statistics.median(b - a for a, b in itertools.pairwise(commits)), 1),
-        "state_mb": round(12e-6 * options.layers * (options.hidden + 1) * options.hidden, 1),
+        "layout": options.layout,
+        "snapshot_every": options.snapshot_every,
+        "n": len(times),
+        **took_s,
+        "step_ms": round(1e3 * steps_s, 1),
+        "state_mb": round(state_mb, 1),
         "rss_mb": max(fact["rss_mb"] for fact in undisturbed if fact["what"] == "memory"),
-        "steps_redone": sum(redone), "steps_redone_max": max(redone), "strategies": strategies, "digests_equal": equal,
-        "target_met": statistics.median(times) <= TARGET_S and equal and max(redone) <= options.snapshot_every,
+        "steps_redone": sum(redone),
+        "steps_redone_max": max(redone),
+        "strategies": dict(strategies),
+        "digests_equal": equal,
+        "target_met": is_met,
         "times_s": [round(took, 4) for took in times],
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     """Measure, print, and end with 1 if the target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--per-run", type=int, default=10)
     parser.add_argument("--layout", choices=("hsdp", "fsdp"), default="hsdp")
@@ -182,7 +168,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if options.layout == "fsdp" and not options.snapshot_every:
         parser.error("--layout fsdp: a dead rank's part is nowhere else: give --snapshot-every")
@@ -194,10 +179,9 @@ def main() -> None:
         print(f"kept: {base}, seed {options.seed}", file=sys.stderr)
         raise
     shutil.rmtree(base)
-    result["conditions"] = before | {"load_1min_after": conditions()["load_1min"]}
+    result["conditions"] = before | {"load_1min_after": load_1min()}
     print(json.dumps({key: value for key, value in result.items() if key != "times_s"}, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    measuring.save(result, options.json)
     if not result["target_met"]:
         raise SystemExit(
             f"target missed: p50 at most {TARGET_S} s, all digests equal, at most "

@@ -3,7 +3,8 @@
 Rate of the copy against memcpy, what commit() blocks, memory, and the time of a training step with
 and without.
 
-    python benchmarks/snapshot.py [--mb 200] [--rounds 40] [--tensors 160] [--blocks 60] [--batch 64] [--json FILE]
+    python benchmarks/snapshot.py [--mb 200] [--rounds 40] [--tensors 160] [--blocks 60]
+                                  [--batch 64] [--json FILE]
 
 Copy: rounds that alternate between memcpy of all tensors into an arena's buffer (C, one call per
 tensor, nothing else) and a snapshot of the same tensors into the same kind of memory; each touches
@@ -17,9 +18,7 @@ is stated.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
 import pathlib
 import statistics
@@ -29,7 +28,8 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch
 
-from taskd.native.arena import PAGE_BYTES, Arena
+from benchmarks import measuring
+from taskd.native.arena import Arena
 from taskd.worker.snapshot import Snapshotter
 
 STEPS = 6  # of a block
@@ -58,12 +58,13 @@ def state_of(mb: int, count: int) -> dict[str, torch.Tensor]:
 def copying(mb: int, rounds: int, count: int) -> dict:
     tensors = state_of(mb, count)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    plain = Arena.create(total)
+    plain = Arena.create(total).memory
+    assert plain is not None
     snapshotter = Snapshotter(Arena.create, every=1)
     snapshotter.prepare(total)
     memcpy_s, copy_s, whole_s, blocked_s = [], [], [], []
     for version in range(rounds):
-        target = plain._address + PAGE_BYTES + version % 2 * plain.capacity  # noqa: SLF001
+        target = plain.address + plain.buffer_start(version % 2)
         start = time.perf_counter()
         for tensor in tensors.values():
             ctypes.memmove(target, tensor.data_ptr(), tensor.nbytes)
@@ -176,15 +177,12 @@ def training(mb: int, blocks: int, batch: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser(__doc__)
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--tensors", type=int, default=160)
     parser.add_argument("--blocks", type=int, default=60)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = [os.getloadavg()[0]]
@@ -196,10 +194,7 @@ def main() -> None:
         "training": training(options.mb, options.blocks, options.batch),
     }
     result["load_before_and_after"] = [*load, os.getloadavg()[0]]
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    measuring.show(result, options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Thousands of recoveries in a few long jobs: nothing hangs, crashes, differs or grows.
 
-    python benchmarks/soak.py [--recoveries 3000] [--layouts ddp=4 hsdp=2 fsdp-snapshots=2 fsdp1-hybrid=1] [--seed N] [--busy N] [--json FILE]
+    python benchmarks/soak.py [--recoveries 3000] [--seed N] [--busy N] [--json FILE]
+                              [--layouts ddp=4 hsdp=2 fsdp-snapshots=2 fsdp1-hybrid=1]
 
 4 ranks, gloo, torchrun, manager; one job for each layout, with its share of the recoveries. In each
 job one rank is spared, another one in each layout; all others end themselves with SIGKILL at places
@@ -10,17 +11,18 @@ drawn from the seed, every third step, a third of them at any moment of a step. 
 - a rank's final digest (its part of weights and optimizer memory, its generator) is not that of a
   run without deaths;
 - from the 100th recovery to the last, memory, descriptors or threads of the manager, the agent, the
-  forkserver or the spared rank grow (memory of manager
-  and agent: from the 500th, when their stories are full; in a job that is shorter than 1.5 times that it is written down, and not judged).
-A job that fails is kept, and its directory printed.
+  forkserver or the spared rank grow (memory of manager and agent: from the 500th, when their
+  stories are full; in a job that is shorter than 1.5 times that it is written down, not judged).
+
+Judged is a process's own memory, RssAnon + RssShmem of proc(5); each of the two and RssFile, whose
+pages come and go with the machine's need for memory, are written down as well. A job that fails is
+kept, and its directory printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import os
 import pathlib
 import random
 import shutil
@@ -34,10 +36,10 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.recovery import RANKS, conditions, percentile
-from benchmarks.sharded_recovery import read_facts
-from benchmarks.soak_plan import plan_kills, size_of
-from tests.process.harness import Job
+from benchmarks.measuring import RANKS, conditions, load_1min, parser, save, spread
+from benchmarks.soak_plan import MEMORY, plan_kills, size_of
+from testbed.job import Job
+from testbed.proc import parent_of
 
 WORKLOAD = str(ROOT / "benchmarks" / "soak_workload.py")
 SILENCE_S = 60.0  # between two recoveries: a hundred times what one takes
@@ -46,9 +48,12 @@ SETTLED = 100  # recoveries after which nothing grows any more
 # But the stories of manager and agent, rings of 10,000 entries, whose memory is their own; with
 # fewer than half as many recoveries again nothing can be said.
 STORY_IS_FULL = {"manager": 500, "agent": 500}
-# What is allowed to grow in 1,000 recoveries, in kB. glibc's heap is in pieces after a while; a
-# leak of one process group has 100 kB and more.
-RSS_SLOPE_KB = 4096
+# By how much its own memory may grow in 1,000 recoveries, in kB. glibc's heap is in pieces after a
+# while, and torch's TCPStore keeps 2.2 kB per store that was made anew; a leak of one process group
+# has 100 kB and more.
+SLOPE_KB = 4096
+_COUNTED = ("fds", "threads")
+_JUDGED = ("own_kb", *_COUNTED)
 _WINDOW = 25  # samples whose median is compared
 
 
@@ -61,8 +66,11 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "ddp": Layout("ddp", 0), "hsdp": Layout("hsdp", 3), "fsdp-snapshots": Layout("fsdp", 1, snapshot_every=2), "fsdp1-hybrid": Layout("flat-HYBRID_SHARD-orig", 2),
-}  # fmt: skip
+    "ddp": Layout("ddp", 0),
+    "hsdp": Layout("hsdp", 3),
+    "fsdp-snapshots": Layout("fsdp", 1, snapshot_every=2),
+    "fsdp1-hybrid": Layout("flat-HYBRID_SHARD-orig", 2),
+}
 Sample = tuple[int, dict[str, int]]  # after so many recoveries: what `size_of` says
 
 
@@ -113,12 +121,11 @@ class Watch:
                 int(path.stem.partition("-")[2])
                 for path in self._job.facts_dir.glob(f"{self._spared()}-*.jsonl")
             )
-            stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
             assert self._job.manager is not None
             self._pids = {
                 "manager": self._job.manager.process.pid,
                 "agent": self._job.agents[0].process.pid,
-                "forkserver": int(stat.rpartition(")")[2].split()[1]),
+                "forkserver": parent_of(worker),
             }
         for name, pid in self._pids.items():
             with contextlib.suppress(OSError):  # the job has just ended
@@ -155,11 +162,16 @@ def undisturbed(
     try:
         finished = job.agents[0].wait(SILENCE_S + planned)
         assert finished.returncode == 0, finished.output[-4000:]
-        facts = read_facts(job)
+        facts = job.facts()
     finally:
         job.close()
     step_s = max(fact["step_s"] for fact in facts if fact["what"] == "trained")
-    return {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"}, step_s
+    return digests_of(facts), step_s
+
+
+def digests_of(facts: list[dict]) -> dict[int, str]:
+    """The final ones, by rank."""
+    return {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"}
 
 
 def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
@@ -176,7 +188,7 @@ def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
             job.agents[0].wait(0).returncode,
             job.manager.wait(20).returncode if job.manager else None,
         )
-        facts, left = read_facts(job), job.leftovers()
+        facts, left = job.facts(), job.leftovers()
     finally:
         job.close()
     samples = watch.samples | {"survivor": survivor_sizes(facts, layout.spared)}
@@ -190,24 +202,32 @@ def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
     ]
     if codes != (0, 0):
         problems.append(f"torchrun and manager ended with {codes}")
-    if {fact["rank"]: fact["digest"] for fact in facts if fact["what"] == "returned"} != expected:
+    if digests_of(facts) != expected:
         problems.append("final digests differ from those of a run without deaths")
     if left:
         problems.append(f"processes left behind: {sorted(left)}")
     times = [record["total_s"] for record in watch.records]
     return {
-        "layout": name, "recoveries": len(watch.records), "deaths": kills, "spared": layout.spared, "seed": seed, "step_ms": round(1e3 * step_s, 1),
-        "seconds": round(took, 1), "recoveries_per_minute": round(60 * len(times) / took, 1), "p50_s": round(statistics.median(times), 3),
-        "p99_s": round(percentile(times, 0.99), 3), "max_s": round(max(times), 3), "steps_redone": sum(record["steps_redone"] for record in watch.records),
-        "growth": growth, "problems": problems,
-    }  # fmt: skip
+        "layout": name,
+        "recoveries": len(watch.records),
+        "deaths": kills,
+        "spared": layout.spared,
+        "seed": seed,
+        "step_ms": round(1e3 * step_s, 1),
+        "seconds": round(took, 1),
+        "recoveries_per_minute": round(60 * len(times) / took, 1),
+        **spread(times),
+        "steps_redone": sum(record["steps_redone"] for record in watch.records),
+        "growth": growth,
+        "problems": problems,
+    }
 
 
 # ---------------------------------------------------------------- judgement
 
 
 def unplanned(facts: list[dict], records: list[dict], kills: list) -> list[str]:
-    """Deaths that nobody planned, plans that were not carried out, and recoveries of another kind."""
+    """Deaths that nobody planned, plans that did not happen, recoveries of another kind."""
     done = {fact["number"] for fact in facts if fact["what"] == "fault"}
     problems = [f"{len(done)} of {len(kills)} deaths happened"] if len(done) != len(kills) else []
     lives = Counter(fact["rank"] for fact in facts if fact["what"] == "entered")
@@ -237,7 +257,7 @@ def survivor_sizes(facts: list[dict], spared: int) -> list[Sample]:
     """Of the spared rank, after each of its entries."""
     entries = [fact for fact in facts if fact["what"] == "restored" and fact["rank"] == spared]
     return [
-        (number, {key: entry[key] for key in ("rss_kb", "fds", "threads")})
+        (number, {key: entry[key] for key in (*MEMORY, *_JUDGED)})
         for number, entry in enumerate(entries)
     ]
 
@@ -246,38 +266,40 @@ def growth_of(samples: list[Sample], memory_settled: int) -> dict:
     """First, settled and last size of a process, its slope, and what of that is too much.
 
     `memory_settled`: after so many recoveries its memory is.
-
-    Descriptors and threads of a recovery that is under way come on top of what stays, so of them
-    the fewest in a window count; memory: the median.
     """
     total = samples[-1][0]
     found: dict = {"first": samples[0][1], "problems": []}
-    for key in ("rss_kb", "fds", "threads"):
-        since = memory_settled if key == "rss_kb" else SETTLED
+    for key in (*MEMORY, *_JUDGED):
+        since = SETTLED if key in _COUNTED else memory_settled
         is_long = total >= since * 3 // 2
-        settled = [
-            (number, size[key])
-            for number, size in samples
-            if number >= (since if is_long else total // 3)
-        ]
-        values = [value for _, value in settled]
-        typical = statistics.median if key == "rss_kb" else min
-        before, after = typical(values[:_WINDOW]), typical(values[-_WINDOW:])
-        slope = statistics.linear_regression([number for number, _ in settled], values).slope * 1000
-        found[key] = {
-            "since": settled[0][0],
-            "settled": before,
-            "last": after,
-            "max": max(values),
-            "per_1000": round(slope, 1),
-            "is_judged": is_long,
-        }
-        bound = RSS_SLOPE_KB * max(1.0, (total - since) / 1000) if key == "rss_kb" else 0
-        if is_long and after - before > bound:
+        begin = since if is_long else total // 3
+        found[key] = grown = _growth([(at, size[key]) for at, size in samples if at >= begin], key)
+        if key not in _JUDGED:
+            continue
+        grown["is_judged"] = is_long
+        bound = 0 if key in _COUNTED else SLOPE_KB * max(1.0, (total - since) / 1000)
+        if is_long and grown["last"] - grown["settled"] > bound:
             found["problems"].append(
-                f"{key} grew from {before} to {after} from recovery {settled[0][0]} to {total}"
+                f"{key} grew from {grown['settled']} to {grown['last']} "
+                f"from recovery {grown['since']} to {total}"
             )
     return found
+
+
+def _growth(sizes: list[tuple[int, int]], key: str) -> dict:
+    """Descriptors and threads of a recovery that is under way come on top of what stays.
+
+    So of them the fewest in a window count; of memory the median.
+    """
+    numbers, values = [number for number, _ in sizes], [value for _, value in sizes]
+    typical = min if key in _COUNTED else statistics.median
+    return {
+        "since": numbers[0],
+        "settled": typical(values[:_WINDOW]),
+        "last": typical(values[-_WINDOW:]),
+        "max": max(values),
+        "per_1000": round(statistics.linear_regression(numbers, values).slope * 1000, 1),
+    }
 
 
 # ---------------------------------------------------------------- the whole
@@ -315,22 +337,20 @@ def load(processes: int):
 
 def main() -> None:
     """Run all of it, print it, write it, and end with 1 if anything went wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--recoveries", type=int, default=3000)
-    parser.add_argument(
+    options_of = parser(__doc__)
+    options_of.add_argument("--recoveries", type=int, default=3000)
+    options_of.add_argument(
         "--layouts",
         nargs="+",
         default=["ddp=4", "hsdp=2", "fsdp-snapshots=2", "fsdp1-hybrid=1"],
         metavar="NAME[=WEIGHT]",
     )
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--busy", type=int, default=0, help="processes that compete for the cores")
-    parser.add_argument(
-        "--json", type=pathlib.Path, default=ROOT / "docs" / "measured" / "soak.json"
+    options_of.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    options_of.add_argument(
+        "--busy", type=int, default=0, help="processes that compete for the cores"
     )
-    options = parser.parse_args()
+    options_of.set_defaults(json=ROOT / "docs" / "measured" / "soak.json")
+    options = options_of.parse_args()
     planned = shares(options.layouts, options.recoveries)
     print(f"seed {options.seed}", flush=True)
     directory = pathlib.Path(tempfile.mkdtemp(prefix="taskd-soak-"))
@@ -346,11 +366,16 @@ def main() -> None:
             print(json.dumps(row, indent=1), flush=True)
     problems = [f"{row['layout']}: {problem}" for row in rows for problem in row["problems"]]
     result = {
-        "recoveries": sum(row["recoveries"] for row in rows), "seconds": round(time.monotonic() - began, 1), "seed": options.seed, "busy": options.busy,
-        "rss_slope_bound_kb": RSS_SLOPE_KB, "problems": problems, "rows": rows,
-        "conditions": before | {"torch": torch_version(), "load_1min_after": round(os.getloadavg()[0], 2)},
-    }  # fmt: skip
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
+        "recoveries": sum(row["recoveries"] for row in rows),
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": options.seed,
+        "busy": options.busy,
+        "slope_bound_kb": SLOPE_KB,
+        "problems": problems,
+        "rows": rows,
+        "conditions": before | {"torch": torch_version(), "load_1min_after": load_1min()},
+    }
+    save(result, options.json)
     if problems:
         raise SystemExit("\n".join([*problems, f"kept: {directory}, seed {options.seed}"]))
     shutil.rmtree(directory)

@@ -9,6 +9,8 @@ import os
 import random
 from typing import NamedTuple
 
+from testbed.proc import status_of
+
 SPACING = 3  # steps from one death to the next, so that one is over when the next comes
 _PLACES = (
     "step",
@@ -50,14 +52,21 @@ def steps_for(kills: int) -> int:
     return SPACING * (kills + 2)
 
 
+MEMORY = {"anon_kb": "RssAnon", "shmem_kb": "RssShmem", "file_kb": "RssFile"}
+
+
 def size_of(pid: int) -> dict[str, int]:
-    """Of a process: resident memory in kB, descriptors, threads. Raises OSError: it is gone."""
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    if "VmRSS" not in fields:
+    """Of a process: resident memory by kind in kB, descriptors, threads.
+
+    `own_kb` is what it has for itself, anonymous and shared; pages of files go and come with the
+    machine's need for memory. Raises OSError: it is gone.
+    """
+    fields = status_of(pid)
+    if "RssAnon" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
-    return {
-        "rss_kb": int(fields["VmRSS"].split()[0]),
+    memory = {key: int(fields[field].split()[0]) for key, field in MEMORY.items()}
+    return memory | {
+        "own_kb": memory["anon_kb"] + memory["shmem_kb"],
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(fields["Threads"]),
     }

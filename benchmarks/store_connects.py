@@ -1,6 +1,7 @@
 """How long 300 clients take to connect to a TCPStore, with and without libtaskd's numeric names.
 
-    python benchmarks/store_connects.py [--clients 300] [--resolver own|silent|slow] [--limit-s 40] [--json FILE]
+    python benchmarks/store_connects.py [--clients 300] [--resolver own|silent|slow]
+                                        [--limit-s 40] [--json FILE]
 
 Each measurement is a process of its own: a store with its own client first, then so many clients.
 What matters is how the resolver answers when it is asked for the name of ::ffff:127.0.0.1, the form
@@ -58,7 +59,8 @@ SERVER = "127.9.9.9"
 NAMESPACE = """
 mount --make-rprivate / &&
 printf '' > "$1/hosts" && mount --bind "$1/hosts" /etc/hosts &&
-printf 'nameserver 127.9.9.9\\noptions timeout:5 attempts:1\\n' > "$1/resolv" && mount --bind "$1/resolv" "$(readlink -f /etc/resolv.conf)" &&
+printf 'nameserver 127.9.9.9\\noptions timeout:5 attempts:1\\n' > "$1/resolv" &&
+mount --bind "$1/resolv" "$(readlink -f /etc/resolv.conf)" &&
 shift && exec "$@"
 """
 

@@ -1,53 +1,44 @@
 """The training that benchmarks/recovery.py runs, under taskd and under plain torchrun alike.
 
 A DDP multi-layer perceptron (5 x 512 x 512, Adam: about 14 MB of state) on gloo. It writes one line
-per commit into FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says:
-"rank@step:place" separated by ";", place one of forward, backward, optimizer, before-commit, step.
-Each kill happens once per job.
+per commit into FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says,
+once per job: "rank@step:place" separated by ";", place one of forward, backward, optimizer,
+before-commit, step.
 
-MODE=taskd        taskd.recoverable and TrainState MODE=checkpoint   neither: a checkpoint every 50
-steps by rank 0, loaded at start (what a plain torchrun job does) MODE=alternating  blocks of steps
-with and without taskd's part in them, for benchmarks/overhead.py MODE=marks        blocks of steps
-with and without marks and the runtime's pulse, for benchmarks/marks.py
+MODE=taskd        taskd.recoverable and TrainState
+MODE=checkpoint   neither: rank 0 saves a checkpoint every 50 steps, loaded at start (what a plain
+                  torchrun job does)
+MODE=alternating  blocks of steps with and without taskd's part in them, for benchmarks/overhead.py
+MODE=marks        blocks of steps with and without marks and the runtime's pulse, for
+                  benchmarks/marks.py
 """
 
 import hashlib
 import os
 import pathlib
-import signal
 import time
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from testbed.script import RANK, is_first, kill_self, planned_faults
+
 MODE = os.environ["MODE"]
-RANK = int(os.environ["RANK"])
 STEPS = int(os.environ["STEPS"])
 FACTS = pathlib.Path(os.environ["FACTS"])
 CHECKPOINT = FACTS / "checkpoint.pt"
 CHECKPOINT_EVERY = int(os.environ.get("CHECKPOINT_EVERY", "50"))
-KILLS = [spec for spec in os.environ.get("KILLS", "").split(";") if spec]
-MINE = {}
-for number, spec in enumerate(KILLS):
-    where, place = spec.split(":")
-    rank, step = (int(part) for part in where.split("@"))
-    if rank == RANK:
-        MINE[step, place] = number
+MINE = {(fault.step, fault.place): fault for fault in planned_faults(os.environ.get("KILLS", ""))}
 BLOCK = 25  # steps; benchmarks/overhead.py pairs neighbouring blocks
 out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
 
 
 def here(place, step):
-    number = MINE.get((step, place))
-    if number is None:
-        return
-    try:
-        os.close(os.open(FACTS / f"kill-{number}", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    out.write(f"kill {step} {time.monotonic_ns()} {number} {place}\n")
-    os.kill(os.getpid(), signal.SIGKILL)
+    fault = MINE.get((step, place))
+    if fault is not None and is_first(fault.name):
+        out.write(f"kill {step} {time.monotonic_ns()}\n")
+        kill_self()
 
 
 def build():
@@ -137,7 +128,7 @@ def with_checkpoints():
 
 
 def alternating():
-    """Blocks of steps with taskd's hooks and commit, and without them, in turn, in the same processes."""
+    """Blocks of steps with taskd's hooks and commit, and without, in turn, in one process."""
     import taskd  # noqa: PLC0415
 
     @taskd.recoverable

@@ -1,4 +1,5 @@
-/* The layout constants by name, and the proof that the structs have the offsets that taskd.h writes beside them. */
+/* The numbers of the layout by name, and the proof that the structs have the offsets that taskd.h
+ * writes beside their members. */
 #include "include/taskd.h"
 
 #include <stddef.h>
@@ -10,23 +11,27 @@
 #define COMMUNICATOR(field) offsetof(struct taskd_communicator, field)
 #define CALL(field) offsetof(struct taskd_call, field)
 
-_Static_assert(sizeof(struct taskd_box_header) == TASKD_HEADER_BYTES, "the header is one page");
-_Static_assert(sizeof(struct taskd_slot_header) == TASKD_SLOT_HEADER_BYTES, "payloads start at a cache line");
-_Static_assert(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(guard_tid) == 24 && HEADER(owner_word) == 64, "as documented");
-_Static_assert(HEADER(pid) == 128 && HEADER(version) == 152 && HEADER(committed) == 160, "as documented");
-_Static_assert(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET, "areas do not overlap");
-_Static_assert(TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES == TASKD_COMMON_OFFSET, "areas do not overlap");
-_Static_assert(TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES <= TASKD_BOX_BYTES, "slots fit the box");
-_Static_assert(TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES == TASKD_COLLECTIVES_OFFSET, "areas do not overlap");
-_Static_assert(TASKD_COLLECTIVES_OFFSET % 4096 == 0 && TASKD_TEXT_OFFSET % 4096 == 0, "can be mapped alone");
-_Static_assert(TASKD_TEXT_OFFSET + TASKD_TEXT_BYTES == TASKD_BOX_BYTES, "text ends with the file: more of it fails, and harms nothing");
-_Static_assert(sizeof(struct taskd_last_words) == TASKD_LAST_WORDS_BYTES, "as documented");
-_Static_assert(HEADER(progress_ns) == 184 && HEADER(phase_ns) == 256 && HEADER(last_words) == 512, "as documented");
-_Static_assert(sizeof(struct taskd_communicator) == 64 && sizeof(struct taskd_call) == 96, "as documented");
-_Static_assert(offsetof(struct taskd_collectives, calls) == 4160, "as documented");
-_Static_assert(sizeof(struct taskd_collectives) <= TASKD_COLLECTIVES_BYTES, "fits its area");
-_Static_assert(TASKD_COMMON_SLOTS > TASKD_EXTRAS_SLOTS, "one is always free");
-_Static_assert(sizeof(struct taskd_death) == 24, "one record on the pipe");
+#define PROVE(fact) _Static_assert(fact, #fact)
+
+PROVE(sizeof(struct taskd_box_header) == TASKD_HEADER_BYTES);
+PROVE(HEADER(guard_state) == 12 && HEADER(alive_ns) == 16 && HEADER(guard_tid) == 24);
+PROVE(HEADER(owner_word) == 64 && HEADER(pid) == 128 && HEADER(version) == 152);
+PROVE(HEADER(committed) == 160 && HEADER(progress_ns) == 184 && HEADER(phase_ns) == 256);
+PROVE(HEADER(last_words) == 512 && sizeof(struct taskd_last_words) == TASKD_LAST_WORDS_BYTES);
+PROVE(sizeof(struct taskd_communicator) == 64 && sizeof(struct taskd_call) == 96);
+PROVE(offsetof(struct taskd_collectives, calls) == 4160 && sizeof(struct taskd_death) == 24);
+PROVE(sizeof(struct taskd_slot_header) == TASKD_SLOT_HEADER_BYTES); /* payloads are aligned */
+
+/* Areas follow each other without overlap. */
+#define EXTRAS_END (TASKD_EXTRAS_OFFSET + TASKD_EXTRAS_SLOTS * TASKD_EXTRAS_BYTES)
+#define COMMON_END (TASKD_COMMON_OFFSET + TASKD_COMMON_SLOTS * TASKD_COMMON_BYTES)
+PROVE(TASKD_LAYOUT_OFFSET + TASKD_LAYOUT_BYTES == TASKD_EXTRAS_OFFSET);
+PROVE(EXTRAS_END == TASKD_COMMON_OFFSET && COMMON_END == TASKD_COLLECTIVES_OFFSET);
+PROVE(TASKD_COMMON_SLOTS > TASKD_EXTRAS_SLOTS); /* one is always free */
+PROVE(sizeof(struct taskd_collectives) <= TASKD_COLLECTIVES_BYTES);
+PROVE(TASKD_COLLECTIVES_OFFSET + TASKD_COLLECTIVES_BYTES <= TASKD_TEXT_OFFSET);
+PROVE(TASKD_COLLECTIVES_OFFSET % 4096 == 0 && TASKD_TEXT_OFFSET % 4096 == 0); /* mapped alone */
+PROVE(TASKD_TEXT_OFFSET + TASKD_TEXT_BYTES == TASKD_BOX_BYTES); /* a text too long just fails */
 
 static const struct {
     const char *name;
@@ -112,10 +117,8 @@ int taskd_abi_version(void)
 
 int64_t taskd_layout_value(const char *name)
 {
-    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
-        if (strcmp(values[i].name, name) == 0) {
+    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
+        if (strcmp(values[i].name, name) == 0)
             return values[i].value;
-        }
-    }
     return -1;
 }

@@ -3,7 +3,8 @@
 A process that dies is replaced, and the training goes on in the middle of its epoch.
 
     TASKD_PROCESS_ENABLE=on python manager.py &
-    TASKD_PROCESS_ENABLE=on python -m taskd.run --nproc-per-node=2 examples/digits.py --resume checkpoint.pth.tar
+    export TASKD_PROCESS_ENABLE=on
+    python -m taskd.run --nproc-per-node=2 examples/digits.py --resume checkpoint.pth.tar
 
 Checkpoints and options are those of digits_plain.py. Under plain python and plain torchrun it runs
 like that one.

@@ -3,7 +3,8 @@
 Each rank holds one shard of weights and optimizer, and nobody holds it twice.
 
     TASKD_PROCESS_ENABLE=on python manager.py &
-    TASKD_PROCESS_ENABLE=on python -m taskd.run --nproc-per-node=4 examples/fsdp2_char_gpt.py --steps 60
+    export TASKD_PROCESS_ENABLE=on
+    python -m taskd.run --nproc-per-node=4 examples/fsdp2_char_gpt.py --steps 60
 
 The shard of a killed rank is lost: all ranks start again from the newest checkpoint in
 ./taskd_checkpoints. hsdp.py shows how to lose nothing. Runs the same under plain torchrun, without

@@ -6,12 +6,13 @@ Takes torchrun's own arguments.
 import os
 import sys
 
+from taskd.config.names import PROCESS_ENABLE_ENV
 from taskd.python.adaptor import patch
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run torchrun. taskd is on unless TASKD_PROCESS_ENABLE says otherwise."""
-    os.environ.setdefault("TASKD_PROCESS_ENABLE", "on")
+    os.environ.setdefault(PROCESS_ENABLE_ENV, "on")
     patch.install()
     from torch.distributed import run as torchrun  # noqa: PLC0415
 

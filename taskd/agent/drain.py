@@ -1,7 +1,7 @@
 """SIGTERM to torchrun where the job is to be saved first.
 
 A pod is evicted, and the platform waits a while before SIGKILL. Owns the handler; what follows is
-decided in `taskd.core.draining`. The end is that of plain torchrun: its own handler,
+decided in `taskd.core.node.draining`. The end is that of plain torchrun: its own handler,
 which stops the workers.
 """
 
@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from taskd.clock import MonotonicClock
-from taskd.core.draining import Draining
+from taskd.core.node.draining import Draining
 
 if TYPE_CHECKING:
     from collections.abc import Callable

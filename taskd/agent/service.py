@@ -28,8 +28,8 @@ from taskd.agent.workers.channels import WorkerChannels
 from taskd.agent.workers.examinations import Examinations
 from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.core import commands, events
-from taskd.core.draining import Step
 from taskd.core.node import NodeMachine
+from taskd.core.node.draining import Step
 from taskd.core.timeouts import Timeouts
 from taskd.errors import TaskdError
 

@@ -4,24 +4,26 @@ Owns when to register again, and when the manager counts as lost. The shell that
 tells what it heard, and asks at each heartbeat. Knows no messages and no clock.
 """
 
-from taskd.core.manager_link import Link, ManagerLink
+from taskd.core.policy import patience
+from taskd.core.policy.patience import ManagerLink
 from taskd.core.timeouts import Timeouts
 
 
 class ManagerSession:
-    """See the module. `link`: whether the manager is there, and how long to wait for it."""
+    """See the module. `link`: whether the manager is there."""
 
     def __init__(self, timeouts: Timeouts) -> None:
-        self.link = ManagerLink(timeouts)
+        self.link = ManagerLink.AWAY
         self.is_registered = False  # it accepted us, and has not said that it forgot us
-        self._silence_s = timeouts.manager_silence_s
+        self._timeouts = timeouts
         self._heard_at = 0.0
+        self._lost_at: float | None = None  # None: there has never been a manager
         self._manager_incarnation: str | None = None
 
     @property
     def is_refused(self) -> bool:
         """Whether the manager does not want us: it is not spoken to any more."""
-        return self.link.state is Link.REFUSED
+        return self.link is ManagerLink.REFUSED
 
     def heard(self, now: float) -> None:
         """It said something, whatever it was."""
@@ -30,12 +32,11 @@ class ManagerSession:
     def accepted(self, manager_incarnation: str) -> None:
         """It has our registration; it may be another manager than the last one."""
         self.is_registered, self._manager_incarnation = True, manager_incarnation
-        self.link.joined()
+        self.link = ManagerLink.PRESENT
 
     def refused(self) -> None:
         """It does not want us."""
-        self.is_registered = False
-        self.link.refused()
+        self.is_registered, self.link = False, ManagerLink.REFUSED
 
     def acknowledged(self, *, is_known: bool, manager_incarnation: str) -> bool:
         """It answered a heartbeat. Whether to register again: it does not know us, or is new."""
@@ -49,8 +50,12 @@ class ManagerSession:
 
         One that has forgotten us and never answers the new registration is lost, too.
         """
-        if not self.link.is_present or now - self._heard_at <= self._silence_s:
+        is_silent = now - self._heard_at > self._timeouts.manager_silence_s
+        if self.link is not ManagerLink.PRESENT or not is_silent:
             return False
-        self.is_registered = False
-        self.link.lost(now)
+        self.is_registered, self.link, self._lost_at = False, ManagerLink.AWAY, now
         return True
+
+    def patience_ends_at(self, needed_since: float) -> float | None:
+        """When whoever has needed the manager since then goes on alone; None: it is there."""
+        return patience.patience_ends_at(self.link, self._lost_at, needed_since, self._timeouts)

@@ -12,12 +12,12 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
+from taskd.core.speakers import Quarantine
 from taskd.log import SayOnce
 
 log = logging.getLogger(__name__)
 
 _LINES = 100  # per process; beyond that only the counts at each power of ten are logged
-_HARM_LIMIT = 3  # a manager that begins anew for one node each second serves no other
 _SHOWN_BYTES = 48  # of a stranger's identity
 
 
@@ -31,6 +31,17 @@ class Session:
     ranks: frozenset[int]
     is_doubtful: bool = False  # a message to it may have been lost: it is asked to register again
 
+    def is_of(self, peer: bytes, incarnation: str | int | None) -> bool:
+        """Whether it is this connection and this life that was accepted."""
+        return (self.peer, self.incarnation) == (peer, incarnation)
+
+    def advance(self, sequence: int) -> bool:
+        """Take note of a message by its number. False: it was there before."""
+        if sequence <= self.sequence:
+            return False
+        self.sequence = sequence
+        return True
+
 
 @dataclass(slots=True)
 class Sessions:
@@ -38,20 +49,14 @@ class Sessions:
 
     agents: dict[int, Session] = field(default_factory=dict)
     workers: dict[int, Session] = field(default_factory=dict)
-    # by node rank: messages that the manager could not digest
-    harm: Counter[int] = field(default_factory=Counter)
+    quarantine: Quarantine = field(default_factory=Quarantine)
 
-    def is_harmful(self, node_rank: int) -> bool:
-        """Whether so much of this node could not be digested that nothing more of it is taken."""
-        return self.harm[node_rank] >= _HARM_LIMIT
-
-    def refusal(self, node_rank: int) -> str | None:
-        """Why nobody may speak for this node, or None."""
-        return (
-            (f"{self.harm[node_rank]} messages of node {node_rank} made the manager fail")
-            if self.is_harmful(node_rank)
-            else None
-        )
+    def agent(
+        self, node_rank: int | None, peer: bytes, incarnation: str | int | None
+    ) -> Session | None:
+        """The session of this node if it is of this connection and this life."""
+        session = None if node_rank is None else self.agents.get(node_rank)
+        return session if session is not None and session.is_of(peer, incarnation) else None
 
     def ranks(self) -> frozenset[int]:
         """All ranks of agents that are present."""

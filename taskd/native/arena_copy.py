@@ -2,8 +2,8 @@
 
 For its mirror in the memory of another node.
 
-    Outgoing(arena)   the newest snapshot in pieces                     arena of the rank, on its node
-    Incoming(arena)   the same bytes into the buffer of another arena   arena of the mirror, on the buddy
+    Outgoing(arena)   the newest snapshot in pieces: from the arena of the rank, on its node
+    Incoming(arena)   the same bytes into a buffer of the arena of the mirror, on the peer node
 
 What comes in is believed when it is complete and every checksum fits, not before: until then the
 mirror holds what it held, less the older of its two snapshots. The word of the mirror in the header
@@ -18,16 +18,19 @@ Knows neither network nor nodes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING
 
 from taskd.errors import ArenaError
 from taskd.native import arena_index
-from taskd.native.arena import _MAX_WORD, _SLOT, _SLOT_OFFSETS, _WORD, Arena, Held, _sum_of_bytes
+from taskd.native.arena_memory import MAX_WORD, SlotWords, sum_of_bytes
 from taskd.native.copying import copier_of_kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from taskd.native.arena import Arena
+    from taskd.native.arena_memory import Held
 
 UNMIRRORED = 0
 AWAITED = 1
@@ -56,20 +59,28 @@ class Outline:
         """All of its bytes."""
         return self.data_bytes + self.index_bytes
 
+    def words(self, sequence: int) -> SlotWords:
+        """Those of a slot that holds the same snapshot, as the one of this sequence."""
+        return SlotWords(
+            sequence,
+            self.version,
+            self.generation,
+            self.data_bytes,
+            self.index_bytes,
+            self.index_sum,
+        )
+
     def true_seal(self) -> int | None:
         """What `seal` is to be.
 
         None: checksums of this kind cannot be verified here, or there can be no such numbers.
         """
-        copier = copier_of_kind(self.kind)
-        words = (self.sequence, self.version, self.generation, self.data_bytes, self.index_bytes)
-        if (
-            copier is None
-            or not all(0 <= word <= _MAX_WORD for word in words)
-            or not 0 <= self.index_sum < 1 << 64
-        ):
+        copier, words = copier_of_kind(self.kind), self.words(self.sequence)
+        *numbers, index_sum = astuple(words)
+        is_possible = all(0 <= number <= MAX_WORD for number in numbers)
+        if copier is None or not is_possible or not 0 <= index_sum < 1 << 64:
             return None
-        return _sum_of_bytes(copier, _SLOT.pack(*words, self.index_sum, 0)[:-_WORD])
+        return sum_of_bytes(copier, words.pack())
 
 
 class Outgoing:
@@ -77,22 +88,22 @@ class Outgoing:
 
     def __init__(self, arena: Arena) -> None:
         """Raises ArenaError: there is none."""
-        newest = next(iter(arena.versions()), None)
-        if newest is None or arena._copier is None:  # noqa: SLF001
+        newest, memory = next(iter(arena.versions()), None), arena.memory
+        if newest is None or memory is None:
             raise ArenaError("there is no whole snapshot in this arena")
-        words = _SLOT.unpack_from(arena._bytes, _SLOT_OFFSETS[newest.slot] + _WORD)  # noqa: SLF001
-        self.outline = Outline(arena._copier.kind, *words)  # noqa: SLF001
-        self._arena, self._held = arena, newest
-        self._start = arena._buffer_start(newest.slot)  # noqa: SLF001
+        words, seal = asdict(memory.words_of(newest.slot)), memory.seal_of(newest.slot)
+        self.outline = Outline(kind=memory.copier.kind, seal=seal, **words)
+        self._memory, self._held = memory, newest
+        self._start = memory.buffer_start(newest.slot)
 
     def piece(self, offset: int, count: int) -> bytes:
         """Its bytes from `offset`. They are of this snapshot if `is_intact` says so afterwards."""
-        start = self._start + offset
-        return bytes(self._arena._bytes[start : start + min(count, self.outline.size - offset)])  # noqa: SLF001
+        count = min(count, self.outline.size - offset)
+        return bytes(self._memory.view(self._start + offset, count))
 
     def is_intact(self) -> bool:
         """Whether the writer has not begun to overwrite it."""
-        return self._arena._read_slot(self._held.slot) == self._held  # noqa: SLF001
+        return self._memory.read_slot(self._held.slot) == self._held
 
 
 class Incoming:
@@ -104,14 +115,15 @@ class Incoming:
             raise ArenaError(
                 f"a snapshot of {outline.size} bytes does not fit, a buffer has {arena.capacity}"
             )
-        if arena._copier is None or outline.kind != arena._copier.kind:  # noqa: SLF001
+        memory = arena.memory
+        if memory is None or outline.kind != memory.copier.kind:
             raise ArenaError(
                 "its checksums are of another kind: libtaskd is missing, or switched "
                 "off (TASKD_NATIVE), on one of the two nodes"
             )
-        self.outline, self.arrived = outline, 0
-        self._writer = arena.begin(outline.version, outline.generation)
-        self._arena, self._copier, self.slot = arena, arena._copier, self._writer._slot  # noqa: SLF001
+        writer = arena.begin(outline.version, outline.generation)
+        self.outline, self.arrived, self.slot = outline, 0, writer.slot
+        self._memory, self._start, self._sequence = memory, writer.start, writer.sequence
 
     def put(self, data: bytes) -> None:
         """The next bytes. Raises ArenaError: they are too many."""
@@ -119,45 +131,25 @@ class Incoming:
             raise ArenaError(
                 f"{self.arrived + len(data)} bytes have come of a snapshot of {self.outline.size}"
             )
-        self._arena._write(self._writer._start + self.arrived, data)  # noqa: SLF001
+        self._memory.write(self._start + self.arrived, data)
         self.arrived += len(data)
 
     def complete(self) -> Held:
         """Verify every byte, and publish. Raises ArenaError: something is missing or damaged."""
-        outline, start = self.outline, self._writer._start  # noqa: SLF001
+        outline, memory = self.outline, self._memory
         if self.arrived != outline.size:
             raise ArenaError(f"{self.arrived} of {outline.size} bytes have come")
-        index = bytes(self._arena._bytes[start + outline.data_bytes : start + outline.size])  # noqa: SLF001
-        if _sum_of_bytes(self._copier, index) != outline.index_sum:
+        index = bytes(memory.view(self._start + outline.data_bytes, outline.index_bytes))
+        if sum_of_bytes(memory.copier, index) != outline.index_sum:
             raise ArenaError("the checksum of its index does not fit")
         try:
             entries, _ = arena_index.decode(index, outline.data_bytes)
         except ValueError as error:
             raise ArenaError(str(error)) from error
-        wrong = [
-            entry.name
-            for entry in entries
-            if self._arena._sum_of(start + entry.offset, entry.length) != entry.checksum  # noqa: SLF001
-        ]
+        wrong = memory.wrong_entries(entries, self._start)
         if wrong:
             raise ArenaError(f"the checksum of {wrong[0]!r} does not fit")
-        writer = self._writer
-        words = (
-            writer._sequence,  # noqa: SLF001
-            outline.version,
-            outline.generation,
-            outline.data_bytes,
-            outline.index_bytes,
-            outline.index_sum,
-        )
-        self._arena._publish(writer._slot, words)  # noqa: SLF001
-        return Held(
-            outline.version,
-            outline.generation,
-            outline.data_bytes,
-            writer._sequence,  # noqa: SLF001
-            writer._slot,  # noqa: SLF001
-        )
+        return memory.publish(self.slot, outline.words(self._sequence))
 
 
 def is_mirrored(arenas: Sequence[Arena]) -> bool:

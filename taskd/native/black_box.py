@@ -15,22 +15,18 @@ written is what the reader sees: the memory is the same.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
 import time
 import weakref
-import zlib
 from contextlib import suppress
 from enum import IntEnum
 
 from taskd.errors import NativeLibraryError
 from taskd.native import box_layout as layout
-
-MAX_LAYOUT_PAYLOAD_BYTES = layout.LAYOUT_BYTES - layout.SLOT_HEADER_BYTES
-MAX_EXTRAS_PAYLOAD_BYTES = layout.EXTRAS_BYTES - layout.SLOT_HEADER_BYTES
-MAX_COMMON_PAYLOAD_BYTES = layout.COMMON_BYTES - layout.SLOT_HEADER_BYTES
+from taskd.native import node_memory
+from taskd.native.box_payloads import COMMITTED, MAX_COUNT, Payloads
 
 # Offsets as word indices: the box is written through a view of signed 64-bit words, one store each.
 _WORD = 8
@@ -39,7 +35,6 @@ _PID = layout.OFFSET_PID // _WORD
 _INCARNATION = layout.OFFSET_INCARNATION // _WORD
 _PHASE = layout.OFFSET_PHASE // _WORD
 _VERSION = layout.OFFSET_VERSION // _WORD
-_COMMITTED = layout.OFFSET_COMMITTED // _WORD
 _GENERATION = layout.OFFSET_GENERATION // _WORD
 _PROGRESS = layout.OFFSET_PROGRESS // _WORD
 _PROGRESS_NS = layout.OFFSET_PROGRESS_NS // _WORD
@@ -49,23 +44,10 @@ _SLOWEST_NS = layout.OFFSET_SLOWEST_NS // _WORD
 _SLOWEST_LONG_NS = layout.OFFSET_SLOWEST_LONG_NS // _WORD
 _PHASE_NS = layout.OFFSET_PHASE_NS // _WORD
 _PHASE_COUNT = layout.OFFSET_PHASE_COUNT // _WORD
-_COMPLETE, _SLOT_VERSION, _LENGTH, _CHECKSUM, _COMMON, _COMMON_CHECKSUM = range(6)
-
-_SLOT_HEADER = struct.Struct("=5q")  # the words behind `complete`
-
 _NONE = -1  # in the box only; Python sees None
-# of versions, generations, incarnations: what others believe (`taskd.wire.schema.MAX_CLAIM`; a test
-# compares)
-MAX_COUNT = (1 << 53) - 1
 _MAX_PID = 1 << 22  # of Linux
-_PENDING_SLOT = 2
 _IN_DEBUGGER = 2
 _STEPS_REMEMBERED = 256  # the longest step is that of the last one to two times so many
-
-# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it.
-# Not in Python's os yet.
-_NOEXEC_SEAL = 0x0008
-_MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 class Phase(IntEnum):
@@ -77,7 +59,7 @@ class Phase(IntEnum):
     BOOT = 0  # started, has not entered the recoverable function
     ENTERED = 1  # in the function, no step yet
     STEP = 2  # in a training step, outside the parts that have a phase of their own
-    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is torn
+    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is inconsistent
     RETURNED = 4  # the function returned, the others are waited for
     EXITING = 5  # on the way out: an end is expected
     PAUSED = 6  # left the function because of a fault, waits for the recovery
@@ -101,7 +83,7 @@ _RANGES = (
     ("incarnation", _INCARNATION, 0, MAX_COUNT),
     ("phase", _PHASE, 0, max(_PHASES)),
     ("version", _VERSION, _NONE, MAX_COUNT),
-    ("slot of extras", _COMMITTED, _NONE, 1),
+    ("slot of extras", COMMITTED, _NONE, 1),
     ("generation", _GENERATION, 0, MAX_COUNT),
     *(
         (name, word, 0, (1 << 63) - 1)
@@ -122,40 +104,11 @@ _RANGES = (
 )
 
 
-def _create_file() -> int:
-    try:
-        return os.memfd_create("taskd-black-box", _MEMFD_FLAGS | _NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create("taskd-black-box", _MEMFD_FLAGS)
-
-
-def _slot_word(offset: int) -> int:
-    return offset // _WORD
-
-
-def _checksum(payload: bytes, version: int, common: int) -> int:
-    """Adler-32, which needs no tables.
-
-    Those of CRC-32 cost more than the payload when a training step has emptied the caches.
-    """
-    return zlib.adler32(payload) ^ (version & 0xFFFFFFFF) ^ common
-
-
-_LAYOUT_WORD = _slot_word(layout.LAYOUT_OFFSET)
-_EXTRAS_WORDS = tuple(
-    _slot_word(layout.EXTRAS_OFFSET + slot * layout.EXTRAS_BYTES)
-    for slot in range(layout.EXTRAS_SLOTS)
-)
-_COMMON_WORDS = tuple(
-    _slot_word(layout.COMMON_OFFSET + slot * layout.COMMON_BYTES)
-    for slot in range(layout.COMMON_SLOTS)
-)
-
 # Boxes that this process has open, for `_disarm_in_child` alone.
 _open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
 
 
-class BlackBox:
+class BlackBox(Payloads):
     """One life's box. `create` and `attach` make one; it owns its descriptor.
 
     One writer at a time, no locks.
@@ -171,8 +124,6 @@ class BlackBox:
         )
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("q")
-        # what was written last: itself, where, its checksum
-        self._common: tuple[bytes, int, int] = (b"", 0, 0)
         self._steps = self._step_began = self._slowest_recent = self._long_ns = 0
         _open_boxes.add(self)
 
@@ -187,12 +138,9 @@ class BlackBox:
         """
         fd = -1
         try:
-            fd = _create_file()
-            os.fchmod(fd, 0o600)
+            fd = node_memory.empty_file("taskd-black-box")
             os.ftruncate(fd, layout.BOX_BYTES)
-            fcntl.fcntl(
-                fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+            node_memory.seal(fd)
             box = cls(fd)
         except OSError as error:
             if fd >= 0:
@@ -202,7 +150,7 @@ class BlackBox:
                 f"no black box, a file of {layout.BOX_BYTES >> 20} MiB in memory: {error.strerror}",
             ) from error
         box._words[_VERSION] = _NONE
-        box._words[_COMMITTED] = _NONE
+        box._words[COMMITTED] = _NONE
         struct.pack_into("=I", box._map, layout.OFFSET_LAYOUT_VERSION, layout.LAYOUT_VERSION)
         struct.pack_into("=Q", box._map, layout.OFFSET_MAGIC, layout.MAGIC)
         return box
@@ -413,121 +361,6 @@ class BlackBox:
     def read(self, offset: int, length: int) -> bytes:
         """A copy of bytes of the box, for those who know their layout."""
         return bytes(self._bytes[offset : offset + length])
-
-    # ------------------------------------------------------------ payloads
-
-    def write_extras(
-        self, version: int, payload: bytes, *, common: bytes = b"", pending: bool = False
-    ) -> bool:
-        """Keep what the rank needs besides its state at `version`.
-
-        False: it is too large, nothing changed.
-
-        Committed payloads use two slots in turn, so that one is complete at any moment; a pending
-        one (for a version that may or may not come about) has a slot of its own. `common` is read
-        in front of the payload. It is written only when it is another object than the last time:
-        keep what many versions share in it.
-        """
-        if len(common) > MAX_COMMON_PAYLOAD_BYTES:
-            common, payload = b"", common + payload
-        if len(payload) > MAX_EXTRAS_PAYLOAD_BYTES:
-            return False
-        if common is not self._common[0]:
-            self._write_common(common)
-        _, place, checksum = self._common
-        if pending:
-            self._write_slot(_EXTRAS_WORDS[_PENDING_SLOT], version, payload, place, checksum)
-            return True
-        slot = 1 if self._words[_COMMITTED] == 0 else 0
-        self._write_slot(_EXTRAS_WORDS[slot], version, payload, place, checksum)
-        self._words[_COMMITTED] = slot
-        return True
-
-    def _write_common(self, common: bytes) -> None:
-        if not common:
-            self._common = (common, 0, 0)
-            return
-        # One more place than there are extras: one is referred to by none of them.
-        used = {self._words[word + _COMMON] for word in _EXTRAS_WORDS}
-        place = next(place for place in range(1, layout.COMMON_SLOTS + 1) if place not in used)
-        word = _COMMON_WORDS[place - 1]
-        self._write_slot(word, 0, common)
-        self._common = (common, place, self._words[word + _CHECKSUM])
-
-    def read_extras(self) -> dict[int, bytes]:
-        """Complete payloads by version, each with its common part in front.
-
-        The newest committed one, the one before it, a pending one if not superseded.
-        """
-        newest = self._words[_COMMITTED]
-        found: dict[int, bytes] = {}
-        for slot in (_PENDING_SLOT, 1 - newest, newest) if newest in {0, 1} else (_PENDING_SLOT, 0):
-            content = self._read_slot(_EXTRAS_WORDS[slot], MAX_EXTRAS_PAYLOAD_BYTES)
-            common = self._read_common(_EXTRAS_WORDS[slot])
-            if content is not None and common is not None:
-                version, payload = content
-                if 0 <= version <= MAX_COUNT:
-                    found[version] = common + payload
-        return found
-
-    def write_layout(self, payload: bytes) -> bool:
-        """Keep something small that rarely changes. False: too large, nothing changed."""
-        if len(payload) > MAX_LAYOUT_PAYLOAD_BYTES:
-            return False
-        self._write_slot(_LAYOUT_WORD, 0, payload)
-        return True
-
-    def read_layout(self) -> bytes | None:
-        """What `write_layout` kept; None if nothing, or if the process died while writing."""
-        content = self._read_slot(_LAYOUT_WORD, MAX_LAYOUT_PAYLOAD_BYTES)
-        return None if content is None else content[1]
-
-    def _read_common(self, word: int) -> bytes | None:
-        """What the slot at `word` refers to.
-
-        None: it has been overwritten, or was never complete.
-        """
-        place, checksum = self._words[word + _COMMON], self._words[word + _COMMON_CHECKSUM]
-        if place == 0:
-            return b""
-        if not 0 < place <= layout.COMMON_SLOTS:
-            return None
-        content = self._read_slot(_COMMON_WORDS[place - 1], MAX_COMMON_PAYLOAD_BYTES)
-        return (
-            content[1]
-            if content is not None and self._words[_COMMON_WORDS[place - 1] + _CHECKSUM] == checksum
-            else None
-        )
-
-    def _write_slot(
-        self, word: int, version: int, payload: bytes, common: int = 0, common_checksum: int = 0
-    ) -> None:
-        self._words[word] = 0
-        header = word * _WORD
-        start = header + layout.SLOT_HEADER_BYTES
-        self._bytes[start : start + len(payload)] = payload
-        checksum = _checksum(payload, version, common_checksum)
-        _SLOT_HEADER.pack_into(
-            self._bytes,
-            header + layout.SLOT_OFFSET_VERSION,
-            version,
-            len(payload),
-            checksum,
-            common,
-            common_checksum,
-        )
-        self._words[word] = 1
-
-    def _read_slot(self, word: int, limit: int) -> tuple[int, bytes] | None:
-        words = self._words
-        version, length = words[word + _SLOT_VERSION], words[word + _LENGTH]
-        if words[word + _COMPLETE] != 1 or not 0 <= length <= limit:
-            return None
-        start = word * _WORD + layout.SLOT_HEADER_BYTES
-        payload = bytes(self._bytes[start : start + length])
-        # The writer may be alive and at it: then the parts do not fit together.
-        checksum = _checksum(payload, version, words[word + _COMMON_CHECKSUM])
-        return (version, payload) if checksum == words[word + _CHECKSUM] else None
 
     # ------------------------------------------------------------ end
 

@@ -2,7 +2,8 @@
 
     worker                             agent
     guard thread owns a futex -------> watch thread sleeps on it
-    (in the black box)                 writes one record to a pipe ----> DeathAlarm.fd, in the agent's one wait
+    (in the black box)                 writes one record to a pipe ----> DeathAlarm.fd, in the
+                                                                         agent's one wait
 
 How it works, and what does not ring it, is in csrc/include/taskd.h. Without libtaskd `available` is
 False, nothing ever rings, and the pidfd alone must do. Knows nothing of ranks: the caller's token
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 _RECORD = struct.Struct("=QQii")  # struct taskd_death
 
 # Between SIGTERM and SIGKILL, for handlers that save something. The same as TERM_GRACE_S in
-# csrc/guard.c.
+# csrc/death_alarm/guard.c.
 _TERM_GRACE_S = 5.0
 
 

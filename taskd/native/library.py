@@ -6,7 +6,6 @@ Knows nothing of what they do.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shlex
 from functools import cache
@@ -14,18 +13,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from taskd.config.names import NATIVE_ENV
+from taskd.config.native import is_native_off
 from taskd.errors import NativeLibraryError
 
 logger = logging.getLogger(__name__)
 
-# "off": go on as if the library were not installed. For tests, and as a way out for users.
-NATIVE_ENV = "TASKD_NATIVE"
-
 LIBRARY_PATH = Path(__file__).parent.parent / "python" / "cython_api" / "libs" / "libtaskd.so"
 
 _WITHOUT = (
-    "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s "
-    "and "
+    "going on without the death alarm: a death is noticed when its pidfd says so, 0.1 s and "
     "more later per GB"
 )
 
@@ -108,7 +105,7 @@ def require_preloaded(feature: str) -> bool:
 @cache
 def load() -> Binding | None:
     """The binding, or None with one log line; the answer does not change within a process."""
-    if os.environ.get(NATIVE_ENV, "").strip().lower() == "off":
+    if is_native_off():
         logger.info("libtaskd is switched off by %s; %s", NATIVE_ENV, _WITHOUT)
         return None
     binding, reason = _import_binding()

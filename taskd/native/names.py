@@ -1,4 +1,4 @@
-"""Connections without a name server (csrc/names.c says why).
+"""Connections without a name server (csrc/imports/names.c says why).
 
 torch's store asks for the name of the other side of each connection, for its log; where no resolver
 answers that takes as long as the resolver's timeouts. Knows no stores: one call per process, once
@@ -8,17 +8,15 @@ torch is loaded.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from functools import cache
 
+from taskd.config.names import NUMERIC_NAMES_ENV
+from taskd.config.native import are_numeric_names_off
 from taskd.errors import NativeLibraryError
 from taskd.native import library
 
 log = logging.getLogger(__name__)
-
-# "off": leave torch's name lookups as they are.
-NUMERIC_NAMES_ENV = "TASKD_NUMERIC_NAMES"
 
 _TORCH_LIBRARY = "libtorch_cpu.so"
 
@@ -29,7 +27,7 @@ def use_numeric_names() -> bool:
 
     Whether they are; says so once.
     """
-    if os.environ.get(NUMERIC_NAMES_ENV, "").strip().lower() == "off":
+    if are_numeric_names_off():
         log.info("torch looks up the names of its peers: %s is off", NUMERIC_NAMES_ENV)
         return False
     binding = library.load() if "torch" in sys.modules else None

@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from taskd.clock import MonotonicClock
 from taskd.core.exits import exit_fault
-from taskd.core.ladder import RepeatRules
+from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
 from taskd.torchrun.context import TaskdContext
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.config import AgentConfig
-from taskd.config_launcher import restart_limit
+from taskd.config.launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam

@@ -6,8 +6,8 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from taskd import config_launcher
-from taskd.config import AgentConfig
+from taskd.config import AgentConfig, pod_ip
+from taskd.config.launcher import master_address
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
@@ -28,10 +28,10 @@ def settings_of(spec: WorkerSpec, rendezvous_endpoint: str) -> AgentConfig:
         ConfigError: a value that cannot be used.
     """
     host, colon, _ = rendezvous_endpoint.rpartition(":")
-    master = spec.master_addr or config_launcher.master_address()
+    master = spec.master_addr or master_address()
     master = master or (host if colon else rendezvous_endpoint)
     own_address = _towards(master) if master else ""
-    if master and not config_launcher.has_own_address() and _is_own(master):
+    if master and not pod_ip() and _is_own(master):
         master = "127.0.0.1"  # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
         master_addr=master or None,

@@ -1,6 +1,4 @@
-"""Bytes to (envelope, message) and back.
-
-Protocol version, size limit, rules for unknown fields and types.
+"""Bytes to (envelope, message) and back: protocol version, size limit, unknown types.
 
 A frame is one msgpack map of plain types: the envelope's fields, `version`, `type` and `body` (the
 message's fields). What comes from outside raises `RemoteProtocolError` and nothing else, whatever
@@ -24,7 +22,7 @@ ROLES = ("manager", "agent", "worker", "relay")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Who speaks, in which generation, as which message of his, and because of what.
+    """Who speaks, in which generation, as which of its messages, and because of what.
 
     `rank` is None for all but workers, `node_rank` for the manager. `incarnation` is a random text
     for managers and agents, a count for workers. `sequence` grows with every message of one
@@ -56,7 +54,7 @@ def encode(envelope: Envelope, message: Message) -> bytes:
         "incarnation": envelope.incarnation,
         "generation": envelope.generation,
         "sequence": envelope.sequence,
-        "cause": schema.cut_text(envelope.cause, schema.MAX_TEXT_BYTES),
+        "cause": schema.cut_text(envelope.cause),
         "body": schema.record(type(message)).pack(message),
     }
     # unicode_errors: an exception's message may hold a lone surrogate, which UTF-8 cannot express.
@@ -69,27 +67,15 @@ def encode(envelope: Envelope, message: Message) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Envelope, Message]:
-    """What a frame says.
+    """The envelope and the message of a frame.
 
-    Raises `RemoteProtocolError` for anything that is not a message of this protocol version.
-
-    The error has the envelope if it was only the message that is wrong: then it is known who is to
-    be answered.
+    Raises `RemoteProtocolError` for anything that is not a message of this protocol version. If
+    only the message is wrong, the error holds the envelope, so that the sender can be answered.
     """
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}")
-    try:
-        frame = msgpack.unpackb(data)
-    # Everything that msgpack raises for bad input is a ValueError or one of its own.
-    except (ValueError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError("malformed", f"no msgpack: {type(error).__name__}") from error
+    frame = schema.parse(data, MAX_MESSAGE_BYTES)
     if not isinstance(frame, dict):
         raise schema.wrong("the frame", "a map", frame)
-    version = schema.integer(frame.get("version"), "version")
-    if version != PROTOCOL_VERSION:
-        raise RemoteProtocolError(
-            "version", f"the peer speaks version {version}, we speak {PROTOCOL_VERSION}"
-        )
+    schema.check_version(frame.get("version"), PROTOCOL_VERSION)
     envelope = _envelope(frame)
     code = schema.integer(frame.get("type"), "type")
     try:
@@ -119,7 +105,7 @@ def _envelope(frame: dict[object, object]) -> Envelope:
         incarnation=_incarnation(frame.get("incarnation")),
         generation=schema.integer(frame.get("generation"), "generation"),
         sequence=schema.integer(frame.get("sequence"), "sequence"),
-        cause=schema.cut_text(schema.text(frame.get("cause"), "cause"), schema.MAX_TEXT_BYTES),
+        cause=schema.cut_text(schema.text(frame.get("cause"), "cause")),
     )
 
 

@@ -2,17 +2,16 @@
 
 Bytes to values and back. docs/protocol.md, "Between buddies", has the conversation.
 
-    Offer   a snapshot is there; `transfer` numbers it    Piece   its next bytes                    from the node whose snapshots they are
-    Answer  to both: go on, or not
-        from its buddy
+    Offer   a snapshot is there; `transfer` numbers it   } from the node
+    Piece   its next bytes                               } whose snapshot it is
+    Answer  to both: go on, or not                         from its buddy
 
 A frame is one msgpack list: version, code, and the fields in order. Whatever bytes come, `decode`
 raises RemoteProtocolError or returns values of the right types and sizes; whether they make sense
 is for the receiver to say.
 """
 
-from dataclasses import astuple, dataclass
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
@@ -80,41 +79,35 @@ class Answer:
 Frame = Offer | Piece | Answer
 _CODES: dict[int, type[Frame]] = {1: Offer, 2: Piece, 3: Answer}
 _CODE_OF = {cls: code for code, cls in _CODES.items()}
+_NAMES = {cls: tuple(item.name for item in fields(cls)) for cls in _CODE_OF}
 _WIDE = frozenset({"index_sum", "seal"})  # checksums have all 64 bits
 
 
 def encode(frame: Frame) -> bytes:
     """The bytes of a frame."""
-    fields = [
+    values = [getattr(frame, name) for name in _NAMES[type(frame)]]
+    cut = [
         schema.cut_text(value, schema.MAX_TEXT_BYTES // 4) if isinstance(value, str) else value
-        for value in _values(frame)
+        for value in values
     ]
-    data: bytes = msgpack.packb([VERSION, _CODE_OF[type(frame)], *fields])
+    data: bytes = msgpack.packb([VERSION, _CODE_OF[type(frame)], *cut])
     return data
 
 
 def decode(data: bytes) -> Frame:
     """What the bytes say. Raises RemoteProtocolError."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {MAX_FRAME_BYTES}")
-    try:
-        fields = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError("malformed", f"no msgpack: {type(error).__name__}") from error
-    if not isinstance(fields, list) or len(fields) < 2:
-        raise schema.wrong("the frame", "a list", fields)
-    if schema.integer(fields[0], "version") != VERSION:
-        raise RemoteProtocolError(
-            "version", f"the peer speaks version {fields[0]}, we speak {VERSION}"
-        )
-    code = schema.integer(fields[1], "code")
+    values = schema.parse(data, MAX_FRAME_BYTES)
+    if not isinstance(values, list) or len(values) < 2:
+        raise schema.wrong("the frame", "a list", values)
+    schema.check_version(values[0], VERSION)
+    code = schema.integer(values[1], "code")
     cls = _CODES.get(code)
     if cls is None:
         raise RemoteProtocolError("unknown type", f"no frame has the code {code}")
-    names = [item.name for item in dataclass_fields(cls)]
-    if len(fields) - 2 != len(names):
-        raise schema.wrong(cls.__name__, f"a list of {len(names)}", fields)
-    frame = cls(*(_checked(name, value) for name, value in zip(names, fields[2:], strict=True)))
+    names = _NAMES[cls]
+    if len(values) - 2 != len(names):
+        raise schema.wrong(cls.__name__, f"a list of {len(names)}", values)
+    frame = cls(*(_checked(name, value) for name, value in zip(names, values[2:], strict=True)))
     if isinstance(frame, Answer) and frame.stage not in STAGES:
         raise RemoteProtocolError("malformed", "stage is none that we know")
     if (
@@ -123,13 +116,6 @@ def decode(data: bytes) -> Frame:
     ):
         raise RemoteProtocolError("malformed", f"a snapshot has at most {MAX_SNAPSHOT_BYTES} bytes")
     return frame
-
-
-def _values(frame: Frame) -> tuple[object, ...]:
-    # astuple would copy the bytes
-    return (
-        (frame.transfer, frame.offset, frame.data) if isinstance(frame, Piece) else astuple(frame)
-    )
 
 
 def _checked(name: str, value: object) -> Any:

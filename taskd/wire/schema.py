@@ -12,13 +12,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgpack
+
 from taskd.core.commands import Move
 from taskd.core.marks import GroupMark, Mark
 from taskd.errors import RemoteProtocolError
 
 MAX_TEXT_BYTES = 4096  # a reason or an exception's message; nobody reads more of it in a log line
 MAX_TRACEBACK_BYTES = 16 * 1024  # about 200 frames
-_TRACEBACK_HEAD_BYTES = 4096  # the rest is kept of the end, where the exception itself is
+_TRACEBACK_TAIL_BYTES = 12 * 1024 - 13  # 13: the mark; 4 KiB are kept of the beginning
 # far above any job; keeps a forged world size from making the manager count to 2**63
 MAX_RANK = 1 << 20
 MAX_INTEGER = (1 << 63) - 1  # what a signed 64-bit reader of the protocol can hold
@@ -44,30 +46,26 @@ Pack = Callable[[Any], Any]
 Unpack = Callable[[Any, str], Any]
 
 
-def cut_text(text: str, limit: int) -> str:
-    """The beginning of `text` in at most `limit` bytes of UTF-8, with a mark if something is missing."""
-    if 4 * len(text) <= limit:
-        return text
-    data = text.encode(errors="replace")
-    if len(data) <= limit:
-        return text
-    mark = " ... (cut)"
-    return data[: limit - len(mark)].decode(errors="ignore") + mark
+def cut_text(text: str, limit: int = MAX_TEXT_BYTES) -> str:
+    """The beginning of `text` in at most `limit` bytes of UTF-8, with a mark where it is cut."""
+    return _cut(text, limit, " ... (cut)", 0)
 
 
 def cut_traceback(text: str) -> str:
     """Both ends of `text` in at most MAX_TRACEBACK_BYTES of UTF-8.
 
-    Where it began, and what it came to.
+    The first line says what it is, the last ones hold the exception itself.
     """
-    if 4 * len(text) <= MAX_TRACEBACK_BYTES:
+    return _cut(text, MAX_TRACEBACK_BYTES, "\n  ... (cut)\n", _TRACEBACK_TAIL_BYTES)
+
+
+def _cut(text: str, limit: int, mark: str, tail_bytes: int) -> str:
+    if 4 * len(text) <= limit:
         return text
     data = text.encode(errors="replace")
-    if len(data) <= MAX_TRACEBACK_BYTES:
+    if len(data) <= limit:
         return text
-    mark = "\n  ... (cut)\n"
-    tail_bytes = MAX_TRACEBACK_BYTES - _TRACEBACK_HEAD_BYTES - len(mark)
-    head, tail = data[:_TRACEBACK_HEAD_BYTES], data[-tail_bytes:]
+    head, tail = data[: limit - len(mark) - tail_bytes], data[len(data) - tail_bytes :]
     return head.decode(errors="ignore") + mark + tail.decode(errors="ignore")
 
 
@@ -84,11 +82,7 @@ class Record:
         self._as_list = cls in _AS_LIST
         self._needed = _BEGAN_WITH.get(cls, len(fields(cls)))
         self._fields = [
-            (
-                item.name,
-                _packer(hints[item.name], item.name),
-                _unpacker(hints[item.name], item.name, is_order=is_order),
-            )
+            (item.name, *_converters(hints[item.name], item.name, is_order=is_order))
             for item in fields(cls)
         ]
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
@@ -134,6 +128,24 @@ def record(cls: type) -> Record:
     return _RECORDS[cls]
 
 
+def parse(data: bytes, limit: int) -> Any:
+    """The plain data of a frame, which may have `limit` bytes. Raises `RemoteProtocolError`."""
+    if len(data) > limit:
+        raise RemoteProtocolError("size", f"{len(data)} bytes, allowed are {limit}")
+    try:
+        return msgpack.unpackb(data)
+    # Everything that msgpack raises for bad input is a ValueError or one of its own.
+    except (ValueError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError("malformed", f"no msgpack: {type(error).__name__}") from error
+
+
+def check_version(value: Any, ours: int) -> None:
+    """Raise `RemoteProtocolError` unless the peer speaks our version."""
+    version = integer(value, "version")
+    if version != ours:
+        raise RemoteProtocolError("version", f"the peer speaks version {version}, we speak {ours}")
+
+
 def wrong(where: str, expected: str, value: object) -> RemoteProtocolError:
     """The error for a value of the wrong type or size.
 
@@ -145,7 +157,7 @@ def wrong(where: str, expected: str, value: object) -> RemoteProtocolError:
 
 
 def integer(value: Any, where: str, low: int = 0, high: int = MAX_INTEGER) -> int:
-    """An integer of that range; a bool is none."""
+    """The value, an integer of that range; a bool is none."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong(where, "an integer", value)
     if not low <= value <= high:
@@ -154,7 +166,7 @@ def integer(value: Any, where: str, low: int = 0, high: int = MAX_INTEGER) -> in
 
 
 def text(value: Any, where: str) -> str:
-    """A string."""
+    """The value, a string."""
     if not isinstance(value, str):
         raise wrong(where, "a string", value)
     return value
@@ -178,104 +190,70 @@ def _number(value: Any, where: str) -> float:
     return float(value)
 
 
-def _short_text(value: Any, where: str) -> str:
-    """A string as we would have sent it: what a peer did not cut is cut here."""
-    return cut_text(text(value, where), MAX_TEXT_BYTES)
-
-
-def _traceback(value: Any, where: str) -> str:
-    return cut_traceback(text(value, where))
-
-
 def _same(value: Any) -> Any:
     return value
 
 
-def _split_optional(hint: Any) -> tuple[Any, bool]:
-    """The type inside `X | None`, and whether it was one."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint, False
-    (inner,) = (part for part in get_args(hint) if part is not type(None))
-    return inner, True
+def _converters(hint: Any, name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
+    """How a value of this annotation becomes plain data, and how it is read and checked.
 
-
-def _packer(hint: Any, name: str) -> Pack:
-    """How a value of this annotation becomes plain data."""
-    inner, is_optional = _split_optional(hint)
-    if is_optional:
-        pack = _packer(inner, name)
-        return lambda value: None if value is None else pack(value)
-    if hint is str:
-        return (
-            cut_traceback if name == "traceback" else lambda value: cut_text(value, MAX_TEXT_BYTES)
-        )
-    if get_origin(hint) is tuple:
-        return _tuple_packer(get_args(hint), name)
-    if is_dataclass(hint):
-        return record(hint).pack  # type: ignore[arg-type]
-    if issubclass(hint, Enum):
-        return lambda value: hint(value).value
-    return _same
-
-
-def _tuple_packer(parts: tuple[Any, ...], name: str) -> Pack:
-    if parts[-1] is Ellipsis:
-        pack = _packer(parts[0], name)
-        return lambda values: [pack(value) for value in values]
-    packs = [_packer(part, name) for part in parts]
-    return lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)]
-
-
-def _unpacker(hint: Any, name: str, *, is_order: bool = False) -> Unpack:
-    """How plain data becomes a value of this annotation.
-
-    `is_order`: of the manager, whose own counts may be larger than any claim.
+    `is_order`: it is the manager's, whose own counts may be larger than any claim.
     """
-    inner, is_optional = _split_optional(hint)
-    if is_optional:
-        unpack = _unpacker(inner, name, is_order=is_order)
-        return lambda value, where: None if value is None else unpack(value, where)
-    if get_origin(hint) is tuple:
-        return _tuple_unpacker(get_args(hint), name, is_order=is_order)
-    if is_dataclass(hint):
-        return record(hint).unpack  # type: ignore[arg-type]
-    if issubclass(hint, Enum) and hint is not str:
-        return _enum_unpacker(hint)
-    if hint is int:
-        low = -MAX_INTEGER if name in _SIGNED else 0
-        high = (
-            MAX_RANK
-            if name in _SMALL
-            else MAX_CLAIM
-            if name in _CLAIMS and not is_order
-            else MAX_INTEGER
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (part for part in get_args(hint) if part is not type(None))
+        pack, unpack = _converters(inner, name, is_order=is_order)
+        return (
+            lambda value: None if value is None else pack(value),
+            lambda value, where: None if value is None else unpack(value, where),
         )
-        return lambda value, where: integer(value, where, low, high)
-    return {
-        bool: _boolean,
-        float: _number,
-        str: _traceback if name == "traceback" else _short_text,
-    }[hint]
+    if get_origin(hint) is tuple:
+        return _tuple_converters(get_args(hint), name, is_order=is_order)
+    if is_dataclass(hint):
+        return record(hint).pack, record(hint).unpack  # type: ignore[arg-type]
+    if hint is str:
+        # what a peer did not cut is cut here
+        cut = cut_traceback if name == "traceback" else cut_text
+        return cut, lambda value, where: cut(text(value, where))
+    if issubclass(hint, Enum):
+        return lambda value: hint(value).value, _enum_unpacker(hint)
+    unpackers = {bool: _boolean, float: _number, int: _integer_unpacker(name, is_order=is_order)}
+    return _same, unpackers[hint]
 
 
-def _tuple_unpacker(parts: tuple[Any, ...], name: str, *, is_order: bool) -> Unpack:
+def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
     if parts[-1] is Ellipsis:
-        unpack = _unpacker(parts[0], name, is_order=is_order)
+        pack, unpack = _converters(parts[0], name, is_order=is_order)
 
         def unpack_all(value: Any, where: str) -> tuple[Any, ...]:
             if not isinstance(value, list):
                 raise wrong(where, "a list", value)
             return tuple(unpack(item, where) for item in value)
 
-        return unpack_all
-    unpacks = [_unpacker(part, name, is_order=is_order) for part in parts]
+        return lambda values: [pack(value) for value in values], unpack_all
+    packs, unpacks = zip(
+        *(_converters(part, name, is_order=is_order) for part in parts), strict=True
+    )
 
     def unpack_each(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(unpacks):
             raise wrong(where, f"a list of {len(unpacks)}", value)
         return tuple(unpack(item, where) for unpack, item in zip(unpacks, value, strict=True))
 
-    return unpack_each
+    return (
+        lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)],
+        unpack_each,
+    )
+
+
+def _integer_unpacker(name: str, *, is_order: bool) -> Unpack:
+    low, high = 0, MAX_INTEGER
+    if name in _SIGNED:
+        low = -MAX_INTEGER
+    elif name in _SMALL:
+        high = MAX_RANK
+    elif name in _CLAIMS and not is_order:
+        high = MAX_CLAIM
+    return lambda value, where: integer(value, where, low, high)
 
 
 def _enum_unpacker(kind: type[Enum]) -> Unpack:

@@ -1,65 +1,27 @@
-"""Messages to core events and core commands to messages, and back. Keeps the core free of the wire.
+"""Records of core to messages and back. Keeps the core free of the wire.
 
-A message has the name and the fields of the event or command it stands for, so translation is by
-name. Which ones travel is said here, once. `now` is the receiver's: an event happened when its
-message was read (durations say the rest).
+A message has the fields of its record (`taskd.wire.messages`), so translation is by position. `now`
+is the receiver's: an event happened when its message was read (durations say the rest).
 """
 
 from dataclasses import fields
 from typing import Any
 
-from taskd.core import commands, events
+from taskd.core.commands import Command
+from taskd.core.events import Event, WorkerEvent
 from taskd.errors import LocalProtocolError, RemoteProtocolError
-from taskd.wire import messages, schema
+from taskd.wire import schema
 from taskd.wire.codec import Envelope
-from taskd.wire.messages import Message, WorkerMessage
+from taskd.wire.messages import COMMAND_BY_CODE, EVENT_BY_CODE, MESSAGE_BY_RECORD, Message
 
-_EVENTS: tuple[type[events.Event], ...] = (
-    events.AgentRegistered,
-    events.AgentLeft,
-    events.WorkerStarted,
-    events.WorkerDeclared,
-    events.WorkerLost,
-    events.WorkerExitKnown,
-    events.WorkerPaused,
-    events.WorkerMayAdvance,
-    events.WorkerRaised,
-    events.WorkerRecovered,
-    events.WorkerReturned,
-    events.WorkerFinished,
-    events.WorkerExamined,
-    events.WorkerDumped,
-    events.WorkerHolds,
-    events.AgentDraining,
-    events.WorkerReady,
-    events.WorkerUncaught,
-    events.WorkerProfiling,
-    events.WorkerMirrors,
-    events.AgentMirrors,
-    events.MirrorsHeld,
+_EVENT_OF = {MESSAGE_BY_RECORD[event]: event for event in EVENT_BY_CODE.values()}
+_COMMAND_OF = {MESSAGE_BY_RECORD[command]: command for command in COMMAND_BY_CODE.values()}
+_NAMES = {cls: tuple(item.name for item in fields(cls)) for cls in MESSAGE_BY_RECORD.values()}
+_WITH_FAULT = frozenset(
+    cls
+    for cls, event in _EVENT_OF.items()
+    if issubclass(event, WorkerEvent) and "fault" in _NAMES[cls]
 )
-_COMMANDS: tuple[type[commands.Command], ...] = (
-    commands.Interrupt,
-    commands.ReplaceWorker,
-    commands.KillWorker,
-    commands.Resume,
-    commands.RestartGroup,
-    commands.Release,
-    commands.GiveUp,
-    commands.Dump,
-    commands.Publish,
-    commands.Advance,
-    commands.SetProfiling,
-    commands.Pair,
-)
-MESSAGE_BY_CORE: dict[type, type[Message]] = {
-    cls: getattr(messages, cls.__name__) for cls in (*_EVENTS, *_COMMANDS)
-}
-_EVENT_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _EVENTS}
-_COMMAND_BY_MESSAGE = {MESSAGE_BY_CORE[cls]: cls for cls in _COMMANDS}
-_NAMES: dict[type[Message], tuple[str, ...]] = {
-    cls: tuple(item.name for item in fields(cls)) for cls in MESSAGE_BY_CORE.values()
-}
 
 
 def event_to_message(event: object) -> Message:
@@ -72,47 +34,46 @@ def command_to_message(command: object) -> Message:
     return _to_message(command)
 
 
-def message_to_event(envelope: Envelope, message: Message, now: float) -> events.Event:
+def message_to_event(envelope: Envelope, message: Message, now: float) -> Event:
     """The event that a message reports. Raises `RemoteProtocolError` if it reports none."""
-    cls = _EVENT_BY_MESSAGE.get(type(message))
+    cls = _EVENT_OF.get(type(message))
     if cls is None:
         raise RemoteProtocolError("malformed", f"{type(message).__name__} is no event")
     _check_life(message)
-    return cls(now=now, cause=envelope.cause, **_values(message))
+    return cls(now, envelope.cause, *_values(message))
+
+
+def message_to_command(envelope: Envelope, message: Message) -> Command:
+    """The command that a message carries. Raises `RemoteProtocolError` if it carries none."""
+    cls = _COMMAND_OF.get(type(message))
+    if cls is None:
+        raise RemoteProtocolError("malformed", f"{type(message).__name__} is no command")
+    return cls(envelope.cause, *_values(message))
 
 
 def check(message: Message) -> None:
-    """Raise ProtocolError if a peer that knows the rules would refuse this message of ours (except for its size)."""
+    """Raise ProtocolError if a peer would refuse this message of ours (except for its size)."""
     record = schema.record(type(message))
     _check_life(record.unpack(record.pack(message), type(message).__name__))
 
 
-def _check_life(message: Message) -> None:
-    fault = getattr(message, "fault", None)
-    if (
-        isinstance(message, WorkerMessage)
-        and fault is not None
-        and (fault.rank, fault.incarnation) != (message.rank, message.incarnation)
-    ):
+def _check_life(message: Any) -> None:
+    """A fault in a worker's report is of the rank and the incarnation of that report."""
+    if type(message) not in _WITH_FAULT:
+        return
+    fault = message.fault
+    if (fault.rank, fault.incarnation) != (message.rank, message.incarnation):
         raise RemoteProtocolError(
             "malformed", f"{type(message).__name__} tells a fault of another life"
         )
 
 
-def message_to_command(envelope: Envelope, message: Message) -> commands.Command:
-    """The command that a message carries. Raises `RemoteProtocolError` if it carries none."""
-    cls = _COMMAND_BY_MESSAGE.get(type(message))
+def _to_message(record: object) -> Message:
+    cls = MESSAGE_BY_RECORD.get(type(record))
     if cls is None:
-        raise RemoteProtocolError("malformed", f"{type(message).__name__} is no command")
-    return cls(cause=envelope.cause, **_values(message))
+        raise LocalProtocolError(f"{type(record).__name__} is not sent between processes")
+    return cls(*[getattr(record, name) for name in _NAMES[cls]])
 
 
-def _to_message(thing: object) -> Message:
-    cls = MESSAGE_BY_CORE.get(type(thing))
-    if cls is None:
-        raise LocalProtocolError(f"{type(thing).__name__} is not sent between processes")
-    return cls(**{name: getattr(thing, name) for name in _NAMES[cls]})
-
-
-def _values(message: Message) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in _NAMES[type(message)]}
+def _values(message: Message) -> list[Any]:
+    return [getattr(message, name) for name in _NAMES[type(message)]]

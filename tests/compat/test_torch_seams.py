@@ -20,17 +20,38 @@ from taskd.torchrun import patch
 from taskd.torchrun.seams import SEAMS, Seam
 
 PINNED_TORCH = "2.13.0"
+_LOCAL_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
 SOURCES = {
-    "torch.distributed.launcher.api:launch_agent": "01534e5e0ad77098652dc3369f50648d3ac39115a4cdccb0b63e0259fef25e1d",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._start_workers": "3a15b68937f57e63dfb8170bdaf594549dc56834ba4044f0add822f4d9911d48",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": "4ba1c04fe76bba956bd52714a1ef79e3f854cec44112b9a45fa2e1e03af2868b",
-    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": "615c6a545ee67bcfdfff7508e4b8cde6f724acf722e84e2a219d5d690fd85d22",
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._invoke_run": "376e457facabbfbc2648caa55c2c35b8c39878cfe17bbb9b49a8afb5cc1cf3e0",
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._initialize_workers": "14311253e222ba2ad1464493c0cba603e34e36ac6990f97ff448a45a1e1ea89f",
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._exit_barrier": "a61566b289e570865d44ab4ab4374421670977db2fbabc3af3ed9ac04a62738e",
-    "torch.distributed.elastic.multiprocessing.api:PContext.__init__": "43744303aecbb7530118637527509dc7bd8b96bb0d2989f5fba36b164d647671",
-    "torch.distributed.elastic.multiprocessing.api:PContext.start": "72136724708b8574f4ce275bcb0bd30ed04bdbb7f9988098d2fe47b0fcfe2ffd",
-    "torch.distributed.elastic.multiprocessing.api:PContext.close": "b77c260c4568f068fc903e8d93d231930b4d75701f98e25c543effdb454e7ecc",
+    "torch.distributed.launcher.api:launch_agent": (
+        "01534e5e0ad77098652dc3369f50648d3ac39115a4cdccb0b63e0259fef25e1d"
+    ),
+    f"{_LOCAL_AGENT}._start_workers": (
+        "3a15b68937f57e63dfb8170bdaf594549dc56834ba4044f0add822f4d9911d48"
+    ),
+    f"{_LOCAL_AGENT}._monitor_workers": (
+        "4ba1c04fe76bba956bd52714a1ef79e3f854cec44112b9a45fa2e1e03af2868b"
+    ),
+    f"{_LOCAL_AGENT}._shutdown": (
+        "615c6a545ee67bcfdfff7508e4b8cde6f724acf722e84e2a219d5d690fd85d22"
+    ),
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._invoke_run": (
+        "376e457facabbfbc2648caa55c2c35b8c39878cfe17bbb9b49a8afb5cc1cf3e0"
+    ),
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._initialize_workers": (
+        "14311253e222ba2ad1464493c0cba603e34e36ac6990f97ff448a45a1e1ea89f"
+    ),
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._exit_barrier": (
+        "a61566b289e570865d44ab4ab4374421670977db2fbabc3af3ed9ac04a62738e"
+    ),
+    "torch.distributed.elastic.multiprocessing.api:PContext.__init__": (
+        "43744303aecbb7530118637527509dc7bd8b96bb0d2989f5fba36b164d647671"
+    ),
+    "torch.distributed.elastic.multiprocessing.api:PContext.start": (
+        "72136724708b8574f4ce275bcb0bd30ed04bdbb7f9988098d2fe47b0fcfe2ffd"
+    ),
+    "torch.distributed.elastic.multiprocessing.api:PContext.close": (
+        "b77c260c4568f068fc903e8d93d231930b4d75701f98e25c543effdb454e7ecc"
+    ),
 }
 
 

@@ -89,7 +89,8 @@ def test_the_start_script_runs_a_job_of_one_node(tmp_path: pathlib.Path, preload
     script = """import os, sys, torch.distributed as dist
 dist.init_process_group("gloo")
 preloaded = os.environ.get("LD_PRELOAD")
-sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} {os.environ['MASTER_ADDR']} {preloaded}\\n")
+place = f"rank {dist.get_rank()} of {dist.get_world_size()} {os.environ['MASTER_ADDR']}"
+sys.stdout.write(f"{place} {preloaded}\\n")
 dist.barrier()
 dist.destroy_process_group()
 """

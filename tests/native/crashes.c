@@ -1,4 +1,5 @@
-/* Real faults for tests/native/test_last_words.py. Built by the test, with g++ as well for the exceptions. */
+/* Real faults for tests/native/test_last_words.py. Built by the test, with g++ as well for the
+ * exceptions. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -98,9 +99,8 @@ void crash_many(int count)
 {
     pthread_t thread;
     pthread_barrier_init(&barrier, NULL, (unsigned)count);
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; i < count; i++)
         pthread_create(&thread, NULL, at_once, NULL);
-    }
     pause();
 }
 
@@ -182,29 +182,26 @@ void handle_by_exit(int number)
 
 void exit_here(int how, int status)
 {
-    if (how == 0) {
+    if (how == 0)
         exit(status);
-    } else if (how == 1) {
+    else if (how == 1)
         _exit(status);
-    } else if (how == 2) {
+    else if (how == 2)
         _Exit(status);
-    }
     quick_exit(status);
 }
 
-/* Deterministic arithmetic that a handler could disturb: in vector registers, by the compiler's choice or not. */
+/* Deterministic arithmetic that a handler could disturb: in vector registers, by the compiler's
+ * choice or not. */
 double compute(long steps)
 {
     double values[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-    for (long i = 0; i < steps; i++) {
-        for (int k = 0; k < 8; k++) {
+    for (long i = 0; i < steps; i++)
+        for (int k = 0; k < 8; k++)
             values[k] = values[k] * 1.0000001 + 0.5 / (1.0 + values[k]);
-        }
-    }
     double sum = 0;
-    for (int k = 0; k < 8; k++) {
+    for (int k = 0; k < 8; k++)
         sum += values[k];
-    }
     return sum;
 }
 
@@ -212,17 +209,15 @@ volatile int going = 1;
 
 void loop_for_ever(void)
 {
-    while (going) {
+    while (going)
         sink++;
-    }
 }
 
 int vfork_exit(int status)
 {
     pid_t pid = vfork();
-    if (pid == 0) {
+    if (pid == 0)
         _exit(status);
-    }
     return pid;
 }
 
@@ -232,7 +227,8 @@ static void *open_library(void *path)
     return NULL;
 }
 
-/* In a thread: the dynamic linker is busy with it as long as its constructor runs. The caller's text may be gone when the thread begins. */
+/* In a thread: the dynamic linker is busy with it as long as its constructor runs. The caller's
+ * text may be gone when the thread begins. */
 int open_in_thread(const char *path)
 {
     pthread_t thread;

@@ -1,4 +1,6 @@
-"""Damages the box of a living worker at random, reads it with every reader, and lets a real death alarm watch it.
+"""Damages the box of a living worker at random, and reads it with every reader.
+
+A real death alarm watches the box meanwhile.
 
     python tests/native/fuzz_black_box.py [SECONDS [SEED]]
 
@@ -27,7 +29,7 @@ from taskd.agent.vitals.progress import Vitals
 from taskd.core import events
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase as JobPhase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
 from taskd.native import box_layout as layout

@@ -29,7 +29,7 @@ box.begin(os.getpid(), 1)
 def say(*words):
     print(*words, flush=True)
 def hold_the_gil_for_ever():
-    # A mutex locked twice by one thread never returns, and PyDLL does not give the interpreter lock away.
+    # A mutex that one thread locks twice never returns, and PyDLL keeps the interpreter lock.
     mutex, lib = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     lib.pthread_mutex_lock(mutex)
     lib.pthread_mutex_lock(mutex)

@@ -1,4 +1,6 @@
-"""Stand-ins for NCCL and HCCL, with the real names and signatures, and programs that use them in the three ways in which programs do.
+"""Stand-ins for NCCL and HCCL, with the real names and signatures.
+
+And programs that use them in the three ways in which programs do.
 
 The signatures are written down from nccl.h and hccl.h, not from hooks.def: one letter per
 parameter. p pointer, z size_t or uint64_t, i int or enum, u uint32_t, I ncclUniqueId by value, o
@@ -19,18 +21,28 @@ if TYPE_CHECKING:
 
 SIGNATURES = {
     "nccl": {
-        "ncclAllReduce": "ppziipp", "ncclAllGather": "ppzipp", "ncclReduceScatter": "ppziipp", "ncclBroadcast": "ppziipp",
-        "ncclBcast": "pziipp", "ncclReduce": "ppziiipp", "ncclAlltoAll": "ppzipp", "ncclGather": "ppziipp",
-        "ncclScatter": "ppziipp", "ncclSend": "pziipp", "ncclRecv": "pziipp", "ncclGroupStart": "", "ncclGroupEnd": "",
-        "ncclCommInitRank": "oiIi", "ncclCommInitRankConfig": "oiIip", "ncclCommInitRankScalable": "oiiipp",
-        "ncclCommInitAll": "pip", "ncclCommSplit": "piiop", "ncclCommAbort": "p", "ncclCommDestroy": "p",
+        "ncclAllReduce": "ppziipp", "ncclAllGather": "ppzipp", "ncclReduceScatter": "ppziipp",
+        "ncclBroadcast": "ppziipp",
+        "ncclBcast": "pziipp", "ncclReduce": "ppziiipp", "ncclAlltoAll": "ppzipp",
+        "ncclGather": "ppziipp",
+        "ncclScatter": "ppziipp", "ncclSend": "pziipp", "ncclRecv": "pziipp", "ncclGroupStart": "",
+        "ncclGroupEnd": "",
+        "ncclCommInitRank": "oiIi", "ncclCommInitRankConfig": "oiIip",
+        "ncclCommInitRankScalable": "oiiipp",
+        "ncclCommInitAll": "pip", "ncclCommSplit": "piiop", "ncclCommAbort": "p",
+        "ncclCommDestroy": "p",
     },
     "hccl": {
-        "HcclAllReduce": "ppziipp", "HcclAllGather": "ppzipp", "HcclReduceScatter": "ppziipp", "HcclBroadcast": "pziupp",
-        "HcclReduce": "ppziiupp", "HcclScatter": "ppziupp", "HcclBarrier": "pp", "HcclAlltoAll": "pzipzipp",
-        "HcclAlltoAllV": "pppipppipp", "HcclAlltoAllVC": "ppipipp", "HcclSend": "pziupp", "HcclRecv": "pziupp",
-        "HcclCommInitRootInfo": "upuo", "HcclCommInitRootInfoConfig": "upupo", "HcclCommInitClusterInfo": "puo",
-        "HcclCommInitClusterInfoConfig": "pupo", "HcclCreateSubCommConfig": "pupzupo", "HcclCommDestroy": "p",
+        "HcclAllReduce": "ppziipp", "HcclAllGather": "ppzipp", "HcclReduceScatter": "ppziipp",
+        "HcclBroadcast": "pziupp",
+        "HcclReduce": "ppziiupp", "HcclScatter": "ppziupp", "HcclBarrier": "pp",
+        "HcclAlltoAll": "pzipzipp",
+        "HcclAlltoAllV": "pppipppipp", "HcclAlltoAllVC": "ppipipp", "HcclSend": "pziupp",
+        "HcclRecv": "pziupp",
+        "HcclCommInitRootInfo": "upuo", "HcclCommInitRootInfoConfig": "upupo",
+        "HcclCommInitClusterInfo": "puo",
+        "HcclCommInitClusterInfoConfig": "pupo", "HcclCreateSubCommConfig": "pupzupo",
+        "HcclCommDestroy": "p",
     },
 }  # fmt: skip
 TYPES = {
@@ -58,7 +70,8 @@ struct id { char bytes[128]; };
 
 # What the stand-in saw last, and what it is to answer.
 SEEN = """
-struct seen { char name[64]; uint64_t arguments[16]; uint64_t calls; int result; int error; uintptr_t next; };
+struct seen { char name[64]; uint64_t arguments[16]; uint64_t calls; int result; int error;
+    uintptr_t next; };
 """
 
 
@@ -116,7 +129,8 @@ def tour_source(family: str) -> str:
                 wanted.append(f"{value}")
         text += f"""
     seen->result = {5 + number}; seen->error = {100 + number}; seen->name[0] = 0; errno = 0;
-    check(CALL({name})({", ".join(arguments)}) == {5 + number} && errno == {100 + number}, "{name}: answer");
+    check(CALL({name})({", ".join(arguments)}) == {5 + number} && errno == {100 + number},
+        "{name}: answer");
     check(strcmp(seen->name, "{name}") == 0, "{name}: called");
     {{ uint64_t wanted[] = {{0, {", ".join(wanted)}}};
       check(memcmp(wanted + 1, seen->arguments, sizeof wanted - 8) == 0, "{name}: arguments"); }}
@@ -147,16 +161,21 @@ def program_source(family: str, *, looked_up: bool, body: str) -> str:
         + f"""
 static char area[4 << 20];   /* an array of as many ids as the tour says fits */
 static struct seen *seen;
-static void check(int is_true, const char *what) {{ if (!is_true) {{ printf("failed: %s\\n", what); exit(1); }} }}
+static void check(int is_true, const char *what) {{ if (!is_true) {{ printf("failed: %s\\n", what);
+    exit(1); }} }}
 {"" if "int run" in body else "int run(int box_fd)"}
-{body if "int run" in body else "{ OPEN; seen = CALL(stand_in_seen)(); struct id an_id; memset(&an_id, 'x', sizeof an_id); void *made = NULL;" + START + body + chr(10) + 'puts("done"); return 0; }'}
+{body if "int run" in body else _OPENING + START + body + chr(10) + 'puts("done"); return 0; }'}
 """
     )
 
 
+_OPENING = """{ OPEN; seen = CALL(stand_in_seen)(); struct id an_id;
+    memset(&an_id, 'x', sizeof an_id); void *made = NULL;
+"""
 START = """
     (void)area; (void)made; (void)an_id;
-    if (box_fd >= 0) check(taskd_collectives_start && taskd_collectives_start(box_fd) == 0, "start");
+    if (box_fd >= 0) check(taskd_collectives_start && taskd_collectives_start(box_fd) == 0,
+        "start");
 """
 
 MAIN = (

@@ -304,7 +304,8 @@ def test_a_file_that_could_be_cut_under_its_reader_is_refused(filled):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: os.pipe()[0], lambda: os.open(os.devnull, os.O_RDWR), lambda: os.open("/", os.O_RDONLY), lambda: os.open(__file__, os.O_RDONLY),
+    lambda: os.pipe()[0], lambda: os.open(os.devnull, os.O_RDWR), lambda: os.open("/", os.O_RDONLY),
+    lambda: os.open(__file__, os.O_RDONLY),
 ])  # fmt: skip
 def test_a_descriptor_of_something_else_holds_nothing(make):
     with contextlib.closing(Arena.attach(make())) as other:
@@ -374,7 +375,8 @@ def test_without_the_library_an_arena_works_and_one_that_was_made_with_it_says_w
         from tests.native import test_arena
         with_library = Arena.attach(int(sys.argv[1]))
         print(with_library.versions(), with_library.problems()[0])
-        arena = Arena.attach(int(sys.argv[2])) if len(sys.argv) > 2 else Arena.create(test_arena.SHARD_BYTES)
+        size = test_arena.SHARD_BYTES
+        arena = Arena.attach(int(sys.argv[2])) if len(sys.argv) > 2 else Arena.create(size)
         test_arena.write(arena, 10)
         print(test_arena.read(arena, 10) == test_arena.content(10), arena.problems())
     """

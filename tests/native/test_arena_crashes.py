@@ -1,4 +1,7 @@
-"""A writer that is killed at any moment leaves the newest snapshot that was complete, to the last bit. Real processes, SIGKILL."""
+"""A writer killed at any moment leaves the newest complete snapshot, to the last bit.
+
+Real processes, SIGKILL.
+"""
 
 from __future__ import annotations
 

@@ -29,8 +29,10 @@ DLSYM = (
     + """
 /* Which of several definitions RTLD_NEXT and RTLD_DEFAULT mean depends on who asks. */
 int who(void) { return %(me)d; }
-int ask_next_%(me)d(void) { int (*next)(void) = dlsym(RTLD_NEXT, "who"); return next ? next() : -1; }
-int ask_default_%(me)d(void) { int (*found)(void) = dlsym(RTLD_DEFAULT, "who"); return found ? found() : -1; }
+int ask_next_%(me)d(void) { int (*next)(void) = dlsym(RTLD_NEXT, "who"); return next ? next() : -1;
+    }
+int ask_default_%(me)d(void) { int (*found)(void) = dlsym(RTLD_DEFAULT, "who");
+    return found ? found() : -1; }
 """
 )
 DLSYM_MAIN = (
@@ -41,14 +43,17 @@ int main(void)
 {
     void *local = dlopen("./lib3.so", RTLD_NOW | RTLD_LOCAL);
     int (*next)(void) = dlsym(local, "ask_next_3"), (*found)(void) = dlsym(local, "ask_default_3");
-    printf("%d %d %d %d %d %d\\n", ask_next_1(), ask_default_1(), ask_next_2(), ask_default_2(), next(), found());
+    printf("%d %d %d %d %d %d\\n", ask_next_1(), ask_default_1(), ask_next_2(), ask_default_2(),
+        next(), found());
     printf("%d", dlsym(local, "nothing") == NULL); puts(dlerror());
     printf("%d", dlsym(RTLD_DEFAULT, "nothing") == NULL); puts(dlerror());
     printf("%d", dlsym(RTLD_NEXT, "ncclNothing") == NULL); puts(dlerror());
     printf("%d\\n", dlsym(local, "who") == dlsym(dlopen("./lib3.so", RTLD_NOW), "who"));
     printf("%d\\n", dlsym(NULL, "who") != NULL && dlerror() == NULL);
-    printf("%d\\n", dlsym(RTLD_DEFAULT, "ncclAllReduce") == NULL && dlsym(RTLD_NEXT, "ncclAllReduce") == NULL);
-    printf("%d\\n", dlsym(dlopen(NULL, RTLD_NOW), "ncclAllReduce") == NULL && strstr(dlerror(), "ncclAllReduce") != NULL);
+    printf("%d\\n", dlsym(RTLD_DEFAULT, "ncclAllReduce") == NULL && dlsym(RTLD_NEXT,
+        "ncclAllReduce") == NULL);
+    printf("%d\\n", dlsym(dlopen(NULL, RTLD_NOW), "ncclAllReduce") == NULL && strstr(dlerror(),
+        "ncclAllReduce") != NULL);
 }
 """
 )
@@ -80,7 +85,8 @@ def test_a_preloaded_wrapper_finds_the_next_one(tmp_path):
         + """
     static pid_t (*real)(void);
     __attribute__((constructor)) static void find(void) { real = dlsym(RTLD_NEXT, "getppid"); }
-    pid_t getppid(void) { return real() == ((pid_t (*)(void))dlsym(RTLD_NEXT, "getppid"))() ? 4242 : 0; }
+    pid_t getppid(void) { return real() == ((pid_t (*)(void))dlsym(RTLD_NEXT,
+        "getppid"))() ? 4242 : 0; }
     """,
         tmp_path / "libwrapper.so",
     )
@@ -104,7 +110,8 @@ def test_another_dlsym_is_asked_too(tmp_path, box, first):
     void *dlsym(void *handle, const char *name)
     {
         static void *(*real)(void *, const char *);
-        if (real == NULL) real = dlvsym(RTLD_DEFAULT, "dlsym", sizeof(long) && X86 ? "GLIBC_2.2.5" : "GLIBC_2.17");
+        if (real == NULL) real = dlvsym(RTLD_DEFAULT, "dlsym",
+            sizeof(long) && X86 ? "GLIBC_2.2.5" : "GLIBC_2.17");
         return strcmp(name, "answer_of_the_tool") == 0 ? &answer : real(handle, name);
     }
     """.replace("X86", str(int(platform.machine() == "x86_64"))),
@@ -161,7 +168,8 @@ def test_exceptions_pass_through_a_look_up_in_a_constructor_under_a_debugger_or_
         + """
     #include <execinfo.h>
     static int depth;
-    int main(void) { void *frames[8]; void *found = dlsym(RTLD_DEFAULT, "backtrace"); return found && backtrace(frames, 8) > 1 ? 0 : 1; }
+    int main(void) { void *frames[8]; void *found = dlsym(RTLD_DEFAULT, "backtrace");
+        return found && backtrace(frames, 8) > 1 ? 0 : 1; }
     """
     )
     run(compile_c(source, tmp_path / "program", "-ldl"))

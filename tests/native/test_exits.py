@@ -57,7 +57,8 @@ def test_an_exit_that_asks_the_dynamic_linker_nothing_still_asks_it_nothing(box,
     source.write_text(f"""
 #include <fcntl.h>
 #include <unistd.h>
-__attribute__((constructor)) static void wait_for_ever(void) {{ close(open("{sign}", O_CREAT | O_WRONLY, 0600)); for (;;) pause(); }}
+__attribute__((constructor)) static void wait_for_ever(void) {{ close(open("{sign}",
+    O_CREAT | O_WRONLY, 0600)); for (;;) pause(); }}
 """)
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", str(source), "-o", str(made)], check=True)
     body = f"""

@@ -42,10 +42,12 @@ FAMILIES = sorted(SIGNATURES)
 # A communicator A with three collectives and a message, B with one collective, and A's end.
 SCENARIO = {
     "nccl": """
-    memset(&an_id, 'A', sizeof an_id); seen->next = 0xa000; CALL(ncclCommInitRank)(&made, 8, an_id, 0);
+    memset(&an_id, 'A', sizeof an_id); seen->next = 0xa000;
+        CALL(ncclCommInitRank)(&made, 8, an_id, 0);
     for (int i = 0; i < 3; i++) CALL(ncclAllReduce)(area, area, 10, 7, 0, made, area);
     CALL(ncclSend)(area, 5, 9, 3, made, area);
-    void *other = NULL; memset(&an_id, 'B', sizeof an_id); seen->next = 0xb000; CALL(ncclCommInitRankConfig)(&other, 4, an_id, 0, area);
+    void *other = NULL; memset(&an_id, 'B', sizeof an_id); seen->next = 0xb000;
+        CALL(ncclCommInitRankConfig)(&other, 4, an_id, 0, area);
     CALL(ncclReduceScatter)(area, area, 10, 8, 0, other, area);
     CALL(ncclCommAbort)(made);
     """,
@@ -53,7 +55,8 @@ SCENARIO = {
     memset(area, 'A', 4108); seen->next = 0xa000; CALL(HcclCommInitRootInfo)(8, area, 0, &made);
     for (int i = 0; i < 3; i++) CALL(HcclAllReduce)(area, area, 10, 4, 0, made, area);
     CALL(HcclSend)(area, 5, 3, 3, made, area);
-    void *other = NULL; memset(area, 'B', 4108); seen->next = 0xb000; CALL(HcclCommInitRootInfoConfig)(4, area, 0, area, &other);
+    void *other = NULL; memset(area, 'B', 4108); seen->next = 0xb000;
+        CALL(HcclCommInitRootInfoConfig)(4, area, 0, area, &other);
     CALL(HcclReduceScatter)(area, area, 10, 10, 0, other, area);
     CALL(HcclCommDestroy)(made);
     """,
@@ -90,11 +93,14 @@ nccl = ctypes.CDLL("./libnccl.so.2")
 pointer = ctypes.c_void_p
 class Id(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 128)]
-nccl.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer]
+nccl.ncclAllReduce.argtypes = [
+    pointer, pointer, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, pointer, pointer]
 nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), ctypes.c_int, Id, ctypes.c_int]
-nccl.ncclCommSplit.argtypes = [pointer, ctypes.c_int, ctypes.c_int, ctypes.POINTER(pointer), pointer]
+c_int = ctypes.c_int
+nccl.ncclCommSplit.argtypes = [pointer, c_int, c_int, ctypes.POINTER(pointer), pointer]
 class Seen(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char * 64), ("arguments", ctypes.c_uint64 * 16), ("calls", ctypes.c_uint64),
+    _fields_ = [("name", ctypes.c_char * 64), ("arguments", ctypes.c_uint64 * 16),
+                ("calls", ctypes.c_uint64),
                 ("result", ctypes.c_int), ("error", ctypes.c_int), ("next", ctypes.c_uint64)]
 nccl.stand_in_seen.restype = ctypes.POINTER(Seen)
 seen = nccl.stand_in_seen().contents
@@ -113,9 +119,8 @@ def reduce(comm):
 
 def test_the_list_has_the_functions_with_their_signatures():
     listed = re.findall(
-        r"^HOOK_\w+\((\w+), (?:[A-Z]+, "
-        r")?(\w+),",
-        (ROOT / "csrc/hooks.def").read_text(),
+        r"^HOOK_\w+\((\w+), (?:[A-Z]+, )?(\w+),",
+        (ROOT / "csrc/collectives/hooks.def").read_text(),
         re.MULTILINE,
     )
     assert sorted(name for _, name in listed) == sorted(
@@ -173,8 +178,10 @@ def test_the_id_is_the_same_on_all_ranks(tmp_path):
         "linked",
         SCENARIO["nccl"]
         + """
-    seen->next = 0xc000; CALL(ncclCommSplit)(other, 1, 0, &made, NULL); CALL(ncclAllReduce)(area, area, 1, 7, 0, made, area);
-    seen->next = 0xd000; CALL(ncclCommSplit)(other, 1, 0, &made, NULL); CALL(ncclAllReduce)(area, area, 1, 7, 0, made, area);
+    seen->next = 0xc000; CALL(ncclCommSplit)(other, 1, 0, &made, NULL);
+        CALL(ncclAllReduce)(area, area, 1, 7, 0, made, area);
+    seen->next = 0xd000; CALL(ncclCommSplit)(other, 1, 0, &made, NULL);
+        CALL(ncclAllReduce)(area, area, 1, 7, 0, made, area);
     """,
     )
     ids = []
@@ -230,7 +237,8 @@ def test_a_call_that_has_not_come_back_is_seen_as_such(tmp_path, box):
 
 def test_the_ring_keeps_the_last_calls_and_sixty_four_communicators(tmp_path, box):
     body = """for (int i = 1; i <= 70; i++)
-        for (int k = 0; k < 10; k++) CALL(ncclAllReduce)(area, area, i * 10 + k, 0, 0, (void *)(uintptr_t)(i * 0x1000), area);"""
+        for (int k = 0; k < 10; k++)
+            CALL(ncclAllReduce)(area, area, i * 10 + k, 0, 0, (void *)(i * 0x1000L), area);"""
     found = record(box, build(tmp_path, "nccl", "linked", body))
     calls = found.calls()
     assert [call.bytes for call in calls] == list(range(710 - 256, 710))
@@ -264,10 +272,12 @@ FORKS = """
     for (int raw = 0; raw < 2; raw++) {
         pid_t child = raw ? syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0) : fork();
         if (child == 0) {
-            for (int i = 0; i < 20; i++) check(CALL(ncclAllReduce)(area, area, 1, 7, 0, other, area) == 0, "child");
+            for (int i = 0; i < 20;
+                i++) check(CALL(ncclAllReduce)(area, area, 1, 7, 0, other, area) == 0, "child");
             check(seen->calls >= 20, "the stand-in was called"); _exit(33);
         }
-        int status; waitpid(child, &status, 0); check(WIFEXITED(status) && WEXITSTATUS(status) == 33, "the child ended as it should");
+        int status; waitpid(child, &status, 0);
+            check(WIFEXITED(status) && WEXITSTATUS(status) == 33, "the child ended as it should");
     }
     CALL(ncclAllReduce)(area, area, 1, 7, 0, other, area);
 """
@@ -373,7 +383,10 @@ def test_a_missing_original_fails_like_the_library_and_is_said_once(
     source = (
         COMMON
         + f"""
-    int main(void) {{ errno = 42; for (int i = 0; i < 3; i++) if ({call} != {answer} || errno != 42) return 1; return 0; }}"""
+    int main(void) {{
+        errno = 42;
+        for (int i = 0; i < 3; i++) if ({call} != {answer} || errno != 42) return 1;
+        return 0; }}"""
     )
     stand_in = build_stand_in(tmp_path, family)
     program = compile_c(source, tmp_path / "program", str(stand_in), "-Wl,-z,lazy")
@@ -444,7 +457,8 @@ def test_a_library_that_comes_later_is_found(tmp_path):
 
 def test_a_library_that_is_closed_and_opened_again_still_works(tmp_path, box):
     body = """{
-        for (int i = 0; i < 3; i++) { CALL(ncclGroupEnd)(); if (library) { dlclose(library); OPEN; } }
+        for (int i = 0; i < 3; i++) { CALL(ncclGroupEnd)(); if (library) { dlclose(library); OPEN;
+            } }
     }"""
     assert len(record(box, build(tmp_path, "nccl", "looked_up", body)).calls()) == 3
 
@@ -483,7 +497,8 @@ def test_the_binding_is_the_preloaded_copy_and_records(tmp_path, box):
 print(collectives.is_preloaded(), collectives.start(box), collectives.start(box))
 first, second = make(0x1000, b"a"), make(0x2000, b"b")
 print([reduce(first), reduce(first), reduce(second)])
-print(len({line.split()[-1] for line in open('/proc/self/maps') if line.rstrip().endswith('libtaskd.so')}))
+files = [line.split()[-1] for line in open('/proc/self/maps')]
+print(len({file for file in files if file.endswith('libtaskd.so')}))
 """,
         str(box.fd),
         fds=(box.fd,),

@@ -326,7 +326,8 @@ def test_where_no_timer_can_end_a_stage_no_lock_of_the_allocator_is_taken(
 #include <stddef.h>
 int is_armed;
 void *__libc_malloc(size_t);
-void *malloc(size_t size) { while (is_armed) { } return __libc_malloc(size); }   /* as if this thread had its lock */
+void *malloc(size_t size) { while (is_armed) { } return __libc_malloc(size);
+    }   /* as if this thread had its lock */
 """)
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", str(source), "-o", str(made)], check=True)
     body = f"""

@@ -20,7 +20,8 @@ SHIM = (
     + """
 #include <netdb.h>
 int flags_seen = -1;
-int getnameinfo(const struct sockaddr *a, socklen_t b, char *c, socklen_t d, char *e, socklen_t f, int flags)
+int getnameinfo(const struct sockaddr *a, socklen_t b, char *c, socklen_t d, char *e, socklen_t f,
+                int flags)
 {
     flags_seen = flags;
     __typeof__(getnameinfo) *real = dlsym(RTLD_NEXT, "getnameinfo");
@@ -35,7 +36,8 @@ ASKS = (
 #include <netdb.h>
 int ask(int flags, char *host, char *service)
 {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(80), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(80),
+        .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     return getnameinfo((struct sockaddr *)&address, sizeof address, host, 64, service, 64, flags);
 }
 """

@@ -309,7 +309,8 @@ def test_a_feature_that_needs_preloading_says_once_what_is_missing():
 import logging, sys
 logging.basicConfig(stream=sys.stdout, format='%(levelname)s %(message)s')
 from taskd.native.library import require_preloaded
-print([require_preloaded('profiling of communication') for _ in range(3)], require_preloaded('another'))
+first = [require_preloaded('profiling of communication') for _ in range(3)]
+print(first, require_preloaded('another'))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -32,9 +32,11 @@ HYBRID = ["flat-HYBRID_SHARD", "flat-HYBRID_SHARD-orig"]
 
 
 @pytest.mark.parametrize(("layout", "every", "place"), [
-    *(("flat-FULL_SHARD", 1, place) for place in ("step", "backward-end", "before-vote", "optimizer")),
+    *(("flat-FULL_SHARD", 1, place) for place in ("step", "backward-end", "before-vote",
+    "optimizer")),
     *(("flat-SHARD_GRAD_OP-orig", 3, place) for place in ("forward", "before-commit")),
-    ("flat-FULL_SHARD-orig", 1, "backward-begin"), ("flat-FULL_SHARD-orig", 3, "before-commit"), ("flat-SHARD_GRAD_OP", 1, "backward-end"),
+    ("flat-FULL_SHARD-orig", 1, "backward-begin"), ("flat-FULL_SHARD-orig", 3, "before-commit"),
+    ("flat-SHARD_GRAD_OP", 1, "backward-end"),
 ])  # fmt: skip
 def test_a_shard_comes_from_node_memory(
     tmp_path: pathlib.Path,
@@ -88,7 +90,8 @@ def test_any_rank_may_die(
 
 
 @pytest.mark.parametrize(("layout", "place"), [
-    ("flat-HYBRID_SHARD", "forward"), ("flat-HYBRID_SHARD", "before-vote"), ("flat-HYBRID_SHARD-orig", "backward-end"),
+    ("flat-HYBRID_SHARD", "forward"), ("flat-HYBRID_SHARD", "before-vote"),
+    ("flat-HYBRID_SHARD-orig", "backward-end"),
 ])  # fmt: skip
 def test_a_shard_comes_from_its_replica(
     tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str, place: str

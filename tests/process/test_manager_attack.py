@@ -95,7 +95,7 @@ def rss_kb(pid: int) -> int:
 
 
 def shout(port: int, data: bytes) -> None:
-    """Raw bytes on a TCP connection, read back until the manager has had enough, or says nothing more."""
+    """Send raw bytes over TCP, and read until the manager closes or says nothing more."""
     with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
         try:
             connection.sendall(data)

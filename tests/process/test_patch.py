@@ -29,7 +29,8 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 sys.stdout.write(f"rank {dist.get_rank()} of {int(total)} parent {parent} argv {sys.argv[1:]} "
-                 f"agent store {os.environ['TORCHELASTIC_USE_AGENT_STORE']} max {os.environ['TORCHELASTIC_MAX_RESTARTS']}\\n")
+                 f"agent store {os.environ['TORCHELASTIC_USE_AGENT_STORE']} "
+                 f"max {os.environ['TORCHELASTIC_MAX_RESTARTS']}\\n")
 dist.destroy_process_group()
 """
 FAILS_TWICE = """

@@ -8,7 +8,6 @@ recovery off).
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -53,10 +52,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.P
                 **env,
             )
             return {
-                path.stem: json.loads(line)["digest"]
-                for path in directory.glob("*.jsonl")
-                for line in path.read_text().splitlines()
-                if '"returned"' in line
+                str(fact["rank"]): fact["digest"]
+                for fact in harness.facts_in(directory)
+                if fact["what"] == "returned"
             }
 
         digests = harness.once(shared_folder, f"train {nproc} {sorted(env.items())}", train)
@@ -377,10 +375,10 @@ def test_nothing_is_left_when_torchrun_is_ended(tmp_path: pathlib.Path, number: 
         assert agent.wait(30).returncode != 0
         assert job.manager is not None
         assert job.manager.wait(30).returncode == 1
-        deadline = harness.time.monotonic() + 15
-        while job.leftovers() and harness.time.monotonic() < deadline:
+        deadline = time.monotonic() + 15
+        while job.leftovers() and time.monotonic() < deadline:
             # the workers end a moment after torchrun: waiting for that fact
-            harness.time.sleep(0.02)
+            time.sleep(0.02)
         assert job.leftovers() == set()
 
 

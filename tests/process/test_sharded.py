@@ -24,7 +24,8 @@ Reference = dict[int, str]
 
 
 @pytest.mark.parametrize(("layout", "place"), [
-    *(("hsdp", place) for place in ("step", "forward", "backward-begin", "backward-end", "before-vote")),
+    *(("hsdp", place) for place in ("step", "forward", "backward-begin", "backward-end",
+    "before-vote")),
     ("tp", "backward-begin"), ("zero", "before-vote"), ("stages", "backward-end"),
 ])  # fmt: skip
 def test_a_shard_comes_from_its_replica(
@@ -191,7 +192,10 @@ def test_a_dump_takes_the_shards_of_the_dead_from_node_memory(
 
 
 def test_generators_of_the_dead_are_in_a_dump_of_an_older_version(tmp_path: pathlib.Path) -> None:
-    """The shard of ranks 1 and 3 is left in node memory only, so rank 2 saves that version, and what was rank 0's and rank 3's alone with it."""
+    """The shard of ranks 1 and 3 is left in node memory only.
+
+    So rank 2 saves that version, with what rank 0 and rank 3 alone had.
+    """
     training = {"LAYOUT": "hsdp", "NOISE": "1"}
     with harness.job(tmp_path / "undisturbed", **training) as job:
         assert job.run("sharded.py").returncode == 0

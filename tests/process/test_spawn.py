@@ -34,24 +34,35 @@ def descriptor(number):
         return None
     return [stat.S_IFMT(mode), os.get_inheritable(number)]
 print(json.dumps({
-    "main": sorted((name, str(value)) for name, value in vars(main).items() if name.startswith("__") and "loader" not in name),
+    "main": sorted((name, str(value)) for name, value in vars(main).items()
+                   if name.startswith("__") and "loader" not in name),
     "loader": type(main.__loader__).__name__ if main.__loader__ else None,
     "is main": main.__dict__ is globals(), "builtins": __builtins__ is sys.modules["builtins"],
-    "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
-    "signals": {int(number): str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()},
-    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "wakeup": signal.set_wakeup_fd(-1),
+    "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path,
+    "cwd": os.getcwd(), "environ": dict(os.environ),
+    "signals": {int(number): str(signal.getsignal(number)).split(" at ")[0]
+                for number in signal.valid_signals()},
+    "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "wakeup": signal.set_wakeup_fd(-1),
     "descriptors": [descriptor(number) for number in range(64)],
     "leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()],
-    "streams": [[s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty(), type(s.buffer).__name__]
-                for s in (sys.stdin, sys.stdout, sys.stderr)], "own": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__],
+    "streams": [[s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through,
+                 s.isatty(), type(s.buffer).__name__]
+                for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "own": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__],
     "state": torch.get_rng_state().numel(),
-    "threads": [torch.get_num_threads(), torch.get_num_interop_threads()], "python threads": [t.name for t in threading.enumerate()],
+    "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+    "python threads": [t.name for t in threading.enumerate()],
     "kernel threads": len(os.listdir("/proc/self/task")), "comm": open("/proc/self/comm").read(),
     "cmdline": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
-    "gc": __import__("gc").isenabled(), "recursion": sys.getrecursionlimit(), "umask": os.umask(0o22),
-    "faulthandler": __import__("faulthandler").is_enabled(), "hooks": [sys.excepthook is sys.__excepthook__, sys.gettrace()],
-    "executable": sys.executable, "prefix": sys.prefix, "dont_write_bytecode": sys.dont_write_bytecode,
-    "root handlers": len(__import__("logging").getLogger().handlers), "default dtype": str(torch.get_default_dtype()),
+    "gc": __import__("gc").isenabled(), "recursion": sys.getrecursionlimit(),
+    "umask": os.umask(0o22),
+    "faulthandler": __import__("faulthandler").is_enabled(),
+    "hooks": [sys.excepthook is sys.__excepthook__, sys.gettrace()],
+    "executable": sys.executable, "prefix": sys.prefix,
+    "dont_write_bytecode": sys.dont_write_bytecode,
+    "root handlers": len(__import__("logging").getLogger().handlers),
+    "default dtype": str(torch.get_default_dtype()),
     "grad": torch.is_grad_enabled(), "children": __import__("multiprocessing").active_children(),
 }, sort_keys=True))
 """

@@ -23,7 +23,7 @@ from taskd.agent.spawning.forkserver import Forkserver
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.agent.spawning.spawner import Spawner
 from taskd.clock import MonotonicClock
-from taskd.core import forkservers
+from taskd.core.policy import forkservers
 from tests.process import harness
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ def test_where_no_forkserver_lives_workers_are_started_as_torchrun_starts_them(
 import json, os, socket
 worker = json.loads(os.environ["TASKD_WORKER"])
 assert worker["pid"] == os.getpid() and worker["rank"] == 5 and worker["previous_fd"] is None
-socket.socket(fileno=worker["channel_fd"]).send(repr([os.getsid(0) == os.getpid(), os.getcwd()]).encode())
+said = repr([os.getsid(0) == os.getpid(), os.getcwd()]).encode()
+socket.socket(fileno=worker["channel_fd"]).send(said)
 print("said")
 raise SystemExit(3)
 """,

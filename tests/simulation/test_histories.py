@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from taskd.core.lives import Lives
+from taskd.core.node.lives import Lives
 from taskd.testing import FaultScript, NetworkQuality, SimulatedJob, Stuck, Trouble, histories
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
@@ -19,7 +19,8 @@ SECONDS = 5.0  # of processor time, for each part
 # A cut takes Resume along; node 1 registers while its ranks wait with their offers, and nobody has
 # set a deadline.
 LOST_RESUME = FaultScript((
-    Trouble(0.24318637815135638, "cut", 0, 0.1), Trouble(0.28454576024194606, "raise", 1, 0.1), Trouble(0.369204313894234, "kill", 0, 1.0),
+    Trouble(0.24318637815135638, "cut", 0, 0.1), Trouble(0.28454576024194606, "raise", 1, 0.1),
+    Trouble(0.369204313894234, "kill", 0, 1.0),
     Trouble(0.8420036170408796, "cut", 1, 0.1),
 ))  # fmt: skip
 

@@ -27,7 +27,7 @@ from taskd.config import LogConfig, ManagerConfig
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import GroupMark, Mark
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.worker_state import WorkerState
 from taskd.manager.service import Service
 from taskd.testing.clock import FakeClock
@@ -149,7 +149,7 @@ class Job:
 
     def __init__(self, directory: pathlib.Path, strategies: tuple[str, ...] = ()) -> None:
         self.network, self.clock = MemoryNetwork(), FakeClock()
-        self.phases: set[Phase] = set()
+        self.phases: set[JobPhase] = set()
         config = ManagerConfig(
             "job", "unused", 30.0, None, LogConfig(directory), strategies=strategies
         )
@@ -180,7 +180,7 @@ class Job:
     def is_unhurt(self) -> bool:
         machine = self.service._machine
         return (machine.phase, machine.generation, machine.restarts_used) == (
-            Phase.RUNNING,
+            JobPhase.RUNNING,
             0,
             0,
         ) and len(machine.membership.members) == len(RANKS)
@@ -221,12 +221,18 @@ def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
         rank, life, dice.choice(list(WorkerState)), True, 5, True, True, (4,), ""
     )
     values: dict[str, object] = {
-        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)), "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
-        "world_size": len(RANKS), "max_restarts": 100, "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
-        "workers": (report, *(dataclasses.replace(report, rank=other) for other in agent.ranks if other != rank)), "fault": fault,
-        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5, "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
-        "stage": dice.choice(("written", "failed", "published")), "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
-        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5, "sequence": 1, "may_advance": dice.random() < 0.3,
+        "rank": rank, "incarnation": dice.choice((life, life, life, life + 1)),
+        "node_rank": agent.node_rank, "agent_incarnation": agent.incarnation, "node_count": NODES,
+        "world_size": len(RANKS), "max_restarts": 100,
+        "generation": machine.generation + dice.choice((0, 0, 0, 1)), "restarts_used": 0,
+        "workers": (report, *(dataclasses.replace(report,
+        rank=other) for other in agent.ranks if other != rank)), "fault": fault,
+        "marks": tuple(mark(rank) for rank in agent.ranks), "version": 5,
+        "clean": dice.random() < 0.8, "held": ((rank, (4, 5)),), "pid": 10,
+        "stage": dice.choice(("written", "failed", "published")),
+        "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
+        "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5,
+        "sequence": 1, "may_advance": dice.random() < 0.3,
     }  # fmt: skip
     known = {field.name: field for field in dataclasses.fields(cls)}
     filled = {name: values.get(name, 0.5 if name.endswith("_s") else "text") for name in known}
@@ -317,7 +323,7 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
     """
     seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0}
     said = 0
-    phases: set[Phase] = set()
+    phases: set[JobPhase] = set()
     while said < count:
         job = Job(directory, dice.choice(((), ("recover", "dump"), ("dump",))))
         seen["jobs"] += 1
@@ -347,12 +353,12 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
             job.beat(100.0)  # all of them are silent: leases, alarms and whatever was awaited
         phases |= job.phases
     assert phases >= {
-        Phase.RUNNING,
-        Phase.PAUSING,
-        Phase.RESUMED,
-        Phase.SAVING,
-        Phase.ENDING,
-        Phase.ENDED,
+        JobPhase.RUNNING,
+        JobPhase.PAUSING,
+        JobPhase.RESUMED,
+        JobPhase.SAVING,
+        JobPhase.ENDING,
+        JobPhase.ENDED,
     }, phases
     return seen
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taskd.errors import NativeLibraryError
-from taskd.native import black_box, box_layout, library
+from taskd.native import black_box, box_layout, box_payloads, library
 from taskd.native.black_box import BlackBox, Phase
 from taskd.wire import schema
 
@@ -99,15 +99,15 @@ def test_the_last_of_two_writes_of_one_version_wins(box):
 
 
 def test_the_largest_payloads_fit_and_larger_ones_change_nothing(box):
-    largest = os.urandom(black_box.MAX_EXTRAS_PAYLOAD_BYTES)
+    largest = os.urandom(box_payloads.MAX_EXTRAS_PAYLOAD_BYTES)
     assert box.write_extras(1, largest)
     assert box.write_extras(2, largest)
     assert box.write_extras(3, largest, pending=True)
-    assert box.write_layout(b"x" * black_box.MAX_LAYOUT_PAYLOAD_BYTES)
+    assert box.write_layout(b"x" * box_payloads.MAX_LAYOUT_PAYLOAD_BYTES)
     assert not box.write_extras(4, largest + b"x")
-    assert not box.write_layout(b"y" * (black_box.MAX_LAYOUT_PAYLOAD_BYTES + 1))
+    assert not box.write_layout(b"y" * (box_payloads.MAX_LAYOUT_PAYLOAD_BYTES + 1))
     assert box.read_extras() == {1: largest, 2: largest, 3: largest}
-    assert box.read_layout() == b"x" * black_box.MAX_LAYOUT_PAYLOAD_BYTES
+    assert box.read_layout() == b"x" * box_payloads.MAX_LAYOUT_PAYLOAD_BYTES
 
 
 def test_empty_payloads_are_payloads(box):
@@ -129,7 +129,7 @@ def test_what_versions_have_in_common_is_in_front_of_each(box):
 
 
 def test_a_common_part_that_is_too_large_for_its_place_is_kept_all_the_same(box):
-    large = os.urandom(black_box.MAX_COMMON_PAYLOAD_BYTES + 1)
+    large = os.urandom(box_payloads.MAX_COMMON_PAYLOAD_BYTES + 1)
     box.write_extras(1, b"one", common=large)
     box.write_extras(2, b"two", common=large[:-1])
     assert box.read_extras() == {1: large + b"one", 2: large[:-1] + b"two"}
@@ -187,7 +187,7 @@ def test_a_torn_layout_is_no_layout(box, monkeypatch):
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, black_box.MAX_COUNT),
+            st.integers(0, box_payloads.MAX_COUNT),
             st.binary(max_size=64),
             st.booleans(),
             st.integers(0, 5),
@@ -378,8 +378,8 @@ NUMBERS = (
     -1,
     -2,
     -7,
-    black_box.MAX_COUNT,
-    black_box.MAX_COUNT + 1,
+    box_payloads.MAX_COUNT,
+    box_payloads.MAX_COUNT + 1,
     (1 << 63) - 1,
     -(1 << 63),
 )
@@ -387,10 +387,10 @@ WORDS = {name: word for name, word, _, _ in black_box._RANGES}
 
 
 def test_the_limit_of_a_count_is_that_of_the_protocol():
-    assert schema.MAX_CLAIM == black_box.MAX_COUNT
+    assert schema.MAX_CLAIM == box_payloads.MAX_COUNT
 
 
-@pytest.mark.parametrize("number", [-2, -7, -(1 << 63), black_box.MAX_COUNT + 1, (1 << 63) - 1])
+@pytest.mark.parametrize("number", [-2, -7, -(1 << 63), box_payloads.MAX_COUNT + 1, (1 << 63) - 1])
 def test_counts_that_cannot_be_are_not_known_and_the_box_says_so(box, number):
     box.begin(1234, 3)
     box.mark_generation(2)
@@ -418,7 +418,7 @@ def test_whatever_a_word_is_its_reader_gives_what_can_be_told(box, number):
         before, box._words[word] = box._words[word], number
         assert box.pid is None or 0 < box.pid <= 1 << 22
         assert all(
-            value is None or 0 <= value <= black_box.MAX_COUNT
+            value is None or 0 <= value <= box_payloads.MAX_COUNT
             for value in (box.incarnation, box.generation, box.version)
         )
         assert all(
@@ -435,9 +435,9 @@ def test_whatever_a_word_is_its_reader_gives_what_can_be_told(box, number):
         box._words[word] = before
 
 
-@pytest.mark.parametrize("version", [-1, -7, black_box.MAX_COUNT + 1])
+@pytest.mark.parametrize("version", [-1, -7, box_payloads.MAX_COUNT + 1])
 def test_extras_of_a_version_that_cannot_be_are_none(box, version):
     assert box.write_extras(5, b"good")
-    box._write_slot(black_box._EXTRAS_WORDS[1], version, b"bad")
-    box._words[black_box._COMMITTED] = 1
+    box._write_slot(box_payloads._EXTRAS_WORDS[1], version, b"bad")
+    box._words[box_payloads.COMMITTED] = 1
     assert box.read_extras() == {5: b"good"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 
 import pytest
 
@@ -348,9 +349,29 @@ def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: 
 
 
 @pytest.mark.parametrize(
-    ("value", "is_on"), [("on", True), ("off", False), ("ON", False), ("", False), (None, False)]
+    ("value", "is_on"), [("on", True), ("off", False), ("ON", True), ("", False), (None, False)]
 )
 def test_the_patch_is_enabled_by_on_alone(value: str | None, is_on: bool) -> None:
     assert (
         config.is_patch_enabled({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
     )
+
+
+# Not settings: what torch says to its processes, and what an agent hands to those it starts.
+READERS_OF_OTHER_THINGS = ("taskd/agent/", "taskd/torchrun/", "taskd/worker/", "taskd/run.py")
+
+
+def test_settings_are_read_from_the_environment_here_alone() -> None:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    readers = {
+        path.relative_to(root).as_posix()
+        for path in (root / "taskd").rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text(encoding="utf-8"))
+    }
+    assert "taskd/config/job.py" in readers
+    others = {reader for reader in readers if not reader.startswith("taskd/config/")}
+    assert not {reader for reader in others if not reader.startswith(READERS_OF_OTHER_THINGS)}
+    for reader in others:
+        found = (root / reader).read_text(encoding="utf-8")
+        named = set(re.findall(r"os\.environ\.get\(\s*\"(\w+)\"", found))
+        assert named <= {"MASTER_ADDR", "PYTHONFAULTHANDLER"}, reader

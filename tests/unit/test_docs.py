@@ -1,6 +1,6 @@
-"""The documentation says what the code does.
+"""The documentation says what the code does: variables, log lines, records, timeouts, names, links.
 
-Variables, log lines, record fields, timeouts, names, links.
+And it can be read in a window of 100 columns.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 from typing import TYPE_CHECKING
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+MANUAL = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+# Files of other projects that a page names.
+ELSEWHERE = {
+    "torch/distributed/run.py",
+    "examples/fault_tolerance/deployment/README.md",
+    "docs/blogs/flash_checkpoint.md",
+}
 # Passed between taskd's own processes: nobody sets it by hand.
 INTERNAL = {"TASKD_WORKER"}
 
@@ -35,7 +43,7 @@ def page(name: str) -> str:
 
 
 def section(name: str, title: str) -> str:
-    """The text under one heading of a page, up to the next heading of the same or a higher level."""
+    """The text under one heading, up to the next heading of the same or a higher level."""
     found = re.search(rf"(?m)^(#+) {re.escape(title)}\n", page(name))
     assert found, f"{name} has no section {title!r}"
     rest = page(name)[found.end() :]
@@ -44,11 +52,14 @@ def section(name: str, title: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of all tables in `text`, without headings; a cell is its plain text."""
+    """The rows of tables, without headings, and the items of lists, `- term: meaning`."""
     found: list[list[str]] = []
     in_body = False
-    for line in text.splitlines():
-        if not line.startswith("|"):
+    for line in re.sub(r"\n  (?=\S)", " ", text).splitlines():
+        item = re.match(r"- ((?:`[^`]*`|[^`])*?): (.*)", line)
+        if item:
+            found.append([item[1], item[2]])
+        elif not line.startswith("|"):
             in_body = False
         elif re.fullmatch(r"[|\s:-]+", line):
             in_body = True
@@ -56,6 +67,15 @@ def rows(text: str) -> list[list[str]]:
             found.append(
                 [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
             )
+    return found
+
+
+def lines_of_trouble() -> list[tuple[str, str]]:
+    """(level, text) of each line that docs/operations.md explains."""
+    found = re.findall(
+        r"(?m)^- (WARNING|ERROR) `([^`]+)`", section("docs/operations.md", "Log lines")
+    )
+    assert len(found) > 100
     return found
 
 
@@ -105,8 +125,9 @@ def log_calls() -> Iterator[tuple[str, str, str]]:
                 "critical": "ERROR",
             }.get(node.func.attr)
             text = text_of(node.args[0])
-            # "%s: %s" is somebody else's text
-            if is_logger and level and re.search(r"[a-z]{2}", text):
+            if (
+                is_logger and level and re.search(r"[a-z]{2}", text)
+            ):  # "%s: %s" is somebody else's text
                 yield level, text, f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
@@ -130,9 +151,7 @@ def test_every_variable_that_the_code_knows_is_documented_and_the_other_way_roun
 
 
 def test_every_line_of_trouble_is_documented_with_its_level() -> None:
-    documented = [
-        (row[0], code_spans(row[1])[0]) for row in rows(section("docs/operations.md", "Log lines"))
-    ]
+    documented = lines_of_trouble()
     missing = [
         f"{place} {level} {text}"
         for level, text, place in log_calls()
@@ -144,11 +163,27 @@ def test_every_line_of_trouble_is_documented_with_its_level() -> None:
 def test_every_documented_line_of_trouble_is_in_the_code() -> None:
     existing = [(level, text) for level, text, _ in log_calls()]
     stale = [
-        row
-        for row in rows(section("docs/operations.md", "Log lines"))
-        if not any(row[0] == level and code_spans(row[1])[0] in text for level, text in existing)
+        (level, known)
+        for level, known in lines_of_trouble()
+        if not any(level == existing_level and known in text for existing_level, text in existing)
     ]
     assert not stale
+
+
+def test_the_symptoms_quote_what_the_code_says() -> None:
+    nodes = (node for _, tree in sources() for node in ast.walk(tree))
+    said = [
+        text_of(node)
+        for node in nodes
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)
+    ]
+    quoted = {
+        span.replace("REASON", "").strip("… ")
+        for symptom, *_ in rows(section("docs/operations.md", "Symptoms"))
+        for span in code_spans(symptom)
+    }
+    assert len(quoted) > 20
+    assert [text for text in quoted if not any(text in line for line in said)] == []
 
 
 def test_the_reasons_for_an_end_are_those_of_the_code() -> None:
@@ -226,6 +261,20 @@ def test_the_supported_torch_versions_are_those_of_the_patch() -> None:
 # ---------------------------------------------------------------------- all pages
 
 
+@pytest.mark.parametrize("path", MANUAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(path: pathlib.Path) -> None:
+    named = {
+        span
+        for span in code_spans(path.read_text())
+        if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|c|h|def|md|json|yaml|sh)", span)
+    }
+    places = (ROOT, ROOT / "taskd", ROOT / "tests", path.parent)
+    gone = [name for name in named if not any((place / name).exists() for place in places)]
+    assert set(gone) <= ELSEWHERE
+    modules = re.findall(r"`python -m (taskd[\w.]*)", path.read_text())
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
@@ -239,6 +288,31 @@ def test_links_lead_somewhere(path: pathlib.Path) -> None:
             assert anchor in {
                 re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings
             }, target
+
+
+def visible(line: str) -> str:
+    """A line without what cannot be broken: targets of links, and names in backquotes in tables."""
+    shown = re.sub(r"\]\([^)\s]+\)", "]", line)
+    return re.sub(r"`[^`]*`", "", shown) if line.startswith("|") else shown
+
+
+@pytest.mark.parametrize("path", MANUAL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_have_at_most_100_characters(path: pathlib.Path) -> None:
+    copied = {"sed -i '/import os/i import taskd.python.adaptor.patch'"}  # a command of one line
+    drawn = set(diagram.mermaid().splitlines())  # by a program
+    long = [
+        f"{number}: {line}"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(visible(line)) > 100
+        and line not in drawn
+        and not any(line.startswith(text) for text in copied)
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_the_contents_of_operations_are_its_sections() -> None:
+    listed = re.findall(r"(?m)^- \[(.*)\]\(#", page("docs/operations.md").partition("\n## ")[0])
+    assert listed == re.findall(r"(?m)^## (.*)$", page("docs/operations.md"))
 
 
 def test_the_diff_in_the_readme_is_the_minimal_example() -> None:
@@ -268,7 +342,7 @@ def test_every_example_is_in_the_list() -> None:
 def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
     home = re.compile(r"(?<![\w.*$}/])/(?:root|home|work|Users)/\w")
     suffixes = {".md", ".py", ".pyx", ".c", ".h", ".sh", ".toml", ".in", ".map", ""}
-    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "tests", ".ci")
+    folders = ("docs", "examples", "taskd", "csrc", "benchmarks", "testbed", "tests", ".ci")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(
         ROOT.iterdir()
     )
@@ -276,6 +350,7 @@ def test_no_path_of_somebody_s_machine_is_mentioned() -> None:
         str(path.relative_to(ROOT))
         for path in files
         if path.is_file()
+        and path.name != ".git"
         and path.suffix in suffixes
         and home.search(path.read_text(errors="replace"))
     ]

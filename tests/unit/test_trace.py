@@ -82,7 +82,7 @@ def merged(folder: pathlib.Path) -> tuple[list[dict], trace.Merger]:
 
 
 def check_format(document: dict) -> None:
-    """What the Trace Event Format asks of the object form, of metadata, and of complete and instant events."""
+    """What the Trace Event Format asks of the object form, of metadata and of events."""
     assert isinstance(document["traceEvents"], list)
     assert document["displayTimeUnit"] in ("ms", "ns")
     busy: dict[tuple[int, int], list[tuple[float, float]]] = {}

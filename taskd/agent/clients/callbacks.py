@@ -21,7 +21,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from taskd.agent.link.connection import ManagerConnection
-from taskd.config_launcher import restart_limit
+from taskd.config.launcher import restart_limit
 from taskd.core import commands, events
 from taskd.core.exits import exit_fault
 from taskd.core.timeouts import Timeouts
@@ -166,7 +166,7 @@ class CallbackAgent:
                 self._say(
                     events.WorkerLost(now, f"exit:{rank}", rank, fault.incarnation, fault, age_s)
                 )
-        alone_at = manager.session.link.patience_ends_at(self._failed_at)
+        alone_at = manager.session.patience_ends_at(self._failed_at)
         if alone_at is None or now < alone_at:
             return False
         return self._restart_alone(group)

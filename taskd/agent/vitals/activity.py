@@ -1,7 +1,7 @@
 """What the kernel says of a process that makes no progress.
 
 Its state, what it waits in, what it and everything it started have used up. Reads /proc (see
-proc(5)); keeps nothing. Whether that is a hang is `taskd.core.progress`'s business.
+proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s business.
 """
 
 from __future__ import annotations

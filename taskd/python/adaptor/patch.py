@@ -5,14 +5,14 @@ Fixed path, no content of its own.
 
 import logging
 
-from taskd.config_launcher import is_wanted
-
 
 def install() -> bool:
     """True if the seams are in place. Never raises: torchrun must start."""
-    if not is_wanted():
-        return False
     try:
+        from taskd.config import is_patch_enabled  # noqa: PLC0415
+
+        if not is_patch_enabled():
+            return False
         from taskd.torchrun import patch  # noqa: PLC0415
 
         patch.apply()

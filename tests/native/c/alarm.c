@@ -7,7 +7,8 @@
 #include <sys/resource.h>
 #include <time.h>
 
-/* In place of the C library's: a thread that has been started may have ended before anybody else can give it its name. */
+/* In place of the C library's: a thread that has been started may have ended before anybody else
+ * can give it its name. */
 int pthread_setname_np(pthread_t thread, const char *name)
 {
     CHECK(pthread_equal(thread, pthread_self()));
@@ -101,7 +102,8 @@ static void test_refusals(void)
     for (int i = 0; i < 4; i++) {
         CHECK(taskd_guard_start(strangers[i], -1) == reasons[i]);
         CHECK(taskd_watch(strangers[i], 1, ends[1]) == reasons[i]);
-        CHECK(taskd_unwatch(strangers[i]) == (strangers[i] == other ? 0 : reasons[i])); /* it may have become one by damage */
+        CHECK(taskd_unwatch(strangers[i]) ==
+              (strangers[i] == other ? 0 : reasons[i])); /* it may have become one by damage */
     }
     CHECK(taskd_guard_start(box, 9999) == -EBADF);
     CHECK(taskd_watch(box, 1, 9999) == -EBADF);
@@ -120,9 +122,8 @@ static void test_a_kill_rings_once_for_every_watch(void)
     CHECK(pipe2(ends, O_CLOEXEC) == 0);
     struct worker worker = start(do_wait);
     unsigned seen = 0;
-    for (uint64_t token = 0; token < 8; token++) {
+    for (uint64_t token = 0; token < 8; token++)
         CHECK(taskd_watch(worker.box, token, ends[1]) == 0);
-    }
     CHECK(taskd_unwatch(worker.box) == 0); /* not for a guarded box */
     CHECK(!is_readable(ends[0], 0));
     uint64_t before = now_ns();
@@ -165,9 +166,8 @@ static void do_fork(struct worker *worker)
         pid_t child = fork();
         if (child == 0) {
             CHECK(taskd_guard_start(worker->box, -1) == -EBUSY);
-            if (end == 1) {
+            if (end == 1)
                 raise(SIGKILL);
-            }
             _exit(0);
         }
         CHECK(ended_with(child) == (end == 1 ? -SIGKILL : 0));
@@ -194,9 +194,8 @@ static void rings_at_the_end_of(void (*body)(struct worker *), int is_quiet, int
     CHECK(pipe2(ends, O_CLOEXEC) == 0);
     struct worker worker = start(body);
     CHECK(taskd_watch(worker.box, 5, ends[1]) == 0);
-    if (is_quiet) {
+    if (is_quiet)
         expect_byte(worker.facts, 't');
-    }
     CHECK(!is_readable(ends[0], 0));
     if (number == SIGSTOP) {
         int status;
@@ -205,11 +204,10 @@ static void rings_at_the_end_of(void (*body)(struct worker *), int is_quiet, int
         CHECK(!is_readable(ends[0], 200));
         number = SIGKILL;
     }
-    if (number != 0) {
+    if (number != 0)
         CHECK(kill(worker.pid, number) == 0);
-    } else {
+    else
         say_byte(worker.orders, 'x');
-    }
     CHECK(next_death(ends[0]).token == 5);
     kill(worker.pid, SIGKILL); /* what became of exec */
     ended_with(worker.pid);
@@ -245,9 +243,8 @@ static void test_the_end_of_the_agent_ends_the_worker(void)
         CHECK(taskd_guard_start(box, life[0]) == 0);
         close(life[0]);
         say_byte(facts[1], 'g');
-        for (;;) {
+        for (;;)
             pause();
-        }
     }
     expect_byte(facts[0], 'g');
     close(life[0]);
@@ -256,7 +253,8 @@ static void test_the_end_of_the_agent_ends_the_worker(void)
     close(facts[0]), close(facts[1]), close(box);
 }
 
-/* The system refuses the thread, or the mapping: an error, a box without a guard, and a watch that can be let go. */
+/* The system refuses the thread, or the mapping: an error, a box without a guard, and a watch that
+ * can be let go. */
 static void test_a_guard_that_cannot_start(int limit)
 {
     int ends[2];
@@ -293,7 +291,8 @@ int main(void)
     rings_at_the_end_of(do_wait, 0, SIGSTOP);
     test_unwatch_before_a_guard();
     test_the_end_of_the_agent_ends_the_worker();
-    /* Tools that watch memory need both themselves, and end the program when they do not get them. */
+    /* Tools that watch memory need both themselves, and end the program when they do not get them.
+     */
     if (getenv("TASKD_TEST_TOOL") == NULL) {
         test_a_guard_that_cannot_start(RLIMIT_NPROC);
         test_a_guard_that_cannot_start(RLIMIT_AS);

@@ -1,4 +1,5 @@
-/* What the C tests share: a check that ends the program, boxes, children, and waiting for facts with a deadline. */
+/* What the C tests share: a check that ends the program, boxes, children, and waiting for facts
+ * with a deadline. */
 #ifndef TASKD_TEST_CHECK_H
 #define TASKD_TEST_CHECK_H
 
@@ -16,14 +17,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define DEADLINE_MS 60000 /* for facts that take milliseconds: valgrind on a busy machine is no failure */
+#define DEADLINE_MS                                                                                \
+    60000 /* for facts that take milliseconds: valgrind on a busy machine is no failure */
 
-#define CHECK(condition)                                                                        \
-    do {                                                                                        \
-        if (!(condition)) {                                                                     \
-            fprintf(stderr, "%s:%d: not true: %s (errno %d)\n", __FILE__, __LINE__, #condition, errno); \
-            _exit(1);                                                                           \
-        }                                                                                       \
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: not true: %s (errno %d)\n", __FILE__, __LINE__, #condition,    \
+                    errno);                                                                        \
+            _exit(1);                                                                              \
+        }                                                                                          \
     } while (0)
 
 static inline int new_box(void)

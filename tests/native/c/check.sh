@@ -1,6 +1,7 @@
 #!/bin/sh
-# Builds csrc/ with each program here and runs it: plain, under AddressSanitizer and UndefinedBehaviorSanitizer, under ThreadSanitizer,
-# and under valgrind. What the machine cannot do is said and left out; CC chooses the compiler. Exit status 0: nothing was found.
+# Builds csrc/ with each program here and runs it: plain, under AddressSanitizer and
+# UndefinedBehaviorSanitizer, under ThreadSanitizer, and under valgrind. What the machine cannot do
+# is said and left out; CC chooses the compiler. Exit status 0: nothing was found.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../../.." && pwd)
@@ -11,12 +12,17 @@ if ! command -v "$cc" >/dev/null; then
 fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-flags="-std=c11 -g -O1 -fno-omit-frame-pointer -Wall -Wextra -Werror=implicit -pthread -I$root/csrc/include"
+flags="-std=c11 -g -O1 -fno-omit-frame-pointer -Wall -Wextra -Werror=implicit -pthread"
+flags="$flags -I$root/csrc/include"
+units=$(find "$root/csrc" -name '*.c')
 
-# Libraries that the programs load: stand-ins for those of others. Built plainly, as the real ones are; imports read-only, as some are.
+# Libraries that the programs load: stand-ins for those of others. Built plainly, as the real ones
+# are; imports read-only, as some are.
 export LD_LIBRARY_PATH="$work"
 for source in "$here"/lib/*.c; do
-    "$cc" -std=c11 -g -fPIC -shared -pthread -Wl,-z,relro,-z,now "$source" -o "$work/lib$(basename "$source" .c).so" -l:libstdc++.so.6
+    target="$work/lib$(basename "$source" .c).so"
+    "$cc" -std=c11 -g -fPIC -shared -pthread -Wl,-z,relro,-z,now "$source" -o "$target" \
+        -l:libstdc++.so.6
 done
 
 works() { # flags: whether a program can be built and run with them
@@ -29,7 +35,7 @@ build() { # kind, further flags: one executable for each program
     mkdir "$work/$1"
     for source in "$here"/*.c; do
         # shellcheck disable=SC2086
-        "$cc" $flags $2 "$root"/csrc/*.c "$source" -o "$work/$1/$(basename "$source" .c)" -ldl
+        "$cc" $flags $2 $units "$source" -o "$work/$1/$(basename "$source" .c)" -ldl
     done
 }
 
@@ -46,7 +52,9 @@ build plain ""
 run plain ""
 
 export TASKD_TEST_TOOL=1
-export ASAN_OPTIONS="detect_stack_use_after_return=1:handle_segv=0:handle_abort=0:handle_sigfpe=0:${ASAN_OPTIONS:-}" UBSAN_OPTIONS=print_stacktrace=1
+faults=handle_segv=0:handle_abort=0:handle_sigfpe=0
+export ASAN_OPTIONS="detect_stack_use_after_return=1:$faults:${ASAN_OPTIONS:-}"
+export UBSAN_OPTIONS=print_stacktrace=1
 if works -fsanitize=address,undefined; then
     build sanitized "-fsanitize=address,undefined -fno-sanitize-recover=all"
     run sanitized ""
@@ -55,14 +63,16 @@ else
 fi
 if works -fsanitize=thread; then
     build threads "-fsanitize=thread -Wno-tsan"
-    # A handler of last words may look a name up, which allocates; what that can do to the process is limited by a timer.
-    TSAN_OPTIONS="halt_on_error=1:die_after_fork=0:report_signal_unsafe=0:${TSAN_OPTIONS:-}" run threads ""
+    # A handler of last words may look a name up, which allocates; a timer limits what that can do.
+    export TSAN_OPTIONS="halt_on_error=1:die_after_fork=0:report_signal_unsafe=0:${TSAN_OPTIONS:-}"
+    run threads ""
 else
     echo "native-check: ThreadSanitizer: skipped, $cc cannot use it here"
 fi
 if command -v valgrind >/dev/null; then
     export TASKD_TEST_TOOL=valgrind
-    run plain "valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite --fair-sched=try" valgrind
+    leaks="--leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite"
+    run plain "valgrind --quiet --error-exitcode=99 $leaks --fair-sched=try" valgrind
 else
     echo "native-check: valgrind: skipped, it is not installed"
 fi

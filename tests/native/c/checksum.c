@@ -1,4 +1,5 @@
-/* Copies with checksum: any length and alignment, nothing outside is touched, and every change shows. */
+/* Copies with checksum: any length and alignment, nothing outside is touched, and every change
+ * shows. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -25,9 +26,8 @@ static void any_length_and_alignment(void)
         }
         uint64_t sum = taskd_copy_checksummed(target + to, source + from, count);
         CHECK(memcmp(target + to, source + from, count) == 0);
-        for (size_t i = 0; i < ROOM; i++) {
+        for (size_t i = 0; i < ROOM; i++)
             CHECK((i >= to && i < to + count) || target[i] == 0xA5);
-        }
         CHECK(sum == taskd_checksum(source + from, count));
         CHECK(sum == taskd_checksum(target + to, count));
         CHECK(sum != taskd_checksum(source + from, count + 1));
@@ -38,9 +38,8 @@ static void any_length_and_alignment(void)
 static void every_flipped_bit_shows(void)
 {
     unsigned char bytes[LONGEST];
-    for (size_t i = 0; i < LONGEST; i++) {
+    for (size_t i = 0; i < LONGEST; i++)
         bytes[i] = random_byte();
-    }
     uint64_t sum = taskd_checksum(bytes, LONGEST);
     for (size_t bit = 0; bit < LONGEST * 8; bit++) {
         bytes[bit / 8] ^= (unsigned char)(1u << bit % 8);
@@ -58,7 +57,9 @@ static void every_exchange_of_two_words_shows(void)
     for (size_t kind = 0; kind < 3; kind++) {
         for (size_t i = 0; i < WORDS; i++) {
             uint64_t one = 0x3FF0000000000000u;
-            words[i] = kind == 0 ? i : kind == 1 ? one ^ (uint64_t)(i % 2) << 63 : (uint64_t)1 << i % 64;
+            words[i] = kind == 0   ? i
+                       : kind == 1 ? one ^ (uint64_t)(i % 2) << 63
+                                   : (uint64_t)1 << i % 64;
         }
         uint64_t sum = taskd_checksum(words, sizeof words);
         for (size_t i = 0; i < WORDS; i++) {
@@ -82,9 +83,8 @@ static void zeros_of_different_lengths_differ(void)
     uint64_t sums[LONGEST];
     for (size_t i = 0; i < LONGEST; i++) {
         sums[i] = taskd_checksum(zeros, i);
-        for (size_t j = 0; j < i; j++) {
+        for (size_t j = 0; j < i; j++)
             CHECK(sums[i] != sums[j]);
-        }
     }
 }
 

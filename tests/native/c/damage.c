@@ -1,4 +1,5 @@
-/* A worker that writes anything into its box: the watches in the agent must neither ring, nor spin, nor stay for ever. */
+/* A worker that writes anything into its box: the watches in the agent must neither ring, nor spin,
+ * nor stay for ever. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -14,9 +15,8 @@ static pid_t start_guarded(int box)
     if (pid == 0) {
         CHECK(taskd_guard_start(box, -1) == 0);
         say_byte(facts[1], 'g');
-        for (;;) {
+        for (;;)
             pause();
-        }
     }
     expect_byte(facts[0], 'g');
     close(facts[0]), close(facts[1]);
@@ -44,7 +44,17 @@ static const size_t places[] = {
     offsetof(struct taskd_box_header, owner_word),
 };
 static const uint32_t values[] = {
-    0, 1, 3, 4, 77, 0x7fffffff, 0x80000000, 0x80000001, 0xffffffff, FUTEX_OWNER_DIED | 5, FUTEX_OWNER_DIED | FUTEX_WAITERS | 5,
+    0,
+    1,
+    3,
+    4,
+    77,
+    0x7fffffff,
+    0x80000000,
+    0x80000001,
+    0xffffffff,
+    FUTEX_OWNER_DIED | 5,
+    FUTEX_OWNER_DIED | FUTEX_WAITERS | 5,
 };
 
 /* The damage is there before the watch comes. */
@@ -69,7 +79,8 @@ static void test_damaged_before(void)
     }
 }
 
-/* The damage comes while the watch sleeps, and then the worker dies: the kernel may find its mark or not. */
+/* The damage comes while the watch sleeps, and then the worker dies: the kernel may find its mark
+ * or not. */
 static void test_damaged_while_watched(void)
 {
     for (size_t p = 0; p < sizeof places / sizeof *places; p++) {
@@ -81,9 +92,8 @@ static void test_damaged_while_watched(void)
             pid_t pid = start_guarded(box);
             CHECK(taskd_watch(box, 1, ends[1]) == 0);
             close(ends[1]);
-            while ((__atomic_load_n(&header->owner_word, __ATOMIC_ACQUIRE) & FUTEX_WAITERS) == 0) {
+            while ((__atomic_load_n(&header->owner_word, __ATOMIC_ACQUIRE) & FUTEX_WAITERS) == 0)
                 poll(NULL, 0, 1);
-            }
             __atomic_store_n(word_at(header, places[p]), values[v], __ATOMIC_RELEASE);
             CHECK(!is_readable(ends[0], 0));
             kill(pid, SIGKILL);
@@ -106,7 +116,8 @@ static uint64_t random_number(void) /* xorshift64: the same bytes in every run *
     return random_state;
 }
 
-/* Random bytes in random places under watches that come and go; after that the box is whole again, and they ring. */
+/* Random bytes in random places under watches that come and go; after that the box is whole again,
+ * and they ring. */
 static void test_random_damage(void)
 {
     enum { ROUNDS = 300 };
@@ -122,9 +133,8 @@ static void test_random_damage(void)
         size_t from = random_number() % 96;
         size_t to = from + 1 + random_number() % (sizeof whole - from);
         CHECK(taskd_watch(box, round, ends[1]) == 0);
-        for (size_t i = from; i < to; i++) {
+        for (size_t i = from; i < to; i++)
             ((unsigned char *)header)[i] = (unsigned char)random_number();
-        }
         CHECK(taskd_unwatch(box) == 0); /* wakes the sleepers in the middle of it */
         CHECK(!is_readable(ends[0], 0));
         memcpy(header, &whole, sizeof whole);
@@ -132,12 +142,12 @@ static void test_random_damage(void)
     CHECK(!is_readable(ends[0], 50));
     kill(pid, SIGKILL);
     CHECK(ended_with(pid) == -SIGKILL);
-    CHECK(taskd_unwatch(box) == 0); /* the mark of those who slept was overwritten: nobody else would wake them */
+    CHECK(taskd_unwatch(box) ==
+          0); /* the mark of those who slept was overwritten: nobody else would wake them */
     close(ends[1]);
     struct taskd_death death;
-    while (is_readable(ends[0], DEADLINE_MS) && read(ends[0], &death, sizeof death) == sizeof death) {
+    while (is_readable(ends[0], DEADLINE_MS) && read(ends[0], &death, sizeof death) == sizeof death)
         CHECK(death.token < ROUNDS && rung[death.token]++ == 0);
-    }
     close(ends[0]);
     close(box);
 }
@@ -154,7 +164,8 @@ static void test_a_word_that_never_rests(void)
     pid_t pid = fork();
     if (pid == 0) {
         for (uint32_t i = 0;; i++) {
-            __atomic_store_n(&header->owner_word, 1234 | (i & 1 ? FUTEX_WAITERS : 0), __ATOMIC_RELAXED);
+            __atomic_store_n(&header->owner_word, 1234 | (i & 1 ? FUTEX_WAITERS : 0),
+                             __ATOMIC_RELAXED);
         }
     }
     CHECK(taskd_watch(box, 1, ends[1]) == 0);
@@ -162,7 +173,8 @@ static void test_a_word_that_never_rests(void)
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
     CHECK(!is_readable(ends[0], 500));
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
-    double used_s = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
+    double used_s =
+        (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
     CHECK(used_s < 0.25);
     kill(pid, SIGKILL);
     CHECK(ended_with(pid) == -SIGKILL);

@@ -1,4 +1,5 @@
-/* Last words through the C ABI: stacks of a process that goes on, crashes, exits, and children that are nobody's worker. */
+/* Last words through the C ABI: stacks of a process that goes on, crashes, exits, and children that
+ * are nobody's worker. */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -21,11 +22,11 @@ static char *text_of(int box)
     return text;
 }
 
-/* ---- crashes ----------------------------------------------------------------------------------------------------- */
+/* ---- crashes -------------------------------------------------------------------------------- */
 
 struct ending {
     void (*end)(void);
-    int number;  /* what waitpid() says: of the signal, negative, or the exit status */
+    int number; /* what waitpid() says: of the signal, negative, or the exit status */
     int64_t code;
     int64_t kind;
 };
@@ -81,15 +82,15 @@ static void test_an_ending(const struct ending *ending)
     if (pid == 0) {
         struct rlimit none = {0, 0};
         setrlimit(RLIMIT_CORE, &none);
-        for (size_t i = 0; i < 3; i++) { /* whatever a tool installed: the end is to be that of a program without tools */
+        for (size_t i = 0; i < 3; i++) { /* whatever a tool installed: the end is to be that of a
+                                            program without tools */
             signal(((int[]){SIGSEGV, SIGABRT, SIGFPE})[i], SIG_DFL);
         }
         CHECK(taskd_last_words_start(box, stacks_signal) == 0);
         CHECK(taskd_last_words_start(box, stacks_signal) == -EBUSY);
         ending->end();
-        for (;;) {
+        for (;;)
             pause();
-        }
     }
     CHECK(ended_with(pid) == ending->number);
     const struct taskd_last_words *words = &see_box(box)->last_words;
@@ -103,7 +104,7 @@ static void test_an_ending(const struct ending *ending)
     close(box);
 }
 
-/* ---- stacks on demand -------------------------------------------------------------------------------------------- */
+/* ---- stacks on demand ----------------------------------------------------------------------- */
 
 struct asker {
     const struct taskd_last_words *words;
@@ -117,11 +118,10 @@ static void *ask(void *argument)
     struct asker *asker = argument;
     for (int64_t n = 0; n < 5; n++) {
         int64_t before = word(&asker->words->requested);
-        if (asker->is_process) {
+        if (asker->is_process)
             CHECK(kill(getpid(), stacks_signal) == 0);
-        } else {
+        else
             CHECK(syscall(SYS_tgkill, getpid(), asker->main_thread, stacks_signal) == 0);
-        }
         for (int waited = 0; word(&asker->words->requested) == before; waited++) {
             CHECK(waited < DEADLINE_MS);
             poll(NULL, 0, 1);
@@ -139,9 +139,8 @@ static void ask_for_stacks(int box, int is_process)
     CHECK(pthread_create(&thread, NULL, ask, &asker) == 0);
     uint64_t sum = 0;
     errno = 4711;
-    while (!atomic_load(&asker.is_done)) {
+    while (!atomic_load(&asker.is_done))
         sum++; /* no system call: what changes errno is a handler */
-    }
     CHECK(errno == 4711 && sum > 0);
     CHECK(pthread_join(thread, NULL) == 0);
     CHECK(word(&asker.words->state) == TASKD_WORDS_COMPLETE);
@@ -162,11 +161,10 @@ static void test_children_of_an_armed_process(int box)
         CHECK(pid >= 0);
         if (pid == 0) {
             raise(stacks_signal);
-            if (way == 0 && has_faults()) {
+            if (way == 0 && has_faults())
                 touch_nothing();
-            } else if (way == 1) {
+            else if (way == 1)
                 abort();
-            }
             _exit(9);
         }
         int end = ended_with(pid);
@@ -194,7 +192,8 @@ static void test_a_process_that_goes_on(void)
         _exit(0);
     }
     CHECK(ended_with(pid) == 0);
-    CHECK(see_box(box)->last_words.kind == TASKD_WORDS_STACKS); /* and an end without an error is none to tell of */
+    CHECK(see_box(box)->last_words.kind ==
+          TASKD_WORDS_STACKS); /* and an end without an error is none to tell of */
     close(box);
 }
 
@@ -208,11 +207,9 @@ int main(void)
         {exit_with_an_error, 9, 0, TASKD_WORDS_EXIT},
     };
     stacks_signal = SIGRTMIN + 5;
-    for (size_t i = 0; i < sizeof endings / sizeof *endings; i++) {
-        if (has_faults() || endings[i].code <= 0) {
+    for (size_t i = 0; i < sizeof endings / sizeof *endings; i++)
+        if (has_faults() || endings[i].code <= 0)
             test_an_ending(&endings[i]);
-        }
-    }
     test_a_process_that_goes_on();
     return 0;
 }

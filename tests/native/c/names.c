@@ -7,9 +7,8 @@
 
 static void *redirect_again_and_again(void *argument)
 {
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; i < 300; i++)
         CHECK(taskd_names_numeric("libstandin_names.so") == 0);
-    }
     return argument;
 }
 
@@ -23,12 +22,10 @@ int main(void)
     CHECK(standin_name != NULL);
 
     pthread_t threads[4];
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++)
         CHECK(pthread_create(&threads[i], NULL, redirect_again_and_again, NULL) == 0);
-    }
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 4; i++)
         CHECK(pthread_join(threads[i], NULL) == 0);
-    }
     char name[64] = "";
     CHECK(standin_name(name, sizeof name) == 0);
     CHECK(strcmp(name, "127.0.0.1") == 0);

@@ -34,19 +34,18 @@ static int is_over;
 
 static void *wait_again_and_again(void *argument)
 {
-    while (!__atomic_load_n(&is_over, __ATOMIC_ACQUIRE)) {
+    while (!__atomic_load_n(&is_over, __ATOMIC_ACQUIRE))
         standin_wait(0);
-    }
     return argument;
 }
 
-/* A child is forked while other threads are anywhere in their waits: its own waits must not wait for them. */
+/* A child is forked while other threads are anywhere in their waits: its own waits must not wait
+ * for them. */
 static void test_children_can_wait(void)
 {
     pthread_t threads[3];
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3; i++)
         CHECK(pthread_create(&threads[i], NULL, wait_again_and_again, NULL) == 0);
-    }
     for (int n = 0; n < 300; n++) {
         pid_t pid = fork();
         CHECK(pid >= 0);
@@ -59,9 +58,8 @@ static void test_children_can_wait(void)
         CHECK(ended_with(pid) == 0);
     }
     __atomic_store_n(&is_over, 1, __ATOMIC_RELEASE);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3; i++)
         CHECK(pthread_join(threads[i], NULL) == 0);
-    }
 }
 
 int main(void)
@@ -85,10 +83,10 @@ int main(void)
 
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, wait_an_hour, &result) == 0);
-    while (__atomic_load_n(&waiter_tid, __ATOMIC_ACQUIRE) == 0) {
+    while (__atomic_load_n(&waiter_tid, __ATOMIC_ACQUIRE) == 0)
         poll(NULL, 0, 1);
-    }
-    for (int tries = 0; tries < DEADLINE_MS / 10 && !is_joined; tries++) { /* one that was just beginning is missed at first */
+    for (int tries = 0; tries < DEADLINE_MS / 10 && !is_joined;
+         tries++) { /* one that was just beginning is missed at first */
         CHECK(taskd_waits_expire(&waiter_tid, 1) >= 0);
         struct timespec soon;
         clock_gettime(CLOCK_REALTIME, &soon);

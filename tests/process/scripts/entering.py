@@ -7,10 +7,7 @@ CASE   "slow"       rank 1 dies inside; rank 2 is then still setting up, for SET
        "one leaves" rank 1 exits with 0 before its function, in its first life
 """
 
-import json
 import os
-import pathlib
-import signal
 import sys
 import time
 
@@ -18,31 +15,17 @@ import torch
 import torch.distributed as dist
 
 import taskd
+from testbed.script import FACTS, RANK, fact, is_first, kill_self
 
-RANK = int(os.environ["RANK"])
-FACTS = pathlib.Path(os.environ["FACTS"])
 CASE = os.environ["CASE"]
-
-
-def fact(what):
-    with (FACTS / f"{RANK}.jsonl").open("a") as out:
-        out.write(json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic()}) + "\n")
-
-
-def first_time(name):
-    try:
-        os.close(os.open(FACTS / name, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
 
 
 @taskd.recoverable
 def train():
     fact("entered")
-    if CASE == "slow" and RANK == 1 and first_time("fault"):
+    if CASE == "slow" and RANK == 1 and is_first("fault"):
         fact("fault")
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_self()
     dist.init_process_group("gloo")
     model = torch.nn.Linear(2, 2)
     state = taskd.TrainState(model=model)
@@ -55,10 +38,10 @@ def train():
 
 fact("began")
 if CASE == "slow" and RANK == 2:
-    while not (FACTS / "fault").exists():
+    while not os.path.exists(f"{FACTS}/fault"):
         time.sleep(0.01)
     time.sleep(float(os.environ["SETUP_S"]))
-if CASE == "one leaves" and RANK == 1 and first_time("fault"):
+if CASE == "one leaves" and RANK == 1 and is_first("fault"):
     fact("fault")
     sys.exit(0)
 if CASE != "evaluate":

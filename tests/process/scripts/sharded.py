@@ -1,9 +1,9 @@
 """A small training whose state is sharded in one of many ways. Hurts itself as train.py does.
 
 LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer memory divided
-between 2 ranks, twice), stages (plain
-         tensors that differ: two parts of a model, each on 2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or
-         another strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
+         between 2 ranks, twice), stages (plain tensors that differ: two parts of a model, each on
+         2 ranks that average their gradients by themselves), or FSDP1: flat-FULL_SHARD (or another
+         strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come
 to their places; "stop": by SIGSTOP; "late": when half of the ranks have committed this step; or, at
 place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
@@ -12,7 +12,6 @@ rank draws from its own global generator in each step
 """
 
 import hashlib
-import json
 import os
 import pathlib
 import signal
@@ -21,47 +20,36 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import taskd
+from testbed import sharded
+from testbed.facts import facts_in
+from testbed.script import FACTS, RANK, fact, is_first, planned_faults
 
-RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
-FACTS = os.environ["FACTS"]
 STEPS = int(os.environ.get("STEPS", "12"))
 NOISE = os.environ.get("NOISE") == "1"
 STEP_S = float(os.environ.get("STEP_S", "0"))
-FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
-
-
-def fact(what, **fields):
-    with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(
-            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
-            + "\n"
-        )
+FAULTS = os.environ.get("FAULTS", "")
+MINE = planned_faults(FAULTS)
 
 
 def here(place, step):
-    for index, spec in enumerate(FAULTS):
-        where, wanted_place, how = spec.split(":")
-        rank, wanted_step = (int(part) for part in where.split("@"))
-        if (rank, wanted_step, wanted_place) != (RANK, step, place):
+    for fault in MINE:
+        if (fault.step, fault.place) != (step, place) or not is_first(fault.name):
             continue
-        try:
-            os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            continue
+        how = fault.how
         while how == "together" and not all(
-            os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS))
+            os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS.split(";")))
         ):
             time.sleep(0.001)
         while how == "late" and count_committed(step + 1) < WORLD // 2:
             time.sleep(0.001)
-        fact("fault", spec=spec, step=step)
+        fact("fault", spec=fault.spec, step=step)
         if how == "break":
             original_all_reduce(torch.ones(1))  # nobody else takes part, and one of them dies
         assert how in ("kill", "together", "late", "stop"), how
@@ -69,12 +57,8 @@ def here(place, step):
 
 
 def count_committed(step):
-    lines = [
-        line
-        for path in pathlib.Path(FACTS).glob("*.jsonl")
-        for line in path.read_text("utf-8").splitlines()
-    ]
-    return sum('"committed"' in line and line.endswith(f'"step": {step}}}') for line in lines)
+    found = facts_in(pathlib.Path(FACTS))
+    return sum(fact["what"] == "committed" and fact["step"] == step for fact in found)
 
 
 original_all_reduce = dist.all_reduce
@@ -91,22 +75,16 @@ def all_reduce(tensor, *args, **kwargs):
 dist.all_reduce = all_reduce
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
-        self.step = 0
-        self.layers[1].register_forward_hook(lambda *_: here("forward", self.step))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        x.register_hook(lambda grad: here("backward-begin", self.step))
-        return x
+class Net(sharded.Net):
+    def one_layer(self, layer, x):
+        return torch.relu(layer(x))
 
 
 def build():
-    """The model, its optimizer, the number of this rank's part of the model (None: DTensors or torch's optimizer tell), and that of its data."""
+    """The model, its optimizer, and the numbers of this rank's part of the model and of its data.
+
+    The part is None where DTensors or torch's optimizer tell.
+    """
     layout = os.environ["LAYOUT"]
     pairs = (
         [dist.new_group([first, first + 1]) for first in range(0, WORLD, 2)]
@@ -115,19 +93,9 @@ def build():
     )
     part = RANK // 2 if layout == "stages" else None
     torch.manual_seed(1234 + (part or 0))
-    model = Net()
-    if layout in ("hsdp", "fsdp"):
-        sizes, names = (
-            ((2, WORLD // 2), ("replicate", "shard"))
-            if layout == "hsdp"
-            else ((WORLD,), ("shard",))
-        )
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif layout.startswith("flat"):
-        return *wrap(model, *layout.split("-")[1:]), None, RANK
+    model = Net(16, 4, here)
+    if layout in ("hsdp", "fsdp") or layout.startswith("flat"):
+        model = sharded.shard(model, layout)
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
         plan = {
@@ -160,26 +128,6 @@ def build():
         )
         return model, optimizer, None, RANK
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2), part, RANK
-
-
-def wrap(model, strategy, orig=""):
-    """FSDP1: a unit for every layer but the last, and one for that and what is around them.
-
-    And the optimizer.
-    """
-    options = {
-        "sharding_strategy": ShardingStrategy[strategy],
-        "use_orig_params": bool(orig),
-        "device_id": torch.device("cpu"),
-    }
-    if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh(
-            "cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard")
-        )
-    for index in range(3):
-        model.layers[index] = FullyShardedDataParallel(model.layers[index], **options)
-    model = FullyShardedDataParallel(model, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def digest(model):

@@ -1,6 +1,6 @@
 """A training that is slow now and then, and never hangs: nobody may be taken for hanging.
 
-FACTS         directory for one file per rank, one JSON line per fact
+FACTS         see testbed.script
 STEPS, STEP_S the steps, and how long one takes (sleeping)
 SLOW_SHARE    share of the steps in which one rank takes 20 times as long
 FIRST_S       how much longer the first step takes on rank 1
@@ -9,7 +9,6 @@ SAVE_S        how long that takes
 """
 
 import io
-import json
 import os
 import random
 import time
@@ -19,23 +18,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
+from testbed.script import RANK, fact
 
-RANK = int(os.environ["RANK"])
-FACTS = os.environ["FACTS"]
 STEPS = int(os.environ["STEPS"])
 STEP_S = float(os.environ["STEP_S"])
 SLOW_SHARE = float(os.environ["SLOW_SHARE"])
 FIRST_S = float(os.environ["FIRST_S"])
 SAVE_AT = {int(step) for step in os.environ["SAVE_AT"].split(",") if step}
 SAVE_S = float(os.environ["SAVE_S"])
-
-
-def fact(what, **fields):
-    with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(
-            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
-            + "\n"
-        )
 
 
 class Slow:

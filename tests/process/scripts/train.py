@@ -1,19 +1,19 @@
 """A small DDP training that can hurt itself at a named place, once. Used by the crash matrix.
 
-FACTS   directory for what happened (one file per rank, one JSON line per fact) FAULTS
-"rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure of that),
-unless `how` begins with
-        "always-". "last-" waits until every other rank has committed the step.
-STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP  knobs
-of the workload
+FACTS   directory for what happened (one file per rank, one JSON line per fact)
+FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure
+        of that), unless `how` begins with "always-". "last-" waits until every other rank has
+        committed the step.
+STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
+        knobs of the workload
 """
 
 import collections
 import ctypes
 import hashlib
 import itertools
-import json
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
+from testbed.facts import facts_in
+from testbed.script import FACTS, RANK, fact, is_first, kill_self, planned_faults
 
-RANK = int(os.environ["RANK"])
-FACTS = os.environ["FACTS"]
 STEPS = int(os.environ.get("STEPS", "12"))
 SLEEP_S = float(os.environ.get("SLEEP_S", "0"))
 HIDDEN = int(os.environ.get("HIDDEN", "32"))
@@ -37,17 +37,9 @@ CLOSURE = os.environ.get("CLOSURE") == "1"
 OUTER_INIT = os.environ.get("OUTER_INIT")
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 ON_DUMP = os.environ.get("ON_DUMP") == "1"
-FAULTS = [spec for spec in os.environ.get("FAULTS", "").split(";") if spec]
+FAULTS = planned_faults(os.environ.get("FAULTS", ""))
 entries = 0
 is_broken = False  # this process is, and stays so
-
-
-def fact(what, **fields):
-    with open(f"{FACTS}/{RANK}.jsonl", "a", encoding="utf-8") as out:
-        out.write(
-            json.dumps({"what": what, "pid": os.getpid(), "time": time.monotonic(), **fields})
-            + "\n"
-        )
 
 
 def fail():
@@ -85,7 +77,10 @@ def crash():
 
 
 def damage(*words):
-    """Overwrite words of this process's own black box (offsets of csrc/include/taskd.h) with a number that none of them can be."""
+    """Overwrite words of this process's own black box with a number that none of them can be.
+
+    The offsets are those of csrc/include/taskd.h.
+    """
     for name in os.listdir("/proc/self/fd"):
         if (
             "taskd-black-box" in os.readlink(f"/proc/self/fd/{name}")
@@ -101,8 +96,8 @@ def damage(*words):
 HOW = {
     "damage": lambda: damage(168),  # generation, and it goes on
     # version, phase, pid
-    "damaged-kill": lambda: (damage(152, 144, 128), os.kill(os.getpid(), signal.SIGKILL)),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "damaged-kill": lambda: (damage(152, 144, 128), kill_self()),
+    "kill": kill_self,
     "segv": crash,
     "null": lambda: ctypes.string_at(0),
     "abort": os.abort,
@@ -122,41 +117,26 @@ HOW = {
 
 def here(place, step):
     """The place `place` of step `step` is reached: does a fault belong here?"""
-    for index, spec in enumerate(FAULTS):
-        where, wanted_place, how = spec.split(":")
-        rank, wanted_step = (int(part) for part in where.split("@"))
-        if (rank, wanted_step, wanted_place) != (RANK, step, place):
+    for fault in FAULTS:
+        if (fault.step, fault.place) != (step, place):
             continue
-        if not how.startswith("always-"):
-            try:
-                os.close(os.open(f"{FACTS}/fault-{index}", os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                continue
-        how = how.removeprefix("always-")
+        if not fault.how.startswith("always-") and not is_first(fault.name):
+            continue
+        how = fault.how.removeprefix("always-")
         if how.startswith("last-"):
-            while not all(
-                committed(rank, step + 1)
-                for rank in range(int(os.environ["WORLD_SIZE"]))
-                if rank != RANK
-            ):
+            others = set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}
+            while not others <= who_committed(step + 1):
                 time.sleep(0.001)
-        fact("fault", spec=spec, step=step)
+        fact("fault", spec=fault.spec, step=step)
         HOW[how.removeprefix("last-")]()
     if is_broken and place == "step":
         fail_differently()
 
 
-def committed(rank, step):
-    """Whether that rank has said so."""
-    try:
-        with open(f"{FACTS}/{rank}.jsonl", encoding="utf-8") as lines:
-            return any(
-                (said := json.loads(line))["what"] == "committed" and said["step"] >= step
-                for line in lines
-                if line.endswith("\n")
-            )
-    except FileNotFoundError:
-        return False
+def who_committed(step):
+    """The ranks that have said so."""
+    found = facts_in(pathlib.Path(FACTS))
+    return {said["rank"] for said in found if said["what"] == "committed" and said["step"] >= step}
 
 
 class Net(torch.nn.Module):
@@ -207,7 +187,7 @@ def batches(start):
 
 def init():
     here("before-init", 0)
-    if any(spec.startswith(f"{RANK}@0:in-init:") for spec in FAULTS):
+    if any((fault.step, fault.place) == (0, "in-init") for fault in FAULTS):
         c10d = dist.distributed_c10d
         original = c10d._new_process_group_helper
 

@@ -36,7 +36,7 @@ def flip(path: pathlib.Path, position: int) -> None:
 
 
 def signed(path: pathlib.Path, **changes: Any) -> None:
-    """Change the manifest and make its checksum right again, as an attacker or a later version would."""
+    """Change the manifest and correct its checksum, as an attacker or a later version would."""
     import dataclasses
 
     (path / "taskd.json").write_bytes(
@@ -372,8 +372,10 @@ def every_place(metadata: Any, **fields: Any) -> None:
     lambda metadata: metadata.state_dict_metadata.update(weight=5),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"], "size", (300, 17)),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"], "chunks", [None]),
-    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "sizes", torch.Size([300, 18])),
-    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "offsets", torch.Size([-1, 0])),
+    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "sizes",
+    torch.Size([300, 18])),
+    lambda metadata: setattr(metadata.state_dict_metadata["weight"].chunks[0], "offsets",
+    torch.Size([-1, 0])),
     lambda metadata: setattr(metadata.state_dict_metadata["weight"].properties, "dtype", "float32"),
 ])  # fmt: skip
 def test_metadata_that_cannot_be_true_is_refused(tmp_path, change) -> None:

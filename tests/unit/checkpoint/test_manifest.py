@@ -18,8 +18,10 @@ from taskd.checkpoint.names import (
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
 EXAMPLE = Manifest(
-    job="a job", kind=Kind.DUMP, version=1200, generation=3, world_size=4, writers=(0, 2, 3), saved_at="2026-01-31T10:00:00.000001+00:00",
-    fault="rank 1: SIGKILL", torch="2.13.0", states=("model",), host="node-1", publisher="0-1.2.3.4",
+    job="a job", kind=Kind.DUMP, version=1200, generation=3, world_size=4, writers=(0, 2, 3),
+    saved_at="2026-01-31T10:00:00.000001+00:00",
+    fault="rank 1: SIGKILL", torch="2.13.0", states=("model",), host="node-1",
+    publisher="0-1.2.3.4",
     files=(FileEntry("__0_0.distcp", 5, "ab" * 32), FileEntry(".metadata", 7, "cd" * 32)),
 )  # fmt: skip
 
@@ -64,10 +66,14 @@ def test_no_shortened_file_is_read() -> None:
     ({"writers": [0, -1]}, "wrong value for writers"),
     ({"job": None}, "wrong value for job"),
     ({"files": []}, "wrong value for files"),
-    ({"files": [{"name": "../outside", "size_bytes": 1, "sha256": "ab" * 32}]}, "wrong value for files"),
-    ({"files": [{"name": "/dev/zero", "size_bytes": 1, "sha256": "ab" * 32}]}, "wrong value for files"),
-    ({"files": [{"name": ".metadata", "size_bytes": 1, "sha256": "ab" * 32}] * 2}, "wrong value for files"),
-    ({"files": [{"name": ".metadata", "size_bytes": 1, "sha256": "AB" * 32}]}, "wrong value for files"),
+    ({"files": [{"name": "../outside", "size_bytes": 1, "sha256": "ab" * 32}]},
+    "wrong value for files"),
+    ({"files": [{"name": "/dev/zero", "size_bytes": 1, "sha256": "ab" * 32}]},
+    "wrong value for files"),
+    ({"files": [{"name": ".metadata", "size_bytes": 1, "sha256": "ab" * 32}] * 2},
+    "wrong value for files"),
+    ({"files": [{"name": ".metadata", "size_bytes": 1, "sha256": "AB" * 32}]},
+    "wrong value for files"),
     ({"surprise": 1}, "has the fields"),
 ])  # fmt: skip
 def test_a_right_checksum_does_not_make_a_wrong_value_right(changes, reason) -> None:

@@ -75,9 +75,12 @@ def test_what_cannot_be_saved_is_refused_by_name(value, reason) -> None:
 
 
 @pytest.mark.parametrize("tensor", [
-    torch.arange(12.0), torch.arange(12.0)[3:7], torch.arange(12.0).reshape(3, 4).t(), torch.arange(12.0).reshape(3, 4)[:, 1:3],
-    torch.ones(1).expand(5), torch.randn(4, dtype=torch.complex64).conj(), torch.randn(8, dtype=torch.complex64)[2:4],
-    torch.tensor([True, False, True])[1:], torch.arange(6).to(torch.float8_e4m3fn)[2:], torch.empty(0, 3), torch.tensor(2.5), torch.arange(3)[1],
+    torch.arange(12.0), torch.arange(12.0)[3:7], torch.arange(12.0).reshape(3, 4).t(),
+    torch.arange(12.0).reshape(3, 4)[:, 1:3],
+    torch.ones(1).expand(5), torch.randn(4, dtype=torch.complex64).conj(),
+    torch.randn(8, dtype=torch.complex64)[2:4],
+    torch.tensor([True, False, True])[1:], torch.arange(6).to(torch.float8_e4m3fn)[2:],
+    torch.empty(0, 3), torch.tensor(2.5), torch.arange(3)[1],
 ])  # fmt: skip
 def test_own_memory_has_the_same_values_and_nothing_behind_them(tensor) -> None:
     own = own_memory(tensor)

@@ -110,9 +110,11 @@ def test_two_ranks_may_write_the_same_piece_but_not_overlapping_ones(tmp_path) -
 
 
 @pytest.mark.parametrize(("first", "second", "reason"), [
-    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((5,), (2,), torch.ones(3))}, ("w is .* on "
-                                                                                       "rank 1 and .* on another")),
-    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((4,), (2,), torch.ones(2, dtype=torch.half))}, "w is .* on rank 1 and .* on another"),
+    ({"w": Piece((4,), (0,), torch.ones(2))}, {"w": Piece((5,), (2,), torch.ones(3))},
+     "w is .* on rank 1 and .* on another"),
+    ({"w": Piece((4,), (0,), torch.ones(2))},
+    {"w": Piece((4,), (2,), torch.ones(2, dtype=torch.half))},
+    "w is .* on rank 1 and .* on another"),
 ])  # fmt: skip
 def test_pieces_that_do_not_fit_together_are_refused(tmp_path, first, second, reason) -> None:
     draft = draft_of(tmp_path, 1, writers=(0, 1))

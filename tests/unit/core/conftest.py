@@ -21,6 +21,15 @@ from taskd.core.timeouts import Timeouts
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("fresh", deadline=None, max_examples=2000)
+# For tests/mutants.py: the same few examples each time, and no search for a smaller one that fails.
+hypothesis.settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    database=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "local")
 )

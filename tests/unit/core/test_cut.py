@@ -3,7 +3,7 @@
 import pytest
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_advances
+from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_advances
 
 
 def moves(cut: Cut) -> dict[int, int | None]:
@@ -183,8 +183,10 @@ def test_fsdp_without_the_loss_of_a_rank_nothing_goes_back() -> None:
 
 def test_a_rank_without_a_snapshot_receives_from_those_of_its_shard_that_load_theirs() -> None:
     copies = [
-        Copy(0, None, replaced=True, shard="0"), Copy(1, 9, clean=False, shard="0", snapshots=(8,)), Copy(2, 9, shard="1", snapshots=(8,)),
-        Copy(3, 9, clean=False, shard="0", snapshots=(8,)), Copy(4, 9, clean=False, shard="0"), Copy(5, None, replaced=True, shard="0"),
+        Copy(0, None, replaced=True, shard="0"), Copy(1, 9, clean=False, shard="0", snapshots=(8,)),
+        Copy(2, 9, shard="1", snapshots=(8,)),
+        Copy(3, 9, clean=False, shard="0", snapshots=(8,)), Copy(4, 9, clean=False, shard="0"),
+        Copy(5, None, replaced=True, shard="0"),
     ]  # fmt: skip
     cut = plan_cut(copies)
     assert isinstance(cut, Cut)
@@ -244,7 +246,8 @@ REASONS = {
         "commit()); " + HINT,
     ),
     "one shard has no snapshot": (
-        [*fsdp(43, 43, snapshots=(40, 36)), Copy(2, None, shard="2"), Copy(3, None, shard="3", snapshots=(40, 36))],
+        [*fsdp(43, 43, snapshots=(40, 36)), Copy(2, None, shard="2"),
+        Copy(3, None, shard="3", snapshots=(40, 36))],
         "no version of the state is complete: shard 2 (rank 2) has no live copy and no snapshot, "
         "while the other 3 shards have version 40; " + HINT,
     ),
@@ -255,7 +258,8 @@ REASONS = {
         " while the other shard has version 41; " + HINT,
     ),
     "snapshots do not meet": (
-        [Copy(0, None, shard="0", snapshots=(8, 6)), Copy(1, 9, clean=False, shard="1", snapshots=(5, 7))],
+        [Copy(0, None, shard="0", snapshots=(8, 6)),
+        Copy(1, 9, clean=False, shard="1", snapshots=(5, 7))],
         (
             "no version of the state is complete: shard 1 (rank 1) has no clean live copy and "
             "snapshots of version 7, 5 only, while the other"
@@ -371,8 +375,10 @@ def test_the_replica_of_a_dead_rank_writes() -> None:
 
 def test_a_neighbour_writes_the_snapshot_of_a_dead_rank() -> None:
     copies = [
-        Copy(0, 43, shard="0", snapshots=(40,)), Copy(1, 43, clean=False, shard="1", snapshots=(40,)),
-        dead(2, shard="2", snapshots=(40,), node=1), Copy(3, 43, shard="3", snapshots=(40,), node=1),
+        Copy(0, 43, shard="0", snapshots=(40,)),
+        Copy(1, 43, clean=False, shard="1", snapshots=(40,)),
+        dead(2, shard="2", snapshots=(40,), node=1),
+        Copy(3, 43, shard="3", snapshots=(40,), node=1),
     ]  # fmt: skip
     assert plan_writers(copies, 40) == {0: ("0",), 1: ("1",), 3: ("2", "3")}
 
@@ -384,7 +390,8 @@ def test_one_that_is_idle_writes_for_the_dead() -> None:
 
 def test_a_shard_that_several_nodes_can_write_gives_way_to_one_that_has_no_choice() -> None:
     copies = [
-        Copy(0, 40, shard="b"), dead(1, shard="a", snapshots=(40,)), dead(2, shard="a", snapshots=(40,), node=1),
+        Copy(0, 40, shard="b"), dead(1, shard="a", snapshots=(40,)),
+        dead(2, shard="a", snapshots=(40,), node=1),
         Copy(3, 40, shard="b", clean=False, node=1),
     ]  # fmt: skip
     assert plan_writers(copies, 40) == {0: ("b",), 3: ("a",)}

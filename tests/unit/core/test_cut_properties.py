@@ -7,7 +7,15 @@ import hypothesis.strategies as st
 from hypothesis import assume, given
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_orphans, plan_writers, who_advances
+from taskd.core.policy.cut import (
+    Copy,
+    Cut,
+    NoCut,
+    plan_cut,
+    plan_orphans,
+    plan_writers,
+    who_advances,
+)
 
 VERSIONS = range(5)
 SHARDS = ("", "1", "2")
@@ -24,8 +32,10 @@ def worlds(
     some = st.lists(st.sampled_from(versions), max_size=2).map(tuple)
     return [
         Copy(
-            rank, draw(st.none() | st.sampled_from(versions)), clean=draw(st.booleans()), replaced=draw(st.booleans()), box_versions=draw(some),
-            shard=draw(st.sampled_from(shards)), snapshots=draw(some), may_advance=draw(st.booleans()), node=draw(st.integers(0, 1)),
+            rank, draw(st.none() | st.sampled_from(versions)), clean=draw(st.booleans()),
+            replaced=draw(st.booleans()), box_versions=draw(some),
+            shard=draw(st.sampled_from(shards)), snapshots=draw(some),
+            may_advance=draw(st.booleans()), node=draw(st.integers(0, 1)),
             alive=draw(st.integers(0, 3)) > 0,
         )
         for rank in range(draw(st.integers(1, 6)))

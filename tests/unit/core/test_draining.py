@@ -1,6 +1,6 @@
 """What a node that is to end does, and when it ends without having saved."""
 
-from taskd.core.draining import Draining, Step
+from taskd.core.node.draining import Draining, Step
 
 
 def test_the_manager_is_told_once_and_the_node_waits_for_its_grace_period() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from taskd.core.manager_link import Link
 from taskd.core.manager_session import ManagerSession
+from taskd.core.policy.patience import ManagerLink
 from taskd.core.timeouts import Timeouts
 
 TIMEOUTS = Timeouts.derive(30.0)
@@ -22,7 +22,7 @@ def test_a_manager_that_never_answered_cannot_be_lost() -> None:
     session = ManagerSession(TIMEOUTS)
     assert not session.is_registered
     assert not session.loses_manager(1e6)
-    assert session.link.state is Link.AWAY
+    assert session.link is ManagerLink.AWAY
 
 
 def test_a_silent_manager_is_lost_once_until_it_accepts_again(session: ManagerSession) -> None:
@@ -49,14 +49,14 @@ def test_who_is_forgotten_or_meets_another_manager_registers_again(
     found = session.acknowledged(is_known=is_known, manager_incarnation=incarnation)
     assert found is registers
     assert session.is_registered is not registers
-    assert session.link.is_present  # it speaks: a fault goes on waiting for it
+    assert session.link is ManagerLink.PRESENT  # it speaks: a fault goes on waiting for it
 
 
 def test_a_manager_that_forgot_us_and_falls_silent_is_lost_too(session: ManagerSession) -> None:
     assert session.acknowledged(is_known=False, manager_incarnation="n")
     later = 100.0 + TIMEOUTS.manager_silence_s + 1
     assert session.loses_manager(later)
-    assert session.link.patience_ends_at(100.0) == later + TIMEOUTS.fallback_connected_s
+    assert session.patience_ends_at(100.0) == later + TIMEOUTS.fallback_connected_s
 
 
 def test_a_refusal_ends_the_registration_and_the_patience(session: ManagerSession) -> None:
@@ -64,4 +64,4 @@ def test_a_refusal_ends_the_registration_and_the_patience(session: ManagerSessio
     assert session.is_refused
     assert not session.is_registered
     assert not session.loses_manager(1e6)
-    assert session.link.patience_ends_at(7.0) == 7.0
+    assert session.patience_ends_at(7.0) == 7.0

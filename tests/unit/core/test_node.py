@@ -479,8 +479,10 @@ class TestWithoutAManager:
         )
         agent.worker(ev.WorkerReturned, 2, 0, 10)
         registration = agent.machine.registration(agent.now)
-        assert [(report.state, report.version, report.clean) for report in registration.workers] == [
-            ("lost", 5, True), ("paused", 5, False), ("returned", 10, True), ("running", None, True),
+        assert [(report.state, report.version,
+        report.clean) for report in registration.workers] == [
+            ("lost", 5, True), ("paused", 5, False), ("returned", 10, True),
+            ("running", None, True),
         ]  # fmt: skip
         events = told(agent.send(ev.ManagerJoined, 3, 7, at=agent.now + 1))
         assert [type(event).__name__ for event in events] == [
@@ -493,7 +495,7 @@ class TestWithoutAManager:
         assert agent.machine.next_deadline() is None
 
     def test_what_happens_while_it_takes_our_registration_is_not_lost(self, node) -> None:
-        """The registration is on its way, and says less than what is known when the manager accepts it."""
+        """The registration on its way says less than what is known when it is accepted."""
         agent = node(2, manager=False, started=False)
         registration = agent.machine.registration(agent.now)
         assert [

@@ -90,10 +90,12 @@ FAULTS = st.builds(
     st.none() | st.integers(0, 9),
 )
 THINGS = st.one_of(
-    st.builds(ev.WorkerLost, st.floats(0, 9), st.text(), st.integers(0, 9), st.integers(0, 9), FAULTS, st.floats(0, 9),
+    st.builds(ev.WorkerLost, st.floats(0, 9), st.text(), st.integers(0, 9), st.integers(0, 9),
+    FAULTS, st.floats(0, 9),
               st.tuples(st.integers(0, 9))),
     st.builds(do.Resume, st.text(), st.integers(0, 9), st.none() | st.integers(0, 9),
-              st.lists(st.builds(do.Move, st.integers(0, 9), st.none() | st.integers(0, 9))).map(tuple), st.integers(0, 9)),
+              st.lists(st.builds(do.Move, st.integers(0, 9),
+              st.none() | st.integers(0, 9))).map(tuple), st.integers(0, 9)),
     st.builds(do.GiveUp, st.text(), st.integers(0, 9), st.text(), st.none(), st.none() | FAULTS),
     st.builds(Note, st.floats(0, 9), st.text()),
 )  # fmt: skip

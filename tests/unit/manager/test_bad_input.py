@@ -52,7 +52,7 @@ def test_what_the_machine_cannot_digest_costs_one_message_and_the_manager_begins
 ) -> None:
     agent.report(events.WorkerDeclared, 0, 0, True)
     service.turn()
-    machine, before = service._machine, service._incarnation
+    machine, before = service._machine, service._guarded.incarnation
     monkeypatch.setattr(machine, "handle", stumble)
     agent.report(events.WorkerDeclared, 1, 0)
     service.turn()
@@ -161,7 +161,7 @@ def malformed(peer: Peer, message: messages.Message, **changes: object) -> None:
     peer.dealer.send(None, msgpack.packb({**frame, "body": {**frame["body"], **changes}}))
 
 
-def test_a_registration_with_an_unknown_state_changes_nothing_and_silence_after_it_does_not_end_the_manager(
+def test_a_registration_with_an_unknown_state_changes_nothing_nor_does_the_silence_after_it(
     service, network, clock
 ) -> None:
     """The state was looked up in the middle of the registration.

@@ -17,7 +17,12 @@ import pytest
 from taskd import profiling
 from taskd.config import LogConfig, ManagerConfig, profiling_base, profiling_switch
 from taskd.core import events
-from taskd.manager.profiling import MAX_FILE_BYTES, ProfilingSwitch, parse_switches, read_switches
+from taskd.manager.profiling_switch import (
+    MAX_FILE_BYTES,
+    ProfilingSwitch,
+    parse_switches,
+    read_switches,
+)
 from taskd.manager.service import Service
 from taskd.transport.memory import MemoryRouter
 from taskd.wire import messages
@@ -298,7 +303,7 @@ def test_where_the_switch_is(tmp_path) -> None:
 
 
 def test_where_profiles_go(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("taskd.config.CLUSTER_INFO", tmp_path / "cluster-info")
+    monkeypatch.setattr("taskd.config.paths.CLUSTER_INFO", tmp_path / "cluster-info")
     assert profiling_base({}, "/somewhere") == tmp_path.__class__("/somewhere/taskd_profiling")
     (tmp_path / "cluster-info").mkdir()
     assert profiling_base({}, "/somewhere") == tmp_path / "cluster-info" / "profiling"

@@ -170,7 +170,7 @@ def test_agents_that_went_on_alone_end_the_manager_and_not_the_job(service, agen
 
 
 def test_a_job_that_gets_no_further_is_told_of(service, lines) -> None:
-    service._execute(commands.ReportNoProgress("cause", 3, "no new step in 3 recoveries"))
+    service._executor.execute(commands.ReportNoProgress("cause", 3, "no new step in 3 recoveries"))
     (line,) = [record for record in lines.records if record.levelname == "WARNING"]
     assert line.message.startswith("the job gets no further: no new step in 3 recoveries.")
 

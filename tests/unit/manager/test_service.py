@@ -128,7 +128,7 @@ def test_an_order_that_does_not_get_through_makes_the_agent_register_again(
     service, network, agent
 ) -> None:
     agent.dealer.close()  # the connection breaks
-    service._feed(events.WorkerLost(0.0, "test", *lost(0)))
+    service._executor.feed(events.WorkerLost(0.0, "test", *lost(0)))
     agent.say(messages.Heartbeat())  # and comes back
     service.turn()
     (answer,) = agent.heard()

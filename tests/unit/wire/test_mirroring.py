@@ -24,7 +24,8 @@ NUMBER, TEXT, RANK = (
     st.integers(0, 2**20),
 )
 FRAMES = st.one_of(
-    st.builds(Offer, NUMBER, TEXT, RANK, TEXT, TEXT, RANK, *[NUMBER] * 4, st.integers(0, 2**45), st.integers(1, 2**45), *[st.integers(0, 2**64 - 1)] * 2),
+    st.builds(Offer, NUMBER, TEXT, RANK, TEXT, TEXT, RANK, *[NUMBER] * 4, st.integers(0, 2**45),
+    st.integers(1, 2**45), *[st.integers(0, 2**64 - 1)] * 2),
     st.builds(Piece, NUMBER, NUMBER, st.binary(min_size=1, max_size=200)),
     st.builds(Answer, NUMBER, st.sampled_from(STAGES), NUMBER, TEXT),
 )  # fmt: skip

@@ -12,20 +12,10 @@ from taskd.wire import codec, messages
 PAGE = (pathlib.Path(__file__).resolve().parents[3] / "docs" / "protocol.md").read_text()
 
 
-def tables(heading: str) -> list[list[str]]:
-    """Rows of all tables whose first heading cell is `heading`."""
-    found, inside = [], False
-    for line in PAGE.splitlines():
-        cells = (
-            [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
-        )
-        if cells is None:
-            inside = False
-        elif cells[0] == heading:
-            inside = True
-        elif inside and not set(line) <= set("|- "):
-            found.append(cells)
-    return found
+def listed_messages() -> list[tuple[str, ...]]:
+    """Of each message: name, code, direction, fields, when. "- `A` (1), agent → manager: `b`. When"."""
+    pattern = r"(?m)^- `(\w+)` \((\d+)\), ([^:]+): (`\w+`(?:, `\w+`)*)\. (.*)$"
+    return re.findall(pattern, PAGE.replace("\n  ", " "))
 
 
 def names(cell: str) -> list[str]:
@@ -33,7 +23,7 @@ def names(cell: str) -> list[str]:
 
 
 def test_every_message_is_listed_with_its_code_and_fields() -> None:
-    listed = {names(row[0])[0]: (int(row[1]), names(row[3])) for row in tables("type")}
+    listed = {name: (int(code), names(fields)) for name, code, _, fields, _ in listed_messages()}
     registered = {
         cls.__name__: (code, [field.name for field in dataclasses.fields(cls)])
         for code, cls in messages.MESSAGE_BY_CODE.items()
@@ -42,13 +32,14 @@ def test_every_message_is_listed_with_its_code_and_fields() -> None:
 
 
 def test_every_message_has_a_direction_and_an_occasion() -> None:
-    for name, _, direction, _, occasion in tables("type"):
+    for name, _, direction, _, occasion in listed_messages():
         assert "→" in direction, name
         assert len(occasion) > 20, name
 
 
 def test_the_envelope_is_described() -> None:
-    listed = [names(row[0])[0] for row in tables("field")]
+    frame = PAGE.partition("## Frame")[2].partition("\nRules:")[0]
+    listed = re.findall(r"(?m)^- `(\w+)`, ", frame)
     assert sorted(listed) == sorted(
         ["version", "type", "body", *(field.name for field in dataclasses.fields(codec.Envelope))]
     )

@@ -17,8 +17,8 @@ from taskd.wire.codec import Envelope
 from tests.unit.wire.strategies import MESSAGES, of_class
 
 ENVELOPE = Envelope("job", "agent", 0, None, "a1", 3, 7, "why")
-EVENTS = list(translate._EVENTS)
-COMMANDS = list(translate._COMMANDS)
+EVENTS = list(messages.EVENT_BY_CODE.values())
+COMMANDS = list(messages.COMMAND_BY_CODE.values())
 LINK_ONLY = {
     messages.Accepted,
     messages.Refused,
@@ -35,7 +35,7 @@ LINK_ONLY = {
     [*((cls, {"now", "cause"}) for cls in EVENTS), *((cls, {"cause"}) for cls in COMMANDS)],
 )
 def test_a_message_has_the_fields_of_what_it_stands_for(cls: type, left_out: set[str]) -> None:
-    core, wire = typing.get_type_hints(cls), typing.get_type_hints(translate.MESSAGE_BY_CORE[cls])
+    core, wire = typing.get_type_hints(cls), typing.get_type_hints(messages.MESSAGE_BY_RECORD[cls])
     wire.pop("code")
     wire.pop("is_order")
     assert {name: hint for name, hint in core.items() if name not in left_out} == wire
@@ -43,13 +43,13 @@ def test_a_message_has_the_fields_of_what_it_stands_for(cls: type, left_out: set
         field.name: field.default for field in dataclasses.fields(cls) if field.name in wire
     }
     assert defaults == {
-        field.name: field.default for field in dataclasses.fields(translate.MESSAGE_BY_CORE[cls])
+        field.name: field.default for field in dataclasses.fields(messages.MESSAGE_BY_RECORD[cls])
     }
 
 
 def test_every_message_is_an_event_a_command_or_part_of_the_link() -> None:
-    assert set(MESSAGES) == LINK_ONLY | set(translate.MESSAGE_BY_CORE.values())
-    assert not LINK_ONLY & set(translate.MESSAGE_BY_CORE.values())
+    assert set(MESSAGES) == LINK_ONLY | set(messages.MESSAGE_BY_RECORD.values())
+    assert not LINK_ONLY & set(messages.MESSAGE_BY_RECORD.values())
 
 
 def test_every_event_that_the_manager_handles_travels() -> None:

@@ -225,7 +225,7 @@ def leave_a_gather(member, kind):
 
 
 def write_outside(member, kind):
-    """Why the state is torn if something that is not the optimizer writes to a parameter between two steps."""
+    """Why the state is inconsistent if something but the optimizer writes to a parameter."""
     job = Job(member.rank, member.size)
     job.resume(None)
 
@@ -246,7 +246,10 @@ def write_outside(member, kind):
 
 
 def evaluate_between(member, kind):
-    """Train with snapshots, with a pass of evaluation and a look at the whole parameters before each commit. Versions kept, and the state."""
+    """Train with snapshots, and return the versions kept, and the state.
+
+    Before each commit there is a pass of evaluation, and a look at the whole parameters.
+    """
     job = Job(member.rank, member.size)
     job.life.arenas = Arenas.create()
     job.resume(None)

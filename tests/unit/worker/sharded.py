@@ -76,7 +76,10 @@ def _raise(*_):
 
 
 def build(kind, mesh_name="dp"):
-    """A model, its optimizer, and the number that its data depend on (equal on the ranks that see the same batch)."""
+    """A model, its optimizer, and the number that its data depend on.
+
+    The number is equal on the ranks that see the same batch.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7 + (shard_id_of(kind) or 0))
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))

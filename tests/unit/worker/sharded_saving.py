@@ -40,7 +40,9 @@ def resume(member, kind, folder, steps=4):
 
 
 def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
-    """Train to `steps` and save version 2 as in a dying gasp in which the ranks of `orphaned` are dead: rank -> who sees to its part.
+    """Train to `steps` and save version 2 as in an emergency checkpoint.
+
+    The ranks of `orphaned` are dead: rank -> who sees to its part.
 
     `replicated`: dead ones whose part somebody else has.
     """

@@ -41,17 +41,20 @@ def beat(standing):
         box.mark_phase(Phase.STEP)
     pulse._next_at = pulse._count_at = pulse._calls_at = 0.0
     pulse.beat()
-    found = {group.name: (group.entered, group.left) for group in collectives.Collectives(box).communicators()}
+    groups = collectives.Collectives(box).communicators()
+    found = {group.name: (group.entered, group.left) for group in groups}
     return box.is_waiting, found
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank,
+                        world_size=2, timeout=datetime.timedelta(seconds=60))
 second = dist.new_group([0, 1], group_desc="second")
 for _ in range(5):
     dist.all_reduce(torch.ones(3))
 dist.barrier(group=second)
 waiting, found = beat(standing=False)
 assert not waiting
-assert found[dist.group.WORLD.group_name][0] == 5, found       # that they are complete is noted a moment after wait()
+# That they are complete is noted a moment after wait().
+assert found[dist.group.WORLD.group_name][0] == 5, found
 assert found[second.group_name][0] == 1, found
 assert beat(standing=True)[0] is False          # stands, and waits for nobody
 ids = {group.name: group.id for group in collectives.Collectives(box).communicators()}

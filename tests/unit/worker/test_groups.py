@@ -91,7 +91,7 @@ dist.init_process_group("gloo", store=Store(), rank=1, world_size=2)
 
 
 def waits_in_creation(store, attempt: str) -> tuple[subprocess.Popen, threading.Thread, list[str]]:
-    """A thread that makes a group with a peer which never connects, and then waits half a second for a key."""
+    """A thread that makes a group with a peer which never connects, then waits for a key."""
     import torch.distributed as dist
 
     peer = subprocess.Popen(

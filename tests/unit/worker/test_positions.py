@@ -34,7 +34,7 @@ class Ids(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same as a stream in the order of its epoch, which worker k of n reads every n-th sample of."""
+    """The same as a stream in its epoch's order; worker k of n reads every n-th sample."""
 
     def __init__(self):
         self.epoch, self.begin, self.done = 0, 0, 0
@@ -199,7 +199,7 @@ def test_a_position_is_asked_for_within_a_step_only(job):
 
 
 def test_what_was_restored_stands_until_the_first_step(job):
-    """Entries that end before their first step lose no position, of a survivor or of a replacement."""
+    """Entries that end before their first step lose no position, wherever it came from."""
     stops = [1, 0, 0, 5]
     begins = []
 

@@ -55,7 +55,8 @@ RANK = """if True:
         while time.monotonic() < end:
             time.sleep(0.05)
             pulse.beat()
-        groups_seen = {group.name: (group.entered, group.left) for group in collectives.Collectives(box).communicators()}
+        groups = collectives.Collectives(box).communicators()
+        groups_seen = {group.name: (group.entered, group.left) for group in groups}
         print(json.dumps([rank, groups_seen, box.is_waiting, box.is_debugged]), flush=True)
         os._exit(0)
 

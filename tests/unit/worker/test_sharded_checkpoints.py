@@ -38,8 +38,10 @@ def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
 
 
 @pytest.mark.parametrize(("kind", "size", "other"), [
-    ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"), ("zero", 2, "zero_pairs"),
-    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"), ("flat_hybrid", 4, "flat"),
+    ("zero", 4, "zero"), ("zero", 4, "ddp"), ("ddp", 4, "zero"), ("zero_pairs", 4, "zero"),
+    ("zero", 2, "zero_pairs"),
+    ("stages", 4, "stages"), ("stages", 2, "stages"), ("fsdp", 2, "tp_fsdp"),
+    ("flat_hybrid", 4, "flat"),
 ])  # fmt: skip
 def test_another_world_has_every_tensor(world, tmp_path, kind, size, other):
     saved = world.run(sharded_saving.train_and_save, kind, str(tmp_path), size=size)
@@ -102,8 +104,10 @@ def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_anothe
 
 
 @pytest.mark.parametrize(("kind", "orphaned"), [
-    ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}), ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
-    ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}), ("flat", {1: 0, 2: 3}), ("flat_orig", {3: 0}), ("flat_hybrid", {0: 1, 2: 1}),
+    ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}),
+    ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
+    ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}), ("flat", {1: 0, 2: 3}),
+    ("flat_orig", {3: 0}), ("flat_hybrid", {0: 1, 2: 1}),
 ])  # fmt: skip
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
@@ -124,7 +128,7 @@ def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
 def test_what_is_a_dead_ranks_alone_is_saved_too(
     world, tmp_path, kind, orphaned, replicated, steps
 ):
-    """Its generators and its values are in its black box, or, of an older version, with its snapshot."""
+    """Generators and values are in its black box or, of an older version, with its snapshot."""
     _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated)
 
 

@@ -110,8 +110,8 @@ def test_a_shard_that_was_torn_is_overwritten(world, kind):
         (
             "plain",
             (
-                "model.0.weight is a plain tensor with (8, 8) on this rank now, and was of shape (8, "
-                "8), placed S(0) on mesh shard4 at shard"
+                "model.0.weight is a plain tensor with (8, 8) on this rank now, and was of "
+                "shape (8, 8), placed S(0) on mesh shard4 at shard"
             ),
         ),
         ("mesh", "model.0.weight is of shape (8, 8), placed R, S(0) on mesh replicate2.dp2 at dp"),

@@ -400,7 +400,8 @@ arena, pipe = Arena.attach(int(sys.argv[1])), int(sys.argv[2])
 snapshotter = Snapshotter(Arena.create, every=1)
 snapshotter.arena = arena
 version = max((held.version for held in arena.versions()), default=0)
-tensors = {"a": torch.empty(1_500_000), "b": torch.empty(2, dtype=torch.int64), "c": torch.empty(1_000_000, dtype=torch.bfloat16)}
+tensors = {"a": torch.empty(1_500_000), "b": torch.empty(2, dtype=torch.int64),
+           "c": torch.empty(1_000_000, dtype=torch.bfloat16)}
 while True:
     snapshotter.wait()
     version += 1

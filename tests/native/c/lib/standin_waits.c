@@ -1,4 +1,5 @@
-/* Waits as libtorch_cpu.so does: pthread_cond_timedwait, and the clocks of libstdc++ by their C++ names. */
+/* Waits as libtorch_cpu.so does: pthread_cond_timedwait, and the clocks of libstdc++ by their C++
+ * names. */
 #include <pthread.h>
 #include <stdint.h>
 #include <time.h>

@@ -1,0 +1,106 @@
+"""Addresses: host and port in one text, where the manager listens, where it is found."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import TYPE_CHECKING
+
+from taskd.config.names import (
+    BIND_ADDR_ENV,
+    LOCAL_PROXY_ENV,
+    MANAGER_ADDR_ENV,
+    POD_IP_ENV,
+    PORT_ENV,
+)
+from taskd.config.values import refusal, switch
+
+if TYPE_CHECKING:
+    from taskd.config.values import Environment, Settings
+
+DEFAULT_HOST = "127.0.0.1"
+MANAGER_PORT = 9601
+RELAY_PORT = 9602
+
+
+def _port(key: str, value: object, shown: object = None) -> int:
+    """`shown`: what the value was a part of."""
+    is_number = isinstance(value, str) and value.isascii() and value.isdigit()
+    if not is_number or not 0 < int(str(value)) < 65536:
+        raise refusal(
+            key,
+            shown or value,
+            "a port from 1 to 65535" if shown is None else "an address with a port from 1 to 65535",
+        )
+    return int(str(value))
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(key: str, text: str, default_port: int) -> tuple[str, int]:
+    """Host and port of "host", "host:port", "[v6]", "[v6]:port" or a bare IPv6 address."""
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise refusal(key, text, "host, host:port or [IPv6 address]:port")
+        return host, _port(key, rest[1:], text) if rest else default_port
+    if text.count(":") > 1:
+        return text, default_port
+    host, colon, port = text.partition(":")
+    if not host or any(character.isspace() or character == "/" for character in host):
+        raise refusal(key, text, "host, host:port or [IPv6 address]:port")
+    return host, _port(key, port, text) if colon else default_port
+
+
+def _manager_port(environment: Environment) -> int:
+    value = environment.get(PORT_ENV)
+    return _port(PORT_ENV, value) if value else MANAGER_PORT
+
+
+def _is_local_proxy(environment: Environment) -> bool:
+    return switch(environment, LOCAL_PROXY_ENV, default=False)
+
+
+def bind_address(environment: Environment) -> str:
+    """TASKD_BIND_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else POD_IP, else loopback."""
+    key, text = BIND_ADDR_ENV, environment.get(BIND_ADDR_ENV)
+    if not text and not _is_local_proxy(environment):
+        key, text = POD_IP_ENV, environment.get(POD_IP_ENV)
+    host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
+    host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104
+    if not _is_literal(host):
+        raise refusal(key, text, "an IP address of this host")
+    return join_address(host, port)
+
+
+def manager_address(environment: Environment, otherwise: str) -> str:
+    """TASKD_MANAGER_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else `otherwise`."""
+    text = environment.get(MANAGER_ADDR_ENV)
+    if not text:
+        host = DEFAULT_HOST if _is_local_proxy(environment) else otherwise
+        return join_address(host, _manager_port(environment))
+    return join_address(*split_address(MANAGER_ADDR_ENV, text, _manager_port(environment)))
+
+
+def pod_ip(environment: Environment = os.environ) -> str:
+    """The address of this node for others, as the cluster tells it; "": it does not."""
+    return environment.get(POD_IP_ENV, "")
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def literal_address(config: Settings, side: str, default_port: int) -> str:
+    """`<side>Addr` and `<side>Port`: an IP address (no host name) and a port as text."""
+    host = config.get(f"{side}Addr", DEFAULT_HOST)
+    if not isinstance(host, str) or not _is_literal(host):
+        raise refusal(f"{side}Addr", host, "an IPv4 or IPv6 address")
+    return join_address(host, _port(f"{side}Port", config.get(f"{side}Port", str(default_port))))

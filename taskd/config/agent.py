@@ -1,0 +1,111 @@
+"""The settings of the agent inside torchrun."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from dataclasses import dataclass
+
+from taskd.config.addresses import DEFAULT_HOST, manager_address, pod_ip
+from taskd.config.job import (
+    DEFAULT_GRACE_S,
+    DEFAULT_JOB_ID,
+    fault_timeout,
+    grace,
+    secret,
+    strategies,
+)
+from taskd.config.log import LogConfig
+from taskd.config.names import (
+    FORKSERVER_ENV,
+    HOST_ENV,
+    JOB_ID_ENV,
+    NATIVE_ENV,
+    PRELOAD_ENV,
+    PROCESS_ENABLE_ENV,
+)
+from taskd.config.values import Environment, choice, listed, refusal, switch
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """The agent inside torchrun.
+
+    `wait_for_exit`: a replacement starts only when the device of the dead one is free.
+    """
+
+    job_id: str
+    manager_address: str
+    fault_timeout_s: float
+    secret: bytes | None
+    log: LogConfig
+    wait_for_exit: bool = False
+    native: bool = True
+    forkserver: str = "auto"
+    preload: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
+    own_address: str = DEFAULT_HOST
+    host: str = ""
+
+    @classmethod
+    def load(
+        cls,
+        environment: Environment = os.environ,
+        *,
+        job_id: str | None = None,
+        master_addr: str | None = None,
+        rendezvous_host: str | None = None,
+        wait_for_exit: bool = False,
+        own_address: str | None = None,
+    ) -> AgentConfig:
+        """From the environment.
+
+        `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
+
+        `own_address`: of this node for others, if POD_IP does not say it.
+        `job_id` is what to use when MINDX_TASK_ID is not set.
+        """
+        preload = listed(environment.get(PRELOAD_ENV))
+        for name in preload:
+            if _MODULE.fullmatch(name) is None:
+                raise refusal(
+                    PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas"
+                )
+        return cls(
+            job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
+            manager_address=manager_address(
+                environment, master_addr or rendezvous_host or DEFAULT_HOST
+            ),
+            fault_timeout_s=fault_timeout(environment),
+            secret=secret(environment),
+            log=LogConfig.load(environment),
+            wait_for_exit=wait_for_exit,
+            native=switch(environment, NATIVE_ENV, default=True),
+            forkserver=choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
+            preload=preload,
+            strategies=strategies(environment),
+            grace_s=grace(environment),
+            own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
+            host=environment.get(HOST_ENV) or _name_of_host(),
+        )
+
+
+def _name_of_host() -> str:
+    """The same in all containers of a machine, and in no other machine.
+
+    The kernel's number for its own start.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def is_patch_enabled(environment: Environment = os.environ) -> bool:
+    """Whether torchrun is to be patched: only if TASKD_PROCESS_ENABLE says "on"."""
+    return environment.get(PROCESS_ENABLE_ENV, "").strip().lower() == "on"

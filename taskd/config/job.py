@@ -1,0 +1,86 @@
+"""What several processes of one job are told alike: its name, secret, times, strategies."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import TYPE_CHECKING
+
+from taskd.config.names import (
+    FAULT_TIMEOUT_ENV,
+    GRACE_ENV,
+    HIGH_AVAILABILITY_ENV,
+    IN_PLACE_ENV,
+    JOB_ID_ENV,
+    SECRET_FILE_ENV,
+    STRATEGY_ENV,
+)
+from taskd.config.values import listed, refusal, seconds
+from taskd.core.policy.ladder import STRATEGY_NAMES
+from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from taskd.config.values import Environment
+
+DEFAULT_JOB_ID = "default_job"
+DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s
+MIN_SECRET_BYTES = 16  # 128 bits, if they are random
+
+
+def job_id(environment: Environment = os.environ, otherwise: str | None = None) -> str:
+    """Name of the job, for those who have no runtime that knows better."""
+    return environment.get(JOB_ID_ENV) or otherwise or DEFAULT_JOB_ID
+
+
+def fault_timeout(environment: Environment) -> float:
+    """Seconds from which all timeouts are derived (`taskd.core.timeouts`)."""
+    return seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
+
+
+def grace(environment: Environment) -> float:
+    """Seconds between SIGTERM and the end of a node."""
+    return seconds(environment, GRACE_ENV, DEFAULT_GRACE_S)
+
+
+def secret(environment: Environment) -> bytes | None:
+    """The content of TASKD_SECRET_FILE; None: connections are not encrypted."""
+    path = environment.get(SECRET_FILE_ENV)
+    if not path:
+        return None
+    accepted = f"the path of a readable file with at least {MIN_SECRET_BYTES} bytes"
+    try:
+        content = pathlib.Path(path).read_bytes().strip()
+    except OSError as error:
+        raise refusal(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
+    if len(content) < MIN_SECRET_BYTES:
+        raise refusal(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(content)})")
+    return content
+
+
+def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:
+    """The `recover-strategy` list; () if nobody says.
+
+    TASKD_RECOVER_STRATEGY, else what the operator says in HIGH_AVAILABILITY, else `given`. Names of
+    HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means recover-in-place
+    as well if ENABLE_RESTART_FAULT_PROCESS is on.
+    """
+    return (
+        _checked_strategies(STRATEGY_ENV, environment.get(STRATEGY_ENV))
+        or _strategies_of_operator(environment)
+        or _checked_strategies("recover_strategy", given)
+    )
+
+
+def _checked_strategies(key: str, text: str | None) -> tuple[str, ...]:
+    names = listed(text)
+    if not set(names) <= set(STRATEGY_NAMES):
+        raise refusal(key, text, f"names out of {', '.join(STRATEGY_NAMES)}, separated by commas")
+    return names
+
+
+def _strategies_of_operator(environment: Environment) -> tuple[str, ...]:
+    named = listed(environment.get(HIGH_AVAILABILITY_ENV))
+    names = tuple(name for name in named if name in STRATEGY_NAMES)
+    if "recover" in names and environment.get(IN_PLACE_ENV) == "on":
+        names = (*names, "recover-in-place")
+    return names

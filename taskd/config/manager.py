@@ -1,0 +1,101 @@
+"""The settings of the manager."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from taskd.config.addresses import bind_address
+from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
+from taskd.config.log import LogConfig
+from taskd.config.names import (
+    HANG_CEILING_ENV,
+    HANG_DETECTION_ENV,
+    HANG_FLOOR_ENV,
+    PROCESS_ENABLE_ENV,
+)
+from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
+from taskd.config.values import checked, count, refusal, seconds, switch, typed
+from taskd.core.timeouts import DEFAULT_HANG_CEILING_S, DEFAULT_HANG_FLOOR_S
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from taskd.config.values import Environment, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class HangConfig:
+    """Whether hanging ranks are looked for, and the bounds of the limits that are learnt."""
+
+    is_on: bool = True
+    floor_s: float = DEFAULT_HANG_FLOOR_S
+    ceiling_s: float = DEFAULT_HANG_CEILING_S
+
+    @classmethod
+    def load(cls, environment: Environment = os.environ) -> HangConfig:
+        """From the environment."""
+        floor_s = seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
+        ceiling_s = seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
+        if floor_s >= ceiling_s:
+            raise refusal(HANG_FLOOR_ENV, floor_s, f"less than {HANG_CEILING_ENV}, {ceiling_s:g}")
+        return cls(
+            switch(environment, HANG_DETECTION_ENV, default=True),
+            floor_s,
+            ceiling_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """The manager of one job.
+
+    `node_count` and `ranks_per_node` None: the agents' registrations give them.
+    """
+
+    job_id: str
+    bind_address: str
+    fault_timeout_s: float
+    secret: bytes | None
+    log: LogConfig
+    node_count: int | None = None
+    ranks_per_node: int | None = None
+    is_enabled: bool = True
+    hang: HangConfig = HangConfig()
+    profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
+    strategies: tuple[str, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
+
+    @classmethod
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> ManagerConfig:
+        """From the dict of `init_taskd_manager` and the environment.
+
+        plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.
+        """
+        config = checked(config)
+        for key in ("plugin_dir", "fault_recover", "taskd_enable"):
+            typed(config, key, str, "a string")
+        if not isinstance(config.get("cluster_infos", {}), dict | list):
+            raise refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
+        return cls(
+            job_id=typed(config, "job_id", str, "a string") or job_id(environment),
+            bind_address=bind_address(environment),
+            fault_timeout_s=fault_timeout(environment),
+            secret=secret(environment),
+            log=LogConfig.load(environment),
+            node_count=count(config, "node_nums"),
+            ranks_per_node=count(config, "proc_per_node"),
+            is_enabled=switch(environment, PROCESS_ENABLE_ENV, default=True),
+            hang=HangConfig.load(environment),
+            profiling_switch=profiling_switch(
+                environment, typed(config, "profiling_switch", str, "a path")
+            ),
+            strategies=strategies(
+                environment,
+                typed(config, "recover_strategy", str, "names separated by commas"),
+            ),
+            grace_s=grace(environment),
+        )

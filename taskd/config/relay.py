@@ -1,0 +1,78 @@
+"""The settings of a relay, and of an agent that drives callbacks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, literal_address
+from taskd.config.job import fault_timeout, job_id, secret
+from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
+from taskd.config.values import Environment, Settings, checked, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class RelayConfig:
+    """The relay of one node (`init_taskd_proxy`)."""
+
+    listen_address: str
+    upstream_address: str
+    node_rank: int
+    secret: bytes | None
+
+    @classmethod
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> RelayConfig:
+        """From Listen-, UpstreamAddr, Listen-, UpstreamPort, ServerRank and the environment."""
+        config = checked(config)
+        rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
+        return cls(
+            listen_address=literal_address(config, "Listen", RELAY_PORT),
+            upstream_address=literal_address(config, "Upstream", MANAGER_PORT),
+            node_rank=_server_rank(config, rank_text),
+            secret=secret(environment),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackAgentConfig:
+    """An agent that drives callbacks (`init_taskd_agent`)."""
+
+    job_id: str
+    framework: str
+    upstream_address: str
+    node_rank: int
+    fault_timeout_s: float
+    secret: bytes | None
+
+    @classmethod
+    def load(
+        cls, config: Settings | None = None, environment: Environment = os.environ
+    ) -> CallbackAgentConfig:
+        """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
+        config = checked(config)
+        framework = config.get("Framework")
+        if framework == "PyTorch":
+            rank_name = RANK_ENV
+        elif framework == "MindSpore":
+            rank_name = MS_NODE_RANK_ENV
+        else:
+            raise refusal("Framework", framework, '"PyTorch" or "MindSpore"')
+        return cls(
+            job_id=job_id(environment),
+            framework=framework,
+            upstream_address=literal_address(config, "Upstream", RELAY_PORT),
+            node_rank=_server_rank(config, environment.get(rank_name)),
+            fault_timeout_s=fault_timeout(environment),
+            secret=secret(environment),
+        )
+
+
+def _server_rank(config: Settings, default: str | None) -> int:
+    value = config.get("ServerRank", default)
+    if not isinstance(value, str) or not (value.isascii() and value.isdigit()):
+        raise refusal(
+            "ServerRank", value, "digits, here or in the environment (RANK, MS_NODE_RANK)"
+        )
+    return int(value)

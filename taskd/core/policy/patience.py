@@ -1,0 +1,33 @@
+"""How long whoever needs the manager waits for one that is not there.
+
+Owns the rule, for a node and for a launcher with callbacks. A manager that had been there is waited
+for longer: its parent starts it again.
+"""
+
+from enum import Enum
+
+from taskd.core.timeouts import Timeouts
+
+
+class ManagerLink(Enum):
+    """Whether the manager answers."""
+
+    AWAY = "away"
+    PRESENT = "present"
+    REFUSED = "refused"  # it never will
+
+
+def patience_ends_at(
+    link: ManagerLink, lost_at: float | None, needed_since: float, timeouts: Timeouts
+) -> float | None:
+    """When whoever has needed the manager since then goes on alone; None: the manager is there.
+
+    `lost_at`: when it fell silent; None: there has never been one.
+    """
+    if link is ManagerLink.PRESENT:
+        return None
+    if link is ManagerLink.REFUSED:
+        return needed_since
+    if lost_at is None:
+        return needed_since + timeouts.fallback_never_connected_s
+    return max(needed_since, lost_at) + timeouts.fallback_connected_s

@@ -1,0 +1,49 @@
+"""What an agent may tell the manager: only of its own node and of the ranks that it registered.
+
+Owns the rule, and the quarantine of nodes whose messages the manager cannot digest. Knows no
+connections: who a sender is has been found out before.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+
+from taskd.core import events as ev
+from taskd.core.job.machine import EVENTS
+
+_OF_A_NODE = (ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld)
+# a manager that begins anew for one node each second serves no other
+HARM_LIMIT = 3
+
+
+def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[str, str] | None:
+    """Why the agent of `node_rank`, which registered `ranks`, may not say this; None: it may.
+
+    The kind of the refusal ("malformed", "foreign") and its text.
+    """
+    if not isinstance(event, (*EVENTS, ev.WorkerProfiling)):
+        return "malformed", f"{type(event).__name__} is not for a manager"
+    if isinstance(event, ev.WorkerEvent) and event.rank not in ranks:
+        return "foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own"
+    if isinstance(event, ev.AgentHeard) and any(mark.rank not in ranks for mark in event.marks):
+        return "foreign", f"node {node_rank} spoke of ranks that are not its own"
+    if isinstance(event, _OF_A_NODE) and event.node_rank != node_rank:
+        return "foreign", f"node {node_rank} spoke for node {event.node_rank}"
+    return None
+
+
+class Quarantine:
+    """Counts, by node, the messages that made the manager fail; `HARM_LIMIT` of them exclude it."""
+
+    def __init__(self) -> None:
+        self._harm: Counter[int] = Counter()
+
+    def blame(self, node_rank: int) -> None:
+        """A message of this node made the manager fail."""
+        self._harm[node_rank] += 1
+
+    def refusal(self, node_rank: int) -> str | None:
+        """Why no registration of this node is taken any more; None: it may come."""
+        count = self._harm[node_rank]
+        if count < HARM_LIMIT:
+            return None
+        return f"{count} messages of node {node_rank} made the manager fail"

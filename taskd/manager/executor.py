@@ -1,0 +1,129 @@
+"""Events into the machine, and its commands into messages, log lines and records."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from taskd.core import commands
+from taskd.manager.records import describe_fault
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from taskd.core import events
+    from taskd.log import Identity
+    from taskd.manager.guarded import GuardedMachine
+    from taskd.manager.outbox import Outbox
+    from taskd.manager.records import Records
+
+log = logging.getLogger(__name__)
+
+
+class Executor:
+    """`result`: whether the job succeeded; None: it is not over."""
+
+    def __init__(
+        self,
+        guarded: GuardedMachine,
+        outbox: Outbox,
+        records: Records,
+        identity: Identity | None = None,
+    ) -> None:
+        """`identity`: the log prefix, whose generation is kept up to date."""
+        self.result: bool | None = None
+        self._guarded = guarded
+        self._outbox = outbox
+        self._records = records
+        self._identity = identity
+
+    def feed(self, event: events.Event) -> None:
+        """Hand an event to the machine and execute what it answers."""
+        self.execute_all(self._guarded.handle(event))
+
+    def execute_all(self, orders: list[commands.Command]) -> None:
+        """Execute each command; one that fails does not cost the others."""
+        for command in orders:
+            with self._guarded.surviving(f"the order {type(command).__name__}"):
+                self.execute(command)
+        if self._identity is not None:
+            self._identity.generation = self._guarded.machine.generation
+
+    def execute(self, command: commands.Command) -> None:
+        """Execute one command. Raises TypeError for one that is not a manager's."""
+        match command:
+            case (
+                commands.ReplaceWorker()
+                | commands.KillWorker()
+                | commands.Publish()
+                | commands.Pair()
+            ):
+                self._outbox.order(command, [command.node_rank])
+            case (
+                commands.Interrupt()
+                | commands.Advance()
+                | commands.Resume()
+                | commands.RestartGroup()
+                | commands.Release()
+                | commands.Dump()
+            ):
+                self._outbox.order(command)
+            case commands.GiveUp():
+                _log_end(command)
+                self._outbox.order(command)
+            case commands.RecordRecovery():
+                self._records.recovery(command.record)
+                self._guarded.write_story()
+            case commands.EndJob():
+                self._end(command)
+            case commands.ReportStraggler():
+                log.warning(
+                    "rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms",
+                    command.rank,
+                    1000 * command.own_s,
+                    command.phase,
+                    1000 * command.others_s,
+                )
+            case commands.ReportNoProgress():
+                log.warning(
+                    "the job gets no further: %s. What fails is in recoveries.jsonl, with "
+                    "the tracebacks",
+                    command.text,
+                )
+            case commands.ReportNoBuddy():
+                log.warning(
+                    "no snapshot can be mirrored: all nodes are on one host (%s), which "
+                    "would take its mirrors along. Training goes on",
+                    command.host,
+                )
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command for a manager")
+
+    def set_profiling(self, wanted: int, node_ranks: Iterable[int] | None = None) -> None:
+        """Tell the agents of these nodes, or of all, which domains are to be profiled."""
+        generation = self._guarded.machine.generation
+        self._outbox.order(commands.SetProfiling("profiling", generation, wanted), node_ranks)
+
+    def _end(self, command: commands.EndJob) -> None:
+        self.result = command.succeeded
+        if command.left_alone:
+            log.warning(
+                "this manager ends: %s. Training goes on as plain torchrun does it, and torchrun "
+                "tells how it ends",
+                command.reason,
+            )
+            return
+        log.log(
+            logging.INFO if command.succeeded else logging.ERROR,
+            "the job has %s: %s",
+            "succeeded" if command.succeeded else "failed",
+            command.reason,
+        )
+
+
+def _log_end(command: commands.GiveUp) -> None:
+    log.error("the job is given up: %s", command.reason)
+    if command.fault is not None:
+        log.error("the cause: %s", describe_fault(command.fault))
+        for line in (command.fault.traceback or "").splitlines():
+            log.error("  %s", line)

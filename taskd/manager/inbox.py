@@ -1,0 +1,251 @@
+"""What peers say to the manager: each message is checked, becomes an event, and is answered.
+
+Whatever a peer sends can be refused, counted and answered, but never ends the manager. An agent
+that is registered is alive whatever it says: a refused message counts as a sign of life.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from taskd.core import events
+from taskd.core.speakers import objection
+from taskd.errors import RemoteProtocolError
+from taskd.manager.guarded import SHOWN_CHARACTERS
+from taskd.manager.sessions import Session, show_peer
+from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from taskd.clock import Clock
+    from taskd.config import ManagerConfig
+    from taskd.manager.executor import Executor
+    from taskd.manager.guarded import GuardedMachine
+    from taskd.manager.outbox import Outbox
+    from taskd.manager.profiling_switch import ProfilingSwitch
+    from taskd.manager.sessions import Refusals, Sessions
+
+log = logging.getLogger(__name__)
+
+_REGISTRATION = messages.MESSAGE_BY_RECORD[events.AgentRegistered]
+
+
+class Inbox:
+    """`take` is called for each message that arrives."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        clock: Clock,
+        sessions: Sessions,
+        refusals: Refusals,
+        guarded: GuardedMachine,
+        outbox: Outbox,
+        executor: Executor,
+        profiling: ProfilingSwitch,
+    ) -> None:
+        self._job_id = config.job_id
+        self._takes_marks = config.hang.is_on
+        self._clock = clock
+        self._sessions = sessions
+        self._refusals = refusals
+        self._guarded = guarded
+        self._outbox = outbox
+        self._executor = executor
+        self._profiling = profiling
+
+    def take(self, peer: bytes, data: bytes) -> None:
+        """Read one message. Raises nothing."""
+        try:
+            envelope, message = codec.decode(data)
+        except RemoteProtocolError as error:
+            self._refusals.add(peer, error.reason, str(error))
+            if error.type_code is not None:
+                self._outbox.send(peer, messages.Unsupported(error.type_code), "unsupported")
+            elif isinstance(error.envelope, codec.Envelope) and error.message_code is not None:
+                self._answer_unread(peer, error.envelope, error.message_code, str(error))
+            return
+        what = f"{type(message).__name__} of {show_peer(peer)}"
+        try:
+            with self._guarded.surviving(what, lambda: self._blame(peer, envelope, message.code)):
+                self._read(peer, envelope, message)
+        except RemoteProtocolError as error:
+            self._refusals.add(peer, error.reason, str(error))
+            session = self._session_of(peer, envelope)
+            if session is not None and message.code != _REGISTRATION.code:
+                self._reject(peer, session, envelope, message.code, str(error))
+
+    def _session_of(self, peer: bytes, envelope: codec.Envelope) -> Session | None:
+        """The session of the agent that sent this; None: it is not registered from there."""
+        if envelope.role != "agent" or envelope.job_id != self._job_id:
+            return None
+        return self._sessions.agent(envelope.node_rank, peer, envelope.incarnation)
+
+    def _answer_unread(self, peer: bytes, envelope: codec.Envelope, code: int, reason: str) -> None:
+        """Answer a message whose envelope alone could be read, if an agent of this job sent it."""
+        session = self._session_of(peer, envelope)
+        if session is not None and envelope.node_rank is not None:
+            if session.advance(envelope.sequence):
+                with self._guarded.surviving(f"a sign of life of node {envelope.node_rank}"):
+                    self._executor.feed(
+                        events.AgentHeard(self._clock.now(), envelope.cause, envelope.node_rank)
+                    )
+                self._reject(peer, session, envelope, code, reason)
+        elif (
+            code == _REGISTRATION.code
+            and (envelope.role, envelope.job_id) == ("agent", self._job_id)
+            and envelope.node_rank is not None
+        ):
+            refused = messages.Refused(f"its registration breaks a rule: {reason}")
+            self._outbox.send(peer, refused, envelope.cause)
+
+    def _reject(
+        self, peer: bytes, session: Session, envelope: codec.Envelope, code: int, reason: str
+    ) -> None:
+        """Tell an agent that it was heard, and that this message was not taken in."""
+        self._outbox.acknowledge(peer, known=not session.is_doubtful)
+        rejected = messages.Rejected(code, envelope.sequence, reason)
+        self._outbox.send(peer, rejected, envelope.cause)
+
+    def _blame(self, peer: bytes, envelope: codec.Envelope, code: int) -> None:
+        """A message of this agent made the manager fail."""
+        if envelope.role != "agent" or envelope.node_rank is None:
+            return
+        self._sessions.quarantine.blame(envelope.node_rank)
+        reason = "a bug in taskd: the manager could not digest it"
+        self._outbox.send(peer, messages.Rejected(code, envelope.sequence, reason), envelope.cause)
+
+    def _read(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
+        if envelope.job_id != self._job_id:
+            self._outbox.refuse(
+                peer,
+                "foreign",
+                f"this manager serves job {self._job_id}, not {envelope.job_id[:SHOWN_CHARACTERS]}",
+            )
+        elif envelope.role == "agent" and envelope.node_rank is not None:
+            self._read_agent(peer, envelope, message, envelope.node_rank)
+        elif envelope.role == "worker" and envelope.rank is not None:
+            self._read_worker(peer, envelope, message, envelope.rank)
+        else:
+            raise RemoteProtocolError(
+                "malformed", f"a {envelope.role} without position does not speak to a manager"
+            )
+
+    def _read_agent(
+        self, peer: bytes, envelope: codec.Envelope, message: messages.Message, node_rank: int
+    ) -> None:
+        session = self._session_of(peer, envelope)
+        if session is not None and not session.advance(envelope.sequence):
+            log.debug("node %d: message %d again", node_rank, envelope.sequence)
+            return
+        if isinstance(message, _REGISTRATION):
+            self._register(peer, envelope, message)
+            return
+        is_heartbeat = isinstance(message, messages.Heartbeat)
+        if session is None:
+            # A manager that was restarted, or an agent that has been given up: it has to introduce
+            # itself (again).
+            self._outbox.acknowledge(peer, known=False)
+            if is_heartbeat:
+                return
+            raise RemoteProtocolError("foreign", f"node {node_rank} is not registered from there")
+        now = self._clock.now()
+        marks = (
+            message.marks if isinstance(message, messages.Heartbeat) and self._takes_marks else ()
+        )
+        heard = events.AgentHeard(now, envelope.cause, node_rank, marks)
+        _check_speaker(heard, node_rank, session)
+        self._executor.feed(heard)
+        if is_heartbeat:
+            self._outbox.acknowledge(peer, known=not session.is_doubtful)
+            return
+        event = translate.message_to_event(envelope, message, now)
+        _check_speaker(event, node_rank, session)
+        self._take_in(event, node_rank)
+
+    def _take_in(self, event: events.Event, node_rank: int) -> None:
+        """An event of a registered agent that may say it."""
+        if isinstance(event, events.WorkerProfiling):
+            try:
+                self._profiling.heard(event.rank, event.incarnation, event.status)
+            except ValueError as error:
+                raise RemoteProtocolError("malformed", str(error)) from error
+            return
+        self._executor.feed(event)
+        if isinstance(event, events.WorkerExamined):
+            _log_stacks(event)
+        if isinstance(event, events.AgentLeft):
+            log.info("node %d left: %s %s", node_rank, event.outcome, event.detail)
+            del self._sessions.agents[node_rank]
+
+    def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
+        """An agent claims its position."""
+        event = translate.message_to_event(envelope, message, self._clock.now())
+        assert isinstance(event, events.AgentRegistered)
+        node_rank = event.node_rank
+        if (node_rank, event.agent_incarnation) != (envelope.node_rank, envelope.incarnation):
+            self._outbox.refuse(peer, "foreign", "a registration for somebody else")
+        refusal = self._sessions.quarantine.refusal(node_rank) or self._guarded.machine.refusal(
+            event
+        )
+        if refusal is not None:
+            self._outbox.refuse(peer, "refused", refusal)
+        ranks = frozenset(report.rank for report in event.workers)
+        if node_rank not in self._sessions.agents:
+            log.info(
+                "node %d of %d registered, ranks %s of %d",
+                node_rank,
+                event.node_count,
+                sorted(ranks),
+                event.world_size,
+            )
+        answers = self._guarded.handle(event)
+        self._sessions.agents[node_rank] = Session(
+            peer, envelope.incarnation, envelope.sequence, ranks
+        )
+        # First the welcome: what follows is for an agent that knows that it has been accepted.
+        self._outbox.welcome(peer, envelope.cause)
+        self._executor.execute_all(answers)
+        if self._profiling.wanted is not None:
+            self._executor.set_profiling(self._profiling.wanted, [node_rank])
+
+    def _read_worker(
+        self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int
+    ) -> None:
+        """A training process without agent: known, and told that the manager lives.
+
+        The newest one of a rank counts.
+        """
+        if isinstance(message, messages.RegisterWorker):
+            if message.rank != rank:
+                self._outbox.refuse(peer, "foreign", "a registration for somebody else")
+            log.info(
+                "rank %d registered without an agent (pid %d, %s)",
+                rank,
+                message.pid,
+                message.framework,
+            )
+            self._sessions.workers[rank] = Session(
+                peer, envelope.incarnation, envelope.sequence, frozenset((rank,))
+            )
+            self._outbox.welcome(peer, envelope.cause)
+        elif isinstance(message, messages.Heartbeat):
+            session = self._sessions.workers.get(rank)
+            is_known = session is not None and session.is_of(peer, envelope.incarnation)
+            self._outbox.acknowledge(peer, known=is_known)
+        else:
+            raise RemoteProtocolError(
+                "foreign", f"a worker without agent does not report {type(message).__name__}"
+            )
+
+
+def _check_speaker(event: events.Event, node_rank: int, session: Session) -> None:
+    problem = objection(event, node_rank, session.ranks)
+    if problem is not None:
+        raise RemoteProtocolError(*problem)
+
+
+def _log_stacks(event: events.WorkerExamined) -> None:
+    log.error("the stacks of rank %d, which hangs (incarnation %d):", event.rank, event.incarnation)
+    for line in event.traceback.splitlines():
+        log.error("  %s", line)

@@ -1,0 +1,84 @@
+"""What the manager says to its peers. Owns its envelope and the numbering of its messages."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NoReturn
+
+from taskd.core.story import describe
+from taskd.errors import RemoteProtocolError
+from taskd.manager.guarded import SHOWN_CHARACTERS
+from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from taskd.core import commands
+    from taskd.manager.guarded import GuardedMachine
+    from taskd.manager.sessions import Sessions
+    from taskd.transport.base import Listener
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Sends to connections (`peer`) and to the agents of nodes."""
+
+    def __init__(
+        self, job_id: str, link: Listener, sessions: Sessions, guarded: GuardedMachine
+    ) -> None:
+        self._job_id = job_id
+        self._link = link
+        self._sessions = sessions
+        self._guarded = guarded
+        self._sequence = 0
+
+    def send(self, peer: bytes, message: messages.Message, cause: str) -> bool:
+        """Whether the transport has taken the message."""
+        self._sequence += 1
+        envelope = codec.Envelope(
+            job_id=self._job_id,
+            role="manager",
+            node_rank=None,
+            rank=None,
+            incarnation=self._guarded.incarnation,
+            generation=self._guarded.machine.generation,
+            sequence=self._sequence,
+            cause=cause,
+        )
+        return self._link.send(peer, codec.encode(envelope, message))
+
+    def welcome(self, peer: bytes, cause: str) -> None:
+        """Accept a registration."""
+        machine = self._guarded.machine
+        self.send(
+            peer,
+            messages.Accepted(machine.generation, machine.restarts_used, self._guarded.incarnation),
+            cause,
+        )
+
+    def acknowledge(self, peer: bytes, *, known: bool) -> None:
+        """Answer a sign of life; `known` False asks the sender to register."""
+        generation = self._guarded.machine.generation
+        self.send(
+            peer, messages.HeartbeatAck(self._guarded.incarnation, known, generation), "heartbeat"
+        )
+
+    def refuse(self, peer: bytes, reason: str, text: str) -> NoReturn:
+        """Tell the sender that it is refused. Raises `RemoteProtocolError` for the count."""
+        self.send(peer, messages.Refused(text), "refused")
+        raise RemoteProtocolError(reason, text)
+
+    def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:
+        """Send a command to the agents of these nodes, or of all."""
+        log.info("%.*s", SHOWN_CHARACTERS, describe(command).strip())
+        message = translate.command_to_message(command)
+        for node_rank in sorted(self._sessions.agents) if node_ranks is None else node_ranks:
+            session = self._sessions.agents.get(node_rank)
+            if session is None or self.send(session.peer, message, command.cause):
+                continue
+            # its connection is down; when it is back it registers and hears it again
+            session.is_doubtful = True
+            log.warning(
+                "node %d cannot be reached now: %s waits for it", node_rank, type(command).__name__
+            )

@@ -1,0 +1,162 @@
+"""One job on this machine: starts its manager and its torchruns, and reads what they left behind.
+
+directory/facts/    what the workers note: <rank>-<pid>.jsonl (testbed.script)
+directory/log/      TASKD_LOG_PATH: the records of the manager
+directory/*.out     what each process has printed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from testbed.facts import facts_in
+from testbed.proc import MARK_ENV, marked, state_of
+from testbed.processes import ROOT, Finished, Output, environment, free_port, torchrun
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+SCRIPTS = ROOT / "tests" / "process" / "scripts"  # trainings that are called by their name alone
+
+
+class Job:
+    """A manager (optional) and one or several torchruns.
+
+    `env`: variables of all its processes. `directory` is made if it is not there.
+    """
+
+    def __init__(self, directory: pathlib.Path, **env: str) -> None:
+        self.directory = directory
+        self.facts_dir = directory / "facts"
+        self.facts_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = directory / "log"
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.port = free_port()
+        self.master_port = free_port()
+        self.env = environment(
+            FACTS=str(self.facts_dir),
+            TASKD_PORT=str(self.port),
+            TASKD_PROCESS_ENABLE="on",
+            MINDX_TASK_ID="test-job",
+            TASKD_LOG_PATH=str(self.log_dir),
+        ) | {MARK_ENV: self.mark, **env}
+        self.manager: Output | None = None
+        self.agents: list[Output] = []
+
+    def start_manager(self, *arguments: str, prefix: tuple[str, ...] = (), **env: str) -> Output:
+        """`prefix`: of the command, where it is to run elsewhere."""
+        name = f"manager-{time.monotonic_ns()}.out"
+        command = [*prefix, sys.executable, str(ROOT / "manager.py"), *arguments]
+        self.manager = Output(command, self.env | env, self.directory / name, self.directory)
+        return self.manager
+
+    def start_agent(
+        self,
+        script: str,
+        *script_args: str,
+        nproc: int = 4,
+        options: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
+        warm: bool = True,
+        **env: str,
+    ) -> Output:
+        """A torchrun. `warm`: not an interpreter of its own, but a fork that has imported torch."""
+        rendezvous = ("--standalone", "--rdzv", "--nnodes", "--master")
+        if not any(option.startswith(rendezvous) for option in options):
+            # torch's dynamic rendezvous would spend 1.5 s of processor time on its own stack
+            master = ("--master-addr=127.0.0.1", f"--master-port={self.master_port}")
+            options = ("--nnodes=1", "--node-rank=0", *master, *options)
+        if self.manager is not None and self.manager.process.poll() is None:
+            # a warm agent and its first fault would be there before a cold manager
+            self.manager.wait_text("listens on", 60)
+        agent = Output(
+            [*prefix, *torchrun(str(SCRIPTS / script), *options, nproc=nproc), *script_args],
+            self.env | env,
+            self.directory / f"agent{len(self.agents)}.out",
+            self.directory,
+            warm=warm,
+        )
+        self.agents.append(agent)
+        return agent
+
+    def run(
+        self,
+        script: str = "train.py",
+        *,
+        nproc: int = 4,
+        timeout_s: float = 90,
+        options: tuple[str, ...] = (),
+        manager: bool = True,
+        **env: str,
+    ) -> Finished:
+        """Manager and one torchrun; returns torchrun's end."""
+        if manager:
+            self.start_manager()
+        agent = self.start_agent(script, nproc=nproc, options=options, **env)
+        try:
+            return agent.wait(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(self.story()) from error
+
+    def story(self) -> str:
+        """What everybody has printed and what each rank noted last, for the text of a failure."""
+        said = [
+            f"{process.path.name}:\n{process.text[-4000:]}"
+            for process in [*self.agents, self.manager]
+            if process is not None
+        ]
+        last = {
+            fact["rank"]: f"rank {fact['rank']}, state {self._state(fact['pid'])}: {fact}"
+            for fact in self.facts()
+        }
+        return "\n".join([*said, *(last[rank] for rank in sorted(last))])
+
+    @staticmethod
+    def _state(pid: int) -> str:
+        try:
+            return state_of(pid)
+        except FileNotFoundError:
+            return "gone"
+
+    def facts(self, what: str | None = None) -> list[dict]:
+        """What the workers noted, with their rank, in order of time."""
+        return [fact for fact in facts_in(self.facts_dir) if what in (None, fact["what"])]
+
+    def recoveries(self) -> list[dict]:
+        """The JSON records that the manager wrote."""
+        path = self.log_dir / "recoveries.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def digests(self) -> dict[int, str]:
+        """Final digest of each rank that finished."""
+        return {fact["rank"]: fact["digest"] for fact in self.facts("returned")}
+
+    def leftovers(self) -> set[int]:
+        """Processes of this job that are still there."""
+        return marked(self.mark)
+
+    def close(self) -> None:
+        """End all of it."""
+        for process in [*self.agents, self.manager]:
+            if process is not None:
+                process.end()
+        for pid in self.leftovers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def job(directory: pathlib.Path, **env: str) -> Iterator[Job]:
+    """A job that is cleaned up whatever happens."""
+    running = Job(directory, **env)
+    try:
+        yield running
+    finally:
+        running.close()

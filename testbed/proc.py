@@ -1,0 +1,63 @@
+"""What /proc says of the processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+MARK_ENV = "TASKD_TEST_MARK"  # its value names the job that a process belongs to
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of proc(5)'s stat from the third (state) on. Raises OSError: it is gone."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process (proc(5): R, S, D, T, Z, ...)."""
+    return stat_of(pid)[0]
+
+
+def parent_of(pid: int) -> int:
+    """The process that has started it."""
+    return int(stat_of(pid)[1])
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """The fields of proc(5)'s status. Raises OSError: it is gone."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in status)}
+
+
+def _all_pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def descendants(pid: int) -> set[int]:
+    """All live processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for other in _all_pids():
+        with contextlib.suppress(OSError):
+            children.setdefault(parent_of(other), []).append(other)
+    found, todo = set(), [pid]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found.update(new)
+        todo += new
+    return found
+
+
+def marked(value: str) -> set[int]:
+    """All live processes whose environment holds TASKD_TEST_MARK=value.
+
+    Orphans of a job are found by it.
+    """
+    needle = f"{MARK_ENV}={value}".encode()
+    found = set()
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and needle in variables and state_of(pid) != "Z":
+                found.add(pid)
+    return found

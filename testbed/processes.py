@@ -1,0 +1,145 @@
+"""One process with its output in a file, and what it is started with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from taskd.agent.spawning import warmth
+from testbed import warm
+
+if TYPE_CHECKING:
+    from testbed.warm import WarmProcess
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+_reserved: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port that nobody else is given while this process lives.
+
+    It stays bound: the kernel then gives it to no other socket that asks for any port. Servers that
+    set SO_REUSEADDR (ZeroMQ, torch's store) may bind it all the same, because nobody listens on it.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    _reserved.append(probe)
+    return probe.getsockname()[1]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """A clean environment for one job on loopback.
+
+    Nothing of ours inherited, and nothing that torch has set in this process.
+    """
+    env = {
+        key: value
+        for key, value in warmth.initial_environment().items()
+        if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC", "PYTEST_"))
+    }
+    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
+        env.pop(key, None)
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    return env | extra
+
+
+WARM = warm.WarmParent(environment())
+
+
+def torchrun(script: str, *options: str, nproc: int, module: str = "taskd.run") -> list[str]:
+    """The command. `module`: torch's own is "torch.distributed.run"."""
+    return [sys.executable, "-m", module, f"--nproc-per-node={nproc}", *options, script]
+
+
+@dataclasses.dataclass
+class Finished:
+    """What one process of the job printed, and how it ended."""
+
+    returncode: int
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line that is not empty."""
+        return next((line for line in reversed(self.output.splitlines()) if line.strip()), "")
+
+
+class Output:
+    """A process whose output goes to a file, so that nobody has to drain a pipe.
+
+    With `warm`, a command of this interpreter (`-m module …`, `script …`) is a fork of the warm
+    parent where that looks the same.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        env: dict[str, str],
+        path: pathlib.Path,
+        cwd: pathlib.Path,
+        *,
+        warm: bool = False,
+    ) -> None:
+        self.path = path
+        self.process: WarmProcess | subprocess.Popen[bytes]
+        if warm and command[0] == sys.executable and WARM.can_start(env):
+            self.process = WARM.start(command[1:], env, path, cwd)
+            self.pidfd = self.process.pidfd
+            return
+        with path.open("wb") as out:
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                start_new_session=True,
+            )
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.path.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Its end. Raises TimeoutError: it has not come."""
+        ready, _, _ = select.select([self.pidfd], [], [], timeout_s)
+        if not ready:
+            raise TimeoutError(f"still running after {timeout_s} s:\n{self.text[-6000:]}")
+        return Finished(self.process.wait(), self.text)
+
+    def wait_text(self, text: str, timeout_s: float) -> None:
+        """Until it has printed this. Raises TimeoutError: too late, or it has ended before."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text:
+            ended = bool(select.select([self.pidfd], [], [], 0.02)[0])
+            if text in self.text:
+                return
+            if ended or time.monotonic() > deadline:
+                why = "ended" if ended else "too late"
+                raise TimeoutError(f"{why}, never said {text!r}:\n{self.text[-6000:]}")
+
+    def end(self) -> None:
+        """Kill it and its session, if it still runs, and give its descriptor back."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        os.close(self.pidfd)
