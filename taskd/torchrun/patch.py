@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.config import AgentConfig
+from taskd.config.launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-
-UNLIMITED_RESTARTS = 32767  # what max_restarts 0 has always meant in taskd
 
 _originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
 
@@ -98,8 +97,8 @@ def make_agent_class(_original: type) -> type:
 
 def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of launch_agent: the original, with a forkserver around it."""
-    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415
-    from taskd.agent.spawner import Spawner  # noqa: PLC0415
+    from taskd.agent.spawning.forkserver import Forkserver  # noqa: PLC0415
+    from taskd.agent.spawning.spawner import Spawner  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 
@@ -122,7 +121,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             lambda: Forkserver.start("exec", settings.preload),
         )
         raised = copy(config)
-        raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
+        raised.max_restarts = restart_limit(config.max_restarts)
         token = elastic_agent.CURRENT_LAUNCH.set(
             elastic_agent.Launch(spawner, config.rdzv_endpoint)
         )

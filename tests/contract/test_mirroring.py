@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent.mirroring import Mirroring
+from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig, LogConfig
 from taskd.core import commands, events

@@ -24,8 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from taskd.agent.endings import Endings
-from taskd.agent.vitals import Vitals
+from taskd.agent.vitals.endings import Endings
+from taskd.agent.vitals.progress import Vitals
 from taskd.core import events
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine

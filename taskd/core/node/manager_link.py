@@ -1,15 +1,16 @@
 """The manager as one node sees it: there, away or refusing; and what to do without one.
 
-Owns the patience of a node. A manager that had been there is waited for longer: its parent starts
-it again. A fault that nobody answers for too long ends in `FallBack`, plain torchrun behaviour.
+How long that is, is `taskd.core.policy.patience`. A fault that nobody answers for too long ends in `FallBack`, plain torchrun behaviour.
 """
 
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import describe
 from taskd.core.node.orders import release
-from taskd.core.node.state import ManagerLink, NodeState, pass_on
+from taskd.core.node.state import NodeState, pass_on
 from taskd.core.phase import NodePhase
+from taskd.core.policy import patience
+from taskd.core.policy.patience import ManagerLink
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -36,14 +37,12 @@ def manager_refused(node: NodeState, event: ev.ManagerRefused) -> Commands:
 
 def patience_ends_at(node: NodeState) -> float | None:
     """When this node stops to wait for a manager; None: it needs none, or has one."""
-    if node.phase is not NodePhase.RUNNING or node.manager is ManagerLink.PRESENT:
+    if node.phase is not NodePhase.RUNNING:
         return None
     since = node.lives.waiting_since(is_released=node.is_released)
-    if since is None or node.manager is ManagerLink.REFUSED:
-        return since
-    if node.manager_lost_at is None:
-        return since + node.timeouts.fallback_never_connected_s
-    return max(since, node.manager_lost_at) + node.timeouts.fallback_connected_s
+    if since is None:
+        return None
+    return patience.patience_ends_at(node.manager, node.manager_lost_at, since, node.timeouts)
 
 
 def go_alone(node: NodeState) -> Commands:

@@ -4,22 +4,14 @@ Owns the attributes and what each of them means.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from taskd.core import commands as do
 from taskd.core.events import Event
 from taskd.core.node.lives import Life, Lives
 from taskd.core.phase import NodePhase
+from taskd.core.policy.patience import ManagerLink
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Commands, MachineState
-
-
-class ManagerLink(Enum):
-    """Whether the manager answers."""
-
-    AWAY = "away"
-    PRESENT = "present"
-    REFUSED = "refused"  # it never will
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from taskd.agent import activity as kernel
-from taskd.agent import vitals
+from taskd.agent.vitals import activity as kernel
+from taskd.agent.vitals import progress as vitals
 from taskd.native.black_box import BlackBox, Phase
 
 

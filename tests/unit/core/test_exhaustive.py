@@ -15,7 +15,7 @@ from taskd.core.transitions import TransitionTable
 from taskd.errors import InvalidTransition
 
 WORKER_TO_AGENT_ONLY = {ev.WorkerReady, ev.WorkerUncaught, ev.WorkerMirrors}
-# see taskd.core.profiling, taskd.agent.mirroring
+# see taskd.core.profiling, taskd.agent.mirrors.mirroring
 BESIDE_THE_MACHINES = {ev.WorkerProfiling, do.SetProfiling, do.Pair}
 
 

@@ -1,8 +1,6 @@
-"""A worker as a fresh interpreter that is a child of the agent itself.
+"""Starts a worker as a fresh interpreter, a child of the agent itself, as torchrun does.
 
-As torchrun starts it, and slower than a fork.
-
-Used where no forkserver is to be had.
+Slower than a fork; used where there is no forkserver.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from taskd.agent.spawn import WORKER_ENV
+from taskd.agent.spawning.program import WORKER_ENV
 
 if TYPE_CHECKING:
-    from taskd.agent.spawn_protocol import SpawnRequest
+    from taskd.agent.spawning.protocol import SpawnRequest
 
 # The bootstrap names the process that it is meant for, so that children of the worker do not take
 # it for theirs.
@@ -29,9 +27,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"""
 def start(request: SpawnRequest) -> subprocess.Popen[bytes]:
     """Start it, in a session of its own. Raises OSError if the system refuses."""
     command, environment = [sys.executable, *request.argv], dict(request.env)
-    if request.worker is not None:
-        numbers = {f"{name}_fd": number for name, number in request.fds.items()}
-        environment[WORKER_ENV] = json.dumps({**request.worker, "previous_fd": None, **numbers})
+    worker = request.bootstrap()
+    if worker is not None:
+        environment[WORKER_ENV] = json.dumps(worker)
         command[1:1] = ["-I", "-S", "-c", _WITH_OWN_PID]
     with contextlib.ExitStack() as files:
         streams = [

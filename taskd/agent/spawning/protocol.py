@@ -1,4 +1,4 @@
-"""Messages between the agent and its forkserver, and their framing over a stream socket with passed descriptors.
+"""Messages between the agent and its forkserver, with descriptors that are passed along.
 
 Each message is a 4-byte big-endian length and a msgpack map; descriptors travel with its first byte
 (SCM_RIGHTS). Knows neither processes nor torch.
@@ -46,6 +46,13 @@ class SpawnRequest:
     worker: dict[str, Any] | None = None
     ignored: tuple[int, ...] = ()
     blocked: tuple[int, ...] = ()
+
+    def bootstrap(self) -> dict[str, Any] | None:
+        """`worker` with the descriptors, as the runtime gets it; None without a runtime."""
+        if self.worker is None:
+            return None
+        numbers = {f"{name}_fd": number for name, number in self.fds.items()}
+        return {**self.worker, "previous_fd": None, **numbers}
 
 
 @dataclass(frozen=True, slots=True)

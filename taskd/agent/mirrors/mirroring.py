@@ -1,6 +1,6 @@
 """Mirrors of snapshots, as the agent's loop sees them: who is asked, who is told, what there is.
 
-      agent's loop  ── orders ──►  thread "taskd-mirrors"  ── Offer, Piece ──►  the buddy's agent
+      agent's loop  ── orders ──►  thread "taskd-mirrors"  ── Offer, Piece ──►  the peer's agent
                     ◄── wake ───    MirrorSource, MirrorStore  ◄── Answer ──
 
 Copies and the network are the thread's, so that a stalled network never delays a death or a
@@ -17,10 +17,11 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from taskd.agent.mirror_source import MirrorSource
-from taskd.agent.mirror_store import MirrorStore
+from taskd.agent.mirrors.source import MirrorSource
+from taskd.agent.mirrors.store import MirrorStore
 from taskd.config import join_address
 from taskd.core import commands, events
+from taskd.core.mirroring import MirrorPermission
 from taskd.errors import RemoteProtocolError, TransportError
 from taskd.log import SayOnce
 from taskd.native.arenas import Arenas
@@ -30,7 +31,7 @@ from taskd.wire import mirroring
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from taskd.agent.host import Worker
+    from taskd.agent.workers.host import Worker
     from taskd.clock import Clock
     from taskd.config import AgentConfig
 
@@ -66,6 +67,7 @@ class Mirroring:
         self._address = ""
         self._is_wanted = self._is_closing = False
         self._pair: commands.Pair | None = None
+        self._permission = MirrorPermission()
         # the host's own, by rank: to see when they are others
         self._followed: dict[int, Arenas] = {}
         self._orders: deque[Callable[[], None]] = deque()
@@ -139,21 +141,15 @@ class Mirroring:
         """
         if self._thread is None:
             return []
-        match command:
-            case commands.Pair():
-                self._take_pair(command, workers)
-            case commands.Interrupt():
-                self._store.freeze()
-                return [self._held(now)]
-            case commands.Resume():
-                self._roll_back(
-                    command.generation, -1 if command.version is None else command.version
-                )
-            case commands.RestartGroup():
-                self._roll_back(command.generation, -1)
-            case _:
-                pass
-        return []
+        if isinstance(command, commands.Pair):
+            self._take_pair(command, workers)
+            return []
+        permission = self._permission.after(command)
+        if permission != self._permission:
+            self._permission = permission
+            self._store.permit(permission)
+            self._order(lambda: self._source.permit(permission))
+        return [self._held(now)] if isinstance(command, commands.Interrupt) else []
 
     def follow(self, workers: Mapping[int, Worker]) -> None:
         """Ranks that were started anew with all others have other arenas than before."""
@@ -203,10 +199,6 @@ class Mirroring:
             pair.incarnation,
         ):
             self._order(lambda: self._connect(pair))
-
-    def _roll_back(self, generation: int, version: int) -> None:
-        self._store.thaw(generation, version)
-        self._order(lambda: self._source.roll_back(generation, version))
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)

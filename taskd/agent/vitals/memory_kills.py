@@ -29,7 +29,7 @@ class Counter:
     unclaimed_until: float = field(default=0.0)
 
     def claim(self, now: float) -> str | None:
-        """Text like "cgroup oom_kill 0 → 1" if the kernel has killed somebody that nobody has claimed."""
+        """Text like "cgroup oom_kill 0 → 1" for a kill that no death has claimed; None: no such."""
         count = read_counter(self.path)
         if count is not None and count > self.seen:
             if self.unclaimed == 0 or now > self.unclaimed_until:

@@ -2,7 +2,7 @@
 
 Never looks inside.
 
-    clients ── DEALER ──► ROUTER :9602 │ one DEALER per client, with the client's identity ──► manager
+    clients ── DEALER ──► ROUTER :9602 │ one DEALER per client, with its identity ──► manager
 
 Because identity and order are kept, the manager cannot tell a relayed client from a direct one.
 Owns one thread. Decides nothing; a client that has been silent for a while is forgotten, and is

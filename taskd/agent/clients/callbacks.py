@@ -2,7 +2,10 @@
 
 The manager decides, callbacks do it.
 
-    manager ◄── Upstream ──► CallbackAgent ── KILL_WORKER, START_ALL_WORKER, MONITOR, RESTART ──► the launcher's workers
+    manager ◄── ManagerConnection ──► CallbackAgent
+                                          │ KILL_WORKER, START_ALL_WORKER, MONITOR, RESTART
+                                          ▼
+                                      the launcher's workers
 
 With "PyTorch" the launcher is a SimpleElasticAgent, and its own methods are the callbacks that are
 not registered. Its workers know nothing of taskd, so any fault restarts the group of all nodes.
@@ -17,13 +20,14 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from taskd.agent.upstream import Upstream
+from taskd.agent.link.connection import ManagerConnection
+from taskd.config.launcher import restart_limit
 from taskd.core import commands, events
 from taskd.core.exits import exit_fault
 from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
 from taskd.errors import ConfigError
-from taskd.wire import codec, translate
+from taskd.wire import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,7 +46,6 @@ DEFAULTS = {
 }
 OPERATORS = (*DEFAULTS, "START_WORKER_LIST")
 _NEEDED = ("_worker_group", "_remaining_restarts", *DEFAULTS.values())
-_UNLIMITED_RESTARTS = 32767  # what max_restarts 0 means, here as under the patch
 
 
 class CallbackAgent:
@@ -64,11 +67,11 @@ class CallbackAgent:
         self._timeouts = Timeouts.derive(config.fault_timeout_s)
         self._incarnation = uuid.uuid4().hex
         self._incarnations: dict[int, int] = {}  # of each rank's present process
-        self._state = "starting"
         self._generation = 0
         self._restarts_used = 0
         self._reported: set[int] = set()  # ranks whose present process is known to have failed
         self._failed_at: float | None = None  # since when a failure waits for the manager's answer
+        self._manager: ManagerConnection | None = None  # while `run` does
 
     @property
     def framework(self) -> str:
@@ -88,58 +91,44 @@ class CallbackAgent:
         group = self._launcher._worker_group  # noqa: SLF001
         self._call("START_ALL_WORKER", group)
         self._incarnations = dict.fromkeys(self._ranks(), 0)
-        self._state = "running"
-        envelope = codec.Envelope(
-            job_id=self._config.job_id,
-            role="agent",
-            node_rank=self._config.node_rank,
-            rank=None,
-            incarnation=self._incarnation,
-            generation=0,
-            sequence=0,
-            cause="",
-        )
-        upstream = Upstream(
+        self._manager = manager = ManagerConnection(
             self._config.upstream_address,
             self._config.secret,
             self._clock,
-            envelope=envelope,
-            registration=lambda: translate.event_to_message(self._registration()),
-            fault_timeout_s=self._config.fault_timeout_s,
+            self._timeouts,
+            job_id=self._config.job_id,
+            role="agent",
+            node_rank=self._config.node_rank,
+            incarnation=self._incarnation,
+            register=lambda: self._say(self._registration()),
         )
         farewell = ("stopped", "the launcher was interrupted")
         try:
-            result = self._loop(upstream, group)
+            result = self._loop(manager, group)
             farewell = (
                 ("failed", "see the launcher's log") if result.is_failed() else ("succeeded", "")
             )
             return result
         finally:
             self._say(
-                upstream,
-                events.AgentLeft(self._clock.now(), "farewell", self._config.node_rank, *farewell),
+                events.AgentLeft(self._clock.now(), "farewell", self._config.node_rank, *farewell)
             )
-            upstream.close()
+            manager.close()
 
-    def _loop(self, upstream: Upstream, group: Any) -> Any:
+    def _loop(self, manager: ManagerConnection, group: Any) -> Any:
         interval_s = float(group.spec.monitor_interval)
-        was_joined = False
         while True:
-            upstream.poll(interval_s)
-            for order in upstream.turn():
-                result = self._obey(order, upstream, group)
+            manager.poll(interval_s)
+            for event in manager.turn():
+                result = self._hear(event, manager, group)
                 if result is not None:
                     return result
-            if upstream.has_joined and not was_joined:
-                # a manager that has just met us has not heard of the failures
-                self._reported.clear()
-            was_joined = upstream.has_joined
             result = self._call("MONITOR", group)
             state = str(getattr(result.state, "value", result.state))
             if state == "SUCCEEDED":
-                return self._succeed(result, upstream)
+                return self._succeed(result, manager)
             if state in ("FAILED", "UNHEALTHY"):
-                if self._fail(result, upstream, group):
+                if self._fail(result, manager, group):
                     return result
             elif state != "HEALTHY":
                 raise ConfigError(
@@ -149,21 +138,19 @@ class CallbackAgent:
 
     # ------------------------------------------------------------------ what happened
 
-    def _succeed(self, result: Any, upstream: Upstream) -> Any:
+    def _succeed(self, result: Any, manager: ManagerConnection) -> Any:
         for rank in self._ranks():
             self._say(
-                upstream,
-                events.WorkerFinished(
-                    self._clock.now(), "finished", rank, self._incarnations[rank]
-                ),
+                events.WorkerFinished(self._clock.now(), "finished", rank, self._incarnations[rank])
             )
-        upstream.turn()
+        for _ in manager.turn():
+            pass  # the job is over: no order changes that
         barrier = getattr(self._launcher, "_exit_barrier", None)
         if barrier is not None:
             barrier()  # torch: wait for the agents of the other nodes
         return result
 
-    def _fail(self, result: Any, upstream: Upstream, group: Any) -> bool:
+    def _fail(self, result: Any, manager: ManagerConnection, group: Any) -> bool:
         """Report each failed rank once, then wait for orders.
 
         True: nobody will give any, and nothing is left to try.
@@ -171,21 +158,16 @@ class CallbackAgent:
         now = self._clock.now()
         if self._failed_at is None:
             self._failed_at = now
-        self._state = "lost"
-        if upstream.has_joined:
+        if manager.session.is_registered:
             for rank in sorted(set(result.failures) & set(self._incarnations) - self._reported):
                 self._reported.add(rank)
                 fault = exit_fault(rank, self._incarnations[rank], result.failures[rank].exitcode)
                 age_s = now - self._failed_at
                 self._say(
-                    upstream,
-                    events.WorkerLost(now, f"exit:{rank}", rank, fault.incarnation, fault, age_s),
+                    events.WorkerLost(now, f"exit:{rank}", rank, fault.incarnation, fault, age_s)
                 )
-        if upstream.has_ever_joined:
-            limit_s = self._timeouts.fallback_connected_s
-        else:
-            limit_s = self._timeouts.fallback_never_connected_s
-        if upstream.refusal is None and (upstream.has_joined or now - self._failed_at < limit_s):
+        alone_at = manager.session.patience_ends_at(self._failed_at)
+        if alone_at is None or now < alone_at:
             return False
         return self._restart_alone(group)
 
@@ -211,23 +193,24 @@ class CallbackAgent:
 
     # ------------------------------------------------------------------ what to do
 
-    def _obey(self, order: commands.Command, upstream: Upstream, group: Any) -> Any:
-        """Carry out one order. Returns the result if it ends the run."""
-        match order:
-            case commands.RestartGroup():
-                self._restart(order, upstream, group)
-            case commands.GiveUp():
+    def _hear(self, event: events.Event, manager: ManagerConnection, group: Any) -> Any:
+        """What the manager says. Returns the result if it ends the run."""
+        match event:
+            case events.ManagerJoined():
+                manager.generation = event.generation
+                self._reported.clear()  # it has not heard of the failures, if it is new
+            case events.CommandReceived(command=commands.RestartGroup() as order):
+                self._restart(order, group)
+            case events.CommandReceived(command=commands.GiveUp() as order):
                 log.error("the job is given up: %s", order.reason)
                 result = self._call("MONITOR", group)
                 self._call("KILL_WORKER", group)
                 return dataclasses.replace(result, state=type(result.state)("FAILED"))
             case _:
-                log.debug(
-                    "%s does not concern workers that know nothing of taskd", type(order).__name__
-                )
+                log.debug("workers that know nothing of taskd are not concerned by %s", event)
         return None
 
-    def _restart(self, order: commands.RestartGroup, upstream: Upstream, group: Any) -> None:
+    def _restart(self, order: commands.RestartGroup, group: Any) -> None:
         incarnations = {
             rank: number for rank, number in order.incarnations if rank in self._incarnations
         }
@@ -245,13 +228,12 @@ class CallbackAgent:
             started = events.WorkerStarted(
                 self._clock.now(), order.cause, rank, incarnations[rank], self._pid(rank)
             )
-            self._say(upstream, started)
+            self._say(started)
 
     def _begin_lives(self, incarnations: dict[int, int]) -> None:
         self._incarnations = incarnations
         self._reported.clear()
         self._failed_at = None
-        self._state = "running"
 
     # ------------------------------------------------------------------ small parts
 
@@ -288,12 +270,12 @@ class CallbackAgent:
             self._incarnation,
             int(group.group_world_size),
             int(group.workers[0].world_size),
-            group.spec.max_restarts or _UNLIMITED_RESTARTS,
+            restart_limit(group.spec.max_restarts),
             self._generation,
             self._restarts_used,
             reports,
         )
 
-    @staticmethod
-    def _say(upstream: Upstream, event: events.Event) -> None:
-        upstream.send(translate.event_to_message(event), event.cause)
+    def _say(self, event: events.Event) -> None:
+        assert self._manager is not None
+        self._manager.send(translate.event_to_message(event), event.cause)

@@ -17,12 +17,11 @@ import os
 import select
 import signal
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from taskd.agent import interpreter, processes
-from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
+from taskd.agent.spawning import interpreter, processes
+from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.core.policy.forkservers import Forkservers
 from taskd.errors import ForkserverError
 
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
 
-    from taskd.agent.forkserver import Forkserver
-    from taskd.agent.spawn_protocol import Reply
+    from taskd.agent.spawning.forkserver import Forkserver
+    from taskd.agent.spawning.protocol import Reply
     from taskd.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ class Spawner:
             for name, descriptor in request.fds.items():
                 own[name] = os.dup(descriptor)
         except OSError:
-            _close_all(own)
+            processes.close_all(own.values())
             raise
         self._waiting.append(replace(request, fds=own))
         self._hand_over()
@@ -130,7 +129,7 @@ class Spawner:
             select.select(fds, [], [], max(0.0, deadline - self._clock.now()))
             self._reap()
         for request in (*self._waiting, *([self._asked] if self._asked else [])):
-            _close_all(request.fds)
+            processes.close_all(request.fds.values())
 
     # ------------------------------------------------------------------ the forkserver
 
@@ -156,17 +155,17 @@ class Spawner:
             if isinstance(reply, Exited):
                 worker = self._workers.pop(reply.token, None)
                 if worker is not None:
-                    _close(worker.pidfd)
+                    processes.close_all([worker.pidfd])
                 continue
             if isinstance(reply, Started):
                 self._workers[reply.token] = _Worker(reply.pid, reply.pidfd)
             if self._asked is not None and self._asked.token == reply.token:
-                _close_all(self._asked.fds)
+                processes.close_all(self._asked.fds.values())
                 self._asked = None
         return replies
 
     def _is_owed(self) -> bool:
-        """Whether it has been asked and has not answered, or has a worker that ended and has not told."""
+        """Whether it has to say something: the answer to a request, or the end of a worker."""
         if self._asked is not None or self._waiting:
             return True
         poll = select.poll()
@@ -228,7 +227,7 @@ class Spawner:
                     process.pid, pidfd, is_ours=True, process=process
                 )
                 found.append(Started(request.token, process.pid, pidfd, self._why_none))
-            _close_all(request.fds)
+            processes.close_all(request.fds.values())
         return found
 
     def _reap(self) -> list[Reply]:
@@ -252,7 +251,7 @@ class Spawner:
 
     def _ended(self, token: int, status: int) -> Exited:
         worker = self._workers.pop(token)
-        _close(worker.pidfd)
+        processes.close_all([worker.pidfd])
         if worker.process is not None:
             worker.process.returncode = status
         return Exited(token, worker.pid, status)
@@ -264,14 +263,3 @@ def _pidfd_of(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:
         return -1
-
-
-def _close(descriptor: int) -> None:
-    if descriptor >= 0:
-        os.close(descriptor)
-
-
-def _close_all(descriptors: dict[str, int]) -> None:
-    for descriptor in descriptors.values():
-        with suppress(OSError):
-            os.close(descriptor)

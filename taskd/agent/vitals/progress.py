@@ -1,9 +1,8 @@
-"""How far each worker of this node has come.
+"""How far each worker of this node has come: what its agent tells of it with each heartbeat.
 
-Its black box, and what the kernel says of a worker that stands still.
-
-Owns the looking, not the judgement (`taskd.core.policy.hangs`). A worker that goes on costs a few words
-of memory per look; only one that stands is looked up in /proc.
+Owns the observation, not the judgement whether a worker hangs (`taskd.core.policy.hangs`). A worker
+that makes progress costs a few words of its black box per look; only one that does not is looked
+up in /proc.
 
 A process that was itself not running must not take others for hanging: when two looks are further
 apart than they should be, all durations count from the later one. In the same way the durations of
@@ -13,10 +12,18 @@ a worker that was stopped, or held by a debugger, begin again when it is let go.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from taskd.agent import activity as kernel
-from taskd.core.marks import Activity, GroupMark, Mark
+from taskd.agent.vitals.activity import (
+    TICK_S,
+    Activity,
+    Processes,
+    activity_of,
+    state_of,
+    waits_outside,
+)
+from taskd.core import marks
+from taskd.core.marks import GroupMark, Mark
 from taskd.log import SayOnce
 from taskd.native.black_box import Phase
 from taskd.native.collectives import Collectives
@@ -24,11 +31,12 @@ from taskd.native.collectives import Collectives
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from taskd.agent.workers.host import Worker
     from taskd.native.black_box import BlackBox
 
 log = logging.getLogger(__name__)
 
-STANDING_S = 0.75  # for longer than this without a mark: look closer ...
+STALLED_S = 0.75  # for longer than this without a mark: look closer ...
 HURRY_S = 5.0  # ... and, up to this, more often: the shortest limits end within it
 TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
 _ACTIVE_SHARE = 0.05  # of the time on a processor: more is no sleep ...
@@ -47,40 +55,24 @@ _OUTSIDE_STEPS = frozenset(
 )
 
 
-class Watched(Protocol):
-    """What is needed of a worker."""
-
-    @property
-    def incarnation(self) -> int:
-        """Which life of its rank."""
-
-    @property
-    def pid(self) -> int | None:
-        """None until it has been started."""
-
-    @property
-    def box(self) -> BlackBox:
-        """Its black box."""
-
-
 class Vitals:
     """One per agent. `look` is called about once a second, and more often while `is_urgent`."""
 
     def __init__(self) -> None:
-        self.is_urgent = False  # somebody has come to a stand lately
+        self.is_urgent = False  # somebody has stopped making progress lately
         self._times_at = 0.0
         self._not_before = 0.0  # we did not run before this moment
         self._due_at: float | None = None
         # as they are at this look, if that is wanted
-        self._processes: kernel.Processes | None = None
+        self._processes: Processes | None = None
         # Of (rank, incarnation): what to compare with, and what is known.
-        self._activity: dict[tuple[int, int], tuple[kernel.Activity, str]] = {}
+        self._activity: dict[tuple[int, int], tuple[Activity, str]] = {}
         # when it was last seen stopped or under a debugger
         self._held_at: dict[tuple[int, int], float] = {}
         self._damaged = SayOnce()
 
     def look(
-        self, now: float, next_look_s: float, workers: Mapping[int, Watched]
+        self, now: float, next_look_s: float, workers: Mapping[int, Worker]
     ) -> tuple[Mark, ...]:
         """The marks of all workers at the monotonic time `now`.
 
@@ -102,7 +94,7 @@ class Vitals:
             life: activity for life, activity in self._activity.items() if life in lives
         }
         self._held_at = {life: held_at for life, held_at in self._held_at.items() if life in lives}
-        self.is_urgent = self.sees_standing(now, workers)
+        self.is_urgent = self.sees_no_progress(now, workers)
         return found
 
     def doubt(self, rank: int, incarnation: int, box: BlackBox) -> None:
@@ -119,33 +111,29 @@ class Vitals:
                 damage,
             )
 
-    def sees_standing(self, now: float, workers: Mapping[int, Watched]) -> bool:
-        """Whether a worker has come to a stand lately.
-
-        A few words of memory, for between two looks.
-        """
+    def sees_no_progress(self, now: float, workers: Mapping[int, Worker]) -> bool:
+        """Whether a worker has stopped making progress lately. Cheap enough for between looks."""
         return any(
-            self._is_standing(now, worker.box)
-            and self._since(now, worker.box.progress_at) < HURRY_S
+            self._is_stalled(now, worker.box) and self._since(now, worker.box.progress_at) < HURRY_S
             for worker in workers.values()
         )
 
-    def _is_standing(self, now: float, box: BlackBox) -> bool:
+    def _is_stalled(self, now: float, box: BlackBox) -> bool:
         is_in_step = (
-            box.phase not in _OUTSIDE_STEPS and self._since(now, box.progress_at) > STANDING_S
+            box.phase not in _OUTSIDE_STEPS and self._since(now, box.progress_at) > STALLED_S
         )
-        return is_in_step or self._since(now, box.alive_at) > STANDING_S
+        return is_in_step or self._since(now, box.alive_at) > STALLED_S
 
-    def _mark(self, now: float, rank: int, worker: Watched, *, with_times: bool) -> Mark:
+    def _mark(self, now: float, rank: int, worker: Worker, *, with_times: bool) -> Mark:
         box, life = worker.box, (rank, worker.incarnation)
         self.doubt(*life, box)
-        is_standing = self._is_standing(now, box)
+        is_stalled = self._is_stalled(now, box)
         activity, active_at = (
-            self._look_closer(now, life, worker) if is_standing else (Activity.UNKNOWN, 0.0)
+            self._look_closer(now, life, worker) if is_stalled else (marks.Activity.UNKNOWN, 0.0)
         )
-        if not is_standing:
+        if not is_stalled:
             self._activity.pop(life, None)
-        if activity in (Activity.STOPPED, Activity.TRACED):
+        if activity in (marks.Activity.STOPPED, marks.Activity.TRACED):
             self._held_at[life] = now
             from_s = 0.0
         else:
@@ -164,7 +152,7 @@ class Vitals:
             box.slowest_step_s,
             box.slowest_long_s(Phase.CHECKPOINT),
             box.slowest_long_s(Phase.EVALUATION),
-            self._groups(box) if is_standing else (),
+            self._groups(box) if is_stalled else (),
             tuple((name, count, seconds) for name, (count, seconds) in box.phase_times().items())
             if with_times
             else (),
@@ -199,29 +187,31 @@ class Vitals:
             for group in newest
         )
 
-    def _look_closer(self, now: float, life: tuple[int, int], worker: Watched) -> tuple[str, float]:
-        """What the kernel says of a worker that stands, and of one that is asleep since when (0: since it came to a stand)."""
+    def _look_closer(self, now: float, life: tuple[int, int], worker: Worker) -> tuple[str, float]:
+        """Kernel activity of a stalled worker, and when it was last active (0: unknown)."""
         pid = worker.pid
         try:
             if pid is None:
-                return Activity.UNKNOWN, 0.0
-            state, tracer = kernel.state_of(pid)
-            self._processes = self._processes or kernel.Processes()
-            activity = kernel.activity_of(now, pid, self._processes)
+                return marks.Activity.UNKNOWN, 0.0
+            state, tracer = state_of(pid)
+            self._processes = self._processes or Processes()
+            activity = activity_of(now, pid, self._processes)
         # it has just ended, or /proc is not what it should be
         except (OSError, ValueError, LookupError):
-            return Activity.UNKNOWN, 0.0
+            return marks.Activity.UNKNOWN, 0.0
         if tracer or worker.box.is_debugged:
-            return Activity.TRACED, 0.0
+            return marks.Activity.TRACED, 0.0
         return (
-            (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
+            (marks.Activity.STOPPED, 0.0)
+            if state in "Tt"
+            else self._compare(life, pid, state, activity)
         )
 
     def _compare(
-        self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity
+        self, life: tuple[int, int], pid: int, state: str, activity: Activity
     ) -> tuple[str, float]:
-        """What it has done since it was first seen to stand, or since it was last seen to do something."""
-        earlier, known = self._activity.setdefault(life, (activity, Activity.UNKNOWN))
+        """As `_look_closer`: what it has done since it stalled, or was last seen to be active."""
+        earlier, known = self._activity.setdefault(life, (activity, marks.Activity.UNKNOWN))
         elapsed_s = activity.looked_at - earlier.looked_at
         if elapsed_s < _MEASURED_S:
             return known, 0.0
@@ -229,12 +219,12 @@ class Vitals:
             activity.main_s - earlier.main_s > min(_ACTIVE_S, _ACTIVE_SHARE * elapsed_s)
             or activity.main_io > earlier.main_io
             or activity.threads_io - earlier.threads_io > _THREADS_BYTES * elapsed_s
-            or activity.others_s - earlier.others_s > kernel.TICK_S
+            or activity.others_s - earlier.others_s > TICK_S
             or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s
             or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s
         ):
-            self._activity[life] = (activity, Activity.BUSY)  # and is it still?
-            return Activity.BUSY, 0.0
-        if state == "D" or kernel.waits_outside(pid):
-            return Activity.DISK, 0.0
-        return Activity.ASLEEP, earlier.looked_at if known == Activity.BUSY else 0.0
+            self._activity[life] = (activity, marks.Activity.BUSY)  # and is it still?
+            return marks.Activity.BUSY, 0.0
+        if state == "D" or waits_outside(pid):
+            return marks.Activity.DISK, 0.0
+        return marks.Activity.ASLEEP, earlier.looked_at if known == marks.Activity.BUSY else 0.0

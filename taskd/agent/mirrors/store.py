@@ -2,11 +2,10 @@
 
 Owns that memory: an arena for each rank, with two buffers as on its own node, so that the newest
 whole mirror survives whatever becomes of the next one. Frames come in and answers go out in the
-thread of `taskd.agent.mirroring`, which alone touches arenas; what the agent's loop asks is
+thread of `taskd.agent.mirrors.mirroring`, which alone touches arenas; what the agent's loop asks is
 answered from a table under a lock that is never held for longer than a look at it.
 
-Between `freeze` and `thaw` no mirror is begun, as a plan may count on the older one, which it would
-overwrite. One that is under way is completed.
+Which mirrors may be begun is `taskd.core.mirroring`'s business.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import threading
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from taskd.core.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.log import SayOnce
 from taskd.native.arena_copy import Incoming, Outline
@@ -77,8 +77,8 @@ class MirrorStore:
         # Below: under the lock, except that only the thread changes which mirrors there are.
         self._mirrors: dict[int, _Mirror] = {}
         self._sources: dict[int, str] = {}
-        self._floor = (0, 0)  # what was made before that generation, beyond that version, is void
-        self._is_frozen = self._is_swept = False
+        self._permission = MirrorPermission()
+        self._is_swept = False
 
     # ------------------------------------------------------------ for the agent's loop
 
@@ -97,35 +97,24 @@ class MirrorStore:
             place = self._mirrors[rank].table.get(version) if rank in self._mirrors else None
             return None if place is None else place.arena.fd
 
-    def freeze(self) -> None:
-        """See the module."""
+    def permit(self, permission: MirrorPermission) -> None:
+        """From now on this holds. What is void by it is forgotten."""
         with self._lock:
-            self._is_frozen = True
-
-    def thaw(self, generation: int, version: int) -> None:
-        """The job goes on from `version` (-1: from nothing that is held) in `generation`.
-
-        What was beyond it is void.
-        """
-        with self._lock:
-            self._is_frozen, self._is_swept, self._floor = False, False, (generation, version)
+            self._permission, self._is_swept = permission, False
             for mirror in self._mirrors.values():
                 mirror.table = {
-                    number: place
-                    for number, place in mirror.table.items()
-                    if not self._is_void(place.generation, number)
+                    version: place
+                    for version, place in mirror.table.items()
+                    if not permission.is_void(place.generation, version)
                 }
 
     def serve(self, sources: Mapping[int, str]) -> None:
-        """Keep the snapshots of these nodes, whose agents are of these incarnations, and of no others."""
+        """Keep the snapshots of these nodes and of no others. Values: their agents' incarnations."""
         with self._lock:
             self._sources, self._is_swept = dict(sources), False
             for mirror in self._mirrors.values():
                 if mirror.node_rank not in self._sources:
                     mirror.table = {}
-
-    def _is_void(self, generation: int, version: int) -> bool:
-        return generation < self._floor[0] and version > self._floor[1]
 
     # ------------------------------------------------------------ in the thread
 
@@ -146,7 +135,7 @@ class MirrorStore:
         with self._lock:
             if self._is_swept:
                 return
-            self._is_swept, (generation, version) = True, self._floor
+            self._is_swept, permission = True, self._permission
             gone = {
                 rank: mirror
                 for rank, mirror in self._mirrors.items()
@@ -162,13 +151,13 @@ class MirrorStore:
         for mirror in gone.values():
             _discard(mirror.arenas)
         for mirror in self._mirrors.values():
-            mirror.arenas.forget_after(version, generation)
+            mirror.arenas.forget_after(permission.version, permission.generation)
 
     def _take_offer(self, peer: bytes, offer: Offer) -> Answer:
         outline = Outline(*(getattr(offer, item.name) for item in fields(Outline)))
         with self._lock:
             is_known = self._sources.get(offer.node_rank) == offer.incarnation
-            is_late = self._is_frozen or self._is_void(offer.generation, offer.version)
+            may_begin = self._permission.may_begin(offer.generation, offer.version)
         if (offer.job_id, offer.to, is_known) != (self._job_id, self._incarnation, True):
             raise RemoteProtocolError(
                 "foreign",
@@ -180,7 +169,7 @@ class MirrorStore:
                 "malformed", f"the offer of a snapshot of rank {offer.rank} was damaged on its way"
             )
         self._transfers.pop(offer.node_rank, None)
-        if is_late:
+        if not may_begin:
             return Answer(offer.transfer, LATER)
         mirror = self._mirrors.get(offer.rank)
         if mirror is not None and mirror.node_rank != offer.node_rank:
@@ -215,7 +204,7 @@ class MirrorStore:
         self, offer: Offer, mirror: _Mirror, arena: Arena, outline: Outline
     ) -> _Transfer | None:
         with self._lock:
-            if self._is_frozen:
+            if not self._permission.may_begin(offer.generation, offer.version):
                 return None
             incoming = Incoming(arena, outline)
             mirror.table = {
@@ -271,13 +260,13 @@ class MirrorStore:
         mirror = self._mirrors[transfer.rank]
         outgrown: list[Arena] = []
         with self._lock:
-            if mirror.node_rank in self._sources and not self._is_void(
+            if mirror.node_rank in self._sources and not self._permission.is_void(
                 outline.generation, outline.version
             ):
                 mirror.table[outline.version] = _Place(
                     outline.generation, transfer.arena, held.slot
                 )
-            is_frozen = self._is_frozen
+            is_frozen = self._permission.is_frozen
             # the larger one holds two: see Snapshotter
             if sum(place.arena is transfer.arena for place in mirror.table.values()) > 1:
                 outgrown = [arena for arena in mirror.arenas.all() if arena is not transfer.arena]

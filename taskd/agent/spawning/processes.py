@@ -12,6 +12,10 @@ import os
 import select
 import signal
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # of a process whose parent took the truth to its grave: most likely what killed it too
 UNKNOWN_STATUS = -signal.SIGKILL
@@ -45,7 +49,7 @@ def thread_count() -> int:
 
 
 def open_descriptors() -> list[int]:
-    """Every open descriptor of this process, in order (the one used for looking is already closed)."""
+    """Every open descriptor of this process, in order, without the one used for looking."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -190,3 +194,10 @@ def describe_status(status: int) -> str:
         return signal.Signals(-status).name
     except ValueError:
         return f"signal {-status}"
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close these descriptors; one that is closed already, or -1, is passed over."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)

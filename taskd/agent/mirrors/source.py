@@ -1,11 +1,11 @@
-"""The snapshots of this node's ranks, on their way to the buddy.
+"""The snapshots of this node's ranks, on their way to the peer node.
 
 Owns what of them has a mirror, and the word in each arena that tells the rank so: while there is a
 mirror to wait for, ranks replace no snapshot before all of them have theirs
-(`taskd.worker.snapshots`). A buddy that is not heard, or has no memory, is not waited for.
+(`taskd.worker.snapshots`). A peer node that is not heard, or has no memory, is not waited for.
 
 One snapshot at a time: offered, sent in pieces of which only a few are under way, verified by the
-buddy, kept. Runs in the thread of `taskd.agent.mirroring`.
+peer node, kept. Runs in the thread of `taskd.agent.mirrors.mirroring`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from taskd.core.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.native.arena_copy import AWAITED, UNMIRRORED, Outgoing
 from taskd.wire import mirroring
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 _UNDER_WAY_BYTES = 8 * PIECE_BYTES  # enough for 1 GB/s at 4 ms; more would only fill buffers
 _LOOK_S = 0.02  # between two looks for a new snapshot: two words of each rank
 _LATER_S = 0.25  # after "later", or damage
-SILENT_S = 10.0  # a buddy that says nothing for so long is not waited for, and asked again
+SILENT_S = 10.0  # a peer node that says nothing for so long is not waited for, and asked again
 
 
 @dataclass(slots=True)
@@ -103,13 +104,13 @@ class MirrorSource:
         self._transfer: _Transfer | None = None
         self._transfers = 0
         self._heard_at = self._look_at = 0.0
-        self._floor = (0, 0)
+        self._permission = MirrorPermission()
         self._is_silent = False
 
     # ------------------------------------------------------------ what is to be mirrored, and where
 
     def pair(self, pair: Pair, link: Link) -> None:
-        """From now on to this buddy."""
+        """From now on to this peer node."""
         self._pair, self._link, self._transfer, self._is_silent = pair, link, None, False
         for own in self._ranks.values():
             own.mirrored.clear()
@@ -125,9 +126,9 @@ class MirrorSource:
             if self._transfer is not None and self._transfer.rank == rank:
                 self._transfer = None
 
-    def roll_back(self, generation: int, version: int) -> None:
-        """What was made before `generation`, beyond `version`, is void."""
-        self._floor = (generation, version)
+    def permit(self, permission: MirrorPermission) -> None:
+        """From now on this holds."""
+        self._permission = permission
 
     def release(self) -> None:
         """Nobody is mirrored any more, and nobody is to wait for it."""
@@ -143,9 +144,9 @@ class MirrorSource:
     # ------------------------------------------------------------ the conversation
 
     def turn(self, now: float) -> float | None:
-        """Read what the buddy said, send what is next.
+        """Read what the peer node said, send what is next.
 
-        Returns when to come again at the latest; None: there is no buddy.
+        Returns when to come again at the latest; None: there is no peer node.
         """
         if self._link is None:
             return None
@@ -153,7 +154,7 @@ class MirrorSource:
             try:
                 frame = mirroring.decode(data)
             except RemoteProtocolError as error:
-                log.debug("the buddy sent something that is no answer: %s", error)
+                log.debug("the peer node sent something that is no answer: %s", error)
                 continue
             if (
                 isinstance(frame, Answer)
@@ -197,7 +198,7 @@ class MirrorSource:
             except ArenaError:  # it is being overwritten just now
                 continue
             outline = outgoing.outline
-            if outline.generation < self._floor[0] and outline.version > self._floor[1]:
+            if self._permission.is_void(outline.generation, outline.version):
                 continue
             self._ranks[rank] = self._ranks.pop(rank)  # next time the others come first
             self._transfers += 1

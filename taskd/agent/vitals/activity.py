@@ -1,9 +1,7 @@
-"""What the kernel says of a process that stands still.
+"""What the kernel says of a process that makes no progress.
 
-Its state, what it waits in, what it and everything it started have used up.
-
-Reads /proc (see proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s
-business.
+Its state, what it waits in, what it and everything it started have used up. Reads /proc (see
+proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s business.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Activity:
     threads: dict[int, Thread] = field(default_factory=dict)
 
     def longest_runnable_s(self, earlier: Activity) -> float:
-        """How long the thread that was most of the time on a processor, or wanted to be, has been so since then."""
+        """Seconds since `earlier` for which the busiest thread ran or waited for a processor."""
         elapsed_s = self.looked_at - earlier.looked_at
         found = [
             thread.runnable_since(earlier.threads.get(tid, Thread()), elapsed_s)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from taskd.agent import processes
-from taskd.agent.kernel import MemoryKills
+from taskd.agent.spawning import processes
+from taskd.agent.vitals.memory_kills import MemoryKills
 from taskd.core.exits import SIGKILL, exit_fault
 from taskd.native import last_words
 from taskd.native.last_words import Kind
