@@ -119,7 +119,7 @@ class WarmParent:
         return all(
             self._base.get(name) == env.get(name)
             for name in self._base.keys() | env.keys()
-            if name.startswith(warmth._READ_AT_START) and not name.startswith("TORCHELASTIC")
+            if name.startswith(warmth.READ_AT_START) and not name.startswith("TORCHELASTIC")
         )
 
     def close(self) -> None:
