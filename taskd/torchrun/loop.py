@@ -16,7 +16,8 @@ from taskd import log as log_setup
 from taskd.agent.drain import Drain
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
-from taskd.config import AgentConfig, pod_ip
+from taskd.config import AgentConfig
+from taskd.config.launcher import has_own_address, master_address
 from taskd.core.ladder import Strategy, allowed
 from taskd.torchrun.host import TorchrunHost
 
@@ -42,9 +43,9 @@ def settings_of(agent: TaskdElasticAgent) -> AgentConfig:
     """
     endpoint = agent.launch.rendezvous_endpoint if agent.launch else ""
     host = endpoint.rpartition(":")[0] if ":" in endpoint else endpoint
-    master = agent.worker_group.spec.master_addr or os.environ.get("MASTER_ADDR") or host
+    master = agent.worker_group.spec.master_addr or master_address() or host
     own_address = _towards(master) if master else ""
-    if master and not pod_ip() and _is_own(master):
+    if master and not has_own_address() and _is_own(master):
         master = "127.0.0.1"  # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
         master_addr=master or None,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.config import AgentConfig
+from taskd.config.launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-UNLIMITED_RESTARTS = 32767  # what max_restarts 0 has always meant in taskd
 
 _originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
 
@@ -122,7 +122,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             lambda: Forkserver.start("exec", settings.preload),
         )
         raised = copy(config)
-        raised.max_restarts = config.max_restarts or UNLIMITED_RESTARTS
+        raised.max_restarts = restart_limit(config.max_restarts)
         token = elastic_agent.CURRENT_LAUNCH.set(
             elastic_agent.Launch(spawner, config.rdzv_endpoint)
         )

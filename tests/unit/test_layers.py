@@ -98,7 +98,7 @@ CIRCLES: list[set[str]] = [
     {"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},
     {"taskd.worker.roles", "taskd.worker.shards"},
     {
-        "taskd", "taskd.config", "taskd.worker.boundary", "taskd.worker.buckets",
+        "taskd", "taskd.worker.boundary", "taskd.worker.buckets",
         "taskd.worker.closures", "taskd.worker.contents", "taskd.worker.council",
         "taskd.worker.data_order", "taskd.worker.exchange", "taskd.worker.flat",
         "taskd.worker.groups", "taskd.worker.holding", "taskd.worker.interrupt",
