@@ -14,7 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from taskd.agent import spawn
+from taskd.agent.spawning import warmth
 from testbed import warm
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def environment(**extra: str) -> dict[str, str]:
     """
     env = {
         key: value
-        for key, value in spawn.initial_environment().items()
+        for key, value in warmth.initial_environment().items()
         if not key.startswith(("TASKD_", "MINDX_", "TORCHELASTIC", "PYTEST_"))
     }
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):

@@ -30,7 +30,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from taskd.agent import spawn
+from taskd.agent.spawning import warmth
 from testbed.proc import MARK_ENV, stat_of
 
 MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
@@ -119,7 +119,7 @@ class WarmParent:
         return all(
             self._base.get(name) == env.get(name)
             for name in self._base.keys() | env.keys()
-            if name.startswith(spawn._READ_AT_START) and not name.startswith("TORCHELASTIC")
+            if name.startswith(warmth._READ_AT_START) and not name.startswith("TORCHELASTIC")
         )
 
     def close(self) -> None:
@@ -223,11 +223,11 @@ def _write_mark(mark: str) -> None:
 
 
 def _main() -> None:
-    from taskd.agent import forkserver
+    from taskd.agent.spawning import libraries
 
-    for name in (*forkserver.PRELOAD, *_PRELOAD):
+    for name in (*libraries.PRELOAD, *_PRELOAD):
         importlib.import_module(name)
-    forkserver._warm_optimizers()
+    libraries.warm_optimizers()
     gc.collect()
     gc.freeze()  # collections in the children copy no pages then
     signal.signal(signal.SIGINT, signal.default_int_handler)

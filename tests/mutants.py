@@ -2,7 +2,7 @@
 
     make mutants                                            # 60 changes of core, seed 1
     python tests/mutants.py --count 20 --seed 7 --modules 'taskd/agent/*.py' --jobs 2
-    python tests/mutants.py --show taskd/core/cut.py:107    # what can be changed there
+    python tests/mutants.py --show taskd/core/policy/cut.py:107    # what can be changed there
 
 Owns the kinds of change (`mutants_of`), which tests have to notice a change of which module
 (`KILLERS`), and the verdicts: killed (a test failed), timeout (the tests did not end: that was
@@ -62,6 +62,7 @@ _OF_MIRRORS = ((*_PYTEST, "tests/contract/test_mirroring.py", "tests/unit/wire/t
 _OF_AGENT = (
     (
         *_PYTEST,
+        "tests/unit/agent",
         "tests/unit/test_endings.py",
         "tests/unit/test_reports.py",
         "tests/unit/test_vitals.py",
@@ -326,7 +327,7 @@ class Copy:
     def __init__(self, parent: pathlib.Path, name: str) -> None:
         self.root = parent / name
         ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-        for part in ("taskd", "tests"):
+        for part in ("taskd", "testbed", "tests"):
             shutil.copytree(ROOT / part, self.root / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", self.root)
         self._written = 0

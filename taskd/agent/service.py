@@ -1,8 +1,8 @@
 """The agent's loop: one thread, one wait, inside torchrun's main thread.
 
-      manager ◄── DEALER ──►  Service  ◄── socketpair per worker ──►  worker runtimes
-                                 │
-                     forkserver, death alarm, black boxes (through `Host`)
+      manager ◄── ManagerConnection ──►  Service  ◄── WorkerChannels ──►  worker runtimes
+                                            │
+                          forkserver, death alarms, black boxes (through `Host`)
 
 Order within one turn: wait, decode, `NodeMachine.handle`, execute each command, feed results back.
 What workers said is read before their deaths, so that a last word counts. Decides nothing about
@@ -14,30 +14,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
 import uuid
 from typing import TYPE_CHECKING
 
-from taskd.agent.endings import Endings
-from taskd.agent.mirroring import Mirroring
-from taskd.agent.remains import with_remains
-from taskd.agent.reports import Reports
-from taskd.agent.vitals import Vitals
+from taskd.agent.link.connection import ManagerConnection
+from taskd.agent.link.reports import Reports
+from taskd.agent.mirrors.mirroring import Mirroring
+from taskd.agent.vitals.death_watch import DeathWatch
+from taskd.agent.vitals.endings import Endings
+from taskd.agent.vitals.progress import Vitals
+from taskd.agent.workers.channels import WorkerChannels
+from taskd.agent.workers.examinations import Examinations
+from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
-from taskd.core.profiling import Exchange
 from taskd.core.timeouts import Timeouts
-from taskd.errors import LocalProtocolError, RemoteProtocolError, TaskdError
-from taskd.native import last_words
-from taskd.native.death_alarm import DeathAlarm
-from taskd.transport import zeromq
-from taskd.wire import codec, messages, translate
+from taskd.errors import TaskdError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from taskd.agent.drain import Drain
-    from taskd.agent.host import Host, Worker
+    from taskd.agent.workers.host import Host
     from taskd.clock import Clock
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
@@ -46,8 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EXAMINE_LOOK_S = 0.005  # between two looks at a box to which stacks are being written
-# between two glances at the workers, and between two heartbeats while one stands still
+# between two glances at the workers, and between two heartbeats while one makes no progress
 _CLOSE_LOOK_S = 0.25
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
@@ -56,7 +53,7 @@ _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, Attribu
 class Outcome:
     """How the run ended.
 
-    "succeeded", "failed" or "fallback" (no manager: go on as plain torchrun).
+    `kind`: "succeeded", "failed", "dumped" or "fallback" (no manager: go on as plain torchrun).
     """
 
     kind: str
@@ -82,52 +79,42 @@ class Service:
 
         `generation` and `restarts_used`: not 0 after a restart without a manager.
         """
-        self._identity = identity
-        self._drain = drain
-        self._host = host
-        self._config = config
-        self._clock = clock
-        self._timeouts = Timeouts.derive(config.fault_timeout_s)
-        self._incarnation = uuid.uuid4().hex
-        self._machine = NodeMachine(
-            host.node_rank,
-            tuple(host.ranks),
-            self._timeouts,
-            node_count=host.node_count,
-            world_size=host.world_size,
-            max_restarts=host.max_restarts,
-            agent_incarnation=self._incarnation,
-            generation=generation,
-            restarts_used=restarts_used,
-            wait_for_exit=config.wait_for_exit,
-            incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
+        incarnation = uuid.uuid4().hex
+        self._identity, self._drain, self._host, self._config, self._clock = (
+            identity,
+            drain,
+            host,
+            config,
+            clock,
         )
-        self._dealer = zeromq.Dealer(
+        self._timeouts = timeouts = Timeouts.derive(config.fault_timeout_s)
+        self._machine = _machine_of(host, timeouts, incarnation, generation, restarts_used, config)
+        self._manager = ManagerConnection(
             config.manager_address,
-            identity=f"agent-{host.node_rank}-{self._incarnation}",
-            secret=config.secret,
+            config.secret,
+            clock,
+            timeouts,
+            job_id=config.job_id,
+            role="agent",
+            node_rank=host.node_rank,
+            incarnation=incarnation,
+            register=lambda: self._say(self._machine.registration(clock.now())),
         )
-        self._alarm = DeathAlarm()
-        self._vitals = Vitals()
-        # token of the death alarm -> the life it watches
-        self._watched: dict[int, tuple[int, int, BlackBox]] = {}
-        self._endings = Endings()
-        # lives that write down their stacks
-        self._examined: dict[tuple[int, int], tuple[BlackBox, int, float]] = {}
-        self._profiling = Exchange()
+        self._manager.generation = generation
+        self._reports = Reports(host.node_rank, self._manager.send)
+        self._manager.rejected = self._reports.rejected
         self._mirroring = Mirroring(
-            config, clock, host.node_rank, self._incarnation, is_alone=host.node_count == 1
+            config, clock, host.node_rank, incarnation, is_alone=host.node_count == 1
         )
-        self._sequence = 0
-        self._reports = Reports(host.node_rank, self._send)
+        self._channels = WorkerChannels(
+            host, clock, encode=self._manager.encode, find_mirror=self._mirroring.find
+        )
+        self._profiling = ProfilingOrders(host, self._channels.tell)
+        self._examinations = Examinations(host, clock, timeouts.examine_s)
+        self._deaths, self._vitals, self._endings = DeathWatch(), Vitals(), Endings()
         self._outcome: Outcome | None = None
-        self._started_at = clock.now()
-        self._next_beat = self._next_glance = self._started_at
-        self._manager_heard_at: float | None = None
-        self._manager_incarnation: str | None = None
-        self._joined = False
-        self._refused = False
-        self._warned = False
+        self._started_at = self._next_glance = clock.now()
+        self._is_manager_missed = False  # that nobody answers has been said
 
     # ------------------------------------------------------------------ the loop
 
@@ -137,7 +124,6 @@ class Service:
         Exceptions of torchrun's signal handlers pass through; the manager is told.
         """
         farewell = ("stopped", "torchrun was interrupted")
-        self._alarm.wake_soon()
         try:
             self._read_workers()  # what happened while torchrun waited for the start
             self._read_processes()
@@ -152,39 +138,22 @@ class Service:
                     events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell)
                 )
             self._mirroring.close()
-            self._dealer.close()
-            self._alarm.close()
+            self._manager.close()
+            self._deaths.close()
             self._endings.close()
 
     def _turn(self) -> None:
         now = self._clock.now()
-        if now >= self._next_beat or self._sees_standing(now):
+        if now >= self._manager.beat_at or self._sees_no_progress(now):
             self._beat(now)
-        deadlines = [
-            self._next_beat,
-            self._next_glance,
-            *filter(None, [self._machine.next_deadline()]),
-        ]
-        if self._examined:
-            deadlines.append(now + _EXAMINE_LOOK_S)
-        if self._drain.deadline is not None:
-            deadlines.append(self._drain.deadline)
-        channels = [
-            worker.channel.fd for worker in self._host.workers.values() if not worker.channel.closed
-        ]
-        fds = [
-            *channels,
-            *self._host.fds,
-            *self._mirroring.fds,
-            *([] if self._drain.is_asked else [self._drain.fd]),
-            *([self._alarm.fd] if self._alarm.available else []),
-        ]
-        self._dealer.poll(max(0.0, min(deadlines) - now), fds)
+        self._wait(now)
         self._read_workers()
-        self._read_examined()
-        self._read_alarm()
+        for examined in self._examinations.read():
+            self._feed(examined)
+        self._read_deaths()
         self._read_processes()
-        self._read_manager()
+        for event in self._manager.receive():
+            self._hear(event)
         self._say_of_mirrors(self._mirroring.read(now))
         self._read_drain()
         now = self._clock.now()
@@ -192,10 +161,25 @@ class Service:
         if deadline is not None and now >= deadline:
             self._feed(events.Tick(now, "tick"))
 
+    def _wait(self, now: float) -> None:
+        deadlines = [self._next_glance, self._machine.next_deadline(), self._drain.deadline]
+        if self._examinations.look_s is not None:
+            deadlines.append(now + self._examinations.look_s)
+        fds = [
+            *self._channels.fds,
+            *self._host.fds,
+            *self._mirroring.fds,
+            *([] if self._drain.is_asked else [self._drain.fd]),
+            *self._deaths.fds,
+        ]
+        first = min(deadline for deadline in deadlines if deadline is not None)
+        self._manager.poll(max(0.0, first - now), fds)
+
     def _feed(self, event: events.Event) -> None:
         log.debug("event %s", event)
         try:
             for command in self._machine.handle(event):
+                self._manager.generation = self._machine.generation
                 self._execute(command)
         except _BUGS:
             # The top of the shell: an event that we cannot digest must not take healthy workers
@@ -206,70 +190,152 @@ class Service:
                 type(event).__name__,
                 self._host.node_rank,
             )
-        self._identity.generation = self._machine.generation
+        self._manager.generation = self._identity.generation = self._machine.generation
 
-    # ------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------ the workers
 
     def _read_workers(self) -> None:
         for rank in sorted(self._host.workers):
             self._read_worker(rank)
 
     def _read_worker(self, rank: int) -> None:
-        """What this worker said.
+        """What this worker said; called before its death is looked at, too."""
+        for event in self._channels.read(rank):
+            match event:
+                case events.WorkerReady():
+                    if event.guarded:
+                        box = self._host.workers[rank].box
+                        self._deaths.watch(rank, event.incarnation, box)
+                    self._profiling.greet(rank, event.cause, self._machine.generation)
+                case events.WorkerProfiling():
+                    if self._profiling.heard(event) and self._is_registered:
+                        self._say(event)
+                case events.WorkerMirrors():
+                    self._say_of_mirrors(self._mirroring.want(event.now))
+                case events.WorkerUncaught():
+                    self._endings.said((rank, event.incarnation), event.fault)
+                case _:
+                    self._feed(event)
 
-        Called before its death is looked at, too: its last word counts.
-        """
-        worker = self._host.workers[rank]
-        for data in worker.channel.receive():
-            try:
-                envelope, message = codec.decode(data)
-                event = translate.message_to_event(envelope, message, self._clock.now())
-            except RemoteProtocolError as error:
-                log.warning("rank %d sent something that is no message: %s", rank, error)
-                continue
-            if not isinstance(event, events.WorkerEvent) or (event.rank, event.incarnation) != (
-                rank,
-                worker.incarnation,
-            ):
-                log.warning("rank %d spoke for somebody else: %s", rank, type(event).__name__)
-            elif isinstance(event, events.WorkerReady):
-                self._watch(rank, worker, guarded=event.guarded)
-                wanted = self._profiling.for_new_worker()
-                if wanted is not None:
-                    self._set_profiling(rank, worker, wanted, event.cause)
-            elif isinstance(event, events.WorkerProfiling):
-                self._hear_profiling(event)
-            elif isinstance(event, events.WorkerMirrors):
-                self._say_of_mirrors(self._mirroring.want(event.now))
-            elif isinstance(event, events.WorkerUncaught):
-                self._endings.said((rank, event.incarnation), event.fault)
-            else:
-                self._feed(event)
-
-    def _read_alarm(self) -> None:
-        if not self._alarm.available:
-            return
-        for token, died_at in self._alarm.read():
-            rank, incarnation, box = self._watched.pop(token)
+    def _read_deaths(self) -> None:
+        for rank, incarnation, box, died_at in self._deaths.read():
             self._read_worker(rank)
             self._vitals.doubt(rank, incarnation, box)
+            worker = self._host.workers.get(rank)
+            snapshots = () if worker is None else worker.arenas.versions()
+            now, cause = self._clock.now(), f"alarm:{rank}.{incarnation}"
             self._feed(
                 events.AlarmRang(
-                    self._clock.now(),
-                    f"alarm:{rank}.{incarnation}",
-                    rank,
-                    incarnation,
-                    died_at,
-                    box.version,
-                    box.phase.name.lower(),
-                    tuple(sorted(box.read_extras())),
-                    self._snapshots_of(rank),
+                    now, cause, rank, incarnation, died_at, *_last_state(box), snapshots
                 )
             )
 
-    def _snapshots_of(self, rank: int) -> tuple[int, ...]:
-        worker = self._host.workers.get(rank)
-        return () if worker is None else worker.arenas.versions()
+    def _read_processes(self) -> None:
+        for event in self._host.read():
+            rank, incarnation, box = life = event.rank, event.incarnation, event.box
+            self._read_worker(rank)
+            now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
+            if event.what == "started":
+                self._endings.started(life[:2], event.note)
+                self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
+            elif event.what == "failed":
+                self._feed(
+                    events.WorkerStartFailed(
+                        now, cause, rank, incarnation, event.error, event.snapshots
+                    )
+                )
+            else:
+                self._vitals.doubt(*life)
+                words = self._endings.words(life[:2], event.status, box, now)
+                self._feed(
+                    events.WorkerExited(
+                        now,
+                        cause,
+                        rank,
+                        incarnation,
+                        event.status,
+                        *_last_state(box),
+                        words,
+                        event.snapshots,
+                    )
+                )
+
+    # ------------------------------------------------------------------ the manager
+
+    @property
+    def _is_registered(self) -> bool:
+        return self._manager.session.is_registered
+
+    def _hear(self, event: events.Event) -> None:
+        """The manager's word, or that there is none any more."""
+        match event:
+            case events.ManagerJoined():  # it may be a new manager: it hears all that is known
+                self._is_manager_missed = self._drain.is_told = False
+                self._feed(event)
+                for answer in self._profiling.answers(event.now):
+                    self._say(answer)
+                self._say_of_mirrors(self._mirroring.introduction(event.now))
+            case events.CommandReceived(command=commands.SetProfiling() as command):
+                self._profiling.order(command, self._machine.generation)
+            case events.CommandReceived(command=commands.Command() as command):
+                self._say_of_mirrors(self._mirroring.obey(command, self._host.workers, event.now))
+                if not isinstance(command, commands.Pair):
+                    self._feed(event)
+            case _:
+                self._feed(event)
+
+    def _beat(self, now: float) -> None:
+        """Once a second: a sign of life with what workers do, or another try to register."""
+        self._mirroring.follow(self._host.workers)
+        marks = self._vitals.look(now, self._beat_s, self._host.workers)
+        for event in self._manager.beat(marks, self._beat_s):
+            log.warning(
+                "the manager at %s has been silent for %.0f s: training goes on, a fault "
+                "waits for it",
+                self._config.manager_address,
+                self._timeouts.manager_silence_s,
+            )
+            self._feed(event)
+        if (
+            not (self._is_registered or self._is_manager_missed)
+            and not self._manager.session.is_refused
+            and now - self._started_at > self._timeouts.manager_silence_s
+        ):
+            self._is_manager_missed = True
+            log.warning(
+                "no manager answers at %s: training goes on as with plain torchrun. "
+                "Start one there with `python manager.py`, or set TASKD_MANAGER_ADDR.",
+                self._config.manager_address,
+            )
+
+    @property
+    def _beat_s(self) -> float:
+        """Sooner while somebody makes no progress: the manager decides by what it knows of all."""
+        is_close = self._is_registered and self._vitals.is_urgent
+        heartbeat_s = self._timeouts.heartbeat_s
+        return min(_CLOSE_LOOK_S, heartbeat_s) if is_close else heartbeat_s
+
+    def _sees_no_progress(self, now: float) -> bool:
+        """Whether a worker has stopped making progress since the last heartbeat.
+
+        Then the next one is due at once.
+        """
+        if now < self._next_glance:
+            return False
+        self._next_glance = now + _CLOSE_LOOK_S
+        return (
+            self._is_registered
+            and not self._vitals.is_urgent
+            and self._vitals.sees_no_progress(now, self._host.workers)
+        )
+
+    def _say(self, event: events.Event) -> None:
+        self._reports.say(event)
+
+    def _say_of_mirrors(self, said: Iterable[events.Event]) -> None:
+        """Beside the machine, too: a manager that joins later hears it then."""
+        for event in said if self._is_registered else ():
+            self._say(event)
 
     def _read_drain(self) -> None:
         """This node is to end. Without a manager, or when the time is up: as without us."""
@@ -277,7 +343,7 @@ class Service:
         if not drain.is_asked:
             return
         now = self._clock.now()
-        if not drain.is_told and self._joined:
+        if not drain.is_told and self._is_registered:
             drain.is_told = True
             log.warning(
                 "node %d is to end (SIGTERM): the job is to be saved first, within %.0f s",
@@ -299,232 +365,6 @@ class Service:
             )
             drain.end_at_once()
 
-    def _read_processes(self) -> None:
-        for event in self._host.read():
-            rank, incarnation, box = event.rank, event.incarnation, event.box
-            self._read_worker(rank)
-            now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
-            if event.what == "started":
-                self._endings.started((rank, incarnation), event.note)
-                self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
-            elif event.what == "failed":
-                self._feed(
-                    events.WorkerStartFailed(
-                        now, cause, rank, incarnation, event.error, event.snapshots
-                    )
-                )
-            else:
-                self._vitals.doubt(rank, incarnation, box)
-                self._feed(
-                    events.WorkerExited(
-                        now,
-                        cause,
-                        rank,
-                        incarnation,
-                        event.status,
-                        box.version,
-                        box.phase.name.lower(),
-                        tuple(sorted(box.read_extras())),
-                        self._endings.words((rank, incarnation), event.status, box, now),
-                        event.snapshots,
-                    )
-                )
-
-    def _watch(self, rank: int, worker: Worker, *, guarded: bool) -> None:
-        """Arm the death alarm of a worker that has a guard."""
-        if not (guarded and self._alarm.available):
-            return
-        token = len(self._watched) + 1
-        while token in self._watched:
-            token += 1
-        self._watched[token] = (rank, worker.incarnation, worker.box)
-        self._alarm.watch(token, worker.box)
-
-    # ------------------------------------------------------------------ the manager
-
-    def _read_manager(self) -> None:
-        for _, data in self._dealer.receive():
-            try:
-                envelope, message = codec.decode(data)
-                self._check_manager(envelope)
-                self._hear(envelope, message)
-            except RemoteProtocolError as error:
-                log.warning(
-                    "the manager at %s sent something that is no message: %s",
-                    self._config.manager_address,
-                    error,
-                )
-
-    def _check_manager(self, envelope: codec.Envelope) -> None:
-        if envelope.role != "manager" or envelope.job_id != self._config.job_id:
-            raise RemoteProtocolError("foreign", f"from a {envelope.role} of job {envelope.job_id}")
-
-    def _hear(self, envelope: codec.Envelope, message: messages.Message) -> None:
-        now = self._clock.now()
-        self._manager_heard_at = now
-        if isinstance(message, messages.Accepted):
-            # it may be a new manager
-            self._joined, self._warned, self._drain.is_told = True, False, False
-            self._manager_incarnation = message.manager_incarnation
-            log.info(
-                "joined the manager at %s as node %d",
-                self._config.manager_address,
-                self._host.node_rank,
-            )
-            self._feed(
-                events.ManagerJoined(now, "accepted", message.generation, message.restarts_used)
-            )
-            for answer in self._profiling.answers():
-                self._say(events.WorkerProfiling(now, "accepted", *answer))
-            self._say_of_mirrors(self._mirroring.introduction(now))
-        elif isinstance(message, messages.Refused):
-            self._refused = True
-            log.error(
-                "node %d: the manager at %s refused us: %s. This torchrun goes on without a "
-                "manager.",
-                self._host.node_rank,
-                self._config.manager_address,
-                message.reason,
-            )
-            self._feed(events.ManagerRefused(now, "refused", message.reason))
-        elif isinstance(message, messages.HeartbeatAck):
-            if not message.known or message.manager_incarnation != self._manager_incarnation:
-                self._joined = False
-                self._register(now)
-        elif isinstance(message, messages.Rejected):
-            self._reports.rejected(message)
-        elif isinstance(message, messages.Unsupported):
-            log.warning(
-                "the manager does not know message type %s: it is older than this agent",
-                message.type,
-            )
-        else:
-            command = translate.message_to_command(envelope, message)
-            if isinstance(command, commands.SetProfiling):
-                self._order_profiling(command)
-                return
-            self._say_of_mirrors(self._mirroring.obey(command, self._host.workers, now))
-            if isinstance(command, commands.Pair):
-                return
-            self._feed(events.CommandReceived(now, envelope.cause, command))
-
-    def _beat(self, now: float) -> None:
-        """Once a second: a sign of life, or another try to register.
-
-        And notice if the manager has fallen silent.
-        """
-        self._mirroring.follow(self._host.workers)
-        marks = self._vitals.look(now, self._next_beat_s(), self._host.workers)
-        self._next_beat = now + self._next_beat_s()
-        if self._refused:
-            return
-        if not self._joined:
-            self._register(now)
-            if not self._warned and now - self._started_at > self._timeouts.manager_silence_s:
-                self._warned = True
-                log.warning(
-                    "no manager answers at %s: training goes on as with plain torchrun. "
-                    "Start one there with "
-                    "`python manager.py`, or set "
-                    "TASKD_MANAGER_ADDR.",
-                    self._config.manager_address,
-                )
-            return
-        assert self._manager_heard_at is not None
-        if now - self._manager_heard_at > self._timeouts.manager_silence_s:
-            self._joined = False
-            log.warning(
-                "the manager at %s has been silent for %.0f s: training goes on, a fault "
-                "waits for it",
-                self._config.manager_address,
-                now - self._manager_heard_at,
-            )
-            self._feed(events.ManagerLost(now, "silence"))
-            return
-        try:
-            self._send(messages.Heartbeat(marks), "heartbeat")
-        except LocalProtocolError as error:  # hundreds of workers on one node
-            log.warning("node %d: hangs are not looked for here: %s", self._host.node_rank, error)
-            self._send(messages.Heartbeat(), "heartbeat")
-
-    def _next_beat_s(self) -> float:
-        """Sooner while somebody stands: the manager decides by what it knows of all."""
-        is_close = self._joined and self._vitals.is_urgent
-        return (
-            min(_CLOSE_LOOK_S, self._timeouts.heartbeat_s)
-            if is_close
-            else self._timeouts.heartbeat_s
-        )
-
-    def _sees_standing(self, now: float) -> bool:
-        """Whether a worker has come to a stand since the last heartbeat.
-
-        Then the next one is due at once.
-        """
-        if now < self._next_glance:
-            return False
-        self._next_glance = now + _CLOSE_LOOK_S
-        return (
-            self._joined
-            and not self._vitals.is_urgent
-            and self._vitals.sees_standing(now, self._host.workers)
-        )
-
-    def _register(self, now: float) -> None:
-        self._say(self._machine.registration(now))
-
-    def _say(self, event: events.Event) -> None:
-        self._reports.say(event)
-
-    def _send(self, message: messages.Message, cause: str) -> int:
-        self._sequence += 1
-        self._dealer.send(None, codec.encode(self._envelope(cause), message))
-        return self._sequence
-
-    def _envelope(self, cause: str) -> codec.Envelope:
-        return codec.Envelope(
-            job_id=self._config.job_id,
-            role="agent",
-            node_rank=self._host.node_rank,
-            rank=None,
-            incarnation=self._incarnation,
-            generation=self._machine.generation,
-            sequence=self._sequence,
-            cause=cause,
-        )
-
-    def _say_of_mirrors(self, said: Sequence[events.Event]) -> None:
-        """Beside the machine, too: a manager that joins later hears it then."""
-        for event in said if self._joined else ():
-            self._say(event)
-
-    # ------------------------------------------------------------------ profiling, beside the
-    # machine: it decides nothing
-
-    def _order_profiling(self, command: commands.SetProfiling) -> None:
-        try:
-            self._profiling.ask(command.wanted)
-        except ValueError as error:
-            raise RemoteProtocolError("malformed", str(error)) from error
-        for rank, worker in sorted(self._host.workers.items()):
-            self._set_profiling(rank, worker, command.wanted, command.cause)
-
-    def _set_profiling(self, rank: int, worker: Worker, wanted: int, cause: str) -> None:
-        if not worker.channel.closed:
-            command = commands.SetProfiling(cause, self._machine.generation, wanted)
-            self._tell(
-                commands.TellWorker(cause, command.generation, rank, worker.incarnation, command)
-            )
-
-    def _hear_profiling(self, event: events.WorkerProfiling) -> None:
-        try:
-            self._profiling.heard(event.rank, event.incarnation, event.status)
-        except ValueError as error:
-            log.warning("rank %d sent something that is no message: %s", event.rank, error)
-            return
-        if self._joined:
-            self._say(event)
-
     # ------------------------------------------------------------------ commands
 
     def _execute(self, command: commands.Command) -> None:
@@ -536,9 +376,9 @@ class Service:
                 self._endings.signalled((command.rank, command.incarnation), command.signal_number)
                 self._host.signal(command.rank, command.incarnation, command.signal_number)
             case commands.ExamineWorker():
-                self._examine(command)
+                self._examinations.begin(command.rank, command.incarnation)
             case commands.TellWorker():
-                self._tell(command)
+                self._channels.tell(command)
             case commands.TellManager():
                 assert isinstance(command.event, events.Event)
                 self._say(command.event)
@@ -566,49 +406,30 @@ class Service:
                 )
             )
 
-    def _examine(self, command: commands.ExamineWorker) -> None:
-        """Let a rank that hangs write down its stacks.
 
-        It does not go on behind them, even if it was only stopped.
-        """
-        worker = self._host.workers.get(command.rank)
-        if worker is None or worker.incarnation != command.incarnation or worker.pid is None:
-            return
-        count = last_words.request(worker.pid, worker.box, stay=True)
-        if count is not None:
-            deadline = self._clock.now() + self._timeouts.examine_s
-            self._examined[command.rank, command.incarnation] = (worker.box, count, deadline)
-            self._host.signal(command.rank, command.incarnation, signal.SIGCONT)
+def _machine_of(
+    host: Host,
+    timeouts: Timeouts,
+    incarnation: str,
+    generation: int,
+    restarts_used: int,
+    config: AgentConfig,
+) -> NodeMachine:
+    return NodeMachine(
+        host.node_rank,
+        tuple(host.ranks),
+        timeouts,
+        node_count=host.node_count,
+        world_size=host.world_size,
+        max_restarts=host.max_restarts,
+        agent_incarnation=incarnation,
+        generation=generation,
+        restarts_used=restarts_used,
+        wait_for_exit=config.wait_for_exit,
+        incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
+    )
 
-    def _read_examined(self) -> None:
-        """Stacks that have been written, or as far as they were when time is over."""
-        now = self._clock.now()
-        for life, (box, count, deadline) in list(self._examined.items()):
-            words = last_words.answer(box, count)
-            if words is None and now >= deadline:
-                words = last_words.wait(box, count, now)
-            elif words is None:
-                continue
-            del self._examined[life]
-            if words is not None:
-                self._feed(
-                    events.WorkerExamined(now, f"examined:{life[0]}.{life[1]}", *life, words.text())
-                )
 
-    def _tell(self, command: commands.TellWorker) -> None:
-        worker = self._host.workers.get(command.rank)
-        if worker is None or worker.incarnation != command.incarnation:
-            return
-        self._sequence += 1
-        order = (
-            with_remains(command.command, command.rank, self._host.workers, self._mirroring.find)
-            if isinstance(command.command, commands.Dump)
-            else command.command
-        )
-        data = codec.encode(self._envelope(command.cause), translate.command_to_message(order))
-        if not worker.channel.send(data):
-            log.info(
-                "rank %d: %s came too late, the worker has closed its channel",
-                command.rank,
-                type(command.command).__name__,
-            )
+def _last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:
+    """What a black box says at the end of a life: version, phase, versions of the extras."""
+    return box.version, box.phase.name.lower(), tuple(sorted(box.read_extras()))

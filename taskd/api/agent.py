@@ -12,7 +12,7 @@ from taskd.config import CallbackAgentConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from taskd.agent.callbacks import CallbackAgent
+    from taskd.agent.clients.callbacks import CallbackAgent
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None
 
     `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent.
     """
-    from taskd.agent.callbacks import CallbackAgent  # noqa: PLC0415
+    from taskd.agent.clients.callbacks import CallbackAgent  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
     _held.agent = CallbackAgent(CallbackAgentConfig.load(config), cls, MonotonicClock())

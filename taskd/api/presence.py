@@ -1,6 +1,6 @@
 """A training process that no agent of ours started makes itself known to the manager.
 
-One background thread.
+Owns one background thread.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import threading
 import uuid
 from typing import TYPE_CHECKING
 
-from taskd.agent.upstream import Upstream
+from taskd.agent.link.connection import ManagerConnection
 from taskd.clock import MonotonicClock
-from taskd.config import DEFAULT_FAULT_TIMEOUT_S
-from taskd.wire import codec, messages
+from taskd.core import events
+from taskd.core.timeouts import Timeouts
+from taskd.wire import messages
 
 if TYPE_CHECKING:
     from taskd.config import WorkerConfig
@@ -29,24 +30,18 @@ class Presence:
     def __init__(self, config: WorkerConfig) -> None:
         """Starts at once."""
         self._pid = os.getpid()
-        envelope = codec.Envelope(
+        registration = messages.RegisterWorker(config.rank, self._pid, config.framework)
+        self._manager = ManagerConnection(
+            config.upstream_address,
+            config.secret,
+            MonotonicClock(),
+            Timeouts.derive(),
             job_id=config.job_id,
             role="worker",
             node_rank=config.node_rank,
             rank=config.rank,
             incarnation=uuid.uuid4().hex,
-            generation=0,
-            sequence=0,
-            cause="",
-        )
-        registration = messages.RegisterWorker(config.rank, self._pid, config.framework)
-        self._upstream = Upstream(
-            config.upstream_address,
-            config.secret,
-            MonotonicClock(),
-            envelope=envelope,
-            registration=lambda: registration,
-            fault_timeout_s=DEFAULT_FAULT_TIMEOUT_S,
+            register=lambda: self._manager.send(registration, "registration"),
         )
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="taskd-presence", daemon=True)
@@ -55,12 +50,7 @@ class Presence:
     @property
     def has_joined(self) -> bool:
         """Whether the manager knows this process."""
-        return self._upstream.has_joined
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the manager does not want it."""
-        return self._upstream.refusal
+        return self._manager.session.is_registered
 
     def close(self) -> None:
         """Leave.
@@ -76,6 +66,8 @@ class Presence:
         self._wake_writer.close()
 
     def _run(self) -> None:
-        while not self._upstream.poll(fds=[self._wake_reader.fileno()]):
-            self._upstream.turn()
-        self._upstream.close()
+        while not self._manager.poll(fds=[self._wake_reader.fileno()]):
+            for event in self._manager.turn():
+                if isinstance(event, events.ManagerJoined):
+                    self._manager.generation = event.generation
+        self._manager.close()

@@ -12,7 +12,7 @@ from taskd.config import RelayConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from taskd.agent.relay import Relay
+    from taskd.agent.clients.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _held = _Held()
 @as_bool
 def init_taskd_proxy(config: Mapping[str, object]) -> bool:
     """Listen for this node's clients. Does not wait for the manager: messages wait for it."""
-    from taskd.agent.relay import Relay  # noqa: PLC0415
+    from taskd.agent.clients.relay import Relay  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
     loaded = RelayConfig.load(config)

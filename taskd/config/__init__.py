@@ -11,9 +11,10 @@ from taskd.config.addresses import (
     MANAGER_PORT,
     RELAY_PORT,
     join_address,
+    pod_ip,
     split_address,
 )
-from taskd.config.agent import AgentConfig
+from taskd.config.agent import AgentConfig, is_patch_enabled
 from taskd.config.job import (
     DEFAULT_GRACE_S,
     DEFAULT_JOB_ID,
@@ -55,8 +56,10 @@ __all__ = [
     "RelayConfig",
     "WorkerConfig",
     "checkpoint_directory",
+    "is_patch_enabled",
     "job_id",
     "join_address",
+    "pod_ip",
     "profiling_base",
     "profiling_switch",
     "split_address",

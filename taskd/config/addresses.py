@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from typing import TYPE_CHECKING
 
 from taskd.config.names import (
@@ -82,6 +83,11 @@ def manager_address(environment: Environment, otherwise: str) -> str:
         host = DEFAULT_HOST if _is_local_proxy(environment) else otherwise
         return join_address(host, _manager_port(environment))
     return join_address(*split_address(MANAGER_ADDR_ENV, text, _manager_port(environment)))
+
+
+def pod_ip(environment: Environment = os.environ) -> str:
+    """The address of this node for others, as the cluster tells it; "": it does not."""
+    return environment.get(POD_IP_ENV, "")
 
 
 def _is_literal(host: str) -> bool:

@@ -7,7 +7,7 @@ import pathlib
 import re
 from dataclasses import dataclass
 
-from taskd.config.addresses import DEFAULT_HOST, manager_address
+from taskd.config.addresses import DEFAULT_HOST, manager_address, pod_ip
 from taskd.config.job import (
     DEFAULT_GRACE_S,
     DEFAULT_JOB_ID,
@@ -22,8 +22,8 @@ from taskd.config.names import (
     HOST_ENV,
     JOB_ID_ENV,
     NATIVE_ENV,
-    POD_IP_ENV,
     PRELOAD_ENV,
+    PROCESS_ENABLE_ENV,
 )
 from taskd.config.values import Environment, choice, listed, refusal, switch
 
@@ -90,7 +90,7 @@ class AgentConfig:
             preload=preload,
             strategies=strategies(environment),
             grace_s=grace(environment),
-            own_address=environment.get(POD_IP_ENV) or own_address or DEFAULT_HOST,
+            own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
             host=environment.get(HOST_ENV) or _name_of_host(),
         )
 
@@ -104,3 +104,8 @@ def _name_of_host() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return os.uname().nodename
+
+
+def is_patch_enabled(environment: Environment = os.environ) -> bool:
+    """Whether torchrun is to be patched: only if TASKD_PROCESS_ENABLE says "on"."""
+    return environment.get(PROCESS_ENABLE_ENV, "").strip().lower() == "on"

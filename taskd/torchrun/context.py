@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from taskd.agent import processes
-from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
+from taskd.agent.spawning import processes
+from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 
 if TYPE_CHECKING:
-    from taskd.agent.spawn_protocol import Reply
-    from taskd.agent.spawner import Spawner
+    from taskd.agent.spawning.protocol import Reply
+    from taskd.agent.spawning.spawner import Spawner
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from taskd.clock import MonotonicClock
-from taskd.config import DEFAULT_FAULT_TIMEOUT_S, job_id
 from taskd.core.exits import exit_fault
-from taskd.core.ladder import RepeatRules
+from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
 from taskd.torchrun.context import TaskdContext
 
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
     from torch.distributed.elastic.multiprocessing import PContext
 
-    from taskd.agent.spawner import Spawner
+    from taskd.agent.spawning.spawner import Spawner
+    from taskd.config import AgentConfig
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         self.launch = CURRENT_LAUNCH.get()
         spec = self._worker_group.spec
         self.is_supported = self.launch is not None and is_supported(spec.entrypoint)
-        self.job_id = job_id(otherwise=str(spec.rdzv_handler.get_run_id()))
-        self.fault_timeout_s = (
-            DEFAULT_FAULT_TIMEOUT_S  # the agent's service sets it from the configuration
-        )
+        self._settings: AgentConfig | None = None  # read before the workers start
         self.generation = 0
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}  # last one given out, by global rank
@@ -110,10 +107,11 @@ class TaskdElasticAgent(LocalElasticAgent):
 
         Generation and restarts used are the agent's present ones.
         """
+        assert self._settings is not None
         worker = self._worker_group.workers[local_rank]
         self.incarnations[worker.global_rank] = incarnation
         return {
-            "job_id": self.job_id,
+            "job_id": self._settings.job_id,
             "rank": worker.global_rank,
             "local_rank": local_rank,
             "node_rank": self._worker_group.group_rank,
@@ -121,7 +119,7 @@ class TaskdElasticAgent(LocalElasticAgent):
             "incarnation": incarnation,
             "generation": self.generation,
             "gated": gated,
-            "fault_timeout_s": self.fault_timeout_s,
+            "fault_timeout_s": self._settings.fault_timeout_s,
             "restarts_used": self.restarts_used,
             "plain": self._is_plain,
         }
@@ -187,14 +185,15 @@ class TaskdElasticAgent(LocalElasticAgent):
             return super()._invoke_run(role)
         # Loaded before the workers start: they may need the agent within their first milliseconds.
         from taskd.torchrun import loop  # noqa: PLC0415
+        from taskd.torchrun.settings import settings_of  # noqa: PLC0415
 
-        settings = loop.settings_of(self)
-        self.job_id, self.fault_timeout_s = settings.job_id, settings.fault_timeout_s
+        assert self.launch is not None
+        self._settings = settings_of(self._worker_group.spec, self.launch.rendezvous_endpoint)
         self._initialize_workers(self._worker_group)
         self._workers_run = True
         if self.context is None:
             return self.run_plainly(role)
-        return loop.run(self, self.context, settings)
+        return loop.run(self, self.context, self._settings)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers_run:
@@ -309,8 +308,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         except RuntimeError as error:
             log.warning(
                 "the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its "
-                "death will cost a restart "
-                "of all",
+                "death will cost a restart of all",
                 worker_group.master_addr,
                 worker_group.master_port,
                 error,

@@ -1,4 +1,4 @@
-"""What the agent's loop (`taskd.agent.host.Host`) needs of torchrun, over our elastic agent and its context.
+"""torchrun's agent and its context as the agent's loop needs them (`taskd.agent.workers.host`).
 
 Translates local ranks to global ones and slots to workers. Decides nothing.
 """
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from taskd.agent.host import ProcessEvent
-from taskd.agent.spawn_protocol import Exited, Started
+from taskd.agent.spawning.protocol import Exited, Started
+from taskd.agent.workers.host import ProcessEvent
 from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
     from taskd.torchrun.context import Slot, TaskdContext
-    from taskd.torchrun.elastic_agent import TaskdElasticAgent
+    from taskd.torchrun.launcher import Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class HostWorker:
 class TorchrunHost:
     """See the module."""
 
-    def __init__(self, agent: TaskdElasticAgent, context: TaskdContext) -> None:
+    def __init__(self, launcher: Launcher, context: TaskdContext) -> None:
         """After the workers' first start."""
-        self._agent = agent
+        self._launcher = launcher
         self._context = context
-        group = agent.worker_group
+        group = launcher.worker_group
         self.node_rank: int = group.group_rank
         self.node_count: int = group.group_world_size
         self.world_size: int = group.workers[0].world_size
@@ -78,7 +78,7 @@ class TorchrunHost:
 
     def read(self) -> Sequence[ProcessEvent]:
         """Starts and ends of processes. Former lives are told too."""
-        workers, found = self._agent.worker_group.workers, []
+        workers, found = self._launcher.worker_group.workers, []
         for event in self._context.read():
             slot, reply = event.slot, event.reply
             life = (workers[slot.local_rank].global_rank, slot.incarnation)
@@ -112,9 +112,9 @@ class TorchrunHost:
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
     ) -> None:
         """Start a process for this incarnation; `Started` or `StartFailed` follows from `read`."""
-        self._agent.generation, self._agent.restarts_used = generation, restarts_used
+        self._launcher.generation, self._launcher.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
-        bootstrap = self._agent.bootstrap(local_rank, incarnation, gated=gated)
+        bootstrap = self._launcher.bootstrap(local_rank, incarnation, gated=gated)
         former = self._workers[rank]
         slot = self._context.respawn(
             local_rank, bootstrap, {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}

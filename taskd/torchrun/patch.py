@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
 _originals: dict[tuple[str, str], Any] = {}  # what revert() puts back; empty: not applied
 
 
@@ -98,8 +97,8 @@ def make_agent_class(_original: type) -> type:
 
 def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of launch_agent: the original, with a forkserver around it."""
-    from taskd.agent.forkserver import Forkserver  # noqa: PLC0415
-    from taskd.agent.spawner import Spawner  # noqa: PLC0415
+    from taskd.agent.spawning.forkserver import Forkserver  # noqa: PLC0415
+    from taskd.agent.spawning.spawner import Spawner  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ import pytest
 
 import taskd
 from taskd import api
-from taskd.agent import callbacks
+from taskd.agent.clients import callbacks
 from taskd.api import agent as agent_module
 from taskd.api import manager as manager_module
 from taskd.api import proxy as proxy_module
@@ -370,7 +370,7 @@ def test_a_worker_reaches_the_manager_through_the_proxy(manager, monkeypatch) ->
 
 
 def test_the_proxy_forgets_clients_that_have_gone(manager, monkeypatch) -> None:
-    from taskd.agent import relay as relay_module
+    from taskd.agent.clients import relay as relay_module
 
     assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamPort": manager.port}) is True
     relay = proxy_module._held.relay

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent.mirroring import Mirroring
+from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig, LogConfig
 from taskd.core import commands, events
@@ -544,3 +544,46 @@ def test_a_connection_that_is_no_zeromq_costs_nothing(buddy: Node, stranger: Str
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4000))
         stranger.mirror()
     assert buddy.held == {0: (10,)}
+
+
+def test_after_a_wrong_piece_the_rest_of_that_snapshot_is_not_taken(
+    buddy: Node, stranger: Stranger
+) -> None:
+    transfer = stranger.offer()
+    assert stranger.answer().stage == mirroring.GO
+    stranger.say(Piece(transfer, 64, b"x"))
+    stranger.say(Piece(transfer, 0, b"x"))
+    following = stranger.offer(version=20)
+    answer = stranger.answer()
+    assert (answer.transfer, answer.stage) == (following, mirroring.GO), "the next that is answered"
+    assert buddy.held == {}
+
+
+def test_what_is_held_is_told_once(buddy: Node, stranger: Stranger) -> None:
+    under_way = stranger.offer()
+    assert stranger.answer().stage == mirroring.GO
+    buddy.obey(commands.Interrupt("test", 1, "a fault"))
+    assert stranger.send(under_way).stage == mirroring.KEPT
+    assert len(buddy.mirroring.read(0.0)) == 1
+    assert buddy.mirroring.read(0.0) == []
+
+
+def test_a_rank_that_is_refused_again_and_again_is_said_once(
+    buddy: Node, stranger: Stranger, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (10, 20, 30):
+        stranger.offer(kind=77, version=version)
+        assert stranger.answer().stage == mirroring.REFUSED
+    assert caplog.text.count("node 1 takes no mirror of rank 0 of node 0") == 1
+    assert buddy.held == {}
+
+
+def test_a_peer_node_whose_address_is_none_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    own = Node(0, RANKS)
+    try:
+        own.obey(commands.Pair("test", 0, 0, 1, "127.0.0.1:no port", "agent-1", ()))
+        until(lambda: "node 0: snapshots are not mirrored: " in caplog.text)
+        own.snapshot(0, 10)
+        assert own.may_go_on(0)
+    finally:
+        own.close()

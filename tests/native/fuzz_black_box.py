@@ -24,12 +24,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from taskd.agent.endings import Endings
-from taskd.agent.vitals import Vitals
+from taskd.agent.vitals.endings import Endings
+from taskd.agent.vitals.progress import Vitals
 from taskd.core import events
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase as JobPhase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
 from taskd.native import box_layout as layout

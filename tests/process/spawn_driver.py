@@ -12,8 +12,9 @@ import select
 import sys
 import time
 
-from taskd.agent import processes
-from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started
+from taskd.agent.spawning import processes
+from taskd.agent.spawning.forkserver import Forkserver
+from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started
 
 
 def main(mode: str, jobs_path: str, results_path: str) -> None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from taskd.agent import forkserver, processes
-from taskd.agent.forkserver import Exited, Forkserver, SpawnRequest, Started
+from taskd.agent.spawning import forkserver, processes
+from taskd.agent.spawning.forkserver import Forkserver
+from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started
 from taskd.errors import ForkserverError
 
 if TYPE_CHECKING:
@@ -223,7 +224,9 @@ def test_loss_of_the_agent_ends_workers(tmp_path: Path, mode: str) -> None:
         encoding="utf-8",
     )
     agent = (
-        "import os, signal, time\nfrom taskd.agent.forkserver import Forkserver, SpawnRequest\n"
+        "import os, signal, time\n"
+        "from taskd.agent.spawning.forkserver import Forkserver\n"
+        "from taskd.agent.spawning.protocol import SpawnRequest\n"
         f"server = Forkserver.start({mode!r})\n"
         "server.spawn(SpawnRequest(token=1, argv=('-u', 'work.py'), env=dict(os.environ), "
         "cwd=os.getcwd()))\n"
@@ -302,7 +305,7 @@ def test_a_process_with_threads_is_not_forked() -> None:
     ],
 )
 def test_options_of_the_interpreter(options: list[str], expected: str | None) -> None:
-    code = "from taskd.agent.forkserver import why_not_fork; print(why_not_fork())"
+    code = "from taskd.agent.spawning.forkserver import why_not_fork; print(why_not_fork())"
     done = subprocess.run(
         [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
         capture_output=True,
@@ -323,7 +326,7 @@ def test_a_process_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) 
 def test_numpy_pool_does_not_count() -> None:
     """OpenBLAS ends its threads before a fork; a process that has only those may be forked."""
     code = (
-        "import numpy, json\nfrom taskd.agent import forkserver, processes\n"
+        "import numpy, json\nfrom taskd.agent.spawning import forkserver, processes\n"
         "before = processes.thread_count()\nprint(json.dumps([before, "
         "forkserver.why_not_fork(), processes.thread_count()]))"
     )

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from taskd.agent import processes
-from taskd.agent.forkserver import Forkserver
-from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
-from taskd.agent.spawner import Spawner
+from taskd.agent.spawning import processes
+from taskd.agent.spawning.forkserver import Forkserver
+from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
+from taskd.agent.spawning.spawner import Spawner
 from taskd.clock import MonotonicClock
-from taskd.core import forkservers
+from taskd.core.policy import forkservers
 from tests.process import harness
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ import re
 
 import pytest
 
-from taskd.core import lives, stagnation
 from taskd.core.commands import Command
+from taskd.core.policy import stagnation
 from taskd.core.story import Note
-from taskd.core.worker_state import WorkerState
 from taskd.replay import load_lines, replay
 from tests.replays import record
 
@@ -38,21 +37,19 @@ def test_the_page_says_of_each_story_what_it_guards_against() -> None:
     assert sorted(named) == [path.stem for path in STORIES]
 
 
-def test_with_the_bug_of_ranks_that_ask_their_node_waits_for_ever(monkeypatch) -> None:
-    """A rank that asked how far to go counted as running: nothing would have ended its wait."""
-    stand_still = lives.Life.stand_still
-
-    def as_before(self, event, now) -> None:
-        stand_still(self, event, now)
-        if self.offer is not None:
-            self.state, self.waits_since = WorkerState.RUNNING, None
-
-    path = record.STORIES / "asking_ranks_without_a_manager.jsonl"
+def test_with_the_bug_of_early_deaths_the_whole_group_is_restarted(monkeypatch) -> None:
+    """Only live ranks counted as declared, and none had come to the decorator yet."""
+    path = record.STORIES / "death_before_others_declared.jsonl"
+    machine, _ = load_lines(path.read_text(encoding="utf-8").splitlines())
+    as_before = property(
+        lambda self: any(member.declared and member.is_live for member in self.members.values())
+    )
     assert differences(path) == []
-    monkeypatch.setattr(lives.Life, "stand_still", as_before)
-    (difference,) = differences(path)
-    assert "FallBack" in difference.partition("now:")[0]
-    assert difference.endswith("now:  []")
+    monkeypatch.setattr(type(machine.membership), "is_declared", as_before)
+    then, _, now = differences(path)[0].partition("now:")
+    assert "ReplaceWorker" in then
+    assert "RestartGroup" not in then
+    assert "RestartGroup" in now
 
 
 def test_with_the_bug_of_texts_that_vary_the_job_spins(monkeypatch) -> None:

@@ -11,6 +11,7 @@ import re
 
 import pytest
 
+from taskd import config
 from taskd.config import (
     AgentConfig,
     CallbackAgentConfig,
@@ -19,7 +20,6 @@ from taskd.config import (
     RelayConfig,
     WorkerConfig,
 )
-from taskd.config.launcher import is_wanted
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
@@ -352,7 +352,9 @@ def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: 
     ("value", "is_on"), [("on", True), ("off", False), ("ON", True), ("", False), (None, False)]
 )
 def test_the_patch_is_enabled_by_on_alone(value: str | None, is_on: bool) -> None:
-    assert is_wanted({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
+    assert (
+        config.is_patch_enabled({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
+    )
 
 
 # Not settings: what torch says to its processes, and what an agent hands to those it starts.
@@ -372,4 +374,4 @@ def test_settings_are_read_from_the_environment_here_alone() -> None:
     for reader in others:
         found = (root / reader).read_text(encoding="utf-8")
         named = set(re.findall(r"os\.environ\.get\(\s*\"(\w+)\"", found))
-        assert named <= {"PYTHONFAULTHANDLER"}, reader
+        assert named <= {"MASTER_ADDR", "PYTHONFAULTHANDLER"}, reader

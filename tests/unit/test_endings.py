@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from taskd.agent.endings import Endings
-from taskd.agent.kernel import MemoryKills, cgroup_files, read_counter
+from taskd.agent.vitals.endings import Endings
+from taskd.agent.vitals.memory_kills import MemoryKills, cgroup_files, read_counter
 from taskd.core.faults import Fault, FaultKind
 from taskd.native import box_layout as layout
 from taskd.native.black_box import BlackBox
@@ -120,7 +120,7 @@ def test_the_kernel_s_log_names_the_process(tmp_path):
 
 
 def test_reading_the_kernel_s_log_does_not_keep_this_process_from_being_forked():
-    from taskd.agent.processes import device_files
+    from taskd.agent.spawning.processes import device_files
 
     before = device_files()
     with contextlib.closing(MemoryKills()):

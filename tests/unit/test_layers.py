@@ -42,7 +42,7 @@ FORBIDDEN = {
     "taskd.testing"),
 }  # fmt: skip
 # The forkserver's child becomes a worker: it imports the runtime, lazily, in its last function.
-EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawn.py"}}
+EXCEPTIONS = {("taskd.agent", "taskd.worker"): {"taskd/agent/spawning/program.py"}}
 
 IMPURE = {
     "time", "datetime", "os", "random", "secrets", "socket", "select", "selectors", "threading",
@@ -51,8 +51,8 @@ IMPURE = {
 }  # fmt: skip
 # taskd.run is torchrun itself, with the patch: it hands over to torch.distributed.run.
 TORCH_ALLOWED = (
-    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/forkserver.py",
-    "taskd/agent/spawn.py", "taskd/run.py",
+    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/libraries.py",
+    "taskd/agent/spawning/program.py", "taskd/run.py",
 )  # fmt: skip
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
@@ -95,7 +95,6 @@ CLOCK_ALLOWED = {
 CIRCLES_AT_RUN_TIME: list[set[str]] = []
 # ... counting what is imported under TYPE_CHECKING, too.
 CIRCLES: list[set[str]] = [
-    {"taskd.torchrun.elastic_agent", "taskd.torchrun.host", "taskd.torchrun.loop"},
     {"taskd.worker.roles", "taskd.worker.shards"},
     {
         "taskd", "taskd.worker.boundary", "taskd.worker.buckets",

@@ -12,7 +12,8 @@ from tests import mutants
 if TYPE_CHECKING:
     import pathlib
 
-MODULE = "taskd/core/spacing.py"
+MODULE = next(mutants.ROOT.glob("taskd/core/**/spacing.py")).relative_to(mutants.ROOT).as_posix()
+IMPORT = f"import {MODULE.removesuffix('.py').replace('/', '.')}"
 
 
 def changes(source: str) -> set[str]:
@@ -75,9 +76,9 @@ def test_a_test_that_fails_kills_and_one_that_does_not_end_is_noticed(
 ) -> None:
     copy = mutants.Copy(tmp_path, "0")
     source = (mutants.ROOT / MODULE).read_bytes()
-    passed = ("-c", "import taskd.core.spacing")
-    failed = ("-c", f"import taskd.core.spacing; assert 'FIRST_S = 4.0' in open({MODULE!r}).read()")
-    endless = ("-c", "import taskd.core.spacing, signal; signal.pause()")
+    passed = ("-c", IMPORT)
+    failed = ("-c", f"{IMPORT}; assert 'FIRST_S = 4.0' in open({MODULE!r}).read()")
+    endless = ("-c", f"{IMPORT}; import signal; signal.pause()")
     mutant = next(one for one in mutants.mutants_of(MODULE, source) if one.what == "4.0  ->  5.0")
     limits_s = {passed: 60.0, failed: 60.0, endless: 0.5}
     for killers, outcome in (

@@ -9,7 +9,7 @@ import logging
 
 import pytest
 
-from taskd.agent.reports import Reports
+from taskd.agent.link.reports import Reports
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.worker_state import WorkerState

@@ -9,9 +9,9 @@ import logging
 def install() -> bool:
     """True if the seams are in place. Never raises: torchrun must start."""
     try:
-        from taskd.config.launcher import is_wanted  # noqa: PLC0415
+        from taskd.config import is_patch_enabled  # noqa: PLC0415
 
-        if not is_wanted():
+        if not is_patch_enabled():
             return False
         from taskd.torchrun import patch  # noqa: PLC0415
 

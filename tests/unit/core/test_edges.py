@@ -1,19 +1,23 @@
 """Both machines and their parts: refusals, and reports that concern nobody any more."""
 
+import signal
+
 import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.cut import Copy, NoCut, plan_cut
+from taskd.core.exits import exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.invariants import check
-from taskd.core.job.state import Job
-from taskd.core.leases import Leases
-from taskd.core.membership import Membership
-from taskd.core.phase import Phase
+from taskd.core.job.membership import Membership
+from taskd.core.job.record import TimedFault
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.policy.cut import Copy, NoCut, plan_cut
+from taskd.core.policy.hangs import HangDetector
+from taskd.core.policy.leases import Leases
+from taskd.core.policy.stagnation import DEATH_LIMIT, Stagnation
 from taskd.core.profiling import Domain, Domains
-from taskd.core.record import TimedFault
-from taskd.core.stagnation import DEATH_LIMIT, Stagnation
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import only, passed_on, told
@@ -35,12 +39,17 @@ def test_domains_are_shown_in_words() -> None:
 
 def test_a_change_of_phase_that_no_table_knows_is_written_down_and_breaks_the_invariants() -> None:
     timeouts = Timeouts.derive(30.0)
-    job = Job(timeouts, Membership(), Leases(timeouts))
-    job.phase = Phase.RUNNING
+    job = JobState(
+        timeouts=timeouts,
+        membership=Membership(),
+        leases=Leases(timeouts),
+        hangs=HangDetector(timeouts),
+    )
+    job.phase = JobPhase.RUNNING
     check(job)
-    job.declare("a rank started", Phase.JOINING, frozenset({Phase.RUNNING}))
+    job.declare("a rank started", JobPhase.JOINING, frozenset({JobPhase.RUNNING}))
     assert job.undeclared == []
-    job.declare("a rank started", Phase.JOINING, frozenset({Phase.PAUSING}))
+    job.declare("a rank started", JobPhase.JOINING, frozenset({JobPhase.PAUSING}))
     assert job.undeclared == ["a rank started: joining to running"]
     assert "no table knows that a rank started" in job.story.last()
     with pytest.raises(AssertionError):
@@ -52,7 +61,7 @@ def test_no_whole_copy_ends_a_job_that_may_only_retry(manager) -> None:
     job.raise_(0, clean=False)
     end = only(job.pause(1, 5, clean=False), do.GiveUp)
     assert end.reason.startswith("no clean copy of the state is left")
-    assert job.machine.phase is Phase.ENDING
+    assert job.machine.phase is JobPhase.ENDING
 
 
 def test_a_fault_that_progress_has_forgotten_is_forgotten_once() -> None:
@@ -132,6 +141,17 @@ class TestNode:
         agent.worker(ev.WorkerRaised, 0, 0, make_fault(FaultKind.RAISED, 0, 0, "x"), True, 0.0)
         (report,) = agent.machine.registration(agent.now).workers
         assert (report.declared, report.entered) == (True, True)
+
+    def test_a_rank_that_asks_how_far_to_go_is_whole(self, node) -> None:
+        """It was inconsistent before it had come so far."""
+        agent = node(1)
+        agent.command(do.Interrupt, 1, "x")
+        agent.worker(ev.WorkerPaused, 0, 1, 5, False)
+        agent.command(do.Resume, 1, 5, (), 1)
+        agent.command(do.Interrupt, 2, "y")
+        agent.worker(ev.WorkerMayAdvance, 0, 2, 7)
+        (report,) = agent.machine.registration(agent.now).workers
+        assert (report.state, report.version, report.clean) == ("paused", 7, True)
 
     def test_how_many_failures_one_registration_tells_is_bounded(self, node) -> None:
         """It is one message."""
@@ -245,10 +265,10 @@ def test_a_status_that_comes_after_its_recovery_is_no_reason_to_stop_the_next_on
     job.pause_all()
     job.recover_all(5)
     job.lose(2, FaultKind.KILLED, "SIGKILL")
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
     how = make_fault(FaultKind.EXITED, 1, life, "exit 3", version=5)
     assert job.worker(ev.WorkerExitKnown, 1, how, incarnation=life) == []
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
 
 
 def test_a_suspect_of_a_rank_that_has_ended_is_none_any_more(manager) -> None:
@@ -257,7 +277,7 @@ def test_a_suspect_of_a_rank_that_has_ended_is_none_any_more(manager) -> None:
     job.raise_(0, kind=FaultKind.COMMUNICATION)
     job.send(ev.AgentLeft, 0, "succeeded", "")
     assert job.register(1) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
 
 
 def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager) -> None:
@@ -265,7 +285,17 @@ def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager)
     job.register(0, ev.WorkerReport(0, 0, "running", True, 5), generation=3)
     job.raise_(0, kind=FaultKind.COMMUNICATION, generation=3)
     job.register(1, ev.WorkerReport(1, 0, "running", True, 5), generation=2)
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
     job.pause_all()
     record = only(job.recover_all(), do.RecordRecovery).record
     assert "is not known" not in record.reason
+
+
+def test_the_names_of_signals_are_those_of_linux() -> None:
+    """Spelt out in core, so that a story reads the same on every machine."""
+    for number in signal.valid_signals():
+        name = getattr(number, "name", None)
+        shown = exit_fault(0, 0, -int(number)).detail
+        assert shown in {name, f"signal {int(number)}"}
+    for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 31):
+        assert exit_fault(0, 0, -number).detail == signal.Signals(number).name

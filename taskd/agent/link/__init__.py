@@ -1,0 +1,1 @@
+"""The connection of one process to the manager."""

@@ -1,0 +1,188 @@
+"""The connection of one process to the manager, for agents and for workers without an agent.
+
+Owns the socket, the numbering of what is said, and the spacing of heartbeats. What the manager says
+comes out as events of the core: `ManagerJoined`, `ManagerRefused`, `ManagerLost` and
+`CommandReceived`. When to register again, and when the manager counts as lost, is decided in
+`taskd.core.policy.registration`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from taskd.core import events
+from taskd.core.policy.registration import Registration
+from taskd.errors import LocalProtocolError, RemoteProtocolError
+from taskd.transport import zeromq
+from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from taskd.clock import Clock
+    from taskd.core.marks import Mark
+    from taskd.core.timeouts import Timeouts
+
+log = logging.getLogger(__name__)
+
+
+class ManagerConnection:
+    """See the module. The caller waits with `poll`; then `turn`, or `receive` and `beat`."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes | None,
+        clock: Clock,
+        timeouts: Timeouts,
+        *,
+        job_id: str,
+        role: str,
+        node_rank: int,
+        incarnation: str,
+        rank: int | None = None,
+        register: Callable[[], object],
+    ) -> None:
+        """`job_id` to `rank`: who speaks, see `codec.Envelope`.
+
+        Args:
+            address: of the manager, host:port.
+            secret: what both sides know; None: connections are open.
+            clock: for heartbeats and silence.
+            timeouts: of the job.
+            register: says by `send` who this process is; called whenever that is due.
+        """
+        self.session = Registration(timeouts)
+        self.address = address
+        self.generation = 0  # that of what is said; kept up to date by the caller
+        self.beat_at = clock.now()  # when the next heartbeat is due
+        self._sender = (job_id, role, node_rank, rank, incarnation)
+        identity = "-".join(str(part) for part in self._sender[1:] if part is not None)
+        self._dealer = zeromq.Dealer(address, identity, secret=secret)
+        self._clock = clock
+        self._heartbeat_s = timeouts.heartbeat_s
+        self._register = register
+        # hears of messages that the manager has not taken in
+        self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
+        self._sequence = 0
+
+    def poll(self, timeout_s: float | None = None, fds: Sequence[int] = ()) -> set[int]:
+        """Wait for the manager, for `fds`, for `timeout_s` or until a heartbeat is due.
+
+        Returns those of `fds` that are readable.
+        """
+        until_beat_s = max(0.0, self.beat_at - self._clock.now())
+        return self._dealer.poll(
+            until_beat_s if timeout_s is None else min(until_beat_s, timeout_s), fds
+        )
+
+    def turn(self) -> Iterator[events.Event]:
+        """`receive`, and `beat` if it is time."""
+        yield from self.receive()
+        if self._clock.now() >= self.beat_at:
+            yield from self.beat()
+
+    def receive(self) -> Iterator[events.Event]:
+        """What the manager said since the last call; never blocks."""
+        for _, data in self._dealer.receive():
+            try:
+                event = self._event_of(*codec.decode(data))
+            except RemoteProtocolError as error:
+                if error.reason == "foreign":
+                    log.warning("what answers at %s is no manager of ours: %s", self.address, error)
+                else:
+                    log.warning(
+                        "the manager at %s sent something that is no message: %s",
+                        self.address,
+                        error,
+                    )
+            else:
+                if event is not None:
+                    yield event
+
+    def beat(
+        self, marks: tuple[Mark, ...] = (), next_s: float | None = None
+    ) -> Iterator[events.Event]:
+        """Say that this process is alive, or try again to register.
+
+        Args:
+            marks: how far the workers have come.
+            next_s: until the next heartbeat, if it is to be sooner than usual.
+        """
+        now = self._clock.now()
+        self.beat_at = now + (self._heartbeat_s if next_s is None else next_s)
+        if self.session.is_refused:
+            return
+        if self.session.loses_manager(now):
+            yield events.ManagerLost(now, "silence")
+        if not self.session.is_registered:
+            self._register()
+            return
+        try:
+            self.send(messages.Heartbeat(marks), "heartbeat")
+        except LocalProtocolError as error:  # hundreds of workers on one node
+            log.warning("node %d: hangs are not looked for here: %s", self._sender[2], error)
+            self.send(messages.Heartbeat(), "heartbeat")
+
+    def send(self, message: messages.Message, cause: str) -> int:
+        """Say something to the manager, and return its number. Raises `LocalProtocolError`."""
+        self._dealer.send(None, self.encode(message, cause))
+        return self._sequence
+
+    def encode(self, message: messages.Message, cause: str) -> bytes:
+        """The bytes of a message of this process. Raises `LocalProtocolError` if too large."""
+        self._sequence += 1
+        envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
+        return codec.encode(envelope, message)
+
+    def close(self) -> None:
+        """Leave; last words get a moment to go out."""
+        self._dealer.close()
+
+    def _event_of(self, envelope: codec.Envelope, message: messages.Message) -> events.Event | None:
+        """What this message means; None: nothing to the caller."""
+        if envelope.role != "manager" or envelope.job_id != self._sender[0]:
+            raise RemoteProtocolError("foreign", f"from a {envelope.role} of job {envelope.job_id}")
+        now = self._clock.now()
+        self.session.heard(now)
+        match message:
+            case messages.Accepted():
+                self.session.accepted(message.manager_incarnation)
+                log.info("joined the manager at %s as node %d", self.address, self._sender[2])
+                return events.ManagerJoined(
+                    now, "accepted", message.generation, message.restarts_used
+                )
+            case messages.Refused():
+                self.session.refused()
+                log.error(
+                    "the manager at %s refused us: %s. This process goes on without a manager.",
+                    self.address,
+                    message.reason,
+                )
+                return events.ManagerRefused(now, "refused", message.reason)
+            case messages.HeartbeatAck():
+                if self.session.acknowledged(
+                    is_known=message.known, manager_incarnation=message.manager_incarnation
+                ):
+                    self._register()
+            case messages.Rejected():
+                self.rejected(message)
+            case messages.Unsupported():
+                log.warning(
+                    "the manager does not know message type %d: the manager at %s is older than "
+                    "this process",
+                    message.type,
+                    self.address,
+                )
+            case _:
+                command = translate.message_to_command(envelope, message)
+                return events.CommandReceived(now, envelope.cause, command)
+        return None
+
+    def _log_rejected(self, answer: messages.Rejected) -> None:
+        log.warning(
+            "the manager at %s has not taken in a message of this process (%s)",
+            self.address,
+            answer.reason,
+        )

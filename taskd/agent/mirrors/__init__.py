@@ -1,0 +1,1 @@
+"""Copies of snapshots in the memory of another node, for the loss of this one."""

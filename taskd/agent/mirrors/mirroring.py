@@ -1,0 +1,283 @@
+"""Mirrors of snapshots, as the agent's loop sees them: who is asked, who is told, what there is.
+
+      agent's loop  ── orders ──►  thread "taskd-mirrors"  ── Offer, Piece ──►  the peer's agent
+                    ◄── wake ───    MirrorSource, MirrorStore  ◄── Answer ──
+
+Copies and the network are the thread's, so that a stalled network never delays a death or a
+heartbeat: the loop leaves orders in a queue, and asks the store only for what is in a table.
+Nothing is started, and no port opened, before a worker of this node asks for mirrors. No part of
+any recovery: whatever fails here costs mirrors and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from taskd.agent.mirrors.source import MirrorSource
+from taskd.agent.mirrors.store import MirrorStore
+from taskd.config import join_address
+from taskd.core import commands, events
+from taskd.core.mirroring import MirrorPermission
+from taskd.errors import RemoteProtocolError, TransportError
+from taskd.log import SayOnce
+from taskd.native.arenas import Arenas
+from taskd.transport import zeromq
+from taskd.wire import mirroring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from taskd.agent.workers.host import Worker
+    from taskd.clock import Clock
+    from taskd.config import AgentConfig
+
+log = logging.getLogger(__name__)
+
+
+class Mirroring:
+    """See the module. All but `_run` and what it calls is for the agent's loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        clock: Clock,
+        node_rank: int,
+        incarnation: str,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """`is_alone`: the job has no other node."""
+        self._config, self._clock, self._node_rank, self._incarnation, self._is_alone = (
+            config,
+            clock,
+            node_rank,
+            incarnation,
+            is_alone,
+        )
+        self._store = MirrorStore(config.job_id, node_rank, incarnation, self._tell)
+        self._source = MirrorSource(config.job_id, node_rank, incarnation)
+        self._router: zeromq.Router | None = None  # until there is a thread, and then its own
+        self._dealer: zeromq.Dealer | None = None
+        self._once = SayOnce()
+        self._thread: threading.Thread | None = None
+        self._address = ""
+        self._is_wanted = self._is_closing = False
+        self._pair: commands.Pair | None = None
+        self._permission = MirrorPermission()
+        # the host's own, by rank: to see when they are others
+        self._followed: dict[int, Arenas] = {}
+        self._orders: deque[Callable[[], None]] = deque()
+        self._order_fd = self._news_fd = -1
+
+    # ------------------------------------------------------------ the agent's loop
+
+    @property
+    def fds(self) -> list[int]:
+        """Readable when `read` has something to say."""
+        return [] if self._news_fd < 0 else [self._news_fd]
+
+    def want(self, now: float) -> list[events.Event]:
+        """A worker of this node asks for mirrors. Returns what the manager is to hear."""
+        if self._is_wanted:
+            return []
+        self._is_wanted = True
+        if not self._is_alone and not self._open():
+            return []
+        log.info(
+            "node %d (host %s) asks for a buddy to mirror its snapshots%s",
+            self._node_rank,
+            self._config.host,
+            f", and takes those of others at {self._address}" if self._address else "",
+        )
+        return self.introduction(now)
+
+    def _open(self) -> bool:
+        try:
+            self._router = zeromq.Router(
+                join_address(self._config.own_address, 0), secret=self._config.secret
+            )
+        except TransportError as error:
+            log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
+            return False
+        self._address = self._router.address
+        self._order_fd, self._news_fd = (
+            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(self._router,), name="taskd-mirrors", daemon=True
+        )
+        self._thread.start()
+        return True
+
+    def introduction(self, now: float) -> list[events.Event]:
+        """What a manager that has just accepted this node is to hear."""
+        if not self._is_wanted or not (self._is_alone or self._address):
+            return []
+        return [
+            events.AgentMirrors(now, "mirrors", self._node_rank, self._config.host, self._address),
+            self._held(now),
+        ]
+
+    def read(self, now: float) -> list[events.Event]:
+        """What the manager is to hear; never blocks."""
+        if self._news_fd < 0:
+            return []
+        try:
+            os.eventfd_read(self._news_fd)
+        except BlockingIOError:
+            return []
+        return [self._held(now)]
+
+    def obey(
+        self, command: commands.Command, workers: Mapping[int, Worker], now: float
+    ) -> list[events.Event]:
+        """What an order of the manager means for mirrors.
+
+        Returns what it is to hear before this node does anything else about it.
+        """
+        if self._thread is None:
+            return []
+        if isinstance(command, commands.Pair):
+            self._take_pair(command, workers)
+            return []
+        permission = self._permission.after(command)
+        if permission != self._permission:
+            self._permission = permission
+            self._store.permit(permission)
+            self._order(lambda: self._source.permit(permission))
+        return [self._held(now)] if isinstance(command, commands.Interrupt) else []
+
+    def follow(self, workers: Mapping[int, Worker]) -> None:
+        """Ranks that were started anew with all others have other arenas than before."""
+        if self._pair is None:
+            return
+        changed = {
+            rank: worker.arenas
+            for rank, worker in workers.items()
+            if self._followed.get(rank) is not worker.arenas
+        }
+        if changed:
+            self._followed.update(changed)
+            copies = {
+                rank: Arenas([os.dup(descriptor) for descriptor in arenas.descriptors])
+                for rank, arenas in changed.items()
+            }
+            self._order(lambda: self._source.follow(copies))
+
+    def find(self, rank: int, version: int) -> int | None:
+        """A descriptor of the arena that mirrors this version."""
+        return self._store.find(rank, version)
+
+    def close(self) -> None:
+        """Stop. Ranks of this node wait for no mirror any more."""
+        if self._thread is None:
+            return
+        self._is_closing = True
+        os.eventfd_write(self._order_fd, 1)
+        self._thread.join()
+        self._store.close()
+        os.close(self._order_fd)
+        os.close(self._news_fd)
+        self._thread, self._order_fd, self._news_fd = None, -1, -1
+
+    def _held(self, now: float) -> events.MirrorsHeld:
+        return events.MirrorsHeld(now, "mirrors", self._node_rank, self._store.held())
+
+    def _take_pair(self, pair: commands.Pair, workers: Mapping[int, Worker]) -> None:
+        known = self._pair
+        if known is None or known.sources != pair.sources:
+            self._store.serve(dict(pair.sources))
+        self._pair = pair
+        self.follow(workers)
+        if known is None or (known.buddy, known.address, known.incarnation) != (
+            pair.buddy,
+            pair.address,
+            pair.incarnation,
+        ):
+            self._order(lambda: self._connect(pair))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
+        os.eventfd_write(self._order_fd, 1)
+
+    # ------------------------------------------------------------ the thread
+
+    def _tell(self) -> None:
+        """Wake the agent's loop: there is more than it knows."""
+        os.eventfd_write(self._news_fd, 1)
+
+    def _run(self, router: zeromq.Router) -> None:
+        try:
+            while not self._is_closing:
+                self._turn(router)
+        except Exception:
+            # The top of a thread: mirrors are lost, and training goes on.
+            log.exception(
+                "a bug in taskd, please report it: node %d mirrors no snapshots any more",
+                self._node_rank,
+            )
+        finally:
+            self._source.release()
+            self._source.close()
+            if self._dealer is not None:
+                self._dealer.close()
+            router.close()
+
+    def _turn(self, router: zeromq.Router) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        deadline = self._source.turn(self._clock.now())
+        links = [router] if self._dealer is None else [router, self._dealer]
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
+        if zeromq.poll(links, timeout_s, [self._order_fd]):
+            os.eventfd_read(self._order_fd)
+        for peer, data in router.receive():
+            try:
+                frame = mirroring.decode(data)
+                answer = (
+                    None if isinstance(frame, mirroring.Answer) else self._store.hear(peer, frame)
+                )
+            except RemoteProtocolError as error:
+                if self._once.is_new(peer, error.reason):
+                    log.warning(
+                        "node %d refused what was to be a mirror (%s): %s",
+                        self._node_rank,
+                        error.reason,
+                        error,
+                    )
+                continue
+            if answer is not None:
+                router.send(peer, mirroring.encode(answer))
+        for reason in router.take_refused():
+            if self._once.is_new("connection", reason):
+                log.warning(
+                    "node %d let no mirror in: a connection was refused: %s",
+                    self._node_rank,
+                    reason,
+                )
+        router.take_disconnects()
+
+    def _connect(self, pair: commands.Pair) -> None:
+        if self._dealer is not None:
+            self._dealer.close()
+        assert self._router is not None
+        identity = f"mirror-{self._node_rank}-{self._incarnation}-{pair.incarnation}"
+        try:
+            self._dealer = zeromq.Dealer(
+                pair.address, identity, secret=self._config.secret, beside=self._router
+            )
+        except TransportError as error:
+            self._dealer = None
+            log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
+            return
+        log.info(
+            "node %d mirrors its snapshots on node %d at %s",
+            self._node_rank,
+            pair.buddy,
+            pair.address,
+        )
+        self._source.pair(pair, self._dealer)

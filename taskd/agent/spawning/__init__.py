@@ -1,0 +1,1 @@
+"""Starting, signalling and reaping the processes of workers."""

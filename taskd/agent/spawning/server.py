@@ -1,0 +1,219 @@
+"""The forkserver process: forks workers, reaps them, and tells the agent.
+
+Owns the warm, single-threaded process itself. It runs no user code (but the modules named in
+TASKD_PRELOAD), opens no device, starts no thread, and ends when the agent's end of the connection
+closes, taking the workers along. `taskd.agent.spawning.forkserver` starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from taskd.agent.spawning import child, libraries, processes, warmth
+from taskd.agent.spawning.protocol import SpawnRequest, Wire, request_from
+from taskd.clock import MonotonicClock
+from taskd.errors import ForkserverError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+TERM_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL, as the guard in the worker does it
+
+
+def main(descriptor: int, preload: str, directory: int) -> NoReturn:
+    """Be a forkserver in a fresh interpreter: `descriptor` is its connection, see `serve`."""
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    serve(connection, tuple(sys.path), preload, directory)
+
+
+def serve(
+    connection: socket.socket, search_path: tuple[str, ...], preload: str, directory: int = -1
+) -> NoReturn:
+    """Be the forkserver until the agent is gone. Never returns.
+
+    Args:
+        connection: to the agent.
+        search_path: `sys.path` of its workers, behind the entry of their script's directory.
+        preload: modules to import besides the usual, separated by commas.
+        directory: descriptor of the directory to work in, -1: this process is in it.
+    """
+    server = _Server(Wire(connection), search_path)
+    server.prepare([name for name in preload.split(",") if name])
+    if directory >= 0:
+        os.fchdir(directory)
+        os.close(directory)
+    server.ready()
+    server.loop()
+    server.end()
+    os._exit(0)
+
+
+class _Server:
+    """The forkserver process."""
+
+    def __init__(self, wire: Wire, search_path: tuple[str, ...]) -> None:
+        self._wire = wire
+        self._search_path = search_path
+        self._environment = warmth.initial_environment()
+        self._tokens: dict[int, int] = {}  # pid of a live worker -> token
+        self._blas: dict[str, int] = {}  # OpenBLAS libraries and the threads that they would use
+        self._cold_reason: str | None = None  # why no worker may be forked warm
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def prepare(self, extra: Iterable[str]) -> None:
+        """Become a quiet process, import, and freeze what is there.
+
+        What is frozen is left alone by collections, which would copy its pages in each worker.
+        """
+        processes.become_subreaper()
+        processes.set_title(["taskd-forkserver"])
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            # torchrun gets them too and decides; we end when it closes
+            signal.signal(number, signal.SIG_IGN)
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        libraries.preload(extra)
+        self._blas = libraries.quiet_blas()
+        threads = processes.settle_threads()
+        devices = processes.device_files()
+        if threads > 1 or devices:
+            self._cold_reason = (
+                f"after preloading, the forkserver has {threads} threads and holds "
+                f"{devices or 'no device'}"
+            )
+            log.warning("%s: workers are started as fresh interpreters", self._cold_reason)
+        gc.collect()
+        gc.freeze()
+
+    def ready(self) -> None:
+        """From now on every request is answered at once."""
+        self._reply({"reply": "ready"})
+
+    def loop(self) -> None:
+        """Serve until the agent is gone."""
+        poll = select.poll()
+        poll.register(self._wire.fileno(), select.POLLIN)
+        poll.register(self._wake_read.fileno(), select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._wake_read.fileno() in ready:
+                self._reap()
+            if self._wire.fileno() in ready:
+                messages = self._wire.receive(wait=True)
+                if messages is None:
+                    return
+                for message, descriptors in messages:
+                    self._answer(message, descriptors)
+
+    def _answer(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """One request, one answer."""
+        try:
+            request = request_from(message, descriptors)
+            note = self._cold_reason or warmth.why_not_warm(request, self._environment)
+            self._spawn(request, note)
+        except (OSError, ForkserverError) as error:
+            self._reply({"reply": "failed", "token": message["token"], "error": str(error)})
+        finally:
+            processes.close_all(descriptors)
+
+    def _spawn(self, request: SpawnRequest, note: str | None) -> None:
+        """The worker begins when its start has been told, and ends if that never happens.
+
+        Signals that it gets before it has their dispositions wait for those.
+        """
+        gate_read, gate_write = os.pipe()
+        try:
+            former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request, gate_read, gate_write, warm=note is None)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            pidfd = os.pidfd_open(pid)
+            try:
+                self._reply(
+                    {"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,)
+                )
+            finally:
+                os.close(pidfd)
+            self._tokens[pid] = request.token
+            os.write(gate_write, b".")
+        finally:
+            processes.close_all((gate_read, gate_write))
+
+    def _become(
+        self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool
+    ) -> NoReturn:
+        try:
+            os.setsid()
+            os.close(gate_write)
+            if not os.read(gate_read, 1):
+                os._exit(1)  # nobody knows that we are there
+            # Their numbers are closed below and may be given out again: these objects must not
+            # close them later.
+            self._wire.detach()
+            self._wake_read.detach()
+            self._wake_write.detach()
+            child.become(request, self._search_path, self._blas, warm=warm)
+        except BaseException:  # the top of a process: it must not go on as a second forkserver
+            log.exception("a worker could not be started")
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        """Take what woke us, and every child that has ended."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None:
+                return
+            token = self._tokens.pop(found.si_pid, None)
+            if token is not None:
+                # Before the number is free again: nothing of the worker (data loaders) may outlive
+                # it.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(found.si_pid, signal.SIGKILL)
+            os.waitpid(found.si_pid, 0)
+            if token is not None:
+                self._reply(
+                    {
+                        "reply": "exited",
+                        "token": token,
+                        "pid": found.si_pid,
+                        "status": processes.status_of(found),
+                    }
+                )
+
+    def _reply(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+        # the next read sees the end
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._wire.send(message, descriptors)
+
+    def end(self) -> None:
+        """The agent is gone: end the workers that still live."""
+        clock = MonotonicClock()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in sorted(self._tokens):
+                processes.signal_group(pid, number)
+            deadline = clock.now() + TERM_TIMEOUT_S
+            while self._tokens and clock.now() < deadline:
+                select.select([self._wake_read], [], [], max(0.0, deadline - clock.now()))
+                self._reap()

@@ -1,0 +1,352 @@
+"""Who is in the job: nodes, ranks, and the current life (incarnation) of each rank.
+
+Owns acceptance: which registration is refused, and which reports come from a life that is over.
+Does not decide what to do about a fault.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.policy.cut import Copy
+from taskd.core.worker_state import WorkerState
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank in its current life."""
+
+    rank: int
+    node_rank: int
+    incarnation: int
+    state: WorkerState
+    born_at: float
+    declared: bool = False
+    entered: bool = False  # has come to its recoverable function
+    replaced: bool = False  # this life began in a recovery and has not resumed yet
+    version: int | None = None
+    clean: bool = True
+    box_versions: tuple[int, ...] = ()  # of the life before
+    shard: str = ""  # what part of the state it has, or had in the life before
+    snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
+    is_kill_ordered: bool = (
+        False  # it is being killed by our order; what it leaves was not told yet
+    )
+    may_advance: bool = False  # it waits within its function, and could commit one step more
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is, or is about to be, a process."""
+        return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has nothing more to train."""
+        return self.state in (WorkerState.RETURNED, WorkerState.FINISHED)
+
+    def enter(self) -> None:
+        """It has come to its recoverable function."""
+        self.declared = self.entered = True
+
+    def pause(
+        self, version: int | None, clean: bool, snapshots: tuple[int, ...],
+        *, may_advance: bool = False,
+    ) -> None:  # fmt: skip
+        """It waits at the gate; with `may_advance` in its function, for word how far to go."""
+        self.state, self.may_advance = WorkerState.PAUSED, may_advance
+        self.version, self.clean, self.snapshots = version, clean, snapshots
+
+    def proceed(self) -> None:
+        """It is on its way again within its function."""
+        self.state, self.may_advance = WorkerState.RUNNING, False
+
+    def resume(self) -> None:
+        """It goes on with all others: what it said when it stopped counts no more."""
+        self.proceed()
+        self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
+
+    def lose(
+        self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None
+    ) -> None:
+        """Its process is gone or as good as gone. `snapshots` None: nobody has looked since."""
+        self.state, self.may_advance = WorkerState.LOST, False
+        if snapshots is not None:
+            self.snapshots = snapshots
+        if box_versions or not self.replaced:
+            self.box_versions = box_versions
+
+    def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
+        """A new process takes the place of the old one."""
+        self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
+        self.declared = self.entered = self.may_advance = self.is_kill_ordered = False
+        self.replaced, self.version, self.clean = replaced, None, True
+        if not replaced:
+            self.box_versions, self.shard, self.snapshots = (), "", ()
+
+    def fault(self, kind: FaultKind, detail: str = "") -> Fault:
+        """A fault of its current life, as the manager sees it."""
+        version = self.version
+        return Fault(kind, self.rank, self.incarnation, detail, version=version, signature=detail)
+
+    def copy(self) -> Copy:
+        """What it holds, for `plan_cut`."""
+        return Copy(
+            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard,
+            self.snapshots, self.may_advance, self.node_rank, self.state is not WorkerState.LOST,
+        )  # fmt: skip
+
+
+# Outcomes of a node: it fell silent, and may come back as the only one; it goes on as plain
+# torchrun, because nobody answered.
+LOST_NODE = "lost"
+FELL_BACK = "fallback"
+MAX_CLAIM = 2**31  # of what an agent remembers and the job counts on from: nobody recovers so often
+_STATES = frozenset(state.value for state in WorkerState)
+_NO_LIMIT = 2**31  # the budget of a node that only an earlier manager knew
+
+
+@dataclass(slots=True)
+class Node:
+    """One agent."""
+
+    node_rank: int
+    agent_incarnation: str
+    max_restarts: int
+    ranks: tuple[int, ...]
+    generation: int
+    outcome: str | None = None  # how it left; None: it is there
+
+    @property
+    def is_present(self) -> bool:
+        """Whether commands reach it."""
+        return self.outcome is None
+
+
+@dataclass(slots=True)
+class Membership:
+    """Nodes and members. `node_count` and `ranks_per_node`: what the user gave, if anything."""
+
+    node_count: int | None = None
+    ranks_per_node: int | None = None
+    world_size: int | None = None
+    joined_node_count: int | None = None  # what the agents say
+    committed: int | None = None  # the newest version that anybody is known to have committed
+    nodes: dict[int, Node] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=dict)
+    ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
+    witness: int = -1  # a rank that has something to do, when that was last looked at
+    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node
+
+    def refusal(self, event: AgentRegistered) -> str | None:
+        """Why this agent may not join, or None."""
+        wrong = self._bad_numbers(event) or self._bad_position(event)
+        return wrong or self._bad_size(event) or self._bad_ranks(event)
+
+    def _bad_numbers(self, event: AgentRegistered) -> str | None:
+        """What no agent of ours says, whatever the job: nothing of it may get into a table."""
+        if not 0 <= event.node_rank < event.node_count:
+            return f"node {event.node_rank} is outside of a job of {event.node_count} nodes"
+        if event.node_count > event.world_size:
+            return f"{event.node_count} nodes cannot share a world of {event.world_size}"
+        lives = (report.incarnation for report in event.workers)
+        counts = [event.generation, event.restarts_used, *lives]
+        if not all(0 <= count <= MAX_CLAIM for count in counts) or event.max_restarts < 0:
+            return f"generation, restarts and incarnations are numbers from 0 to {MAX_CLAIM}"
+        if any(report.version is not None and report.version < 0 for report in event.workers):
+            return "a version is a number from 0"
+        if any(report.state not in _STATES for report in event.workers):
+            return f"a worker is one of {', '.join(sorted(_STATES))}"
+        return None
+
+    def _bad_position(self, event: AgentRegistered) -> str | None:
+        node = self.nodes.get(event.node_rank)
+        if node is None:
+            return None
+        if node.is_present and node.agent_incarnation != event.agent_incarnation:
+            return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
+        if node.outcome not in (None, LOST_NODE):
+            return f"node {event.node_rank} has left this job ({node.outcome})"
+        return None
+
+    def _bad_size(self, event: AgentRegistered) -> str | None:
+        started = "the manager was started for"
+        if self.node_count is not None and event.node_count != self.node_count:
+            return f"{started} {self.node_count} nodes, this agent says {event.node_count}"
+        per_node = len(event.workers)
+        if self.ranks_per_node is not None and per_node != self.ranks_per_node:
+            return f"{started} {self.ranks_per_node} ranks per node, this agent has {per_node}"
+        if self.world_size is not None and event.world_size != self.world_size:
+            return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
+        if self.joined_node_count is not None and event.node_count != self.joined_node_count:
+            return f"the job has {self.joined_node_count} nodes, this agent says {event.node_count}"
+        return None
+
+    def _bad_ranks(self, event: AgentRegistered) -> str | None:
+        for report in event.workers:
+            if not 0 <= report.rank < event.world_size:
+                return f"rank {report.rank} is outside of a world of {event.world_size}"
+            member = self.members.get(report.rank)
+            if member is not None and member.node_rank != event.node_rank:
+                return f"rank {report.rank} belongs to node {member.node_rank}"
+        ranks = {report.rank for report in event.workers}
+        if len(ranks) != len(event.workers):
+            return "the same rank is given twice"
+        node = self.nodes.get(event.node_rank)
+        if node is not None and node.ranks and set(node.ranks) != ranks:
+            return f"node {event.node_rank} had other ranks before"
+        return None
+
+    def register(self, event: AgentRegistered) -> None:
+        """Take the agent in, and those of its workers that are not known yet.
+
+        `refusal` has been asked before.
+        """
+        self.world_size, self.joined_node_count = event.world_size, event.node_count
+        ranks = tuple(sorted(report.rank for report in event.workers))
+        self.nodes[event.node_rank] = Node(
+            event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation
+        )
+        for report in sorted(event.workers, key=lambda report: report.rank):
+            if report.rank not in self.members:
+                member = self.members[report.rank] = _adopt(report, event)
+                if member.state is WorkerState.FINISHED:
+                    self.finish(member)
+                self.note_version(report.version)
+
+    def leave(self, node_rank: int, outcome: str) -> None:
+        """An agent is gone. It may be one that only an earlier manager knew."""
+        node = self.nodes.setdefault(node_rank, Node(node_rank, "", _NO_LIMIT, (), 0))
+        node.outcome = outcome
+
+    def stale(self, event: WorkerEvent) -> str | None:
+        """Why this report is not from the current life of its rank, or None."""
+        member = self.members.get(event.rank)
+        if member is None:
+            return f"rank {event.rank} is not known"
+        if event.incarnation != member.incarnation:
+            earlier = f"incarnation {event.incarnation} of rank {event.rank}"
+            return f"{earlier} is over, now is {member.incarnation}"
+        is_more = member.state is WorkerState.LOST and isinstance(event, WorkerLost)
+        return None if member.is_live or is_more else f"rank {event.rank} is {member.state.value}"
+
+    def note_version(self, version: int | None) -> None:
+        """Somebody committed this version."""
+        if version is not None:
+            self.committed = max(version, self.committed or 0)
+
+    def note_mirrors(self, node_rank: int, held: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """All that a node has of the snapshots of others."""
+        for nodes in self.mirrors.values():
+            nodes.pop(node_rank, None)
+        for rank, versions in held:
+            if versions:
+                self.mirrors.setdefault(rank, {})[node_rank] = versions
+
+    def copy_of(self, member: Member) -> Copy:
+        """What a member holds. If its node is lost: the mirrors of its snapshots, and where."""
+        copy = member.copy()
+        if copy.alive or self.nodes[member.node_rank].is_present:
+            return copy
+        found = {
+            node_rank: versions
+            for node_rank, versions in self.mirrors.get(member.rank, {}).items()
+            if node_rank in self.nodes and self.nodes[node_rank].is_present
+        }
+        node_rank = max(
+            sorted(found), key=lambda node_rank: max(found[node_rank]), default=member.node_rank
+        )
+        return replace(copy, node=node_rank, snapshots=found.get(node_rank, ()))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank is registered, or belongs to a node that left before it could."""
+        if self.world_size is None:
+            return False
+        return len(self.members) == self.world_size or len(self.nodes) == self.joined_node_count
+
+    @property
+    def max_restarts(self) -> int:
+        """The budget of the job: the smallest that any node was given."""
+        return min(node.max_restarts for node in self.nodes.values())
+
+    def ordered(self) -> list[Member]:
+        """All members by rank."""
+        return [self.members[rank] for rank in sorted(self.members)]
+
+    def live(self) -> list[Member]:
+        """Members with a process, by rank."""
+        return [member for member in self.ordered() if member.is_live]
+
+    def lost(self) -> list[Member]:
+        """Members whose process is gone, by rank."""
+        return [member for member in self.ordered() if member.state is WorkerState.LOST]
+
+    def finish(self, member: Member) -> None:
+        """Its process ended as it should."""
+        member.state = WorkerState.FINISHED
+        if not member.entered:
+            self.ended_early.add(member.rank)
+
+    def missing(self) -> list[Member]:
+        """Members that ended well before they came to their function, while others are in theirs.
+
+        These cannot train alone.
+        """
+        ended = [self.members[rank] for rank in sorted(self.ended_early)]
+        early = [member for member in ended if member.state is WorkerState.FINISHED]
+        early = [member for member in early if member.declared and not member.entered]
+        return early if early and any(member.entered for member in self.members.values()) else []
+
+    def nobody_works(self) -> bool:
+        """Whether no member has anything more to train.
+
+        O(1) while the same rank has: it is asked at the end of each.
+        """
+        witness = self.members.get(self.witness)
+        if witness is not None and not witness.is_done:
+            return False
+        for member in reversed(self.members.values()):
+            if not member.is_done:
+                self.witness = member.rank
+                return False
+        return True
+
+    def on_node(self, node_rank: int) -> list[Member]:
+        """Members of one node, by rank; none of one that has not registered."""
+        node = self.nodes.get(node_rank)
+        return [] if node is None else [self.members[rank] for rank in node.ranks]
+
+    def absent_nodes(self) -> list[Node]:
+        """Nodes that left, by rank."""
+        return [self.nodes[rank] for rank in sorted(self.nodes) if not self.nodes[rank].is_present]
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether a worker uses `taskd.recoverable`: then the job can be recovered in place.
+
+        One that has died tells of the others, too: all ranks run the same script, and these may not
+        have come to the decorator yet.
+        """
+        members = self.members.values()
+        if any(member.declared and member.is_live for member in members):
+            return True
+        is_told = any(member.declared and member.state is WorkerState.LOST for member in members)
+        return is_told and any(member.is_live and not member.replaced for member in members)
+
+    def check(self) -> None:
+        """Assert that nodes and members agree."""
+        for node in self.nodes.values():
+            for rank in node.ranks:
+                assert self.members[rank].node_rank == node.node_rank, (rank, node)
+
+
+def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
+    """A member as its agent describes it."""
+    state = WorkerState(report.state)
+    return Member(
+        report.rank, event.node_rank, report.incarnation, state, event.now,
+        declared=report.declared, entered=report.entered, version=report.version,
+        clean=report.clean, shard=report.shard, snapshots=report.snapshots,
+        may_advance=report.may_advance,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""One recovery in the making: its faults, its times, and the `RecoveryRecord` made of them.
+
+Owns the meaning of each duration. Decides nothing. A recovery is one generation. A fault while
+ranks leave their step or start makes it longer, not two. One after that, before the last rank's
+first new commit, begins another: the record of the first says that it was not completed, and the
+time of the second counts from the death with which all began. So a job that goes round and round
+leaves a record each time.
+
+    death | detect | manager learned | decide | commands | quiesce | last survivor paused
+                                                          | respawn | last replacement at the gate
+    resume | groups | state | first step |
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from taskd.core.commands import Move, RecoveryRecord
+from taskd.core.events import WorkerRecovered
+from taskd.core.faults import FaultKind, TimedFault
+from taskd.core.policy.ladder import Strategy
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The recovery that is under way."""
+
+    cause: str
+    began_at: float  # for a recovery without a fault: when it was seen to be needed
+    strategy: Strategy = Strategy.RETRY
+    reason: str = ""  # why that strategy
+    taken_over: str = ""  # what an earlier manager has to do with it
+    outage_began_at: float | None = None  # the first death since a recovery was completed
+    faults: list[TimedFault] = field(default_factory=list)
+    followers: set[tuple[int, int]] = field(default_factory=set)
+    version: int | None = None
+    moves: tuple[Move, ...] = ()
+    redone: int = 0  # committed steps to be done again, over all plans of this recovery
+    broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
+    decided_at: float | None = None
+    commanded_at: float = 0.0
+    quiesced_at: float = 0.0
+    respawned_at: float = 0.0
+    slowest: WorkerRecovered | None = None
+    waiting: set[int] = field(default_factory=set)  # ranks that have not recovered (or started) yet
+    is_restart: bool = False  # it waits for starts, not for commits
+
+    def take_over(self, faults: list[TimedFault], *, is_known: bool) -> None:
+        """An earlier manager was answering these: replaced the ranks, and counted the restarts.
+
+        `is_known` False: it is not known what it was answering.
+        """
+        self.faults += faults
+        restarted = "the manager was restarted meanwhile"
+        if faults:
+            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, restarted
+        elif not is_known:
+            unknown = "what came before is not known: the time counts from then"
+            self.taken_over = f"{restarted}, and {unknown}"
+
+    def commanded(self, now: float) -> None:
+        """The commands of a new generation go out."""
+        self.commanded_at = self.quiesced_at = self.respawned_at = now
+        self.decided_at = now if self.decided_at is None else self.decided_at
+        self.slowest, self.is_restart = None, False
+        self.waiting.clear()
+
+    def paused(self, now: float, *, replaced: bool) -> None:
+        """A rank waits at the gate."""
+        if replaced:
+            self.respawned_at = now
+        else:
+            self.quiesced_at = now
+
+    def resumed(
+        self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], redone: int
+    ) -> None:
+        """The plan goes out to these ranks."""
+        self.version, self.moves, self.waiting = version, moves, set(waiting)
+        self.redone += redone
+        self.is_restart = False
+
+    def restarted(self, waiting: Iterable[int], committed: int | None) -> None:
+        """All ranks are to start anew."""
+        self.resumed(None, (), waiting, committed or 0)
+        self.is_restart = True
+
+    def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
+        """A rank is back (None: without a new commit). Returns whether it was the last one."""
+        if rank not in self.waiting:
+            return False
+        self.waiting.discard(rank)
+        if event is not None:
+            self.slowest = max(self.slowest or event, event, key=_duration)
+        return not self.waiting
+
+    def victims_of(self, death: TimedFault) -> list[TimedFault]:
+        """Exceptions taken for causes so far, that came after this death: its consequences."""
+        return [
+            timed
+            for timed in self.faults
+            if timed.fault.kind is FaultKind.RAISED
+            and timed.generation == death.generation
+            and timed.died_at >= death.died_at
+        ]
+
+    def demote(self, timed: TimedFault) -> None:
+        """Not a cause after all."""
+        self.faults.remove(timed)
+        self.followers.add(timed.fault.life)
+
+    def record(
+        self, now: float, generation: int, restarts_used: int, max_restarts: int,
+        not_completed: str = "",
+    ) -> RecoveryRecord:  # fmt: skip
+        """The record, when the last rank is back; `not_completed`: what came before that."""
+        first = min(self.faults, key=lambda timed: timed.died_at, default=None)
+        died_at = first.died_at if first else self.began_at
+        learned_at = first.learned_at if first else self.began_at
+        earlier = died_at if self.outage_began_at is None else self.outage_began_at
+        self.outage_began_at = min(earlier, died_at)
+        slowest = self.slowest
+        return RecoveryRecord(
+            generation=generation,
+            strategy=self.strategy.value,
+            faults=tuple(timed.fault for timed in sorted(self.faults, key=TimedFault.order)),
+            followers=len(self.followers),
+            version=self.version,
+            sources=tuple((move.rank, self._source(move)) for move in self.moves),
+            steps_redone=self.redone,
+            detect_s=max(0.0, learned_at - died_at),
+            decide_s=max(0.0, (self.decided_at or learned_at) - learned_at),
+            quiesce_s=self.quiesced_at - self.commanded_at,
+            respawn_s=self.respawned_at - self.commanded_at,
+            groups_s=slowest.groups_s if slowest else 0.0,
+            state_s=slowest.state_s if slowest else 0.0,
+            first_step_s=slowest.first_step_s if slowest else 0.0,
+            total_s=max(0.0, now - self.outage_began_at),
+            restarts_used=restarts_used,
+            max_restarts=max_restarts,
+            reason="; ".join(filter(None, (self.reason, self.taken_over))),
+            not_completed=not_completed,
+        )
+
+    def _source(self, move: Move) -> str:
+        if self.version is None:
+            return "nothing"
+        if move.source is not None:
+            return f"rank {move.source}"
+        return "kept" if move.snapshot is None else "snapshot"
+
+
+def _duration(event: WorkerRecovered) -> float:
+    return event.groups_s + event.state_s + event.first_step_s

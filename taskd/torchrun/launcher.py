@@ -1,0 +1,41 @@
+"""What the agent's loop needs of torchrun's agent, which is its launcher.
+
+`taskd.torchrun.elastic_agent` has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+
+
+class Launcher(Protocol):
+    """See the module."""
+
+    generation: int
+    restarts_used: int
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """Ranks, world size, group rank, master address, store: torch's own object."""
+
+    def bootstrap(
+        self, local_rank: int, incarnation: int, *, gated: bool = False
+    ) -> dict[str, Any]:
+        """What the runtime of this worker is told.
+
+        `generation` and `restarts_used` are those of the launcher at that time.
+        """
+
+    def succeeded(self) -> RunResult:
+        """The result when every worker has finished."""
+
+    def failed(self, local_ranks: Iterable[int]) -> RunResult:
+        """The result when the job is given up because of these workers."""
+
+    def run_plainly(self, role: str) -> RunResult:
+        """Go on as plain torchrun, with the workers as they are."""
