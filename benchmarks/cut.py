@@ -16,7 +16,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from benchmarks import measuring
-from taskd.core.cut import Copy, Cut, plan_cut, plan_writers
+from taskd.core.policy.cut import Copy, Cut, plan_cut, plan_writers
 
 NEWEST, SNAPSHOTS = 1043, (1040, 1030)
 PER_NODE = 8

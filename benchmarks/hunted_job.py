@@ -212,10 +212,10 @@ class Hunted:
     def newest_whole(self) -> int:
         """Every byte is read. Asserts that nothing under a final name is damaged."""
         found = folder.scan(self.checkpoints, "test-job", is_full=True)
-        torn = [
+        damaged = [
             (path.name, reason) for path, reason in found.passed_over if reason != _NOT_FINISHED
         ]
-        assert not torn, f"damaged under a final name: {torn}"
+        assert not damaged, f"damaged under a final name: {damaged}"
         return found.valid[0].manifest.version if found.valid else 0
 
     # ------------------------------------------------------------ kills

@@ -21,7 +21,7 @@ from benchmarks import measuring
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def measure(ranks: int, per_node: int) -> dict[str, float]:
         for event in events():
             machine.handle(event)
         found[name] = round(time.perf_counter() - began, 3)
-    assert machine.phase is Phase.RELEASED, machine.phase
+    assert machine.phase is JobPhase.RELEASED, machine.phase
     return found
 
 

@@ -1,8 +1,7 @@
-"""Keeps a torchrun job alive when a process dies.
+"""Keeps a torchrun job alive when a process dies. See README.md.
 
-See README.md; the names below load what they need when first used.
-
-Importing this package loads neither torch nor zmq: it happens in processes that never train.
+The names below load what they need when first used: importing this package loads neither torch nor
+zmq, as processes that never train do it, too.
 """
 
 from importlib import import_module
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__", "checkpointing", "evaluating",
-    "recoverable",
+    "ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__",
+    "checkpointing", "evaluating", "recoverable",
 ]  # fmt: skip
 
 _HOMES = {

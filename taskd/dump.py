@@ -1,7 +1,4 @@
-"""`python -m taskd.dump ls|show|verify PATH`, also `taskd dump ...`.
-
-What checkpoints there are, what is in one, and whether it is whole.
-"""
+"""`python -m taskd.dump ls|show|verify PATH`, also `taskd dump ...`: a look at checkpoints."""
 
 from __future__ import annotations
 
@@ -76,12 +73,18 @@ def _show(path: Path) -> int:
     manifest = folder.check(path, None).manifest
     held = load.contents(path)
     rows = [
-        ("kind", manifest.kind.value), ("job", manifest.job), ("step", manifest.version), ("fault", manifest.fault or "-"),
-        ("generation", manifest.generation), ("world", manifest.world_size), ("written by ranks", " ".join(map(str, manifest.writers))),
-        ("saved", (f"{_time(manifest.saved_at)} on "
-                  f"{manifest.host}")), ("torch", manifest.torch), ("states", ", ".join(manifest.states) or "-"),
+        ("kind", manifest.kind.value),
+        ("job", manifest.job),
+        ("step", manifest.version),
+        ("fault", manifest.fault or "-"),
+        ("generation", manifest.generation),
+        ("world", manifest.world_size),
+        ("written by ranks", " ".join(map(str, manifest.writers))),
+        ("saved", f"{_time(manifest.saved_at)} on {manifest.host}"),
+        ("torch", manifest.torch),
+        ("states", ", ".join(manifest.states) or "-"),
         ("files", f"{len(manifest.files)}, {_size(manifest.size_bytes)}"),
-    ]  # fmt: skip
+    ]
     for name, value in rows:
         _say(f"{name + ':':18}{value}")
     for name, (shape, dtype) in held.tensors.items():

@@ -99,7 +99,7 @@ class InternalError(TaskdError):
 
 
 class Interrupted(BaseException):
-    """Raised in the main thread of a training process to unwind the function under `taskd.recoverable`.
+    """Raised in a training process's main thread to unwind the function under `recoverable`.
 
     It derives from BaseException so that `except Exception` around a training step does not swallow
     it. Let it pass: the decorator catches it, waits for the recovery and enters the function again.

@@ -1,46 +1,31 @@
-"""`python -m taskd.profiling on|off [NAME ...] | status`.
+"""`python -m taskd.profiling on|off [NAME ...] | status`: the profiling switch file by hand.
 
-The profiling switch file by hand, for jobs without a cluster service.
-
-Writes what the manager of the job reads once a second (`taskd.manager.profiling_switch`), in one step, so
-that it never sees half a file.
+For jobs without a cluster service. Writes what the manager of the job reads once a second
+(`taskd.manager.profiling_switch`), in one step, so that it never sees half a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from taskd.config import PROFILING_SWITCH_ENV, profiling_switch
 from taskd.core.profiling import COMMUNICATION, DEFAULT_DOMAIN, SWITCHES, asked_by, code_of
 from taskd.manager.profiling_switch import parse_switches, read_switches
+from taskd.replaced import replaced
 
 if TYPE_CHECKING:
     import pathlib
-
-_MODE = 0o644
 
 
 def write_switches(path: pathlib.Path, switches: dict[str, bool]) -> None:
     """Replace the file, and make the folders that are missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            json.dump({name: "on" if is_on else "off" for name, is_on in switches.items()}, file)
-            file.write("\n")
-            file.flush()
-            os.fchmod(file.fileno(), _MODE)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with replaced(path) as file:
+        json.dump({name: "on" if is_on else "off" for name, is_on in switches.items()}, file)
+        file.write("\n")
 
 
 def changed(switches: dict[str, bool], names: list[str], *, is_on: bool) -> dict[str, bool]:

@@ -1,6 +1,4 @@
-"""`python -m taskd.trace DIR [-o trace.json]`.
-
-The profiles of all ranks of a job as one trace for Perfetto or chrome://tracing.
+"""`python -m taskd.trace DIR [-o trace.json]`: the profiles of a job for Perfetto, chrome://tracing.
 
 Reads what `taskd.worker.profiling` wrote and writes the JSON object form of the Trace Event Format:
 a process for each rank, a thread for each domain (more where collectives overlap), a complete event
@@ -16,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from collections import Counter, OrderedDict
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from taskd.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,10 +50,7 @@ class ProfileFile:
 
 @dataclass
 class Lanes:
-    """Threads of one domain.
-
-    Overlapping ranges need several, a viewer takes ranges of one thread for nested.
-    """
+    """Threads of one domain: a viewer takes ranges of one thread for nested."""
 
     first: int
     name: str
@@ -171,14 +165,7 @@ def survey(folders: Sequence[tuple[int, Path]]) -> list[ProfileFile]:
         if file.host:
             offsets.setdefault(file.host, file.offset_ns)
     return [
-        ProfileFile(
-            file.rank,
-            file.path,
-            file.first_ns,
-            file.offset_ns,
-            file.host,
-            offsets[file.host] - file.offset_ns if file.host else 0,
-        )
+        replace(file, shift_ns=offsets[file.host] - file.offset_ns if file.host else 0)
         for file in files
     ]
 
@@ -212,12 +199,8 @@ class Merger:
         self._out.write("\n]}\n")
 
     def _merge_rank(self, rank: int, files: Sequence[ProfileFile]) -> None:
-        self._write(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        )
-        self._write(
-            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        )
+        self._label("process_name", {"name": f"rank {rank}"}, pid=rank)
+        self._label("process_sort_index", {"sort_index": rank}, pid=rank)
         lanes: dict[str, Lanes] = {}
         opened: Opened = OrderedDict()
         for file in files:
@@ -227,15 +210,10 @@ class Merger:
         for lane in lanes.values():
             for number in range(len(lane.ends)):
                 name = lane.name if number == 0 else f"{lane.name} {number + 1}"
-                self._write(
-                    {
-                        "ph": "M",
-                        "name": "thread_name",
-                        "pid": rank,
-                        "tid": lane.first + number,
-                        "args": {"name": name},
-                    }
-                )
+                self._label("thread_name", {"name": name}, pid=rank, tid=lane.first + number)
+
+    def _label(self, name: str, args: dict[str, Any], **place: int) -> None:
+        self._write({"ph": "M", "name": name, **place, "args": args})
 
     def _take(
         self,
@@ -332,17 +310,9 @@ def write_trace(directory: Path, target: Path) -> Merger:
     Raises OSError, ValueError.
     """
     files = survey(rank_folders(directory))
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            os.fchmod(out.fileno(), 0o644)
-            merger = Merger(out)
-            merger.merge(files)
-        os.replace(name, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with replaced(target) as out:
+        merger = Merger(out)
+        merger.merge(files)
     return merger
 
 

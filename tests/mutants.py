@@ -2,7 +2,7 @@
 
     make mutants                                            # 60 changes of core, seed 1
     python tests/mutants.py --count 20 --seed 7 --modules 'taskd/agent/*.py' --jobs 2
-    python tests/mutants.py --show taskd/core/cut.py:107    # what can be changed there
+    python tests/mutants.py --show taskd/core/policy/cut.py:107    # what can be changed there
 
 Owns the kinds of change (`mutants_of`), which tests have to notice a change of which module
 (`KILLERS`), and the verdicts: killed (a test failed), timeout (the tests did not end: that was

@@ -2,7 +2,7 @@
 
 Its state, what it waits in, what it and everything it started have used up.
 
-Reads /proc (see proc(5)); keeps nothing. Whether that is a hang is `taskd.core.progress`'s
+Reads /proc (see proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s
 business.
 """
 

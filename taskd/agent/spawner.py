@@ -7,7 +7,7 @@ Owns the present forkserver, the requests that it has not answered, and the pidf
 forkserver that dies, or does not answer in time, is replaced: its workers are our children from
 then on, and what it was asked for is asked of the next one. A worker begins only when its start has
 been told, so that none can appear later. Every request gets one answer. How long to wait and how
-often to try is decided in `taskd.core.forkservers`. For one thread.
+often to try is decided in `taskd.core.policy.forkservers`. For one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from taskd.agent import interpreter, processes
 from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
-from taskd.core.forkservers import Forkservers
+from taskd.core.policy.forkservers import Forkservers
 from taskd.errors import ForkserverError
 
 if TYPE_CHECKING:

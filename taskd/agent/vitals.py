@@ -2,7 +2,7 @@
 
 Its black box, and what the kernel says of a worker that stands still.
 
-Owns the looking, not the judgement (`taskd.core.progress`). A worker that goes on costs a few words
+Owns the looking, not the judgement (`taskd.core.policy.hangs`). A worker that goes on costs a few words
 of memory per look; only one that stands is looked up in /proc.
 
 A process that was itself not running must not take others for hanging: when two looks are further
@@ -16,8 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 from taskd.agent import activity as kernel
-from taskd.core import marks
-from taskd.core.marks import GroupMark, Mark
+from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.log import SayOnce
 from taskd.native.black_box import Phase
 from taskd.native.collectives import Collectives
@@ -142,11 +141,11 @@ class Vitals:
         self.doubt(*life, box)
         is_standing = self._is_standing(now, box)
         activity, active_at = (
-            self._look_closer(now, life, worker) if is_standing else (marks.UNKNOWN, 0.0)
+            self._look_closer(now, life, worker) if is_standing else (Activity.UNKNOWN, 0.0)
         )
         if not is_standing:
             self._activity.pop(life, None)
-        if activity in (marks.STOPPED, marks.TRACED):
+        if activity in (Activity.STOPPED, Activity.TRACED):
             self._held_at[life] = now
             from_s = 0.0
         else:
@@ -205,22 +204,24 @@ class Vitals:
         pid = worker.pid
         try:
             if pid is None:
-                return marks.UNKNOWN, 0.0
+                return Activity.UNKNOWN, 0.0
             state, tracer = kernel.state_of(pid)
             self._processes = self._processes or kernel.Processes()
             activity = kernel.activity_of(now, pid, self._processes)
         # it has just ended, or /proc is not what it should be
         except (OSError, ValueError, LookupError):
-            return marks.UNKNOWN, 0.0
+            return Activity.UNKNOWN, 0.0
         if tracer or worker.box.is_debugged:
-            return marks.TRACED, 0.0
-        return (marks.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
+            return Activity.TRACED, 0.0
+        return (
+            (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
+        )
 
     def _compare(
         self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity
     ) -> tuple[str, float]:
         """What it has done since it was first seen to stand, or since it was last seen to do something."""
-        earlier, known = self._activity.setdefault(life, (activity, marks.UNKNOWN))
+        earlier, known = self._activity.setdefault(life, (activity, Activity.UNKNOWN))
         elapsed_s = activity.looked_at - earlier.looked_at
         if elapsed_s < _MEASURED_S:
             return known, 0.0
@@ -232,8 +233,8 @@ class Vitals:
             or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s
             or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s
         ):
-            self._activity[life] = (activity, marks.BUSY)  # and is it still?
-            return marks.BUSY, 0.0
+            self._activity[life] = (activity, Activity.BUSY)  # and is it still?
+            return Activity.BUSY, 0.0
         if state == "D" or kernel.waits_outside(pid):
-            return marks.DISK, 0.0
-        return marks.ASLEEP, earlier.looked_at if known == marks.BUSY else 0.0
+            return Activity.DISK, 0.0
+        return Activity.ASLEEP, earlier.looked_at if known == Activity.BUSY else 0.0

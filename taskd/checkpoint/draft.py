@@ -1,11 +1,10 @@
-"""A checkpoint that is being written.
+"""A checkpoint that is being written: its folder, its writers, their parts, its removal.
 
-Its folder, who writes in it, which parts are there, and how it goes if nothing becomes of it.
-
-    every writer                                    publisher (the first of the writers)
-      | makes the folder, marks itself as owner       | the same
-      | __<rank>_0.distcp, on the disk                | its own part
-      | rank-<rank>.json: the part is there           | has seen all parts: .metadata, taskd.json, rename
+    every writer                                  publisher (the first of the writers)
+      | makes the folder, marks itself as owner     | the same
+      | __<rank>_0.distcp, on the disk              | its own part
+      | rank-<rank>.json: the part is there         | all parts are there: .metadata,
+                                                    | taskd.json, rename
 
 Writers tell each other nothing but by these files, so that a writer's death cannot hold up another
 one. A part that is there belongs to the publisher. Knows nothing of tensors.
@@ -40,10 +39,11 @@ log = logging.getLogger(__name__)
 
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
-# Everything that a draft can hold. A folder with anything else in it is left alone.
 _LEFT = re.compile(r"left-\d{1,9}")
+# Everything that a draft can hold. A folder with anything else in it is left alone.
 _OURS = re.compile(
-    r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?"
+    r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?"
+    r"|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?"
 )
 # each lost to one sweep that took the folder for an abandoned one while it was empty
 _JOIN_TRIES = 100
@@ -108,7 +108,7 @@ class Draft:
     # ------------------------------------------------------------ writers
 
     def join(self, rank: int) -> None:
-        """Make the folder unless another writer has, and mark this process as one that writes in it. Raises OSError."""
+        """Make the folder unless it is there, and mark this process as a writer. Raises OSError."""
         role = "publisher" if rank == self.publisher else "writer"
         if not self.directory.is_dir():
             os.makedirs(self.directory, exist_ok=True)
@@ -175,9 +175,9 @@ class Draft:
 
 
 def discard(path: Path, kind: Kind, version: int, job: str) -> None:
-    """Delete a folder of ours, under a name that nobody loads or publishes. It need not exist.
+    """Delete a folder of ours, which need not exist. Raises OSError.
 
-    Raises OSError.
+    It is renamed first: half of a checkpoint is never seen under its name.
     """
     target = path.with_name(removed_name(kind, version, job, secrets.token_hex(8)))
     with suppress(FileNotFoundError):
@@ -186,7 +186,7 @@ def discard(path: Path, kind: Kind, version: int, job: str) -> None:
 
 
 def sweep(published: Draft) -> list[Path]:
-    """Delete what dead processes of the same job left unfinished, and what the publisher of `published` itself gave up before.
+    """Delete what dead processes of the job left unfinished, and what this publisher gave up.
 
     Returns what was deleted. Raises OSError.
     """
@@ -218,7 +218,10 @@ def sweep(published: Draft) -> list[Path]:
 
 
 def leave_former(draft: Draft, rank: int) -> None:
-    """Say in the drafts of earlier attempts that this process does not write in them any more, although it lives. Raises OSError."""
+    """Say in the drafts of earlier attempts that this process, which lives, writes there no more.
+
+    Raises OSError.
+    """
     mark = f"writer-{rank}-{owners.myself()}"
     for name in os.listdir(draft.directory) if draft.directory.is_dir() else []:
         hidden = parse_hidden(name)

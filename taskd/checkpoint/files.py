@@ -38,11 +38,8 @@ def opened(path: Path) -> Iterator[int]:
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{path}: is missing") from None
     except OSError as error:
-        reason = (
-            "is a symbolic link"
-            if error.errno == errno.ELOOP
-            else (f"cannot be opened: {error.strerror}")
-        )
+        is_link = error.errno == errno.ELOOP
+        reason = "is a symbolic link" if is_link else f"cannot be opened: {error.strerror}"
         raise CorruptCheckpointError(f"{path}: {reason}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -80,17 +77,24 @@ def check_size(path: Path, size_bytes: int) -> None:
 def check_content(path: Path, size_bytes: int, sha256: str) -> None:
     """Raises CorruptCheckpointError unless it is a regular file of that content."""
     check_size(path, size_bytes)
-    digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
-    view = memoryview(buffer)
-    with opened(path) as descriptor, open(descriptor, "rb", buffering=0, closefd=False) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-    if digest.hexdigest() != sha256:
+    with opened(path) as descriptor:
+        found, _ = digest(descriptor)
+    if found != sha256:
         raise CorruptCheckpointError(
             f"{path}: its content has changed since it was written "
-            f"(SHA-256 {digest.hexdigest()[:16]}…, expected "
-            f"{sha256[:16]}…)"
+            f"(SHA-256 {found[:16]}…, expected {sha256[:16]}…)"
         )
+
+
+def digest(descriptor: int) -> tuple[str, int]:
+    """SHA-256 and size of what is to be read from a descriptor. Raises OSError."""
+    found, size, buffer = hashlib.sha256(), 0, bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:
+        while count := file.readinto(buffer):
+            found.update(view[:count])
+            size += count
+    return found.hexdigest(), size
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -126,16 +130,8 @@ def _renameat2(source: Path, target: Path) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), os.fspath(source))
-    if (
-        call(
-            _AT_FDCWD,
-            os.fsencode(source),
-            _AT_FDCWD,
-            os.fsencode(target),
-            ctypes.c_uint(_RENAME_NOREPLACE),
-        )
-        != 0
-    ):
+    old, new = os.fsencode(source), os.fsencode(target)
+    if call(_AT_FDCWD, old, _AT_FDCWD, new, ctypes.c_uint(_RENAME_NOREPLACE)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), os.fspath(source), None, os.fspath(target))
 

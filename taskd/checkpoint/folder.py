@@ -1,6 +1,4 @@
-"""The directory that holds a job's checkpoints.
-
-Which of them are whole, which is the newest, which are not needed any more.
+"""The directory of a job's checkpoints: which are whole, which is the newest, which may go.
 
 Needs no torch: what a file holds is the business of load.py. Never deletes anything but whole
 periodic checkpoints of the same job.
@@ -9,13 +7,13 @@ periodic checkpoints of the same job.
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from taskd.checkpoint import files, manifest
-from taskd.checkpoint.names import Kind, parse_final, parse_hidden, removed_name
+from taskd.checkpoint.draft import discard
+from taskd.checkpoint.names import Kind, parse_final, parse_hidden
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -171,11 +169,6 @@ def retain(directory: Path, job: str, keep: int) -> list[Path]:
             *(file.name for file in one.manifest.files),
         }:
             continue  # somebody has put something of his own there
-        hidden = one.path.with_name(
-            removed_name(one.manifest.kind, one.manifest.version, job, secrets.token_hex(8))
-        )
-        # in one step: half of a checkpoint is never seen under its name
-        os.rename(one.path, hidden)
-        files.remove_folder(hidden)
+        discard(one.path, Kind.PERIODIC, one.manifest.version, job)
         removed.append(one.path)
     return removed

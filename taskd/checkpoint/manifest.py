@@ -134,7 +134,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
             f"has the fields {sorted(document)}, expected {sorted(expected)}"
         )
     for name in ("version", "generation", "world_size"):
-        _check(_is_count(document[name]) and document[name] <= MAX_VERSION, name, document[name])
+        _check(is_count(document[name]) and document[name] <= MAX_VERSION, name, document[name])
     for name in ("job", "saved_at", "fault", "torch", "host", "publisher"):
         _check(isinstance(document[name], str), name, document[name])
     kinds = {kind.value: kind for kind in Kind}
@@ -143,7 +143,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     )
     writers, states, entries = document["writers"], document["states"], document["files"]
     _check(
-        isinstance(writers, list) and all(_is_count(rank) for rank in writers), "writers", writers
+        isinstance(writers, list) and all(is_count(rank) for rank in writers), "writers", writers
     )
     _check(
         isinstance(states, list) and all(isinstance(name, str) for name in states), "states", states
@@ -170,7 +170,7 @@ def _entry(entry: object) -> FileEntry:
     assert isinstance(entry, dict)
     _check(isinstance(entry["name"], str) and is_file_of_checkpoint(entry["name"]), "files", entry)
     _check(
-        _is_count(entry["size_bytes"])
+        is_count(entry["size_bytes"])
         and isinstance(entry["sha256"], str)
         and _SHA256.fullmatch(entry["sha256"]) is not None,
         "files",
@@ -179,7 +179,8 @@ def _entry(entry: object) -> FileEntry:
     return FileEntry(**entry)
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether it is an integer, 0 or more, and no bool."""
     return type(value) is int and value >= 0
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
 from taskd.checkpoint import files
-from taskd.checkpoint.manifest import METADATA_NAME
+from taskd.checkpoint.manifest import METADATA_NAME, is_count
 from taskd.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ def _problem(metadata: Any, sizes: dict[str, int]) -> str:
             or info.transform_descriptors
         ):
             return f"{index!r} is stored in a way that is not known"
-        is_within = (
-            info.relative_path in sizes and _is_count(info.offset) and _is_count(info.length)
-        )
+        is_within = info.relative_path in sizes and is_count(info.offset) and is_count(info.length)
         if not is_within or info.offset + info.length > sizes[info.relative_path]:
             return f"{index.fqn} is said to be outside the files of the manifest"
     for name, content in metadata.state_dict_metadata.items():
@@ -140,7 +138,3 @@ def _problem_of(name: Any, content: Any, storage: dict[Any, Any]) -> str:
         if dcp.MetadataIndex(name, chunk.offsets) not in storage:
             return f"has a piece at {tuple(chunk.offsets)} that is not stored anywhere"
     return ""
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0

@@ -3,10 +3,11 @@
     step-000000001200                            a periodic checkpoint after 1200 committed steps
     dump-000000001200-2                          a second dump of that version
     save-000000001200                            one that the script asked for at that point
-    .step-000000001200.partial-<mark>-<attempt>  being written; <mark> stands for the job, <attempt> for one series of writings
+    .step-000000001200.partial-<mark>-<attempt>  being written
     .step-000000001200.removed-<mark>-<unique>   being deleted
 
-What begins with a dot is never loaded.
+<mark> stands for the job, <attempt> for one series of writings. What begins with a dot is never
+loaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What one writer tells the publisher about its part.
-
-Where every piece of every tensor lies, and what its file holds.
+"""What one writer tells the publisher: where each piece of each tensor lies in which file.
 
 JSON, because nothing that comes from a file is ever unpickled.
 """
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taskd.checkpoint import files
 from taskd.checkpoint.manifest import MAX_BYTES, FileEntry
@@ -76,7 +74,7 @@ def read(path: Path, rank: int) -> Part:
     return part
 
 
-def _entry(fields: dict) -> Entry:
+def _entry(fields: dict[str, Any]) -> Entry:
     offsets = fields["offsets"]
     shapes = {name: tuple(fields[name]) for name in ("sizes", "global_shape")}
     return Entry(**{**fields, **shapes, "offsets": None if offsets is None else tuple(offsets)})

@@ -1,6 +1,4 @@
-"""Which bytes of a state this rank writes.
-
-Decided by each writer alone, in the same way on all of them.
+"""Which bytes of a state this rank writes: decided by each writer alone, and alike on all.
 
     Piece            exactly as given: the caller knows that nobody else writes it
     DTensor          the local shard, shared by rows among the writers that hold it
@@ -38,10 +36,7 @@ MAX_PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor of `global_shape`.
-
-    The box that begins at `offsets` and has the shape of `tensor`.
-    """
+    """Part of a tensor of `global_shape`: the box of the shape of `tensor` at `offsets`."""
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -80,7 +75,7 @@ class Pieces(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class Held:
-    """A plain tensor, a Piece or a plain value that `holders` have, all of them the same, and no other rank."""
+    """A plain tensor, a Piece or a plain value of which `holders`, and no others, have a copy."""
 
     value: Any
     holders: tuple[int, ...]
@@ -158,10 +153,7 @@ def _check(name: str, piece: Piece) -> None:
 
 
 def holders_of(name: str, tensor: DTensor, rank: int) -> tuple[int, ...]:
-    """The ranks that have the same shard.
-
-    Those that differ from this one only along the mesh's replicating dimensions.
-    """
+    """The ranks with the same shard: they differ in the mesh's replicating dimensions only."""
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     index = tuple(
         slice(None) if placement.is_replicate() else place
@@ -230,10 +222,8 @@ def _rows(piece: Piece, first: int, last: int) -> Piece:
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in a tensor that has no more memory behind it than its own.
 
-    Torch.save writes, and DCP copies, all that is behind it.
-
-    On the CPU without a copy where the values are contiguous: the result is valid as long as
-    `tensor` is.
+    `torch.save` writes, and DCP copies, all the memory behind a tensor. No copy is made on the CPU
+    where the values are contiguous: the result is valid as long as `tensor` is.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if (

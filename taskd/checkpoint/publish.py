@@ -18,15 +18,14 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 
 from taskd.checkpoint import files, folder, manifest, owners, parts, user_files
+from taskd.checkpoint.dcp import piece_item, value_item
 from taskd.checkpoint.draft import Draft, sweep
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
 from taskd.checkpoint.names import Kind, final_name
@@ -126,7 +125,17 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
                     f"{draft}: {entry.name} is {kind[:2]} on rank {part.rank} "
                     f"and {seen[entry.name][:2]} on another"
                 )
-            item = _item(entry)
+            item = (
+                value_item(entry.name)
+                if entry.offsets is None
+                else piece_item(
+                    entry.name,
+                    entry.offsets,
+                    entry.sizes,
+                    entry.global_shape,
+                    getattr(torch, entry.dtype),
+                )
+            )
             if entry.offsets is None and item.index in storage:
                 raise CheckpointError(
                     f"{draft}: {entry.name} was given by two ranks: values of "
@@ -154,18 +163,6 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
     metadata.storage_meta = StorageMeta()
     metadata.version = CURRENT_DCP_VERSION
     return metadata
-
-
-def _item(entry: parts.Entry) -> WriteItem:
-    if entry.offsets is None:
-        return WriteItem(MetadataIndex(entry.name), WriteItemType.BYTE_IO)
-    offsets = torch.Size(entry.offsets)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(entry.sizes)),
-        properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
-        size=torch.Size(entry.global_shape),
-    )
-    return WriteItem(MetadataIndex(entry.name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _tidy(draft: Draft, keep: int | None) -> None:

@@ -2,9 +2,9 @@
 
 No collective, no second copy of the state.
 
-    draft = Draft(directory, job, Kind.DUMP, version, attempt, writers, ...)     the same on all writers
-    write(draft, rank, state, own)                                               on each of them
-    publish(draft)                                                               on the first, once all have written
+    draft = Draft(directory, job, Kind.DUMP, version, attempt, writers, ...)   # on all writers
+    write(draft, rank, state, own)   # on each of them
+    publish(draft)                   # on the first one, once all have written
 
 A state is a dict from names to tensors, DTensors, Pieces and plain values; who writes what is
 decided in pieces.py.
@@ -22,14 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 
 from taskd.checkpoint import parts, user_files, values
+from taskd.checkpoint.dcp import piece_item, value_item
 from taskd.checkpoint.files import remove
 from taskd.checkpoint.pieces import Piece, divide, own_memory
 from taskd.checkpoint.stream import HashedFiles, Progress
@@ -39,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
     from taskd.checkpoint.draft import Draft
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Plan:
-    """DCP's write items, and where it finds what they stand for (the only method of a SavePlanner that writing needs)."""
+    """DCP's write items, and what they stand for.
+
+    `resolve_data` is the only method of a SavePlanner that writing needs.
+    """
 
     items: dict[MetadataIndex, WriteItem]
     pieces: dict[MetadataIndex, Piece]
@@ -136,19 +138,14 @@ def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Dr
     pieces, plain = divide(state, rank, draft.writers)
     plan = _Plan({}, {}, {})
     for name, value in [*plain, *own.items()]:
-        index = MetadataIndex(name)
-        plan.items[index] = WriteItem(index, WriteItemType.BYTE_IO)
-        plan.values[index] = values.pack(name, value)
+        item = value_item(name)
+        plan.items[item.index] = item
+        plan.values[item.index] = values.pack(name, value)
     for name, piece in pieces:
-        offsets = torch.Size(piece.offsets)
-        index = MetadataIndex(name, offsets)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=piece.tensor.shape),
-            properties=TensorProperties(dtype=piece.tensor.dtype),
-            size=torch.Size(piece.global_shape),
-        )
-        plan.items[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-        plan.pieces[index] = piece
+        tensor = piece.tensor
+        item = piece_item(name, piece.offsets, tensor.shape, piece.global_shape, tensor.dtype)
+        plan.items[item.index] = item
+        plan.pieces[item.index] = piece
     return plan
 
 

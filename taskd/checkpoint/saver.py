@@ -33,9 +33,7 @@ _LIMIT_S = 1800.0
 
 
 class Saver:
-    """Writes checkpoints every `every` versions and keeps the newest `keep`.
-
-    Of one rank, in one series of writings.
+    """Writes the checkpoints of one rank, in one series of writings.
 
     Args:
         directory, job, attempt, writers, generation, world_size, states: see Draft. After a fault
@@ -119,7 +117,7 @@ class Saver:
         self.problem = problem
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether everything that was begun is finished here, published or given up, after at most `timeout_s`."""
+        """Whether all that was begun is published or given up here, after at most `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():

@@ -2,8 +2,8 @@
 
 They appear with it, all of them, or not at all.
 
-    every writer     <draft>/user.<rank>/   a function of the user's writes there; the files are synced and hashed
-    publisher        <draft>/user/          all of them, under the names that they have among themselves; listed in the manifest
+    every writer   <draft>/user.<rank>/   written by a function of the user's, synced and hashed
+    publisher      <draft>/user/          those of all writers, listed in the manifest
 
 They must not cost the tensors: if a rank cannot write its own, or two ranks write the same name,
 none is published, and a warning says why.
@@ -11,7 +11,6 @@ none is published, and a warning says why.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from taskd.checkpoint.parts import Part
 
 log = logging.getLogger(__name__)
-
-_READ_BYTES = 1 << 20
 
 
 def staging(draft: Draft, rank: int) -> Path:
@@ -104,10 +101,7 @@ def _entry(folder: Path, path: Path) -> FileEntry:
         raise CheckpointError(
             f"{path.relative_to(folder)} is no regular file, or its name is too long"
         )
-    digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-            size += len(data)
+        sha256, size_bytes = files.digest(file.fileno())
         os.fsync(file.fileno())
-    return FileEntry(name, size, digest.hexdigest())
+    return FileEntry(name, size_bytes, sha256)

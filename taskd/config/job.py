@@ -16,7 +16,7 @@ from taskd.config.names import (
     STRATEGY_ENV,
 )
 from taskd.config.values import listed, refusal, seconds
-from taskd.core.ladder import STRATEGY_NAMES
+from taskd.core.policy.ladder import STRATEGY_NAMES
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
 if TYPE_CHECKING:

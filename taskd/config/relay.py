@@ -24,7 +24,7 @@ class RelayConfig:
     def load(
         cls, config: Settings | None = None, environment: Environment = os.environ
     ) -> RelayConfig:
-        """From ListenAddr, ListenPort, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
+        """From Listen-, UpstreamAddr, Listen-, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
         return cls(

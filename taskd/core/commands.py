@@ -16,8 +16,7 @@ class Command:
     generation: int
 
 
-# ---------------------------------------------------------------- manager to agents (and, where
-# noted, on to workers)
+# ---------------------------------------------------------------- manager to agents, and workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +99,7 @@ class Resume(Command):
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup(Command):
-    """To every agent: kill all workers and start them anew (warm) as `generation`.
-
-    Nothing could be kept in place.
+    """To every agent: kill all workers and start them anew (warm); nothing could be kept in place.
 
     `incarnations`: (rank, incarnation) for every rank of the job.
     """
@@ -119,15 +116,13 @@ class Release(Command):
 
 @dataclass(frozen=True, slots=True)
 class Dump(Command):
-    """To every agent and worker: the job ends.
+    """To every agent and worker: the job ends, and `writers` save their part of `version` first.
 
-    Those among `writers` write their part of `version` to disk and report `WorkerDumped`.
-
-    `world_size`: of the job. `reason`: why it ends. `attempt`: never used before for a dump of this
-    job. `legacies`: (rank, path of its black box) of those that are gone, put in by the agent of
-    their node for a writer that saves what they alone had. `orphaned`: (rank, writer who sees to
-    it) of dead ones whose part of the state is left in node memory only; `arenas`: (rank, path of
-    its memory), put in likewise, of all that are gone.
+    They report `WorkerDumped`. `world_size`: of the job. `reason`: why it ends. `attempt`: never
+    used before for a dump of this job. `legacies`: (rank, path of its black box) of those that are
+    gone, put in by the agent of their node for a writer that saves what they alone had. `orphaned`:
+    (rank, writer who sees to it) of dead ones whose part of the state is left in node memory only.
+    `arenas`: (rank, path of its memory), put in likewise, of all that are gone.
     """
 
     version: int
@@ -155,13 +150,10 @@ class Publish(Command):
 
 @dataclass(frozen=True, slots=True)
 class Pair(Command):
-    """To the agent of `node_rank`.
+    """To the agent of `node_rank`: mirror the snapshots of its ranks on the node `buddy`.
 
-    Mirror the snapshots of its ranks on the node `buddy`, which takes them at `address`. No part of
-    any recovery.
-
-    `incarnation`: of the buddy's agent. `sources`: (node, incarnation of its agent) of those whose
-    snapshots it is to keep itself.
+    That node takes them at `address`. No part of any recovery. `incarnation`: of the buddy's agent.
+    `sources`: (node, incarnation of its agent) of those whose snapshots it is to keep itself.
     """
 
     node_rank: int
@@ -173,11 +165,7 @@ class Pair(Command):
 
 @dataclass(frozen=True, slots=True)
 class SetProfiling(Command):
-    """To every agent and worker.
-
-    `wanted` says which domains are to be profiled (`taskd.core.profiling`). No part of any
-    recovery.
-    """
+    """To every agent and worker: profile the domains of this code. No part of any recovery."""
 
     wanted: int
 
@@ -251,10 +239,7 @@ class ReportStraggler(Command):
 
 @dataclass(frozen=True, slots=True)
 class ReportNoProgress(Command):
-    """Say that recoveries follow each other and lead nowhere.
-
-    What keeps happening, and when the job will end because of it.
-    """
+    """Say that recoveries lead nowhere: what keeps happening, and when the job ends by it."""
 
     text: str
 

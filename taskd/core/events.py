@@ -21,14 +21,11 @@ class Event:
 
 
 # ---------------------------------------------------------------- seen by the manager
-# (RecoveryMachine)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedFailure:
-    """How (without the traceback) and how long ago a life failed that is registered as lost.
-
-    Not an event of its own.
+    """How (without the traceback) and how long ago a registered life failed. Not an event.
 
     `replaced`: it was the one before, whose place the registered life has taken in a recovery that
     is not over.
@@ -43,7 +40,7 @@ class ReportedFailure:
 class WorkerReport:
     """What an agent knows of one of its workers when it registers. Not an event of its own.
 
-    `clean` False: it is paused with a torn copy, see `WorkerPaused`.
+    `clean` False: it is paused with a inconsistent copy, see `WorkerPaused`.
     `may_advance`: it is paused within its function, see `WorkerMayAdvance`.
     `failure`: see there.
     """
@@ -63,7 +60,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class AgentRegistered(Event):
-    """An agent introduced itself, the first time or again after the connection or the manager was lost.
+    """An agent introduced itself, for the first time or after it or the manager was cut off.
 
     `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the
     largest.
@@ -83,9 +80,8 @@ class AgentRegistered(Event):
 class ManagerBeganAnew(Event):
     """The machine before this one failed: what it knew comes back with the registrations.
 
-    Agents of `node_ranks` were there.
-
-    A node that does not come back within a lease is lost, as if it had been silent since.
+    Agents of `node_ranks` were there. One that does not come back within a lease is lost, as if it
+    had been silent since.
     """
 
     node_ranks: tuple[int, ...]
@@ -157,7 +153,7 @@ class WorkerLost(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerExitKnown(WorkerEvent):
-    """The kernel confirmed the death and how it came about, for a worker already reported as lost."""
+    """The kernel said how a worker died that was reported as lost already."""
 
     fault: Fault
 
@@ -166,8 +162,9 @@ class WorkerExitKnown(WorkerEvent):
 class WorkerPaused(WorkerEvent):
     """The worker left its function (or never entered it) and waits for `Resume`.
 
-    `version` None: it holds no state. `clean` False: its copy is torn (between optimizer.step() and
-    commit()). `snapshots`: versions of its state that are whole in the memory of the node.
+    `version` None: it holds no state. `clean` False: its copy is inconsistent (between
+    optimizer.step() and commit()). `snapshots`: versions of its state that are whole in the memory
+    of the node.
     """
 
     generation: int
@@ -179,12 +176,10 @@ class WorkerPaused(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerMayAdvance(WorkerEvent):
-    """It is called out, could commit one step more than `version`, and waits to be told.
+    """It is interrupted, could commit one step more than `version`, and waits to be told.
 
-    By `Advance`, or by whatever ends its entry.
-
-    Its vote before the optimizer step broke; or it finishes the step that it is in
-    (`Interrupt.finish_step`), and waits after that.
+    `Advance` tells it, or whatever ends its entry. Its vote before the optimizer step broke; or it
+    finishes the step that it is in (`Interrupt.finish_step`), and waits after that.
     """
 
     generation: int
@@ -196,9 +191,8 @@ class WorkerMayAdvance(WorkerEvent):
 class WorkerRaised(WorkerEvent):
     """An exception left the recoverable function; the worker waits.
 
-    It may be a victim (`FaultKind.COMMUNICATION`).
-
-    `may_advance`: it is still in its function, in a vote that broke (`WorkerMayAdvance`).
+    It may be a victim (`FaultKind.COMMUNICATION`). `may_advance`: it is still in its function, in a
+    vote that broke (`WorkerMayAdvance`).
     """
 
     generation: int
@@ -348,8 +342,7 @@ class Tick(Event):
     """A deadline passed."""
 
 
-# ---------------------------------------------------------------- seen by the agent (NodeMachine)
-# only
+# ---------------------------------------------------------------- seen by the agent only
 
 
 @dataclass(frozen=True, slots=True)

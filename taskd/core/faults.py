@@ -46,3 +46,42 @@ class Fault:
     traceback: str | None = None
     exit_code: int | None = None
     is_final: bool = False
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """Whose it is: (rank, incarnation)."""
+        return self.rank, self.incarnation
+
+
+@dataclass(slots=True)
+class TimedFault:
+    """A fault with the times that belong to it."""
+
+    fault: Fault
+    died_at: float
+    learned_at: float
+    life_s: float = 0.0
+    is_declared: bool = False  # the job used `taskd.recoverable` when it happened
+    generation: int | None = None  # of the recovery that counted it
+
+    def order(self) -> tuple[float, int]:
+        """Sorts by death, then by rank."""
+        return self.died_at, self.fault.rank
+
+
+def describe(fault: Fault) -> str:
+    """The fault as half a sentence."""
+    where = "" if fault.version is None else f" at step {fault.version}"
+    how = {
+        FaultKind.RAISED: "raised",
+        FaultKind.COMMUNICATION: "lost its communication:",
+        FaultKind.UNRESPONSIVE: "did not come when called:",
+        FaultKind.HANG: "hangs:",
+        FaultKind.START_FAILED: "could not be started:",
+    }.get(fault.kind, "ended with" if fault.detail else "ended")
+    return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
+
+
+def signature(fault: Fault) -> str:
+    """What makes two faults of a kind the same."""
+    return fault.signature or fault.detail

@@ -8,7 +8,7 @@ and a manager that is started again takes over.
 
 from collections.abc import Iterable
 
-from taskd.core.ladder import Strategy, allowed
+from taskd.core.policy.ladder import Strategy, allowed
 
 GRACE_IS_OVER = "the grace period is over"
 

@@ -1,21 +1,26 @@
 """How far a worker has come, as its agent reads it from the black box and from the kernel.
 
-Plain data.
-
 All durations are seconds up to the moment at which the agent looked; an agent that was itself not
 running for a while counts only from the moment at which it ran again.
 """
 
 from dataclasses import dataclass
 
-# What the kernel says of the main thread and of everything that the worker started.
-ASLEEP = "asleep"  # no processor time, no input or output, nor in its children
-BUSY = "busy"
-# waits for something outside the job: a disk or a device (state D), a file, a socket, a child
-DISK = "disk"
-STOPPED = "stopped"  # by SIGSTOP or the like (state T)
-TRACED = "traced"  # a debugger holds it, or somebody types at it (pdb)
-UNKNOWN = ""  # it went on a moment ago, so that nobody looked
+
+class Activity:
+    """What the kernel says of the main thread and of everything that the worker started.
+
+    Plain strings, as they go over the wire.
+    """
+
+    ASLEEP = "asleep"  # no processor time, no input or output, nor in its children
+    BUSY = "busy"
+    DISK = (
+        "disk"  # waits for something outside the job: a disk, a device, a file, a socket, a child
+    )
+    STOPPED = "stopped"  # by SIGSTOP or the like (state T)
+    TRACED = "traced"  # a debugger holds it, or somebody types at it (pdb)
+    UNKNOWN = ""  # it went on a moment ago, so that nobody looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Mark:
     still_s: float
     frozen_s: float = 0.0
     python_s: float = 0.0
-    activity: str = UNKNOWN
+    activity: str = Activity.UNKNOWN
     is_waiting: bool = False
     slowest_s: float = 0.0
     checkpoint_s: float = 0.0

@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """See `taskd.core.job.machine`."""
 
     JOINING = "joining"
@@ -22,10 +22,12 @@ class Phase(Enum):
 
 
 TRAINING = frozenset(
-    {Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED, Phase.RESTARTING}
+    {JobPhase.RUNNING, JobPhase.SUSPECTING, JobPhase.PAUSING, JobPhase.RESUMED, JobPhase.RESTARTING}
 )
-DUMPING = frozenset({Phase.CONFIRMING, Phase.SAVING, Phase.PUBLISHING, Phase.DISCARDING})
-OVER = frozenset({Phase.ENDING, Phase.ENDED})
+DUMPING = frozenset(
+    {JobPhase.CONFIRMING, JobPhase.SAVING, JobPhase.PUBLISHING, JobPhase.DISCARDING}
+)
+OVER = frozenset({JobPhase.ENDING, JobPhase.ENDED})
 
 
 class NodePhase(Enum):

@@ -1,6 +1,4 @@
-"""Profiling, as far as it is arithmetic.
-
-Switches to codes, codes to domains, answers of workers to one state, and who is told when.
+"""Profiling: switches to codes, codes to domains, answers to one state, and who is told when.
 
 Two domains of marks. "default" holds Step, SaveCheckpoint, FP and DataLoader, "communication" the
 collectives. The code that is asked for is 700, plus 10 with the default domain on, plus 1 with
@@ -25,7 +23,7 @@ RESEND_S = 30.0
 
 
 class Domain(Enum):
-    """What one domain does on one rank, or on all of them together (UNKNOWN: not said yet, or they differ)."""
+    """What one domain does on a rank, or on all together. UNKNOWN: not said yet, or they differ."""
 
     OFF = 0
     ON = 1
@@ -88,10 +86,7 @@ def overall(states: Iterable[Domain]) -> Domain:
 
 
 class Switchboard:
-    """What the manager asks for, and what the workers have answered.
-
-    Says when it is to be asked again.
-    """
+    """What the manager asks for, what the workers have answered, and when to ask again."""
 
     def __init__(self) -> None:
         self.wanted: int | None = None  # None: nobody has ever asked for anything

@@ -1,7 +1,7 @@
-"""The least that must be told of an event, for one that cannot be sent as it is, or that was refused: a death is always reported.
+"""The least that must be told of an event that cannot be sent as it is, or that was refused.
 
-Pure. What is left out is what somebody else wrote (a black box, a peer): rank, incarnation and kind
-are the agent's own knowledge.
+So a death is always reported. What is left out is what somebody else wrote (a black box, a peer):
+rank, incarnation and kind are the agent's own knowledge.
 """
 
 from dataclasses import replace
@@ -20,14 +20,14 @@ def reduced(event: ev.Event) -> ev.Event | None:
         case ev.AgentRegistered():
             workers = tuple(
                 ev.WorkerReport(
-                    report.rank,
-                    report.incarnation,
-                    report.state,
-                    report.declared,
-                    clean=report.clean,
-                    entered=report.entered,
+                    one.rank,
+                    one.incarnation,
+                    one.state,
+                    one.declared,
+                    clean=one.clean,
+                    entered=one.entered,
                 )
-                for report in event.workers
+                for one in event.workers
             )
             return replace(event, workers=workers)
     return None

@@ -1,6 +1,4 @@
-"""What a machine met and decided, in order, bounded.
-
-Events, commands and notes on what was ignored and why.
+"""What a machine met and decided, in order, bounded: events, commands, and notes on why.
 
 Owns the memory of a machine and its form as plain dicts (for JSON lines and replay). Opens no file.
 A machine can tell from it the story of any rank.
@@ -21,8 +19,7 @@ from taskd.core import faults as _faults
 from taskd.core import marks as _marks
 from taskd.core.worker_state import WorkerState
 
-# entries; at about 300 bytes each this stays near 3 MB, and holds hundreds of recoveries
-CAPACITY = 10_000
+CAPACITY = 10_000  # entries of about 300 bytes: near 3 MB, for hundreds of recoveries
 
 _CLASSES: dict[str, type] = {
     name: thing

@@ -33,8 +33,7 @@ class Timeouts:
     manager_silence_s: float  # an agent takes the manager for lost
     pause_s: float  # a live rank must have paused
     agent_lease_s: float  # the manager takes a node for lost
-    # the end of the lease, kept for what waited while the manager itself slept
-    lease_recheck_s: float
+    lease_recheck_s: float  # the end of the lease, for what waited while the manager itself slept
     start_s: float  # a new process must have come to the gate; ranks that returned must have ended
     fallback_connected_s: float  # how long a fault waits for a manager that had been there
     fallback_never_connected_s: float  # ... and for one that never was
@@ -44,8 +43,9 @@ class Timeouts:
     give_up_grace_s: float  # SIGTERM to SIGKILL when the job ends: users save in their handlers
     examine_s: float  # a rank that hangs has this long to write down its stacks before SIGKILL
     hang_floor_s: float  # nobody is taken for hanging sooner
-    # all wait for the network; or a process does not run, and the kernel does not say why
-    hang_wait_s: float
+    hang_wait_s: (
+        float  # nor sooner than this if all wait for the network, or it does not run at all
+    )
     hang_busy_s: float  # ... nor sooner than this while something is going on in it
     hang_ceiling_s: float  # nor later, however long steps and checkpoints were
 

@@ -1,163 +1,91 @@
-"""The same functions as the compiled `_binding`, through ctypes.
+"""The same functions as the compiled `_binding`, through ctypes; see csrc/include/taskd.h.
 
-For machines with a C compiler but without Python's headers.
-
-Debian installs Python without them, and nothing here is called often enough to need compiled code.
+For machines with a C compiler but without Python's headers: Debian installs Python without them,
+and nothing here is called often enough to need compiled code.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from typing import TYPE_CHECKING, Any
 
 from taskd.errors import NativeLibraryError
 from taskd.native.library import LIBRARY_PATH
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 BUILT_FOR_ABI = 2  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
 
+_INT, _LONG, _WORD = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
+_TEXT, _ADDRESS, _SIZE = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
+_TIDS = ctypes.POINTER(ctypes.c_int32)
 
-def _open() -> ctypes.CDLL:
-    """Raises ImportError, as the compiled binding does when its library is not there."""
+try:
+    _library = ctypes.CDLL(str(LIBRARY_PATH))
+except OSError as error:  # as the compiled binding does when its library is not there
+    raise ImportError(str(error)) from error
+
+
+def _function(name: str, *types: Any, returns: Any = _INT) -> Any:
     try:
-        library = ctypes.CDLL(str(LIBRARY_PATH))
-        library.taskd_layout_value.argtypes = [ctypes.c_char_p]
-        library.taskd_layout_value.restype = ctypes.c_int64
-        library.taskd_guard_start.argtypes = [ctypes.c_int, ctypes.c_int]
-        library.taskd_watch.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_int]
-        library.taskd_unwatch.argtypes = [ctypes.c_int]
-        library.taskd_prefer_soon.argtypes = []
-        library.taskd_waits_hook.argtypes = [ctypes.c_char_p]
-        for function in (library.taskd_waits_expire, library.taskd_waits_forgive):
-            function.argtypes = [ctypes.POINTER(ctypes.c_int32), ctypes.c_int]
-        library.taskd_is_preloaded.argtypes = []
-        library.taskd_last_words_start.argtypes = [ctypes.c_int, ctypes.c_int]
-        library.taskd_collectives_start.argtypes = [ctypes.c_int]
-        library.taskd_collectives_see.argtypes = [
-            ctypes.c_uint64,
-            ctypes.c_char_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-        ]
-        library.taskd_collectives_add.argtypes = [
-            ctypes.c_uint64,
-            ctypes.c_char_p,
-            *[ctypes.c_int64] * 4,
-        ]
-        library.taskd_names_numeric.argtypes = [ctypes.c_char_p]
-        library.taskd_copy_checksummed.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-        ]
-        library.taskd_checksum.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        for function in (library.taskd_copy_checksummed, library.taskd_checksum):
-            function.restype = ctypes.c_uint64
-    except (OSError, AttributeError) as error:
+        function = getattr(_library, f"taskd_{name}")
+    except AttributeError as error:
         raise ImportError(str(error)) from error
-    return library
+    function.argtypes, function.restype = types, returns
+    return function
 
 
-_library = _open()
+def _checked(name: str, *types: Any) -> Callable[..., None]:
+    """One that returns 0 or a negative errno, which the result raises as NativeLibraryError."""
+    function = _function(name, *types)
+
+    def call(*arguments: int | str) -> None:
+        result = function(*(word.encode() if isinstance(word, str) else word for word in arguments))
+        if result < 0:
+            why = f"{os.strerror(-result)} (errno {-result})"
+            raise NativeLibraryError(f"taskd_{name} failed: {why}")
+
+    return call
 
 
-def _check(function: str, result: int) -> None:
-    if result < 0:
-        raise NativeLibraryError(f"{function} failed: {os.strerror(-result)} (errno {-result})")
-
-
-def abi_version() -> int:
-    """TASKD_ABI_VERSION of the library."""
-    return int(_library.taskd_abi_version())
+abi_version = _function("abi_version")
+guard_start = _checked("guard_start", _INT, _INT)
+watch = _checked("watch", _INT, _WORD, _INT)
+unwatch = _checked("unwatch", _INT)
+prefer_soon = _checked("prefer_soon")
+waits_hook = _checked("waits_hook", _TEXT)
+last_words_start = _checked("last_words_start", _INT, _INT)
+collectives_start = _checked("collectives_start", _INT)
+collectives_reset = _checked("collectives_reset")
+collectives_see = _checked("collectives_see", _WORD, _TEXT, _LONG, _LONG)
+collectives_add = _checked("collectives_add", _WORD, _TEXT, _LONG, _LONG, _LONG, _LONG)
+names_numeric = _checked("names_numeric", _TEXT)
+# The caller answers for the addresses.
+copy_checksummed = _function("copy_checksummed", _ADDRESS, _ADDRESS, _SIZE, returns=_WORD)
+checksum = _function("checksum", _ADDRESS, _SIZE, returns=_WORD)
+_layout_value = _function("layout_value", _TEXT, returns=_LONG)
+_waits_expire = _function("waits_expire", _TIDS, _INT)
+_waits_forgive = _function("waits_forgive", _TIDS, _INT)
+_is_preloaded = _function("is_preloaded")
 
 
 def layout_value(name: str) -> int:
     """A constant of the black box's layout, -1 if unknown."""
-    return int(_library.taskd_layout_value(name.encode()))
-
-
-def guard_start(box_fd: int, life_fd: int) -> None:
-    """See taskd.h."""
-    _check("taskd_guard_start", _library.taskd_guard_start(box_fd, life_fd))
-
-
-def watch(box_fd: int, token: int, pipe_fd: int) -> None:
-    """See taskd.h."""
-    _check("taskd_watch", _library.taskd_watch(box_fd, token, pipe_fd))
-
-
-def unwatch(box_fd: int) -> None:
-    """See taskd.h."""
-    _check("taskd_unwatch", _library.taskd_unwatch(box_fd))
-
-
-def prefer_soon() -> None:
-    """See taskd.h."""
-    _check("taskd_prefer_soon", _library.taskd_prefer_soon())
-
-
-def waits_hook(library: str) -> None:
-    """See taskd.h."""
-    _check("taskd_waits_hook", _library.taskd_waits_hook(library.encode()))
+    return int(_layout_value(name.encode()))
 
 
 def waits_expire(tids: list[int]) -> int:
     """See taskd.h."""
-    return int(_library.taskd_waits_expire((ctypes.c_int32 * len(tids))(*tids), len(tids)))
+    return int(_waits_expire((ctypes.c_int32 * len(tids))(*tids), len(tids)))
 
 
 def waits_forgive(tids: list[int]) -> None:
     """See taskd.h."""
-    _library.taskd_waits_forgive((ctypes.c_int32 * len(tids))(*tids), len(tids))
+    _waits_forgive((ctypes.c_int32 * len(tids))(*tids), len(tids))
 
 
 def is_preloaded() -> bool:
     """See taskd.h."""
-    return bool(_library.taskd_is_preloaded() == 1)
-
-
-def last_words_start(box_fd: int, stacks_signal: int) -> None:
-    """See taskd.h."""
-    _check("taskd_last_words_start", _library.taskd_last_words_start(box_fd, stacks_signal))
-
-
-def collectives_start(box_fd: int) -> None:
-    """See taskd.h."""
-    _check("taskd_collectives_start", _library.taskd_collectives_start(box_fd))
-
-
-def collectives_reset() -> None:
-    """See taskd.h."""
-    _check("taskd_collectives_reset", _library.taskd_collectives_reset())
-
-
-def collectives_see(communicator: int, name: str, entered: int, left: int) -> None:
-    """See taskd.h."""
-    _check(
-        "taskd_collectives_see",
-        _library.taskd_collectives_see(communicator, name.encode(), entered, left),
-    )
-
-
-def collectives_add(
-    communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int
-) -> None:
-    """See taskd.h."""
-    result = _library.taskd_collectives_add(
-        communicator, name.encode(), number, size, enter_ns, leave_ns
-    )
-    _check("taskd_collectives_add", result)
-
-
-def names_numeric(library: str) -> None:
-    """See taskd.h."""
-    _check("taskd_names_numeric", _library.taskd_names_numeric(library.encode()))
-
-
-def copy_checksummed(destination: int, source: int, count: int) -> int:
-    """See taskd.h. Both are addresses; the caller answers for them."""
-    return int(_library.taskd_copy_checksummed(destination, source, count))
-
-
-def checksum(source: int, count: int) -> int:
-    """See taskd.h."""
-    return int(_library.taskd_checksum(source, count))
+    return bool(_is_preloaded() == 1)

@@ -2,10 +2,10 @@
 
 Files without a byte that the agent makes and hands to every life of the rank.
 
-    agent                                        worker
-      Arenas.create()                              Arenas(descriptors)
-        | descriptors ------ at its start -------->  | make(shard_bytes): an arena in the first file that is empty
-        | versions() when it is dead                 | find(version), versions()
+    agent                             worker
+      Arenas.create()                   Arenas(descriptors)
+        | descriptors, at its start ----> | make(shard_bytes): an arena in the first empty file
+        | versions() when it is dead      | find(version), versions()
 
 A file takes no memory until a worker makes an arena in it, so a job without snapshots pays a few
 descriptors. An arena cannot grow: for a state that has, the next file is taken, and the memory of

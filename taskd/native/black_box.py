@@ -15,7 +15,6 @@ written is what the reader sees: the memory is the same.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import struct
@@ -26,6 +25,7 @@ from enum import IntEnum
 
 from taskd.errors import NativeLibraryError
 from taskd.native import box_layout as layout
+from taskd.native import node_memory
 from taskd.native.box_payloads import COMMITTED, MAX_COUNT, Payloads
 
 # Offsets as word indices: the box is written through a view of signed 64-bit words, one store each.
@@ -49,11 +49,6 @@ _MAX_PID = 1 << 22  # of Linux
 _IN_DEBUGGER = 2
 _STEPS_REMEMBERED = 256  # the longest step is that of the last one to two times so many
 
-# MFD_NOEXEC_SEAL: newer kernels may be set to refuse a memfd without it, older ones do not know it.
-# Not in Python's os yet.
-_NOEXEC_SEAL = 0x0008
-_MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-
 
 class Phase(IntEnum):
     """Where in its life a worker is.
@@ -64,7 +59,7 @@ class Phase(IntEnum):
     BOOT = 0  # started, has not entered the recoverable function
     ENTERED = 1  # in the function, no step yet
     STEP = 2  # in a training step, outside the parts that have a phase of their own
-    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is torn
+    OPTIMIZER = 3  # between optimizer.step() and commit(): the state is inconsistent
     RETURNED = 4  # the function returned, the others are waited for
     EXITING = 5  # on the way out: an end is expected
     PAUSED = 6  # left the function because of a fault, waits for the recovery
@@ -109,13 +104,6 @@ _RANGES = (
 )
 
 
-def _create_file() -> int:
-    try:
-        return os.memfd_create("taskd-black-box", _MEMFD_FLAGS | _NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create("taskd-black-box", _MEMFD_FLAGS)
-
-
 # Boxes that this process has open, for `_disarm_in_child` alone.
 _open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
 
@@ -150,12 +138,9 @@ class BlackBox(Payloads):
         """
         fd = -1
         try:
-            fd = _create_file()
-            os.fchmod(fd, 0o600)
+            fd = node_memory.empty_file("taskd-black-box")
             os.ftruncate(fd, layout.BOX_BYTES)
-            fcntl.fcntl(
-                fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+            node_memory.seal(fd)
             box = cls(fd)
         except OSError as error:
             if fd >= 0:

@@ -23,8 +23,6 @@ from taskd.native import box_layout as layout
 from taskd.native import library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from taskd.native.black_box import BlackBox
 
 log = logging.getLogger(__name__)
@@ -85,15 +83,8 @@ class Collectives:
                 continue
             identity, entered, left, entered_ns, name = _COMMUNICATOR.unpack_from(copies[1], offset)
             if identity:
-                found.append(
-                    Communicator(
-                        identity,
-                        _text(name),
-                        entered,
-                        left,
-                        entered_ns / 1e9 if entered_ns else None,
-                    )
-                )
+                entered_at = entered_ns / 1e9 if entered_ns else None
+                found.append(Communicator(identity, _text(name), entered, left, entered_at))
         return found
 
     def calls(self) -> list[Call]:
@@ -102,56 +93,28 @@ class Collectives:
         found = []
         for place in range(layout.CALLS):
             offset = layout.CALLS_OFFSET + place * layout.CALL_BYTES
-            mark, *words = _CALL.unpack_from(copies[1], offset)
+            mark, communicator, number, size, dtype, enter_ns, leave_ns, peer, name = (
+                _CALL.unpack_from(copies[1], offset)
+            )
             index = mark // 2 - 1
-            # Another number than belongs here: damaged.
-            if (
-                mark
-                and mark % 2 == 0
-                and index % layout.CALLS == place
-                and _is_stable(copies, offset)
-            ):
-                found.append(_call(index, *words))
+            is_whole = mark and mark % 2 == 0 and _is_stable(copies, offset)
+            if not is_whole or index % layout.CALLS != place:  # not the place of this number
+                continue
+            what = (_known(size), _known(dtype), _known(peer))
+            call = Call(index, communicator, number, *what, enter_ns, leave_ns, _text(name))
+            found.append(call)
         found.sort(key=lambda call: call.index)
         # A place that was left out when its turn came still holds the call of the turn before.
         return [call for call in found if call.index > found[-1].index - layout.CALLS]
 
     def _copies(self) -> tuple[bytes, bytes, bytes]:
-        read = self._box.read
-        return (
-            read(layout.COLLECTIVES_OFFSET, _USED_BYTES),
-            read(layout.COLLECTIVES_OFFSET, _USED_BYTES),
-            read(layout.COLLECTIVES_OFFSET, _USED_BYTES),
-        )
+        read, area = self._box.read, (layout.COLLECTIVES_OFFSET, _USED_BYTES)
+        return read(*area), read(*area), read(*area)
 
 
 def _is_stable(copies: tuple[bytes, bytes, bytes], offset: int) -> bool:
     first, middle, last = (_WORD.unpack_from(copy, offset)[0] for copy in copies)
     return bool(first == middle == last)
-
-
-def _call(
-    index: int,
-    communicator: int,
-    number: int,
-    size: int,
-    dtype: int,
-    enter_ns: int,
-    leave_ns: int,
-    peer: int,
-    name: bytes,
-) -> Call:
-    return Call(
-        index,
-        communicator,
-        number,
-        _known(size),
-        _known(dtype),
-        _known(peer),
-        enter_ns,
-        leave_ns,
-        _text(name),
-    )
 
 
 def _known(value: int) -> int | None:
@@ -193,9 +156,7 @@ def is_preloaded() -> bool:
 
 def reset() -> None:
     """Forget all communicators: those of an earlier generation never complete."""
-    binding = library.load()
-    if binding is not None:
-        _try(binding.collectives_reset)
+    _record("collectives_reset")
 
 
 def see(communicator: int, name: str, entered: int, left: int) -> None:
@@ -203,31 +164,23 @@ def see(communicator: int, name: str, entered: int, left: int) -> None:
 
     `communicator`: an id that all its ranks have.
     """
-    binding = library.load()
-    if binding is not None:
-        _try(binding.collectives_see, communicator, name, entered, left)
+    _record("collectives_see", communicator, name, entered, left)
 
 
 def add(
     communicator: int, name: str, number: int, size: int | None, enter_ns: int, leave_ns: int
 ) -> None:
     """... and of one call. `leave_ns` 0: it has not come back."""
-    binding = library.load()
-    if binding is not None:
-        _try(
-            binding.collectives_add,
-            communicator,
-            name,
-            number,
-            -1 if size is None else size,
-            enter_ns,
-            leave_ns,
-        )
+    size = -1 if size is None else size
+    _record("collectives_add", communicator, name, number, size, enter_ns, leave_ns)
 
 
-def _try(function: Callable[..., None], *arguments: int | str) -> None:
+def _record(what: str, *arguments: int | str) -> None:
     """Not started, or no room: the record is the poorer for it, the training is not."""
+    binding = library.load()
+    if binding is None:
+        return
     try:
-        function(*arguments)
+        getattr(binding, what)(*arguments)
     except NativeLibraryError as error:
         log.debug("not recorded: %s", error)

@@ -2,7 +2,8 @@
 
     worker                             agent
     guard thread owns a futex -------> watch thread sleeps on it
-    (in the black box)                 writes one record to a pipe ----> DeathAlarm.fd, in the agent's one wait
+    (in the black box)                 writes one record to a pipe ----> DeathAlarm.fd, in the
+                                                                         agent's one wait
 
 How it works, and what does not ring it, is in csrc/include/taskd.h. Without libtaskd `available` is
 False, nothing ever rings, and the pidfd alone must do. Knows nothing of ranks: the caller's token

@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -49,28 +50,16 @@ _CODES = {
     "SIGSEGV": ("SEGV_MAPERR", "SEGV_ACCERR", "SEGV_BNDERR", "SEGV_PKUERR"),
     "SIGBUS": ("BUS_ADRALN", "BUS_ADRERR", "BUS_OBJERR", "BUS_MCEERR_AR", "BUS_MCEERR_AO"),
     "SIGFPE": (
-        "FPE_INTDIV",
-        "FPE_INTOVF",
-        "FPE_FLTDIV",
-        "FPE_FLTOVF",
-        "FPE_FLTUND",
-        "FPE_FLTRES",
-        "FPE_FLTINV",
-        "FPE_FLTSUB",
+        "FPE_INTDIV", "FPE_INTOVF", "FPE_FLTDIV", "FPE_FLTOVF",
+        "FPE_FLTUND", "FPE_FLTRES", "FPE_FLTINV", "FPE_FLTSUB",
     ),
     "SIGILL": (
-        "ILL_ILLOPC",
-        "ILL_ILLOPN",
-        "ILL_ILLADR",
-        "ILL_ILLTRP",
-        "ILL_PRVOPC",
-        "ILL_PRVREG",
-        "ILL_COPROC",
-        "ILL_BADSTK",
+        "ILL_ILLOPC", "ILL_ILLOPN", "ILL_ILLADR", "ILL_ILLTRP",
+        "ILL_PRVOPC", "ILL_PRVREG", "ILL_COPROC", "ILL_BADSTK",
     ),
     "SIGTRAP": ("TRAP_BRKPT", "TRAP_TRACE"),
     "SIGSYS": ("SYS_SECCOMP",),
-}
+}  # fmt: skip
 _KERNEL = 0x80  # SI_KERNEL: the kernel itself, without an address (general protection)
 
 
@@ -145,10 +134,8 @@ class LastWords:
         parts = []
         if names:
             shown = _cut(names, MAX_TEXT_BYTES if not first else _NATIVE_SHARE_BYTES)
-            parts.append(
-                "Native stack (most recent call "
-                "first):\n" + "\n".join(f"  {line}" for line in shown.splitlines())
-            )
+            lines = (f"  {line}" for line in shown.splitlines())
+            parts.append("\n".join(("Native stack (most recent call first):", *lines)))
         if first:
             room = MAX_TEXT_BYTES - sum(len(part.encode()) + 1 for part in parts)
             parts.insert(0, _cut(first, room))
@@ -250,12 +237,8 @@ def read_of_end(box: BlackBox) -> LastWords | None:
     words = read(box)
     if words is None or words.kind is Kind.STACKS:
         return None
-    progress_at = box.progress_at
-    return (
-        None
-        if progress_at is not None and progress_at > words.written_at + _MARKED_AGAIN_S
-        else words
-    )
+    went_on = (box.progress_at or 0.0) > words.written_at + _MARKED_AGAIN_S
+    return None if went_on else words
 
 
 def request(pid: int, box: BlackBox, *, stay: bool = False) -> int | None:
@@ -289,12 +272,8 @@ def request(pid: int, box: BlackBox, *, stay: bool = False) -> int | None:
 
 def answer(box: BlackBox, count: int) -> LastWords | None:
     """The stacks, if the worker has written those that `request` numbered `count`; never blocks."""
-    if (
-        _word(box, layout.WORDS_OFFSET_REQUESTED) < count
-        or _word(box, layout.WORDS_OFFSET_STATE) != 2
-    ):
-        return None
-    return read(box)
+    is_there = _word(box, layout.WORDS_OFFSET_REQUESTED) >= count
+    return read(box) if is_there and _word(box, layout.WORDS_OFFSET_STATE) == 2 else None
 
 
 def wait(box: BlackBox, count: int, deadline: float) -> LastWords | None:
@@ -309,18 +288,16 @@ def wait(box: BlackBox, count: int, deadline: float) -> LastWords | None:
             return words
         if time.monotonic() >= deadline:
             words = read(box)
-            return (
-                words
-                if words is not None and words.kind is Kind.STACKS and not words.complete
-                else None
-            )
+            is_begun = words is not None and words.kind is Kind.STACKS and not words.complete
+            return words if is_begun else None
         pause.wait(_LOOK_S)
 
 
 def demangle(name: str) -> str:
-    """The C++ type with this mangled name if it is a plain one ("St13runtime_error" is std::runtime_error), else the name itself.
+    """The C++ type with this mangled name if it is a plain one, else the name itself.
 
-    Not __cxa_demangle(): the bytes come from a process that has crashed.
+    "St13runtime_error" is std::runtime_error. Not __cxa_demangle(): the bytes come from a process
+    that has crashed.
     """
     rest = name[1:-1] if name.startswith("N") and name.endswith("E") else name
     parts = []
@@ -338,9 +315,7 @@ def demangle(name: str) -> str:
 
 
 def _word(box: BlackBox, offset: int) -> int:
-    return int.from_bytes(
-        box.read(offset, 8), "little" if struct.pack("=H", 1)[0] else "big", signed=True
-    )
+    return int.from_bytes(box.read(offset, 8), sys.byteorder, signed=True)
 
 
 def _text_at(head: bytes, offset: int, length: int) -> str:

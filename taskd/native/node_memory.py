@@ -8,7 +8,8 @@ in pieces, and each piece only after a look at what the node has left: other ran
 at the same time. What limits a memfd:
 
     MemAvailable of the node          its pages are memory like any other
-    memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the kernel kills, it refuses nothing
+    memory cgroups, v1 and v2         whoever allocates a page is charged for it; at the limit the
+                                      kernel kills, it refuses nothing
     CommitLimit                       only where vm.overcommit_memory is 2
     RLIMIT_FSIZE, RLIMIT_AS           it is a file, and it is mapped
 
@@ -84,9 +85,18 @@ def limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
 
 def empty_file(name: str) -> int:
     """A memfd without a byte: mode 0600, closed on exec. Raises OSError."""
-    fd = _memfd(name)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError:
+        fd = os.memfd_create(name, flags)
     os.fchmod(fd, 0o600)
     return fd
+
+
+def seal(fd: int) -> None:
+    """From now on the file has this size. Raises OSError."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
 def require(wanted: int, total: int | None = None, done: int = 0) -> None:
@@ -107,7 +117,7 @@ def require(wanted: int, total: int | None = None, done: int = 0) -> None:
 
 
 def fill(fd: int, size: int) -> None:
-    """Give an empty memfd `size` bytes, all allocated, and seal it against every change of its size.
+    """Give an empty memfd `size` bytes, all allocated, and seal it against changes of its size.
 
     Raises:
         ArenaError: there is not as much memory. The file is empty again.
@@ -118,7 +128,7 @@ def fill(fd: int, size: int) -> None:
             piece = min(_PIECE_BYTES, size - start)
             require(piece, size, start)
             os.posix_fallocate(fd, start, piece)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        seal(fd)
     except (OSError, ArenaError) as error:
         with suppress(OSError):
             os.ftruncate(fd, 0)
@@ -162,14 +172,6 @@ def human(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
-
-
-def _memfd(name: str) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _NOEXEC_SEAL)
-    except OSError:
-        return os.memfd_create(name, flags)
 
 
 def _room() -> str:

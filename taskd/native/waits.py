@@ -1,7 +1,8 @@
-"""Ending the timed waits of threads that belong to aborted process groups (csrc/imports/waits.c says why and how).
+"""Ends the timed waits of threads that belong to aborted process groups.
 
-Without libtaskd, or with a torch that waits in another way, `available` is False: a rank that gloo
-leaves asleep is then replaced after the pause timeout. Knows no groups: callers name threads.
+csrc/imports/waits.c says why and how. Without libtaskd, or with a torch that waits in another way,
+`available` is False: a rank that gloo leaves asleep is then replaced after the pause timeout. Knows
+no groups: callers name threads.
 """
 
 from __future__ import annotations

@@ -14,28 +14,25 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskd.core.job.machine import RecoveryMachine
-from taskd.core.leases import Deadlines
-from taskd.core.record import Attempt
+from taskd.core.job.record import Attempt
+from taskd.core.policy.leases import Deadlines
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from taskd.core.events import Event
 
-Machine = TypeVar("Machine")
+AnyMachine = TypeVar("AnyMachine")
 _NO_DECISION = frozenset(
     {
         "story",
         "arguments",
         "now",
         "cause",
-        "_now",
-        "_cause",
-        "_job",
-        "progress",
+        "hangs",
         "stragglers",
         "peers",
         "witness",
@@ -43,7 +40,8 @@ _NO_DECISION = frozenset(
     }
 )
 _ONLY_RECORDED = frozenset({
-    "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at", "slowest", "moves", "redone", "followers", "version",
+    "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at",
+    "slowest", "moves", "redone", "followers", "version",
 })  # fmt: skip
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -67,7 +65,7 @@ class NoStory(Story):
 NO_STORY = NoStory(0)
 
 
-def fork(machine: Machine) -> Machine:
+def fork(machine: AnyMachine) -> AnyMachine:
     """A machine in the same state, which shares nothing with this one that changes."""
     return pickle.loads(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))  # noqa: S301
 
@@ -88,8 +86,8 @@ def key(thing: Any) -> Any:  # noqa: PLR0911
         return None
     if isinstance(thing, Deadlines):
         return key(thing._deadline_by_key)  # noqa: SLF001
-    if isinstance(thing, RecoveryMachine):
-        return key(thing._job)  # noqa: SLF001
+    if isinstance(thing, Machine):
+        return key(thing._state)  # noqa: SLF001
     skipped = _NO_DECISION | _ONLY_RECORDED if isinstance(thing, Attempt) else _NO_DECISION
     names = [item.name for item in fields(thing)] if is_dataclass(thing) else sorted(vars(thing))
     return (

@@ -13,7 +13,7 @@ from taskd.core.events import AgentLeft
 from taskd.core.job.clock import OVERDUE
 from taskd.core.job.machine import TRANSITIONS
 from taskd.core.job.settle import FOLLOW_UPS
-from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
+from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
 
 Arrows = dict[tuple[str, str], list[str]]
 
@@ -23,20 +23,20 @@ _BOXES = {"training": TRAINING, "emergency_checkpoint": DUMPING}
 
 def mermaid() -> str:
     """The picture."""
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.JOINING.value}"]
+    lines = ["stateDiagram-v2", f"    [*] --> {JobPhase.JOINING.value}"]
     for box, phases in _BOXES.items():
-        within = [f"        {phase.value}" for phase in Phase if phase in phases]
+        within = [f"        {phase.value}" for phase in JobPhase if phase in phases]
         lines += [f"    state {box} {{", *within, "    }"]
     for (source, to), names in _joined(_arrows()).items():
         lines.append(f"    {source} --> {to}: {', '.join(names)}")
-    return "\n".join([*lines, f"    {Phase.ENDED.value} --> [*]"])
+    return "\n".join([*lines, f"    {JobPhase.ENDED.value} --> [*]"])
 
 
 def _arrows() -> Arrows:
     """(phase, phase) -> what may lead from one to the other."""
     found: Arrows = {}
-    for source in Phase:
-        for to in Phase:
+    for source in JobPhase:
+        for to in JobPhase:
             events = [
                 event
                 for (phase, event), rule in TRANSITIONS.items()
@@ -49,13 +49,13 @@ def _arrows() -> Arrows:
                 due.name for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases and to in due.to
             ]
             # That a job which was given up has ended when no agent is left is drawn from `ending`.
-            is_both = to is Phase.ENDED and source is not Phase.ENDING
+            is_both = to is JobPhase.ENDED and source is not JobPhase.ENDING
             if names and source is not to and not (is_both and _targets(source) >= OVER):
                 found[source.value, to.value] = list(dict.fromkeys(names))
     return found
 
 
-def _targets(source: Phase) -> set[Phase]:
+def _targets(source: JobPhase) -> set[JobPhase]:
     found = {to for (phase, _), rule in TRANSITIONS.items() if phase is source for to in rule.to}
     return found | {to for due in (*FOLLOW_UPS, *OVERDUE) if source in due.phases for to in due.to}
 
@@ -64,8 +64,8 @@ def _joined(arrows: Arrows) -> Arrows:
     """The same, with what each phase of a box has drawn from the box."""
     left = dict(arrows)
     for box, phases in _BOXES.items():
-        inner = [phase.value for phase in Phase if phase in phases]
-        for to in [phase.value for phase in Phase if phase not in phases]:
+        inner = [phase.value for phase in JobPhase if phase in phases]
+        for to in [phase.value for phase in JobPhase if phase not in phases]:
             named = [set(left.get((source, to), ())) for source in inner]
             common = set.intersection(*named)
             if not common:

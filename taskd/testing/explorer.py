@@ -3,10 +3,11 @@
 Each state that can be reached is looked at once, and from each the end must be in reach. A command,
 too.
 
-    python -m taskd.testing.explorer                  # all of SCOPES: two nodes with one rank each, where nothing else is said
+    python -m taskd.testing.explorer                  # all of SCOPES
     python -m taskd.testing.explorer --only "2 faults, sharded" --limit 1000000
 
-Owns the search. What can happen in a world is `taskd.testing.small`'s to say.
+A scope has two nodes with one rank each where nothing else is said. Owns the search. What can
+happen in a world is `taskd.testing.small`'s to say.
 """
 
 from __future__ import annotations

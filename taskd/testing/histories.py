@@ -3,10 +3,11 @@
 Small jobs with faults at any time over any network, each made from two numbers alone. A command,
 too.
 
-    python -m taskd.testing.histories --count 300000 --jobs 2      # a fresh seed, which is printed
-    python -m taskd.testing.histories --seed 17 --only 4711        # that one history again, with its story
+    python -m taskd.testing.histories --count 300000 --jobs 2
+    python -m taskd.testing.histories --seed 17 --only 4711
 
-Owns what a history is and what must hold at its end. Whether a job is stuck is
+The first takes a fresh seed and prints it; the second plays one history again, with its story. Owns
+what a history is and what must hold at its end. Whether a job is stuck is
 `taskd.testing.liveness`'s to say.
 """
 
@@ -31,15 +32,18 @@ from taskd.testing.simulation import Result, SimulatedJob
 _PARTS = ("kill", "crash", "exit", "exit early", "raise", "tear", "freeze", "cut", "fail start")
 _WITHOUT_TASKD = ("kill", "exit", "cut")
 _QUALITIES = (
-    NetworkQuality(), NetworkQuality(jitter_s=0.05), NetworkQuality(duplicate=0.2), NetworkQuality(loss=0.1),
+    NetworkQuality(),
+    NetworkQuality(jitter_s=0.05),
+    NetworkQuality(duplicate=0.2),
+    NetworkQuality(loss=0.1),
     NetworkQuality(jitter_s=0.05, loss=0.1, duplicate=0.2),
-)  # fmt: skip
+)
 # What the rules end on purpose: a failure after Release, one that came back; a node that is lost;
 # or one that had a fault, found no manager in time, and went on as plain torchrun does, without the
 # others.
 _GOOD_REASONS = (
-    "returned everywhere", "came back", "times:", "in a row", "already left", ("not known to this "
-                                                                              "manager"), "no manager answers", "has been silent",
+    "returned everywhere", "came back", "times:", "in a row", "already left",
+    "not known to this manager", "no manager answers", "has been silent",
 )  # fmt: skip
 _CHUNK = 50  # histories that a process takes at once: a few seconds
 
@@ -106,10 +110,16 @@ def make(seed: int, number: int) -> SimulatedJob:
         rng, count=rng.randint(0, 5), until=0.5, ranks=nodes * per_node, nodes=nodes, kinds=kinds
     )
     return SimulatedJob(
-        nodes=nodes, ranks_per_node=per_node, steps=rng.randint(8, 12), script=script, seed=rng.randrange(2**32),
-        quality=rng.choice(_QUALITIES), is_declared=is_declared, is_sharded=is_declared and rng.random() < 0.6,
+        nodes=nodes,
+        ranks_per_node=per_node,
+        steps=rng.randint(8, 12),
+        script=script,
+        seed=rng.randrange(2**32),
+        quality=rng.choice(_QUALITIES),
+        is_declared=is_declared,
+        is_sharded=is_declared and rng.random() < 0.6,
         wait_for_exit=rng.random() < 0.3,
-    )  # fmt: skip
+    )
 
 
 def judge(job: SimulatedJob, result: Result) -> str:

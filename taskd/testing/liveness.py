@@ -24,7 +24,7 @@ class Stuck(AssertionError):  # noqa: N818
 
 
 def is_awaited(manager: SimulatedManager | None, agents: Iterable[SimulatedAgent]) -> bool:
-    """Whether anything but heartbeats is still to come, in a moment in which nothing is on its way."""
+    """Whether more than heartbeats is still to come, at a moment when nothing is on its way."""
     if any(agent.is_alive and agent.machine.next_deadline() is not None for agent in agents):
         return True
     if any(agent.has_news(manager) for agent in agents):

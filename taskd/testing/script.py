@@ -9,18 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 KINDS = (
-    "kill",
-    "crash",
-    "exit",
-    "exit early",
-    "raise",
-    "tear",
-    "freeze",
-    "cut",
-    "manager",
-    "agent",
+    "kill", "crash", "exit", "exit early", "raise", "tear", "freeze", "cut", "manager", "agent",
     "fail start",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,7 @@ class FaultScript:
         nodes: int,
         kinds: Sequence[str] = KINDS,
     ) -> "FaultScript":
-        """`count` troubles of these kinds, some of them close together, because recoveries are where it hurts."""
+        """`count` troubles of these kinds, some so close together that they hit a recovery."""
         troubles: list[Trouble] = []
         at = 0.0
         for _ in range(count):

@@ -15,7 +15,7 @@ from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork
 from taskd.testing.worker import SimulatedWorker, World
@@ -60,6 +60,17 @@ class Answer:
     known: bool
 
 
+Newest = tuple[str, int]  # that was heard of a peer: its life, the number of its message
+
+
+def newest_of(last: Newest | None, packet: Packet) -> tuple[Newest, bool, bool]:
+    """What is known with this packet; whether one is missing before it; whether the peer is new."""
+    if last is None or last[0] != packet.life:
+        return (packet.life, packet.sequence), False, last is not None
+    newest = (packet.life, max(last[1], packet.sequence))
+    return newest, packet.sequence > last[1] + 1, False
+
+
 class Alarm:
     """Calls `ring` at the deadline of a machine."""
 
@@ -89,15 +100,17 @@ class SimulatedManager:
         self._clock, self._network, self._watch = clock, network, watch
         self._alarm = Alarm(clock, self._tick)
         self._sequence: dict[int, int] = {}
-        self._heard: dict[int, tuple[str, int]] = {}
+        self._heard: dict[int, Newest] = {}
         self._gaps: set[int] = set()
         network.listen(MANAGER, self._receive)
 
-    def link_to(self, node_rank: int) -> tuple[int, tuple[str, int] | None]:
-        """The number of the newest message to this node, and that of the newest from it, with the life of its agent; None: a gap is known."""
-        return self._sequence.get(
-            node_rank, 0
-        ), None if node_rank in self._gaps else self._heard.get(node_rank)
+    def link_to(self, node_rank: int) -> tuple[int, Newest | None]:
+        """The numbers of the newest message to this node, and of the newest from it.
+
+        The second with the incarnation of its agent; None: a gap is known.
+        """
+        heard = None if node_rank in self._gaps else self._heard.get(node_rank)
+        return self._sequence.get(node_rank, 0), heard
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -107,14 +120,9 @@ class SimulatedManager:
     def _receive(self, sender: object, packet: object) -> None:
         assert isinstance(sender, int)
         assert isinstance(packet, Packet)
-        last = self._heard.get(sender)
-        is_new = last is None or last[0] != packet.life
-        if not is_new and last is not None and packet.sequence > last[1] + 1:
+        self._heard[sender], has_gap, _ = newest_of(self._heard.get(sender), packet)
+        if has_gap:
             self._gaps.add(sender)
-        self._heard[sender] = (
-            packet.life,
-            packet.sequence if is_new or last is None else max(last[1], packet.sequence),
-        )
         content = packet.content
         if isinstance(content, ev.AgentRegistered):
             self._register(sender, content)
@@ -171,7 +179,7 @@ class SimulatedManager:
         self._network.send(MANAGER, node_rank, packet, is_background=isinstance(content, Answer))
 
     def _tick(self) -> None:
-        if self.is_alive and self.machine.phase is not Phase.ENDED:
+        if self.is_alive and self.machine.phase is not JobPhase.ENDED:
             self._feed(ev.Tick(self._clock.now(), "tick"))
 
 
@@ -196,7 +204,7 @@ class SimulatedAgent:
         self._alarm = Alarm(world.clock, self._tick)
         self._processes: dict[tuple[int, int], SimulatedWorker] = {}
         self._sequence = 0
-        self._manager: tuple[str, int] | None = None
+        self._manager: Newest | None = None
         self._heard_at = 0.0
         self._is_joined = self._is_refused = False
         network.listen(node_rank, self._receive)
@@ -273,7 +281,7 @@ class SimulatedAgent:
                     self._clock.call_in(self._rng.random() * 0.02, peer.broke)
 
     def kill(self) -> None:
-        """The whole node is gone."""
+        """The agent and all its workers are gone."""
         self.is_alive = False
         self._network.unlisten(self.node_rank)
         for worker in self._processes.values():
@@ -310,10 +318,7 @@ class SimulatedAgent:
         self._send(
             ev.AgentLeft(self._clock.now(), "farewell", self.node_rank, outcome, command.reason)
         )
-        self.is_alive = False
-        self._network.unlisten(self.node_rank)
-        for worker in self._processes.values():
-            worker.die(-SIGKILL)
+        self.kill()
 
     def _tick(self) -> None:
         self._feed(ev.Tick(self._clock.now(), "tick"))
@@ -345,14 +350,8 @@ class SimulatedAgent:
 
     def _receive(self, _sender: object, packet: object) -> None:
         assert isinstance(packet, Packet)
-        now, last = self._clock.now(), self._manager
-        self._heard_at = now
-        has_gap = last is not None and last[0] == packet.life and packet.sequence > last[1] + 1
-        is_other = last is not None and last[0] != packet.life
-        self._manager = (
-            packet.life,
-            packet.sequence if last is None or is_other else max(last[1], packet.sequence),
-        )
+        self._heard_at = now = self._clock.now()
+        self._manager, has_gap, is_other = newest_of(self._manager, packet)
         content = packet.content
         if isinstance(content, Accepted):
             self._is_joined = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from taskd.core import commands as do
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock
@@ -79,14 +79,21 @@ class SimulatedJob:
             SimulatedAgent(
                 node,
                 NodeMachine(
-                    node, range(node * ranks_per_node, (node + 1) * ranks_per_node), self.timeouts, node_count=nodes,
-                    world_size=world_size, max_restarts=max_restarts, agent_incarnation=f"agent {node}",
+                    node,
+                    range(node * ranks_per_node, (node + 1) * ranks_per_node),
+                    self.timeouts,
+                    node_count=nodes,
+                    world_size=world_size,
+                    max_restarts=max_restarts,
+                    agent_incarnation=f"agent {node}",
                     wait_for_exit=wait_for_exit,
                 ),
-                self.timeouts, self.world, self.network,
+                self.timeouts,
+                self.world,
+                self.network,
             )
             for node in range(nodes)
-        ]  # fmt: skip
+        ]
         self.script = script or FaultScript()
         for trouble in self.script:
             self.clock.call_at(
@@ -94,7 +101,10 @@ class SimulatedJob:
             )
 
     def run(self, until: float = 20_000.0) -> Result:
-        """Until the manager has ended the job, or all agents have left and nobody is there to say so. Raises `Stuck`."""
+        """Until the manager has ended the job, or all have left and nobody can say so.
+
+        Raises `Stuck`.
+        """
         while self._ended is None and self.clock.now() < until:
             alone = self.manager is None and not any(agent.is_alive for agent in self.agents)
             if alone or not self.clock.run_next():
@@ -201,7 +211,7 @@ class SimulatedJob:
     def _watch(self, machine: RecoveryMachine, command: do.Command) -> None:
         """Look at each command of the manager as it is made."""
         self.commands.append(command)
-        if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
+        if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
             for worker in self.world.workers.values():
                 is_out = (
                     not worker.is_alive

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from taskd.testing.clock import FakeClock
 
 
+_COLLECTIVES = frozenset({"step", "vote", "restore", "enter"})
+
+
 @dataclass
 class World:
     """What the workers of a job share: where they meet, and what they hold."""
@@ -53,11 +56,14 @@ class World:
                 self.clock.call_in(self.rng.random() * 0.004, call)
 
     def time_out(self) -> bool:
-        """Nobody will come any more, which those who wait in a collective see when its timeout is over. False: nobody waits in one."""
+        """Nobody will come any more: those who wait in a collective see that by its timeout.
+
+        False: nobody waits in one.
+        """
         waiting = [
             worker
             for worker in self.workers.values()
-            if worker.is_alive and worker.phase in {"step", "vote", "restore", "enter"}
+            if worker.is_alive and worker.phase in _COLLECTIVES
         ]
         for worker in waiting:
             self.clock.call_in(self.collective_timeout_s, worker.broke)
@@ -148,7 +154,7 @@ class SimulatedWorker:
         self.generation, self.resumed_at = command.generation, self.world.clock.now()
         self._must_report_recovery = True
         if self.phase == "asking":
-            self.parked, self.state = self.state, None
+            self._park()
         self._enter()
 
     def _come_out(self, command: do.Interrupt) -> None:
@@ -161,12 +167,15 @@ class SimulatedWorker:
     def _unwind(self) -> None:
         """Leave whatever it is in, park, say so."""
         self._step_token += 1
-        if self.state is not None:
-            self.parked, self.state = self.state, None
+        self._park()
         self.phase = "paused"
         self._say(
             ev.WorkerPaused, generation=self.target, version=self.version, clean=self.is_clean
         )
+
+    def _park(self) -> None:
+        if self.state is not None:
+            self.parked, self.state = self.state, None
 
     def _ask(self) -> None:
         """The vote is over without a result here."""
@@ -205,7 +214,7 @@ class SimulatedWorker:
         if plan is not None and plan.version is not None:
             move = next(move for move in plan.moves if move.rank == self.rank)
             assert move.source is not None or self.is_clean, (
-                f"rank {self.rank} was told to keep a torn copy"
+                f"rank {self.rank} was told to keep an inconsistent copy"
             )
             held = self.world.workers[self.rank if move.source is None else move.source].parked
             if held is None:
@@ -262,9 +271,13 @@ class SimulatedWorker:
             self._must_report_recovery = False
             took = self.world.clock.now() - self.resumed_at
             self._say(
-                ev.WorkerRecovered, generation=self.generation, version=len(self.state), groups_s=took / 2,
-                state_s=took / 4, first_step_s=took / 4,
-            )  # fmt: skip
+                ev.WorkerRecovered,
+                generation=self.generation,
+                version=len(self.state),
+                groups_s=took / 2,
+                state_s=took / 4,
+                first_step_s=took / 4,
+            )
         if self.must_gate:
             self._unwind()
         else:
@@ -272,38 +285,23 @@ class SimulatedWorker:
 
     def broke(self) -> None:
         """A peer's connection broke: the collective fails, if it is in one."""
-        if (
-            self.is_alive
-            and not self.is_frozen
-            and self.phase in ("step", "vote", "restore", "enter")
-            and not self.must_gate
-        ):
-            if self.phase == "vote":
-                self._raise(
-                    FaultKind.COMMUNICATION,
-                    "RuntimeError: Connection closed by peer",
-                    may_advance=True,
-                )
-            elif self.world.is_declared:
-                self._raise(FaultKind.COMMUNICATION, "RuntimeError: Connection closed by peer")
-            else:
-                self._exit(1)
+        if not self.is_alive or self.is_frozen or self.must_gate:
+            return
+        is_in_vote = self.phase == "vote"
+        if is_in_vote or (self.phase in _COLLECTIVES and self.world.is_declared):
+            text = "RuntimeError: Connection closed by peer"
+            self._raise(FaultKind.COMMUNICATION, text, may_advance=is_in_vote)
+        elif self.phase in _COLLECTIVES:
+            self._exit(1)
 
     def _raise(self, kind: FaultKind, text: str, *, may_advance: bool = False) -> None:
         self._step_token += 1
         version = self.version
-        if self.state is not None and not may_advance:
-            self.parked, self.state = self.state, None
+        if not may_advance:
+            self._park()
         self.phase = "asking" if may_advance else "raised"
-        fault = Fault(
-            kind,
-            self.rank,
-            self.incarnation,
-            text,
-            version=version,
-            signature=text,
-            traceback="...",
-        )
+        who = (self.rank, self.incarnation)
+        fault = Fault(kind, *who, text, version=version, signature=text, traceback="...")
         self._say(
             ev.WorkerRaised,
             generation=self.generation,

@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from taskd.clock import MonotonicClock
 from taskd.config import DEFAULT_FAULT_TIMEOUT_S, job_id
 from taskd.core.exits import exit_fault
-from taskd.core.ladder import RepeatRules
+from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
 from taskd.torchrun.context import TaskdContext
 

@@ -17,7 +17,7 @@ from taskd.agent.drain import Drain
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig, pod_ip
-from taskd.core.ladder import Strategy, allowed
+from taskd.core.policy.ladder import Strategy, allowed
 from taskd.torchrun.host import TorchrunHost
 
 if TYPE_CHECKING:

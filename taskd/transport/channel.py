@@ -1,9 +1,7 @@
-"""One end of the link between an agent and one worker.
+"""One end of the link between an agent and one worker: an AF_UNIX socket of a connected pair.
 
-A connected pair of AF_UNIX sockets that keep message bounds.
-
-Owns the descriptor it is given. Nothing is named in the file system, so there is nothing to clean
-up and nobody else can connect. Must not know what the bytes mean.
+It keeps message bounds. Owns the descriptor it is given. Nothing is named in the file system, so
+there is nothing to clean up and nobody else can connect. Must not know what the bytes mean.
 """
 
 from __future__ import annotations

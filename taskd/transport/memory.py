@@ -1,10 +1,10 @@
-"""The `Link` contract in memory.
-
-For tests and simulation, ordered and reliable, or lossy on demand.
+"""The `Link` contract in memory, for tests and simulation: ordered, and lossy on demand.
 
 Owns no thread and no clock: `poll` never waits, it returns at once whatever the timeout. Must not
 know messages.
 """
+
+from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,17 +27,13 @@ class MemoryNetwork:
         self.routers: dict[str, MemoryRouter] = {}
 
 
-class MemoryRouter:
-    """Binds a name."""
+class _MemoryLink:
+    """What router and dealer share."""
 
     def __init__(self, network: MemoryNetwork, address: str) -> None:
-        if address in network.routers:
-            raise TransportError(f"{address} is taken")
         self._network = network
         self.address = address
-        self.dealers: dict[bytes, MemoryDealer] = {}
         self.inbox: deque[tuple[bytes, bytes]] = deque()
-        network.routers[address] = self
 
     def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002
         """See `Link`; no descriptors here."""
@@ -48,6 +44,17 @@ class MemoryRouter:
         received = list(self.inbox)
         self.inbox.clear()
         return received
+
+
+class MemoryRouter(_MemoryLink):
+    """Binds a name."""
+
+    def __init__(self, network: MemoryNetwork, address: str) -> None:
+        if address in network.routers:
+            raise TransportError(f"{address} is taken")
+        super().__init__(network, address)
+        self.dealers: dict[bytes, MemoryDealer] = {}
+        network.routers[address] = self
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
@@ -71,35 +78,27 @@ class MemoryRouter:
         self._network.routers.pop(self.address, None)
 
 
-class MemoryDealer:
+class MemoryDealer(_MemoryLink):
     """Connects to a name, also if nobody is there yet: messages wait until somebody is."""
 
     def __init__(self, network: MemoryNetwork, address: str, identity: str | bytes) -> None:
-        self._network = network
-        self._address = address
+        super().__init__(network, address)
         self._identity = identity.encode() if isinstance(identity, str) else identity
         self._waiting: deque[bytes] = deque()
-        self.inbox: deque[tuple[bytes, bytes]] = deque()
         self._connect()
 
-    def _connect(self) -> "MemoryRouter | None":
-        router = self._network.routers.get(self._address)
+    def _connect(self) -> MemoryRouter | None:
+        router = self._network.routers.get(self.address)
         if router is not None:
             router.dealers[self._identity] = self
             while self._waiting:
                 router.inbox.append((self._identity, self._waiting.popleft()))
         return router
 
-    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:  # noqa: ARG002
-        """See `Link`; no descriptors here. Finds a router that has come since."""
+    def poll(self, timeout_s: float | None, fds: Sequence[int] = ()) -> set[int]:
+        """See `Link`. Finds a router that has come since."""
         self._connect()
-        return set()
-
-    def receive(self) -> list[tuple[bytes, bytes]]:
-        """See `Link`."""
-        received = list(self.inbox)
-        self.inbox.clear()
-        return received
+        return super().poll(timeout_s, fds)
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
@@ -112,6 +111,6 @@ class MemoryDealer:
 
     def close(self) -> None:
         """See `Link`."""
-        router = self._network.routers.get(self._address)
+        router = self._network.routers.get(self.address)
         if router is not None and router.dealers.get(self._identity) is self:
             del router.dealers[self._identity]

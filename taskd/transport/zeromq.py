@@ -1,6 +1,7 @@
 """ZeroMQ behind the `Link` contract. The only module that imports zmq.
 
-    Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, worker without agent, relay upwards)
+    Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, relay upwards,
+                                                         worker without agent)
 
 Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from
 it, and the router lets in only the client key of that secret (a ZAP handler that is served within
@@ -147,7 +148,10 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
 
 
 class Router(_Socket):
-    """Binds `address` ("host:port"; port 0: any free one) and talks to many peers, addressed by their identity."""
+    """Binds `address` and talks to many peers, addressed by their identity.
+
+    `address`: "host:port"; port 0: any free one.
+    """
 
     def __init__(
         self, address: str, *, secret: bytes | None = None, beside: _Socket | None = None
@@ -178,8 +182,7 @@ class Router(_Socket):
         if secret is None and not _is_local(self.address):
             log.warning(
                 "%s can be reached by other hosts and no secret is set: whoever reaches it "
-                "can stop the job. "
-                "Set TASKD_SECRET_FILE on every node.",
+                "can stop the job. Set TASKD_SECRET_FILE on every node.",
                 self.address,
             )
 
@@ -253,7 +256,7 @@ class Router(_Socket):
 
 
 class Dealer(_Socket):
-    """Connects to a router at `address`, also if nobody is there yet, and again whenever the connection is lost."""
+    """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
     def __init__(
         self,
@@ -316,9 +319,9 @@ def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     port = address.rpartition(":")[2]
     if error.errno == errno.EADDRINUSE:
         return (
-            f"{address} is taken, perhaps by another manager: look for the process with  ss "
-            f"-ltnp 'sport = :{port}'  "
-            "and stop it, or set TASKD_PORT to another port for the manager and all agents"
+            f"{address} is taken, perhaps by another manager: look for the process with  "
+            f"ss -ltnp 'sport = :{port}'  and stop it, or set TASKD_PORT to another port for the "
+            "manager and all agents"
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return (

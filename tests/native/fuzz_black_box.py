@@ -29,7 +29,7 @@ from taskd.agent.vitals import Vitals
 from taskd.core import events
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase as JobPhase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
 from taskd.native import box_layout as layout

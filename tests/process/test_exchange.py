@@ -222,7 +222,7 @@ class Rank:
 
     def recover(self, report):
         """What manager and runtime do: agree on the cut, replace the victims."""
-        from taskd.core.cut import Copy, plan_cut
+        from taskd.core.policy.cut import Copy, plan_cut
 
         fault = self.faults.pop(0)
         is_victim = self.rank in fault["victims"]

@@ -23,7 +23,7 @@ from taskd.agent.forkserver import Forkserver
 from taskd.agent.spawn_protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.agent.spawner import Spawner
 from taskd.clock import MonotonicClock
-from taskd.core import forkservers
+from taskd.core.policy import forkservers
 from tests.process import harness
 
 if TYPE_CHECKING:

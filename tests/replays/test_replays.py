@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from taskd.core import stagnation
 from taskd.core.commands import Command
+from taskd.core.policy import stagnation
 from taskd.core.story import Note
 from taskd.replay import load_lines, replay
 from tests.replays import record

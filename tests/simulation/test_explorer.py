@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from taskd.core.lives import Lives
+from taskd.core.node.lives import Lives
 from taskd.testing.explorer import SCOPES, Scope, Violation, explore
 
 SMALL = Scope(per_node=1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from taskd.core.lives import Lives
+from taskd.core.node.lives import Lives
 from taskd.testing import FaultScript, NetworkQuality, SimulatedJob, Stuck, Trouble, histories
 
 SEED = int(os.environ["TASKD_TEST_SEED"])

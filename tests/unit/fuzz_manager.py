@@ -27,7 +27,7 @@ from taskd.config import LogConfig, ManagerConfig
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import GroupMark, Mark
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.worker_state import WorkerState
 from taskd.manager.service import Service
 from taskd.testing.clock import FakeClock
@@ -149,7 +149,7 @@ class Job:
 
     def __init__(self, directory: pathlib.Path, strategies: tuple[str, ...] = ()) -> None:
         self.network, self.clock = MemoryNetwork(), FakeClock()
-        self.phases: set[Phase] = set()
+        self.phases: set[JobPhase] = set()
         config = ManagerConfig(
             "job", "unused", 30.0, None, LogConfig(directory), strategies=strategies
         )
@@ -180,7 +180,7 @@ class Job:
     def is_unhurt(self) -> bool:
         machine = self.service._machine
         return (machine.phase, machine.generation, machine.restarts_used) == (
-            Phase.RUNNING,
+            JobPhase.RUNNING,
             0,
             0,
         ) and len(machine.membership.members) == len(RANKS)
@@ -323,7 +323,7 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
     """
     seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0}
     said = 0
-    phases: set[Phase] = set()
+    phases: set[JobPhase] = set()
     while said < count:
         job = Job(directory, dice.choice(((), ("recover", "dump"), ("dump",))))
         seen["jobs"] += 1
@@ -353,12 +353,12 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
             job.beat(100.0)  # all of them are silent: leases, alarms and whatever was awaited
         phases |= job.phases
     assert phases >= {
-        Phase.RUNNING,
-        Phase.PAUSING,
-        Phase.RESUMED,
-        Phase.SAVING,
-        Phase.ENDING,
-        Phase.ENDED,
+        JobPhase.RUNNING,
+        JobPhase.PAUSING,
+        JobPhase.RESUMED,
+        JobPhase.SAVING,
+        JobPhase.ENDING,
+        JobPhase.ENDED,
     }, phases
     return seen
 

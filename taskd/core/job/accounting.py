@@ -1,41 +1,35 @@
 """What counts against a job: equal failures, recoveries that lead nowhere, the restart budget.
 
 Owns the counting of faults, and its correction when a fault turns out to be the consequence of
-another one, or when its exit status comes. The rules themselves are `taskd.core.ladder`'s and
-`taskd.core.stagnation`'s.
+another one, or when its exit status comes. The rules themselves stand in
+`taskd.core.policy.ladder` and `taskd.core.policy.stagnation`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.faults import FaultKind
-from taskd.core.ladder import Strategy
-from taskd.core.phase import Phase
+from taskd.core.faults import Fault, FaultKind, TimedFault
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.policy.ladder import Strategy
+from taskd.core.transitions import Commands
 
-if TYPE_CHECKING:
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.record import Attempt, TimedFault
-
-Verdict = tuple[str, "Fault"]  # why the job must end, and the fault to show
+Ending = tuple[str, Fault]  # why the job must end, and the fault to show
 
 
-def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None:
+def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Ending | None:
     """Make a fault part of the recovery. Returns why the job must end, if it must."""
-    generation = job.generation if job.phase is Phase.PAUSING else job.generation + 1
-    fault, known.generation = known.fault, generation
+    generation = job.generation if job.phase is JobPhase.PAUSING else job.generation + 1
+    fault, timed.generation = timed.fault, generation
     job.membership.note_version(fault.version)
     note_progress(job, generation)
-    victims = attempt.victims_of(known) if fault.kind is not FaultKind.RAISED else []
+    victims = attempt.victims_of(timed) if fault.kind is not FaultKind.RAISED else []
     for victim in victims:
         attempt.demote(victim)
         job.repeats.forget_exception(victim.fault, generation)
         job.stagnation.forget(victim)
-    attempt.faults.append(known)
-    job.stagnation.take(known)
-    reason = _count_repeat(job, known, generation)
+    attempt.faults.append(timed)
+    job.stagnation.take(timed)
+    reason = _count_repeat(job, timed, generation)
     if reason is not None:
         return reason, fault
     if fault.kind is FaultKind.RAISED and job.repeats.has_come_back(fault, generation):
@@ -47,20 +41,17 @@ def count_fault(job: Job, attempt: Attempt, known: TimedFault) -> Verdict | None
     return None if reason is None else (reason, fault)
 
 
-def count_exit_status(job: Job, known: TimedFault) -> Verdict | None:
-    """It is known now how a death came about.
-
-    Returns why the job must end, if that shows that it must.
-    """
-    assert known.generation is not None  # it has been counted
-    job.stagnation.explained(known)
-    reason = _count_repeat(job, known, known.generation)
-    if known.is_declared and (job.attempt is None or known not in job.attempt.faults):
+def count_exit_status(job: JobState, timed: TimedFault) -> Ending | None:
+    """It is known now how a death came about. Returns why the job must end, if it must."""
+    assert timed.generation is not None  # it has been counted
+    job.stagnation.explained(timed)
+    reason = _count_repeat(job, timed, timed.generation)
+    if timed.is_declared and (job.attempt is None or timed not in job.attempt.faults):
         return None  # its recovery is complete
-    return (reason, known.fault) if reason is not None else job.stagnation.verdict()
+    return (reason, timed.fault) if reason is not None else job.stagnation.verdict()
 
 
-def correct_restart_cause(job: Job, earlier: TimedFault) -> Verdict | None:
+def correct_restart_cause(job: JobState, earlier: TimedFault) -> Ending | None:
     """The group was restarted because of a victim: this death came before, its report after."""
     victim = job.restart_cause
     if victim is None or victim.is_declared or earlier.died_at >= victim.died_at:
@@ -77,21 +68,21 @@ def correct_restart_cause(job: Job, earlier: TimedFault) -> Verdict | None:
     return None if reason is None else (reason, earlier.fault)
 
 
-def note_progress(job: Job, generation: int) -> None:
+def note_progress(job: JobState, generation: int) -> None:
     """More may be known of what was committed before this recovery."""
     if job.stagnation.saw(job.now, generation, job.membership.committed):
         job.repeats.forget_unversioned()
 
 
-def warn(job: Job) -> Commands:
+def warn(job: JobState) -> Commands:
     """Say that the job gets no further, if it is time to."""
     warning = job.stagnation.warning()
     return [] if warning is None else [do.ReportNoProgress(job.cause, job.generation, warning)]
 
 
-def _count_repeat(job: Job, known: TimedFault, generation: int) -> str | None:
+def _count_repeat(job: JobState, timed: TimedFault, generation: int) -> str | None:
     """Why trying again is pointless, or None."""
-    if known.is_declared:
+    if timed.is_declared:
         may_replace = Strategy.RECOVER_IN_PLACE in job.allowed
-        return job.repeats.count(known.fault, generation, may_replace=may_replace)
-    return job.repeats.count_failure(known.fault, known.life_s)
+        return job.repeats.count(timed.fault, generation, may_replace=may_replace)
+    return job.repeats.count_failure(timed.fault, timed.life_s)

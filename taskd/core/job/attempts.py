@@ -4,27 +4,21 @@ Owns when an attempt begins, when it is complete, and when its record goes out u
 recovery is one generation.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.ladder import describe
-from taskd.core.phase import Phase
-from taskd.core.record import Attempt
-
-if TYPE_CHECKING:
-    from taskd.core.events import WorkerRecovered
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.record import TimedFault
+from taskd.core.events import WorkerRecovered
+from taskd.core.faults import TimedFault, describe
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.transitions import Commands
 
 
-def begin_attempt(job: Job, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
+def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
     """The attempt that answers these faults, and the record of one that they cut short."""
-    if job.attempt is not None and job.phase is Phase.PAUSING:
+    if job.attempt is not None and job.phase is JobPhase.PAUSING:
         return [], job.attempt
     before = job.attempt
-    why = "; ".join(describe(known.fault) for known in faults) or "another recovery was needed"
+    why = "; ".join(describe(timed.fault) for timed in faults) or "another recovery was needed"
     commands = close_attempt(job, f"before every rank had made a new step, {why}")
     began_at = None if before is None else before.outage_began_at
     job.attempt = Attempt(job.cause, job.now, outage_began_at=began_at)
@@ -34,30 +28,27 @@ def begin_attempt(job: Job, faults: list[TimedFault]) -> tuple[Commands, Attempt
     return commands, job.attempt
 
 
-def close_attempt(job: Job, not_completed: str) -> Commands:
+def close_attempt(job: JobState, not_completed: str) -> Commands:
     """The record of a recovery that does not come to its end. Nothing if none is under way."""
     attempt, job.attempt = job.attempt, None
     return [] if attempt is None else [_record(job, attempt, not_completed)]
 
 
-def count_recovered(job: Job, rank: int, report: WorkerRecovered | None) -> Commands:
-    """A rank is back; without a report it started, returned or ended.
-
-    The last one completes the record.
-    """
+def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None = None) -> Commands:
+    """A rank is back; without a report it started, returned or ended. The last ends the attempt."""
     attempt = job.attempt
     if attempt is not None and attempt.is_restart:
         attempt.paused(job.now, replaced=True)
     if attempt is None or not attempt.recovered(rank, report):
         return []
     job.attempt = None
-    if job.phase in (Phase.RESUMED, Phase.RESTARTING):
-        job.phase = Phase.RUNNING
+    if job.phase in (JobPhase.RESUMED, JobPhase.RESTARTING):
+        job.phase = JobPhase.RUNNING
         job.awaited.clear()
     return [_record(job, attempt)]
 
 
-def _record(job: Job, attempt: Attempt, not_completed: str = "") -> do.RecordRecovery:
+def _record(job: JobState, attempt: Attempt, not_completed: str = "") -> do.RecordRecovery:
     budget = job.membership.max_restarts
     record = attempt.record(job.now, job.generation, job.budget.used, budget, not_completed)
     return do.RecordRecovery(attempt.cause, job.generation, record)

@@ -1,12 +1,10 @@
-"""The emergency checkpoint.
-
-When a job must end, the ranks that are left write its state to disk first.
+"""The emergency checkpoint: when a job must end, the ranks that are left save its state first.
 
 Owns what is written by whom, and how far that is. The phases of it:
 
     PAUSING      every live rank leaves its step, or finishes it; nobody is replaced any more
-    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node. The
-                 report comes within milliseconds; without it the reason of the end would be wrong
+    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node:
+                 wait briefly (milliseconds, as a rule) so that the reported reason is correct
     SAVING       the writers were told; each reports when its part is on disk
     PUBLISHING   all parts are there; the first writer gives the checkpoint its name
     DISCARDING   there will be none: the first writer removes what was written
@@ -16,32 +14,25 @@ in a new generation. Whatever else goes wrong ends the job without a checkpoint,
 checkpoint is complete or it does not exist.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
-from taskd.core.cut import NoCut, plan_cut, plan_orphans
-from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
-from taskd.core.faults import FaultKind
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt
-from taskd.core.job.state import Dump
-from taskd.core.ladder import Strategy
-from taskd.core.phase import DUMPING, Phase
-from taskd.core.record import Attempt
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import EmergencyDump, JobState
+from taskd.core.phase import DUMPING, JobPhase
+from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
+from taskd.core.policy.ladder import Strategy
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.cut import Copy
-    from taskd.core.events import WorkerDumped
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
-
-_MAY_BEGIN = frozenset({Phase.RUNNING, Phase.SUSPECTING, Phase.PAUSING, Phase.RESUMED})
+_MAY_BEGIN = frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING, JobPhase.PAUSING, JobPhase.RESUMED})
 
 
-def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 0.0) -> Commands:
+def end_job(
+    job: JobState, reason: str, fault: Fault | None = None, grace_s: float = 0.0
+) -> Commands:
     """The job cannot go on: save its state if that is allowed and possible, else give it up.
 
     `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time.
@@ -52,7 +43,7 @@ def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 
     dump = job.dump
     if dump is None:
         is_possible = job.phase in _MAY_BEGIN and job.membership.is_declared
-        job.dump = dump = Dump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
+        job.dump = dump = EmergencyDump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
         if not dump.may_save:
             return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
         why = reason or "nothing milder is allowed"
@@ -64,14 +55,14 @@ def end_job(job: Job, reason: str, fault: Fault | None = None, grace_s: float = 
     return stop_for_dump(job, grace_s)
 
 
-def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
+def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
     """All live ranks leave their step. Those that were to be replaced are not waited for.
 
     `grace_s`: see `end_job`.
     """
     dump = job.dump
     assert dump is not None
-    is_out = job.phase is Phase.PAUSING and dump.finish_step_by is None
+    is_out = job.phase is JobPhase.PAUSING and dump.finish_step_by is None
     dump.finish_step_by = job.now + grace_s / 2 if grace_s and not is_out else None
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
@@ -83,10 +74,10 @@ def stop_for_dump(job: Job, grace_s: float = 0.0) -> Commands:
             job.awaited.discard(member.rank)
     if is_out:
         return []
-    return [interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)]
+    return interrupt(job, job.attempt, finish_step=dump.finish_step_by is not None)
 
 
-def write_dump(job: Job) -> Commands:
+def write_dump(job: JobState) -> Commands:
     """Everybody who is left has stopped: say who writes what."""
     dump = job.dump
     assert dump is not None
@@ -104,20 +95,19 @@ def write_dump(job: Job) -> Commands:
     orphaned = plan_orphans(copies, cut.version, dump.writers)
     if isinstance(orphaned, NoCut):
         return _fail(job, dump, orphaned.reason)
-    dump.pending = set(dump.writers)
-    job.phase = Phase.SAVING
+    dump.pending, job.phase = set(dump.writers), JobPhase.SAVING
     names = ", ".join(map(str, dump.writers))
     job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
     for rank in dump.writers:
         job.awaited.set(rank, job.now + job.timeouts.dump_s)
-    job.last_order = do.Dump(
+    order = do.Dump(
         job.cause, job.generation, dump.version, dump.writers, job.membership.world_size or 0,
         _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
     )  # fmt: skip
-    return [job.last_order]
+    return job.order_all(order)
 
 
-def _copies(job: Job) -> list[Copy]:
+def _copies(job: JobState) -> list[Copy]:
     """What everybody holds. The dead count, too: nothing is whole without what they alone had."""
     counted = (WorkerState.PAUSED, WorkerState.LOST)
     members = job.membership.ordered()
@@ -127,30 +117,26 @@ def _copies(job: Job) -> list[Copy]:
 # ---------------------------------------------------------------------- the exit status
 
 
-def _must_wait_for_status(job: Job, dump: Dump) -> bool:
-    """Whether to wait for an exit status, or for what a process leaves that is being killed.
-
-    True only the first time.
-    """
+def _must_wait_for_status(job: JobState, dump: EmergencyDump) -> bool:
+    """Whether to wait for an exit status, or for what a killed process leaves. Only once."""
     fault = _fault(job, dump)
-    members = job.membership.members.values()
-    is_doomed = dump.may_save and any(member.is_doomed for member in members)
+    is_kill_ordered = dump.may_save and any(one.is_kill_ordered for one in job.members.values())
     is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
-    if dump.has_waited or not (is_doomed or is_unknown):
+    if dump.has_waited or not (is_kill_ordered or is_unknown):
         return False
     dump.has_waited = True
-    timeouts = job.timeouts
-    patience_s = timeouts.lost_grace_s if is_doomed else timeouts.communication_grace_s
-    job.phase, job.status_by = Phase.CONFIRMING, job.now + patience_s
+    times = job.timeouts
+    patience_s = times.lost_grace_s if is_kill_ordered else times.communication_grace_s
+    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + patience_s
     job.awaited.clear()
     return True
 
 
-def go_on_with_status(job: Job) -> Commands:
+def proceed_with_status(job: JobState) -> Commands:
     """The exit status is known, or nobody will say it. Nothing unless it was waited for."""
     dump = job.dump
     assert dump is not None
-    if job.phase is not Phase.CONFIRMING:
+    if job.phase is not JobPhase.CONFIRMING:
         return []
     job.status_by = None
     return write_dump(job) if dump.may_save else _give_up(job, dump)
@@ -159,28 +145,27 @@ def go_on_with_status(job: Job) -> Commands:
 # ---------------------------------------------------------------------- what writers report
 
 
-def has_lost_writer(job: Job) -> bool:
+def has_lost_writer(job: JobState) -> bool:
     """Whether a rank is gone without which the dump cannot go on as it was ordered."""
     dump = job.dump
-    if dump is None or job.phase in (Phase.PAUSING, Phase.CONFIRMING):
+    if dump is None or job.phase in (JobPhase.PAUSING, JobPhase.CONFIRMING):
         return False
-    needed = dump.writers[:1] if job.phase is Phase.DISCARDING else dump.writers
-    members = job.membership.members
-    return any(members[rank].state is not WorkerState.PAUSED for rank in needed)
+    needed = dump.writers[:1] if job.phase is JobPhase.DISCARDING else dump.writers
+    return any(job.members[rank].state is not WorkerState.PAUSED for rank in needed)
 
 
-def do_without_writer(job: Job) -> Commands:
+def do_without_writer(job: JobState) -> Commands:
     """A writer is gone: the others write everything anew, if they hold it."""
     dump = job.dump
     assert dump is not None
-    if job.phase is Phase.DISCARDING:
+    if job.phase is JobPhase.DISCARDING:
         return _fail(job, dump, dump.problem)
     job.generation += 1
     job.awaited.clear()
     return write_dump(job)
 
 
-def written(job: Job, event: WorkerDumped) -> Commands:
+def written(job: JobState, event: WorkerDumped) -> Commands:
     """SAVING: a writer has its part on disk, or could not write it."""
     dump = _reporting(job, event, WRITTEN)
     if dump is None:
@@ -188,10 +173,10 @@ def written(job: Job, event: WorkerDumped) -> Commands:
     if event.stage == FAILED:
         return _discard(job, dump, f"rank {event.rank}: {event.detail}", event.rank)
     _count_report(job, dump, event.rank)
-    return [] if dump.pending else _order_publisher(job, dump, Phase.PUBLISHING)
+    return [] if dump.pending else _order_publisher(job, dump, JobPhase.PUBLISHING)
 
 
-def published(job: Job, event: WorkerDumped) -> Commands:
+def published(job: JobState, event: WorkerDumped) -> Commands:
     """PUBLISHING: the checkpoint has its name, or could not be given it."""
     dump = _reporting(job, event, PUBLISHED)
     if dump is None:
@@ -202,7 +187,7 @@ def published(job: Job, event: WorkerDumped) -> Commands:
     return give_up(job, saved, _fault(job, dump), dump=event.detail)
 
 
-def discarded(job: Job, event: WorkerDumped) -> Commands:
+def discarded(job: JobState, event: WorkerDumped) -> Commands:
     """DISCARDING: one more has come to its end, or the first writer has removed everything."""
     stage = WITHDRAWN if job.dump is not None and job.dump.is_removal_ordered else WRITTEN
     dump = _reporting(job, event, stage)
@@ -211,24 +196,24 @@ def discarded(job: Job, event: WorkerDumped) -> Commands:
     if dump.is_removal_ordered:
         return _fail(job, dump, dump.problem)
     _count_report(job, dump, event.rank)
-    return [] if dump.pending else _order_publisher(job, dump, Phase.DISCARDING)
+    return [] if dump.pending else _order_publisher(job, dump, JobPhase.DISCARDING)
 
 
-def overdue_writers(job: Job) -> Commands:
+def overdue_writers(job: JobState) -> Commands:
     """Some have not reported in time."""
     dump, ranks = job.dump, job.awaited.overdue(job.now)
     assert dump is not None
     if dump.is_removal_ordered:
         return _fail(job, dump, dump.problem)
-    if job.phase is Phase.DISCARDING:
-        return _order_publisher(job, dump, Phase.DISCARDING)
+    if job.phase is JobPhase.DISCARDING:
+        return _order_publisher(job, dump, JobPhase.DISCARDING)
     late = f"rank {min(ranks)} was not done after {job.timeouts.dump_s:.0f} s"
-    if job.phase is Phase.PUBLISHING:
+    if job.phase is JobPhase.PUBLISHING:
         return _fail(job, dump, late)
     return _discard(job, dump, late, min(ranks))
 
 
-def _reporting(job: Job, event: WorkerDumped, stage: str) -> Dump | None:
+def _reporting(job: JobState, event: WorkerDumped, stage: str) -> EmergencyDump | None:
     """The dump, if this report belongs to it and is awaited."""
     dump = job.dump
     assert dump is not None
@@ -236,69 +221,59 @@ def _reporting(job: Job, event: WorkerDumped, stage: str) -> Dump | None:
     return dump if is_awaited and event.stage in (stage, FAILED) else None
 
 
-def _count_report(job: Job, dump: Dump, rank: int) -> None:
+def _count_report(job: JobState, dump: EmergencyDump, rank: int) -> None:
     dump.pending.discard(rank)
     job.awaited.discard(rank)
 
 
-def _discard(job: Job, dump: Dump, problem: str, culprit: int) -> Commands:
-    """There will be no checkpoint.
+def _discard(job: JobState, dump: EmergencyDump, problem: str, culprit: int) -> Commands:
+    """There will be no checkpoint: give the remaining writers a short grace, then remove it.
 
-    Writers that are still at it get a short time to come to an end, so that nothing is written
-    behind the removal.
+    So nothing is written behind the removal.
     """
-    job.phase, dump.problem = Phase.DISCARDING, problem
+    job.phase, dump.problem = JobPhase.DISCARDING, problem
     _count_report(job, dump, culprit)
     if not dump.pending:
-        return _order_publisher(job, dump, Phase.DISCARDING)
+        return _order_publisher(job, dump, JobPhase.DISCARDING)
     for rank in dump.pending:
         job.awaited.set(rank, job.now + job.timeouts.lost_grace_s)
     return []
 
 
-def _order_publisher(job: Job, dump: Dump, phase: Phase) -> Commands:
+def _order_publisher(job: JobState, dump: EmergencyDump, phase: JobPhase) -> Commands:
     """The first writer gives the checkpoint its name, or removes what was written."""
-    member = job.membership.members[dump.writers[0]]
+    member = job.members[dump.writers[0]]
     job.phase, dump.pending = phase, {member.rank}
-    dump.is_removal_ordered = phase is Phase.DISCARDING
+    dump.is_removal_ordered = phase is JobPhase.DISCARDING
     patience_s = job.timeouts.lost_grace_s if dump.is_removal_ordered else job.timeouts.dump_s
     job.awaited.clear()
     job.awaited.set(member.rank, job.now + patience_s)
-    job.last_order = do.Publish(
-        job.cause,
-        job.generation,
-        member.node_rank,
-        member.rank,
-        member.incarnation,
-        dump.is_removal_ordered,
-    )
-    return [job.last_order]
+    order = do.Publish(
+        job.cause, job.generation, member.node_rank, member.rank, member.incarnation,
+        withdraw=dump.is_removal_ordered,
+    )  # fmt: skip
+    return job.order_all(order)
 
 
 # ---------------------------------------------------------------------- why
 
 
-def _fail(job: Job, dump: Dump, problem: str) -> Commands:
+def _fail(job: JobState, dump: EmergencyDump, problem: str) -> Commands:
     return give_up(job, f"{_reason(job, dump)}; and no dump: {problem}", _fault(job, dump))
 
 
-def _give_up(job: Job, dump: Dump) -> Commands:
+def _give_up(job: JobState, dump: EmergencyDump) -> Commands:
     return give_up(job, _reason(job, dump), _fault(job, dump))
 
 
-def _reason(job: Job, dump: Dump) -> str:
+def _reason(job: JobState, dump: EmergencyDump) -> str:
     return dump.reason or job.what_happened()
 
 
-def _fault(job: Job, dump: Dump) -> Fault | None:
-    """The fault that ends the job, as far as it is known by now.
-
-    The exit status comes after the death.
-    """
+def _fault(job: JobState, dump: EmergencyDump) -> Fault | None:
+    """The fault that ends the job, as far as it is known by now: an exit status comes later."""
     fault = dump.fault
     if fault is None or job.attempt is None:
         return fault
-    for known in job.attempt.faults:
-        if (known.fault.rank, known.fault.incarnation) == (fault.rank, fault.incarnation):
-            return known.fault
-    return fault
+    faults = (timed.fault for timed in job.attempt.faults)
+    return next((known for known in faults if known.life == fault.life), fault)

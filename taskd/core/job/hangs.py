@@ -1,92 +1,78 @@
 """Ranks that hang: what heartbeats say of the workers, and who is killed for it.
 
-Owns when that is looked at. Who hangs is `taskd.core.progress`'s to say.
+Owns when that is looked at. Who hangs is `taskd.core.policy.hangs`'s to say.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
+from taskd.core.events import AgentHeard, WorkerExamined
 from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.membership import Member
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
+from taskd.core.job.state import JobState
+from taskd.core.policy.hangs import Culprit
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.events import AgentHeard, WorkerExamined
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.progress import Culprit
 
-
-def heard_in_step(job: Job, event: AgentHeard) -> Commands:
-    """RUNNING, RESUMED.
-
-    Whoever keeps the others waiting is killed, and replaced like a dead rank.
-    """
-    heard(job, event)
+def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
+    """RUNNING, RESUMED: whoever keeps the others waiting is killed, and replaced like the dead."""
+    heard_elsewhere(job, event)
     if not event.marks:
         return []
-    job.progress.note(job.now, event.marks)
     members = [member for member in job.membership.ordered() if member.state is WorkerState.RUNNING]
     if not members:
         return []
     if not job.membership.is_declared:  # a restart of the whole group is dear
         patience_s = job.timeouts.hang_wait_s
-        frozen = job.progress.frozen(
-            job.now, job.generation, _lives(members), patience_s=patience_s
-        )
+        frozen = job.hangs.frozen(job.now, job.generation, _lives(members), patience_s=patience_s)
         return _kill(job, frozen) if 0 < len(frozen) < len(members) else []
     lives = _lives([member for member in members if member.entered])
-    verdict = job.progress.judge(job.now, job.generation, lives)
+    verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
+        slow_ones = job.stragglers.note(job.now, event.marks)
         return [
             do.ReportStraggler(
-                job.cause, job.generation, slow.rank, slow.phase, slow.own_s, slow.others_s
+                job.cause, job.generation, one.rank, one.phase, one.own_s, one.others_s
             )
-            for slow in job.stragglers.note(job.now, event.marks)
+            for one in slow_ones
         ]
     if verdict.culprits:
         return _kill(job, verdict.culprits)
     rank, incarnation = lives[0]
-    version, how = job.progress.count(rank), verdict.network
+    version, how = job.hangs.count(rank), verdict.network
     fault = Fault(FaultKind.HANG, rank, incarnation, how, version=version, signature="network")
-    job.unanswered.append(job.timed(fault, verdict.since_s))
+    job.unanswered.append(job.timed_fault(fault, verdict.since_s))
     return []
 
 
-def heard_while_stopping(job: Job, event: AgentHeard) -> Commands:
-    """PAUSING: a process that does not run cannot stop.
-
-    It is not waited for until its time is over.
-    """
-    heard(job, event)
+def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
+    """PAUSING: a process that does not run cannot stop, and is killed before its time is over."""
+    heard_elsewhere(job, event)
     if not event.marks:
         return []
-    job.progress.note(job.now, event.marks)
     live = job.membership.live()
     called = [member for member in live if member.rank in job.awaited and not member.replaced]
-    frozen = job.progress.frozen(job.now, job.generation, _lives(called))
+    frozen = job.hangs.frozen(job.now, job.generation, _lives(called))
     return _kill(job, frozen) if 0 < len(frozen) < len(live) else []
 
 
-def heard_elsewhere(job: Job, event: AgentHeard) -> Commands:
+def heard_elsewhere(job: JobState, event: AgentHeard) -> Commands:
     """In all other phases: remembered, for the next time that somebody hangs."""
     heard(job, event)
     if event.marks:
-        job.progress.note(job.now, event.marks)
+        job.hangs.note(job.now, event.marks)
     return []
 
 
-def examined(job: Job, event: WorkerExamined) -> Commands:
+def examined(job: JobState, event: WorkerExamined) -> Commands:
     """The stacks of a rank that hangs: part of its fault, if that is still being answered."""
-    for known in job.attempt.faults if job.attempt is not None else []:
-        fault = known.fault
-        life = (fault.kind, fault.rank, fault.incarnation)
-        if life == (FaultKind.HANG, event.rank, event.incarnation):
-            known.fault = replace(fault, traceback=event.traceback)
+    life = (event.rank, event.incarnation)
+    for timed in job.attempt.faults if job.attempt is not None else []:
+        if timed.fault.kind is FaultKind.HANG and timed.fault.life == life:
+            timed.fault = replace(timed.fault, traceback=event.traceback)
     return []
 
 
@@ -94,20 +80,14 @@ def _lives(members: list[Member]) -> list[tuple[int, int]]:
     return [(member.rank, member.incarnation) for member in members]
 
 
-def _kill(job: Job, culprits: tuple[Culprit, ...]) -> Commands:
+def _kill(job: JobState, culprits: tuple[Culprit, ...]) -> Commands:
     """Kill them, their stacks first. From now on they count as dead."""
     commands: Commands = []
-    version = job.progress.count(culprits[0].rank)
+    version = job.hangs.count(culprits[0].rank)
     for culprit in culprits:
-        member = job.membership.members[culprit.rank]
-        fault = Fault(
-            FaultKind.HANG,
-            culprit.rank,
-            member.incarnation,
-            culprit.detail,
-            version=version,
-            signature="hang",
-        )
+        member = job.members[culprit.rank]
+        fault = member.fault(FaultKind.HANG, culprit.detail)
+        fault = replace(fault, version=version, signature="hang")
         commands.append(kill(job, fault, job.cause, examine=True))
         count_as_lost(job, fault, culprit.since_s)
     return commands

@@ -4,51 +4,42 @@ Owns the phase JOINING: of a job that begins, and of a manager that was restarte
 rank is new.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from taskd.core.faults import FaultKind
+from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.ending import end, give_up
-from taskd.core.ladder import describe
-from taskd.core.phase import Phase
+from taskd.core.job.membership import Member
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
-
-if TYPE_CHECKING:
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
 
 _SHOWN_RANKS = 16
 
 
-def wait_for_others(job: Job) -> None:
+def wait_for_others(job: JobState) -> None:
     """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
     _take_over_lost(job)
     ends = (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
-    if any(member.state in ends for member in job.membership.members.values()):
+    if any(member.state in ends for member in job.members.values()):
         defer_faults(job)
     else:
         job.join_by = None
 
 
-def defer_faults(job: Job) -> None:
+def defer_faults(job: JobState) -> None:
     """Wait one lease for the ranks that are missing."""
     if job.join_by is None:
         job.join_by = job.now + job.timeouts.agent_lease_s
 
 
-def complete(job: Job) -> None:
-    """Every rank is known.
-
-    Faults that waited, and a recovery that an earlier manager left behind, come first.
-    """
+def complete(job: JobState) -> None:
+    """Every rank is known. Faults that waited, and a recovery that was begun before, come first."""
     members = job.membership.ordered()
-    job.phase, job.join_by = Phase.RUNNING, None
+    job.phase, job.join_by = JobPhase.RUNNING, None
     working = {member.rank for member in members if not member.is_done}
-    job.unanswered = [known for known in job.unanswered if known.fault.rank in working]
-    job.suspects = [known for known in job.suspects if known.fault.rank in working]
+    job.unanswered = [timed for timed in job.unanswered if timed.fault.rank in working]
+    job.suspects = [timed for timed in job.suspects if timed.fault.rank in working]
     _take_over_lost(job)
-    suspected = {known.fault.rank for known in job.suspects}
+    suspected = {timed.fault.rank for timed in job.suspects}
     stopped = {member.rank for member in members if member.state is WorkerState.PAUSED}
     nodes = job.membership.nodes.values()
     generations = {node.generation for node in nodes if node.is_present}
@@ -57,11 +48,11 @@ def complete(job: Job) -> None:
         return
     job.inherited = []  # all go on already
     if job.suspects:
-        job.phase = Phase.SUSPECTING
+        job.phase = JobPhase.SUSPECTING
         job.suspect_until = job.now + job.timeouts.communication_grace_s
 
 
-def join_overdue(job: Job) -> Commands:
+def join_overdue(job: JobState) -> Commands:
     """Ranks are missing still, and others cannot go on without them."""
     job.join_by = None
     if not any(node.is_present for node in job.membership.nodes.values()):
@@ -72,35 +63,33 @@ def join_overdue(job: Job) -> Commands:
         # the others.
         job.unanswered, job.suspects = [], []
         if all(member.is_done for member in members):
-            job.phase = Phase.RUNNING
+            job.phase = JobPhase.RUNNING
         return []
     faults = [*job.unanswered, *job.suspects]
-    first = min(faults, key=lambda known: (known.died_at, known.fault.rank), default=None)
+    first = min(faults, key=TimedFault.order, default=None)
     what = "a recovery is under way" if first is None else describe(first.fault)
-    missing = [
-        rank for rank in range(job.membership.world_size or 0) if rank not in job.membership.members
-    ]
+    missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.members]
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
     reason = f"{what}, and ranks {shown} are not known to this manager"
     return give_up(job, reason, None if first is None else first.fault)
 
 
-def lose_unreported(job: Job, member: Member) -> None:
+def lose_unreported(job: JobState, member: Member) -> None:
     """A registration says that this rank is lost.
 
     Unless it said how and when, too, that report is still on its way.
     """
-    known = job.vanished(member)
+    timed = job.vanished(member)
     life = (member.rank, member.incarnation)
-    known.fault, known.died_at = job.told_faults.pop(life, (known.fault, known.died_at))
-    if known.fault.kind is FaultKind.LOST:
-        job.without_status[life] = known
-    job.unanswered.append(known)
+    timed.fault, timed.died_at = job.told_faults.pop(life, (timed.fault, timed.died_at))
+    if timed.fault.kind is FaultKind.LOST:
+        job.without_status[life] = timed
+    job.unanswered.append(timed)
 
 
-def _take_over_lost(job: Job) -> None:
-    counted = {(known.fault.rank, known.fault.incarnation) for known in job.unanswered}
+def _take_over_lost(job: JobState) -> None:
+    counted = {timed.fault.life for timed in job.unanswered}
     for member in job.membership.lost():
         if (member.rank, member.incarnation) not in counted:
             lose_unreported(job, member)

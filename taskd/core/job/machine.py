@@ -1,18 +1,17 @@
 """The manager's brain: which event calls for which move in which phase.
 
-Knows ranks, lives, versions and times; no sockets, no clock.
-
-Phases:
+Knows ranks, lives, versions and times; no sockets, no clock. Phases:
 
     JOINING     not every rank is known yet; faults wait
     RUNNING     training
     SUSPECTING  a communication broke, or an exception came back: its cause may be on its way, for a
-        short time
+                short time
     PAUSING     all ranks leave the step; dead ones are being replaced; nobody may go on yet
     RESUMED     all may go on; not all have committed a new step yet
     RESTARTING  nothing could be kept: all processes are being replaced
     CONFIRMING, SAVING, PUBLISHING, DISCARDING
-                the job must end; the ranks that are left write its state to disk (`taskd.core.job.dump`)
+                the job must end; the ranks that are left write its state to disk
+                (`taskd.core.job.dump`)
     RELEASED    every rank's function has returned; processes end
     ENDING      given up; agents are stopping their workers
     ENDED       over
@@ -28,84 +27,88 @@ Invariants (`taskd.core.job.invariants`, and the properties in tests/unit/core):
 
 Hard cases:
 - A second worker dies while PAUSING: same generation, it is replaced too, and one record tells of
-  both. While RESUMED: a new
-  generation for all, and the record of the recovery before says that it was not completed.
-- A rank does not stop when called: killed and replaced, like a dead one.
+  both. While RESUMED: a new generation for all, and the record of the recovery before says that it
+  was not completed.
+- A rank does not stop when interrupted: killed and replaced, like a dead one.
 - An exception that is followed by news of an earlier death was its consequence: it no longer
-  counts. An exception that came back waits the
-  same short time for such news, before its process is replaced (`taskd.core.job.stopped`) or the job ends.
+  counts. An exception that came back waits the same short time for such news, before its process is
+  replaced (`taskd.core.job.stopped`) or the job ends.
 - Recoveries follow each other and no new step is committed, whatever it is that fails: see
-  `taskd.core.stagnation`.
+  `taskd.core.policy.stagnation`.
 - Everybody who held the state is gone, or every copy is inconsistent: RestartGroup with the exact
   reason.
 - A rank dies after Release: its function returned everywhere, so nothing is trained again. The
-  others are left alone until they end (they may
-  be writing the result; killing them would lose it), then the job is given up with the reason.
+  others are left alone until they end (they may be writing the result; killing them would lose it),
+  then the job is given up with the reason.
 - The manager was restarted: it takes generation, budget and workers from the registrations; a
-  recovery that was under way (stopped or lost
-  workers, agents that heard different generations) is begun again with a new generation.
+  recovery that was under way (stopped or lost workers, agents that heard different generations) is
+  begun again with a new generation.
 - An agent comes back after a lost connection: it hears again what it may have missed.
-- A rank hangs: see `taskd.core.progress`. It is killed, after its stacks were taken, and replaced
-  like a dead one.
-- The manager itself did not run for a while: see `taskd.core.leases`.
+- A rank hangs: see `taskd.core.policy.hangs`. It is killed, after its stacks were taken, and
+  replaced like a dead one.
+- The manager itself did not run for a while: see `taskd.core.policy.leases`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from taskd.core import events as ev
 from taskd.core.job import clock, dump, hangs, nodes, workers
 from taskd.core.job.invariants import check
-from taskd.core.job.settle import settle
-from taskd.core.job.state import Job
-from taskd.core.ladder import allowed
-from taskd.core.leases import Leases
-from taskd.core.membership import Membership
-from taskd.core.phase import DUMPING, OVER, Phase
-from taskd.core.table import Rule, Table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from taskd.core.job.state import Commands
-    from taskd.core.story import Story
-    from taskd.core.timeouts import Timeouts
+from taskd.core.job.membership import Membership
+from taskd.core.job.settle import FOLLOW_UPS
+from taskd.core.job.state import JobState
+from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
+from taskd.core.policy.hangs import HangDetector
+from taskd.core.policy.ladder import allowed
+from taskd.core.policy.leases import Leases
+from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import Commands, Machine, Rule, TransitionTable
 
 _IN_TRAINING = (
-    ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerMayAdvance, ev.WorkerRecovered, ev.WorkerReturned,
+    ev.WorkerStarted, ev.WorkerDeclared, ev.WorkerPaused, ev.WorkerMayAdvance, ev.WorkerRecovered,
+    ev.WorkerReturned,
 )  # fmt: skip
 _OF_FORMER_LIVES = (ev.WorkerExitKnown, ev.WorkerExamined)
 WORKER_EVENTS = (
-    *_IN_TRAINING, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished, ev.WorkerDumped, ev.WorkerHolds,
+    *_IN_TRAINING, *_OF_FORMER_LIVES, ev.WorkerLost, ev.WorkerRaised, ev.WorkerFinished,
+    ev.WorkerDumped, ev.WorkerHolds,
 )  # fmt: skip
 EVENTS: tuple[type[ev.Event], ...] = (
-    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld,
-    ev.ManagerBeganAnew, ev.Tick,
+    *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining,
+    ev.AgentMirrors, ev.MirrorsHeld, ev.ManagerBeganAnew, ev.Tick,
 )  # fmt: skip
 
 Rules = dict[type[ev.Event], Rule]
 
 
-def _nothing(_job: Job) -> bool:
+def _nothing(_job: JobState) -> bool:
     return False
 
 
-def _a_fault(job: Job) -> bool:
+def _a_fault(job: JobState) -> bool:
     return bool(job.unanswered)
 
 
-def _an_early_end(job: Job) -> bool:
+def _an_early_end(job: JobState) -> bool:
     return bool(job.membership.ended_early)
 
 
-def _the_last_return(job: Job) -> bool:
-    return bool(job.membership.ended_early) or job.membership.nobody_works()
+def _the_last_return(job: JobState) -> bool:
+    return _an_early_end(job) or job.membership.nobody_works()
 
 
-def _a_fault_or_the_last_stop(job: Job) -> bool:
+def _the_last_stop(job: JobState) -> bool:
     return bool(job.unanswered) or not len(job.awaited)
 
+
+_BACK = {JobPhase.RUNNING}
+_TO_END = OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}
+_JOINED = {JobPhase.RUNNING, JobPhase.SUSPECTING}
+_SAVED = OVER | {JobPhase.SAVING}
+_WRITTEN = {JobPhase.PUBLISHING, JobPhase.DISCARDING}
+_STOPPED = Rule(workers.stopped_when_called, follows=_the_last_stop)
+_HOLDS = Rule(workers.holds, follows=_nothing)
+_EXAMINED = Rule(hangs.examined, follows=_nothing)
 
 _ALWAYS: Rules = {
     ev.AgentRegistered: Rule(nodes.registered),
@@ -115,52 +118,30 @@ _ALWAYS: Rules = {
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
     ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads
 }
-_BACK = frozenset({Phase.RUNNING})
-_TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
 _AS_USUAL: Rules = {
     **_ALWAYS,
     ev.AgentDraining: Rule(nodes.drain, _TO_END),
     ev.WorkerStarted: Rule(workers.started, follows=_nothing),
     ev.WorkerDeclared: Rule(workers.declared, follows=_an_early_end),
-    ev.WorkerHolds: Rule(workers.holds, follows=_nothing),
+    ev.WorkerHolds: _HOLDS,
     ev.WorkerLost: Rule(workers.lost, _TO_END),
     ev.WorkerExitKnown: Rule(workers.exit_known, _TO_END),
-    ev.WorkerExamined: Rule(hangs.examined, follows=_nothing),
+    ev.WorkerExamined: _EXAMINED,
     ev.WorkerPaused: Rule(workers.stopped),
     ev.WorkerMayAdvance: Rule(workers.stopped),
-    ev.WorkerRaised: Rule(workers.raised, frozenset({Phase.SUSPECTING})),
+    ev.WorkerRaised: Rule(workers.raised, {JobPhase.SUSPECTING}),
     ev.WorkerRecovered: Rule(workers.recovered, follows=_nothing),
     ev.WorkerReturned: Rule(workers.returned, follows=_the_last_return),
     ev.WorkerFinished: Rule(workers.finished),
 }
 _IN_STEP: Rules = {**_AS_USUAL, ev.AgentHeard: Rule(hangs.heard_in_step, follows=_a_fault)}
-_RESUMED: Rules = {
-    **_IN_STEP,
-    ev.WorkerRecovered: Rule(workers.recovered, _BACK, _nothing),
-    ev.WorkerReturned: Rule(workers.returned, _BACK, _the_last_return),
-}
-_RESTARTING: Rules = {
-    **_AS_USUAL,
-    ev.WorkerStarted: Rule(workers.started, _BACK, _nothing),
-    ev.WorkerReturned: Rule(workers.returned, _BACK, _the_last_return),
-}
-_JOINING: Rules = {
-    **_AS_USUAL,
-    ev.AgentRegistered: Rule(nodes.registered, frozenset({Phase.RUNNING, Phase.SUSPECTING})),
-    ev.AgentDraining: Rule(nodes.drain, OVER),
-    ev.WorkerLost: Rule(workers.lost_while_joining),
-    ev.WorkerExitKnown: Rule(workers.exit_known),
-    ev.WorkerPaused: Rule(workers.stopped_while_joining),
-    ev.WorkerMayAdvance: Rule(workers.stopped_while_joining),
-    ev.WorkerRaised: Rule(workers.raised_while_joining),
-    ev.WorkerReturned: Rule(workers.returned_while_joining),
-}
+_RETURNED_LAST: Rules = {ev.WorkerReturned: Rule(workers.returned, _BACK, _the_last_return)}
 _PAUSING: Rules = {
     **_AS_USUAL,
     ev.AgentHeard: Rule(hangs.heard_while_stopping, follows=_a_fault),
-    ev.WorkerPaused: Rule(workers.stopped_when_called, follows=_a_fault_or_the_last_stop),
-    ev.WorkerMayAdvance: Rule(workers.stopped_when_called, follows=_a_fault_or_the_last_stop),
-    ev.WorkerRaised: Rule(workers.raised_when_called, follows=_a_fault_or_the_last_stop),
+    ev.WorkerPaused: _STOPPED,
+    ev.WorkerMayAdvance: _STOPPED,
+    ev.WorkerRaised: Rule(workers.raised_when_called, follows=_the_last_stop),
 }
 del _PAUSING[ev.WorkerReturned]
 _DUMPING: Rules = {
@@ -168,74 +149,80 @@ _DUMPING: Rules = {
     ev.WorkerLost: Rule(workers.lost_while_dumping),
     ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping),
     ev.WorkerFinished: Rule(workers.finished),
-    ev.WorkerHolds: Rule(workers.holds, follows=_nothing),
+    ev.WorkerHolds: _HOLDS,
 }
-_SAVED = frozenset({Phase.SAVING}) | OVER
-_CONFIRMING: Rules = {
-    **_DUMPING,
-    ev.WorkerLost: Rule(workers.lost_while_dumping, _SAVED),
-    ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping, _SAVED),
-}
-_RELEASED: Rules = {
-    **_ALWAYS,
-    ev.WorkerLost: Rule(workers.lost_after_release),
-    ev.WorkerExitKnown: Rule(workers.exit_known_late),
-    ev.WorkerExamined: Rule(hangs.examined, follows=_nothing),
-    ev.WorkerRaised: Rule(workers.raised_after_release),
-    ev.WorkerFinished: Rule(workers.finished),
-}
-_WRITTEN = frozenset({Phase.PUBLISHING, Phase.DISCARDING})
-_RULES: dict[Phase, Rules] = {
-    Phase.JOINING: _JOINING,
-    Phase.RUNNING: _IN_STEP,
-    Phase.SUSPECTING: _AS_USUAL,
-    Phase.PAUSING: _PAUSING,
-    Phase.RESUMED: _RESUMED,
-    Phase.RESTARTING: _RESTARTING,
-    Phase.CONFIRMING: _CONFIRMING,
-    Phase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
-    Phase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, OVER)},
-    Phase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
-    Phase.RELEASED: _RELEASED,
-    Phase.ENDING: _ALWAYS,
+_RULES: dict[JobPhase, Rules] = {
+    JobPhase.JOINING: {
+        **_AS_USUAL,
+        ev.AgentRegistered: Rule(nodes.registered, _JOINED),
+        ev.AgentDraining: Rule(nodes.drain, OVER),
+        ev.WorkerLost: Rule(workers.lost_while_joining),
+        ev.WorkerExitKnown: Rule(workers.exit_known),
+        ev.WorkerPaused: Rule(workers.stopped_while_joining),
+        ev.WorkerMayAdvance: Rule(workers.stopped_while_joining),
+        ev.WorkerRaised: Rule(workers.raised_while_joining),
+        ev.WorkerReturned: Rule(workers.returned_while_joining),
+    },
+    JobPhase.RUNNING: _IN_STEP,
+    JobPhase.SUSPECTING: _AS_USUAL,
+    JobPhase.PAUSING: _PAUSING,
+    JobPhase.RESUMED: {
+        **_IN_STEP,
+        **_RETURNED_LAST,
+        ev.WorkerRecovered: Rule(workers.recovered, _BACK, _nothing),
+    },
+    JobPhase.RESTARTING: {
+        **_AS_USUAL,
+        **_RETURNED_LAST,
+        ev.WorkerStarted: Rule(workers.started, _BACK, _nothing),
+    },
+    JobPhase.CONFIRMING: {
+        **_DUMPING,
+        ev.WorkerLost: Rule(workers.lost_while_dumping, _SAVED),
+        ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping, _SAVED),
+    },
+    JobPhase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
+    JobPhase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, OVER)},
+    JobPhase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
+    JobPhase.RELEASED: {
+        **_ALWAYS,
+        ev.WorkerLost: Rule(workers.lost_after_release),
+        ev.WorkerExitKnown: Rule(workers.exit_known_late),
+        ev.WorkerExamined: _EXAMINED,
+        ev.WorkerRaised: Rule(workers.raised_after_release),
+        ev.WorkerFinished: Rule(workers.finished),
+    },
+    JobPhase.ENDING: _ALWAYS,
 }
 for _phase, _rules in _RULES.items():
     _RULES[_phase] = {**_rules, ev.AgentLeft: Rule(nodes.left, nodes.WITHOUT_NODE[_phase])}
+
 _NO_DUMP = "no dump is under way"
-_SAVED_NOW = "the job is being saved, and then ends"
 _IN_DUMP = dict.fromkeys(
-    (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining), _SAVED_NOW
+    (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining),
+    "the job is being saved, and then ends",
 )
-_IGNORED: dict[Phase, dict[type[ev.Event], str]] = {
-    **{
-        phase: {ev.WorkerDumped: _NO_DUMP}
-        for phase in (
-            Phase.JOINING,
-            Phase.RUNNING,
-            Phase.SUSPECTING,
-            Phase.RESUMED,
-            Phase.RESTARTING,
-        )
-    },
-    Phase.PAUSING: {
+_IGNORED: dict[JobPhase, dict[type[ev.Event], str]] = {
+    **{phase: {ev.WorkerDumped: _NO_DUMP} for phase in (JobPhase.JOINING, *TRAINING)},
+    JobPhase.PAUSING: {
         ev.WorkerReturned: "it was told to stop just then, and stops next",
         ev.WorkerDumped: "this dump is void",
     },
     **dict.fromkeys(DUMPING, _IN_DUMP),
-    Phase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
-    Phase.RELEASED: dict.fromkeys(
+    JobPhase.CONFIRMING: {**_IN_DUMP, ev.WorkerDumped: "nothing is being written yet"},
+    JobPhase.RELEASED: dict.fromkeys(
         (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining),
         "its function has returned since",
     ),
-    Phase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
-    Phase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
+    JobPhase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
+    JobPhase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
 }
-RULES = Table(_RULES, _IGNORED)
+RULES = TransitionTable(_RULES, _IGNORED)
 TRANSITIONS = RULES.transitions
 IGNORED = RULES.ignored
 
 
-class RecoveryMachine:
+class RecoveryMachine(Machine[JobState]):
     """One job. The shell calls `handle` with every event, and with `Tick` at `next_deadline`.
 
     Args:
@@ -244,6 +231,9 @@ class RecoveryMachine:
         node_count, ranks_per_node: what the user promised; registrations that contradict are
             refused.
     """
+
+    RULES = RULES
+    FOLLOW_UPS = FOLLOW_UPS
 
     def __init__(
         self,
@@ -254,97 +244,67 @@ class RecoveryMachine:
         strategies: Iterable[str] = (),
     ) -> None:
         self.job_id = job_id
-        self.arguments: dict[str, Any] = {
-            "job_id": job_id, "timeouts": timeouts, "node_count": node_count, "ranks_per_node": ranks_per_node,
-            "strategies": tuple(strategies),
+        names = tuple(strategies)
+        arguments = {
+            "job_id": job_id, "timeouts": timeouts, "node_count": node_count,
+            "ranks_per_node": ranks_per_node, "strategies": names,
         }  # fmt: skip
-        members = Membership(node_count, ranks_per_node)
-        self._job = Job(timeouts, members, Leases(timeouts), allowed(self.arguments["strategies"]))
+        members, leases = Membership(node_count, ranks_per_node), Leases(timeouts)
+        job = JobState(
+            timeouts=timeouts, membership=members, leases=leases, allowed=allowed(names),
+            hangs=HangDetector(timeouts),
+        )  # fmt: skip
+        super().__init__(arguments, job)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         """Where the job is."""
-        return self._job.phase
-
-    @property
-    def generation(self) -> int:
-        """The current generation."""
-        return self._job.generation
+        return self._state.phase
 
     @property
     def restarts_used(self) -> int:
         """Restarts used so far, over the whole job."""
-        return self._job.budget.used
+        return self._state.budget.used
 
     @property
     def membership(self) -> Membership:
         """Nodes and members, to look at."""
-        return self._job.membership
-
-    @property
-    def story(self) -> Story:
-        """What happened, what was decided, and why."""
-        return self._job.story
+        return self._state.membership
 
     def refusal(self, event: ev.AgentRegistered) -> str | None:
         """Why this agent may not join, or None.
 
         Ask before `handle`, which ignores a refused one.
         """
-        return nodes.refusal(self._job, event)
-
-    def handle(self, event: ev.Event) -> Commands:
-        """Take in one event, return what is to be done about it."""
-        job = self._job
-        if isinstance(event, ev.Tick) and not self._is_due(event.now):
-            return []
-        job.story.event(event)
-        job.now, job.cause = event.now, event.cause
-        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
-            stale = job.membership.stale(event)
-            if stale is not None:
-                return self._take_stale(event, stale)
-        rule = RULES.rule(job.phase, event, job.story)
-        if isinstance(rule, str):
-            return workers.ignore(job, rule, getattr(event, "rank", None))
-        before = job.phase
-        commands = rule.move(job, event)
-        if not isinstance(event, ev.Tick):
-            job.declare(type(event).__name__, before, rule.to)
-        if rule.follows(job):
-            commands = commands + settle(job)
-        job.story.commands(commands)
-        return commands
+        return nodes.refusal(self._state, event)
 
     def next_deadline(self, *, with_leases: bool = True) -> float | None:
-        """When `Tick` is due.
+        """When `Tick` is due, on the clock of the events; None: nothing is waited for.
 
-        A lease ends nothing as long as its node is there: without it, when the wait for something
-        ends.
+        A lease ends nothing as long as its node is there: without leases, when the wait for
+        something ends.
         """
-        if self.phase is Phase.ENDED:
+        job = self._state
+        if job.phase is JobPhase.ENDED:
             return None
-        lease = self._job.leases.next_deadline() if with_leases else None
-        deadlines = (lease, *self._job.deadlines)
+        lease = job.leases.next_deadline() if with_leases else None
+        deadlines = (lease, *job.deadlines)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
-        check(self._job)
+        check(self._state)
 
-    def _is_due(self, now: float) -> bool:
-        deadline = self.next_deadline()
-        return deadline is not None and deadline <= now
+    def _answer(self, event: ev.Event) -> Commands:
+        """A report from a life that is over changes nothing.
 
-    def _take_stale(self, event: ev.WorkerEvent, why: str) -> Commands:
-        """From a life that is over.
-
-        A death there may have been the reason for the restart after it.
+        But a death there may have been the reason for the restart after it.
         """
-        late = (
-            workers.lost_before_restart(self._job, event)
-            if isinstance(event, ev.WorkerLost)
-            else []
-        )
-        self._job.story.commands(late)
-        return late or workers.ignore(self._job, why, event.rank)
+        job = self._state
+        if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
+            stale = job.membership.stale(event)
+            if stale is not None:
+                if not isinstance(event, ev.WorkerLost):
+                    return job.ignore(stale, event.rank)
+                return workers.lost_before_restart(job, event) or job.ignore(stale, event.rank)
+        return super()._answer(event)

@@ -1,129 +1,116 @@
-"""Agent registration, reconnection, heartbeats, departure, and the pairs of nodes that keep each other's snapshots.
+"""Agents: registration, reconnection, heartbeats, departure, and which node mirrors which.
 
 Owns what the job learns from agents about themselves. What workers report is in
 `taskd.core.job.workers`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import TimedFault
 from taskd.core.job import orders
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
-from taskd.core.membership import FELL_BACK
-from taskd.core.peers import peers_of
-from taskd.core.phase import DUMPING, OVER, TRAINING, Phase
-from taskd.core.record import TimedFault
+from taskd.core.job.membership import FELL_BACK, Member
+from taskd.core.job.state import JobState
+from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
+from taskd.core.policy.peers import peers_of
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core import events as ev
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-
-
 # Where the loss of a node may lead at once.
-_TO_END = frozenset({Phase.PAUSING, Phase.CONFIRMING}) | OVER
-WITHOUT_NODE: dict[Phase, frozenset[Phase]] = {
-    **dict.fromkeys(Phase, OVER),
-    **dict.fromkeys(TRAINING, _TO_END),
-    Phase.JOINING: frozenset({Phase.RUNNING, Phase.SUSPECTING}) | OVER,
+WITHOUT_NODE: dict[JobPhase, frozenset[JobPhase]] = {
+    **dict.fromkeys(JobPhase, OVER),
+    **dict.fromkeys(TRAINING, OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}),
+    JobPhase.JOINING: OVER | {JobPhase.RUNNING, JobPhase.SUSPECTING},
 }
 
 
-def refusal(job: Job, event: ev.AgentRegistered) -> str | None:
+def refusal(job: JobState, event: ev.AgentRegistered) -> str | None:
     """Why this agent may not join, or None.
 
     Once the job has begun, generations are made by this manager alone.
     """
-    if job.phase is Phase.ENDED:
+    if job.phase is JobPhase.ENDED:
         return f"the job has ended: {job.reason}"
-    if job.phase is not Phase.JOINING and event.generation > job.generation:
+    if job.phase is not JobPhase.JOINING and event.generation > job.generation:
         return f"the job is in generation {job.generation}, this agent says {event.generation}"
     return job.membership.refusal(event)
 
 
-def registered(job: Job, event: ev.AgentRegistered) -> Commands:
+def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     """An agent came, for the first time or again."""
     refused = refusal(job, event)
     if refused is not None:
-        job.story.note(event.now, f"ignored: refused: {refused}")
-        return []
+        return job.ignore(f"refused: {refused}")
     is_known = event.node_rank in job.membership.nodes
     _take_over_faults(job, event)
     job.membership.register(event)
     job.leases.renew(event.node_rank, event.now)
     job.generation = max(job.generation, event.generation)
     job.budget.adopt(event.restarts_used)
-    if job.phase is Phase.ENDING:
+    if job.phase is JobPhase.ENDING:
         return _repeat_order(job)
     missed = _compare(job, event) if is_known else []
-    if job.phase is not Phase.JOINING:
+    if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
-    if job.membership.is_complete:
-        complete(job)
-    else:
-        wait_for_others(job)
+    (complete if job.membership.is_complete else wait_for_others)(job)
     return []
 
 
-def left(job: Job, event: ev.AgentLeft) -> Commands:
+def left(job: JobState, event: ev.AgentLeft) -> Commands:
     """An agent said goodbye."""
     detail = f": {event.detail}" if event.detail else ""
     return lose_node(job, event.node_rank, event.outcome, f"left ({event.outcome}{detail})")
 
 
-def lose_node(job: Job, node_rank: int, outcome: str, how: str) -> Commands:
+def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands:
     """An agent is not there any more."""
     membership = job.membership
     membership.leave(node_rank, outcome)
     job.leases.drop(node_rank)
-    if job.phase is Phase.ENDING:
+    if job.phase is JobPhase.ENDING:
         return end_if_all_left(job)
+    gone = f"the agent of node {node_rank} {how}"
     if outcome == FELL_BACK:
         # The manager was away for longer than a fault may wait. The other nodes cannot train
         # without this one, and cannot follow it while they listen to the manager.
-        reason = f"the agent of node {node_rank} {how}"
-        return end(job, succeeded=True, reason=reason, left_alone=True)
+        return end(job, succeeded=True, reason=gone, left_alone=True)
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_to_come(job, member) for member in members):
         for member in members:
             member.lose()
             job.awaited.discard(member.rank)
         crossed = f"{job.what_happened()}, and node {node_rank} has already left"
-        lost = f"the agent of node {node_rank} {how}"
-        return end_job(job, crossed if outcome == "succeeded" else lost)
+        return end_job(job, crossed if outcome == "succeeded" else gone)
     for member in members:
         membership.finish(member)
     if any(node.is_present for node in membership.nodes.values()):
-        if job.phase is Phase.JOINING and membership.is_complete:
+        if job.phase is JobPhase.JOINING and membership.is_complete:
             complete(job)
         return []
-    if membership.is_complete or job.phase is Phase.RELEASED:
+    if membership.is_complete or job.phase is JobPhase.RELEASED:
         return end(job, succeeded=True, reason="every node succeeded")
     # An earlier manager knew the others, or they are late.
     job.join_by = job.now + job.timeouts.agent_lease_s
     return []
 
 
-def heard(job: Job, event: ev.AgentHeard) -> Commands:
+def heard(job: JobState, event: ev.AgentHeard) -> Commands:
     """A heartbeat. What it says of the workers is `taskd.core.job.hangs`'s."""
     if job.leases.is_held(event.node_rank):
         job.leases.renew(event.node_rank, event.now)
     return []
 
 
-def expect(job: Job, event: ev.ManagerBeganAnew) -> Commands:
+def expect(job: JobState, event: ev.ManagerBeganAnew) -> Commands:
     """Agents that an earlier machine knew: whoever does not come back is lost."""
     for node_rank in event.node_ranks:
         job.leases.renew(node_rank, event.now)
     return []
 
 
-def drain(job: Job, event: ev.AgentDraining) -> Commands:
+def drain(job: JobState, event: ev.AgentDraining) -> Commands:
     """A node is to end, in good time."""
     reason = f"node {event.node_rank} is to end ({event.detail})"
     return end_job(job, reason, None, event.grace_s)
@@ -132,12 +119,11 @@ def drain(job: Job, event: ev.AgentDraining) -> Commands:
 # ---------------------------------------------------------------------- an agent comes back
 
 
-def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
-    """What the agent knows of failures that nobody has answered yet, or that an earlier manager was answering."""
-    is_first = job.phase is Phase.JOINING and event.node_rank not in job.membership.nodes
+def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
+    """What the agent knows of failures: not answered yet, or being answered by another manager."""
+    is_first = job.phase is JobPhase.JOINING and event.node_rank not in job.membership.nodes
     for report in event.workers:
-        failure = report.failure
-        if failure is None:
+        if (failure := report.failure) is None:
             continue
         died_at = event.now - failure.age_s
         if not failure.replaced:
@@ -146,22 +132,20 @@ def _take_over_faults(job: Job, event: ev.AgentRegistered) -> None:
             job.inherited.append(TimedFault(failure.fault, died_at, event.now, is_declared=True))
 
 
-def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
-    """Take over what an agent that came back says of its workers.
-
-    Returns those whose new life it has missed.
+def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
+    """Take over what an agent that came back says. Returns the ranks whose new life it has missed.
 
     A version that a worker held before a life or a recovery that this manager has ordered since
     counts no more.
     """
-    is_awaited = job.phase is Phase.PAUSING and event.generation == job.generation
+    is_awaited = job.phase is JobPhase.PAUSING and event.generation == job.generation
     missed = []
     for report in sorted(event.workers, key=lambda report: report.rank):
-        member, state = job.membership.members[report.rank], WorkerState(report.state)
+        member, state = job.members[report.rank], WorkerState(report.state)
         if report.incarnation != member.incarnation:
             missed.append(member)
             continue
-        if job.phase is Phase.JOINING:
+        if job.phase is JobPhase.JOINING:
             job.membership.note_version(report.version)
         member.declared = member.declared or report.declared
         member.entered = member.entered or report.entered
@@ -181,11 +165,10 @@ def _compare(job: Job, event: ev.AgentRegistered) -> list[Member]:
     return missed
 
 
-def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> None:
-    """It waits.
+def _take_over_stopped(job: JobState, member: Member, report: ev.WorkerReport) -> None:
+    """It waits. If it was told to advance since, the report is older, or the order was lost.
 
-    If it was told to advance since, this is older than the order, or the order was lost: then it is
-    repeated.
+    The order is repeated then.
     """
     job.membership.note_version(report.version)
     if report.may_advance and job.was_told_to_advance(member.rank):
@@ -194,65 +177,61 @@ def _take_over_stopped(job: Job, member: Member, report: ev.WorkerReport) -> Non
     member.pause(report.version, report.clean, report.snapshots, may_advance=advance)
 
 
-def _catch_up(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
+def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) -> Commands:
     """Repeat what the agent may have missed, and answer what it brings."""
     if job.phase in DUMPING:
         job.unanswered = []  # nobody is replaced any more
         return [] if has_lost_writer(job) else _repeat_order(job)
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
-    if job.phase is Phase.PAUSING:
+    if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
-    if job.phase is Phase.RELEASED:
-        lost, job.unanswered = job.unanswered, []
-        for known in lost:
-            fail_after_release(job, known)
+    if job.phase is JobPhase.RELEASED:
+        for timed in job.unanswered:
+            fail_after_release(job, timed)
+        job.unanswered = []
     return commands
 
 
-def _may_have_missed(job: Job, event: ev.AgentRegistered, missed: list[Member]) -> bool:
+def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Member]) -> bool:
     """Whether the last order concerns workers of this agent that have not obeyed it."""
-    if job.phase in (Phase.PAUSING, Phase.RELEASED):
+    if job.phase in (JobPhase.PAUSING, JobPhase.RELEASED):
         return True
     if isinstance(job.last_order, do.RestartGroup):
         return bool(missed)
-    members = job.membership.members
-    return isinstance(job.last_order, do.Resume) and any(
-        report.state == WorkerState.PAUSED and members[report.rank].state is WorkerState.RUNNING
-        for report in event.workers
-    )
+    waiting = [report.rank for report in event.workers if report.state == WorkerState.PAUSED]
+    goes_on = any(job.members[rank].state is WorkerState.RUNNING for rank in waiting)
+    return isinstance(job.last_order, do.Resume) and goes_on
 
 
-def _repeat_order(job: Job) -> Commands:
+def _repeat_order(job: JobState) -> Commands:
     return [] if job.last_order is None else [job.last_order]
 
 
-def _is_to_come(job: Job, member: Member) -> bool:
+def _is_to_come(job: JobState, member: Member) -> bool:
     """Whether a new life of it was ordered that nobody has heard of yet."""
-    is_restarting = job.phase is Phase.RESTARTING
-    is_restarted = is_restarting and member.state is WorkerState.STARTING
-    return member.is_live and (member.replaced or is_restarted)
+    if job.phase is JobPhase.RESTARTING and member.state is WorkerState.STARTING:
+        return True
+    return member.is_live and member.replaced
 
 
 # ---------------------------------------------------------------------- peer nodes
 
 
-def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
-    """A node wants its snapshots kept elsewhere, too.
-
-    Or it has come back and may have missed its peer.
+def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
+    """A node wants its snapshots mirrored; or has come back and may have missed its peer.
 
     Pairs are made when every node has asked: else each that comes would move the mirrors of others.
     """
     requests, membership = job.peers, job.membership
     requests.asked[event.node_rank] = event
     requests.told.pop(event.node_rank, None)
-    is_ending = job.phase in DUMPING or job.phase is Phase.ENDING
+    is_ending = job.phase in DUMPING or job.phase is JobPhase.ENDING
     if is_ending or len(requests.asked) != membership.joined_node_count:
         return []
     pairs = peers_of({node_rank: asked.host for node_rank, asked in requests.asked.items()})
     if not pairs:
-        was_hopeless, requests.is_hopeless = requests.is_hopeless, True
-        return [] if was_hopeless else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
+        was_reported, requests.is_reported = requests.is_reported, True
+        return [] if was_reported else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
     commands: Commands = []
     incarnations = {rank: node.agent_incarnation for rank, node in membership.nodes.items()}
     for node_rank, peer in sorted(pairs.items()):
@@ -265,7 +244,7 @@ def ask_for_peer(job: Job, event: ev.AgentMirrors) -> Commands:
     return commands
 
 
-def note_mirrors(job: Job, event: ev.MirrorsHeld) -> Commands:
+def note_mirrors(job: JobState, event: ev.MirrorsHeld) -> Commands:
     """What a node has of another one's snapshots."""
     job.membership.note_mirrors(event.node_rank, event.held)
     return []

@@ -1,39 +1,30 @@
-"""The orders that change the lives and the places of ranks.
-
-Interrupt, ReplaceWorker, KillWorker, RestartGroup.
+"""The orders that end lives or begin them: Interrupt, ReplaceWorker, KillWorker, RestartGroup.
 
 Owns what each of them does to the members, and by when they must have obeyed.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.phase import Phase
+from taskd.core.faults import Fault
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.faults import Fault
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
 
-
-def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.Interrupt:
-    """All ranks leave the step, for a new generation.
-
-    `finish_step`: after the step that they are in.
-    """
-    job.phase = Phase.PAUSING
+def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> Commands:
+    """All ranks leave the step, for a new generation; with `finish_step` after the present one."""
+    job.phase = JobPhase.PAUSING
     job.generation += 1
     attempt.commanded(job.now)
     job.awaited.clear()
     latest = job.dump.finish_step_by if job.dump is not None else None
     for member in job.membership.live():
         if member.may_advance:
-            member.go_on()  # it will ask again, or leave
+            member.proceed()  # it will ask again, or leave
         if member.state is not WorkerState.PAUSED:
             patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
             job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
@@ -41,65 +32,55 @@ def interrupt(job: Job, attempt: Attempt, *, finish_step: bool = False) -> do.In
     reason = job.what_happened() if attempt.faults else inherited
     committed = job.membership.committed
     order = do.Interrupt(attempt.cause, job.generation, reason, committed, finish_step)
-    job.last_order = order
-    return order
+    return job.order_all(order)
 
 
-def replace(job: Job, member: Member) -> do.ReplaceWorker:
+def replace(job: JobState, member: Member) -> do.ReplaceWorker:
     """A new process for a rank whose old one is gone, or is to go."""
     member.begin_life(member.incarnation + 1, job.now, replaced=True)
     job.awaited.set(member.rank, job.now + job.timeouts.start_s)
     return replacement(job, member)
 
 
-def replacement(job: Job, member: Member) -> do.ReplaceWorker:
+def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
     """The order that starts the current life of `member`."""
     cause = job.cause if job.attempt is None else job.attempt.cause
-    return do.ReplaceWorker(
-        cause, job.generation, member.node_rank, member.rank, member.incarnation, job.budget.used
-    )
+    who = (member.node_rank, member.rank, member.incarnation)
+    return do.ReplaceWorker(cause, job.generation, *who, job.budget.used)
 
 
-def kill(job: Job, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
+def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
     """End a process that does not obey or hangs. `examine`: its stacks are written down first."""
-    member = job.membership.members[fault.rank]
-    member.is_doomed = True
-    return do.KillWorker(
-        cause,
-        job.generation,
-        member.node_rank,
-        fault.rank,
-        fault.incarnation,
-        fault.detail,
-        examine,
-    )
+    member = job.members[fault.rank]
+    member.is_kill_ordered = True
+    who = (member.node_rank, fault.rank, fault.incarnation)
+    return do.KillWorker(cause, job.generation, *who, fault.detail, examine)
 
 
-def count_as_lost(job: Job, fault: Fault, since_s: float = 0.0) -> None:
+def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
     """From now on this rank has no process. `since_s`: for how many seconds it has hung."""
-    job.unanswered.append(job.timed(fault, since_s))
-    job.membership.members[fault.rank].lose()
+    job.unanswered.append(job.timed_fault(fault, since_s))
+    job.members[fault.rank].lose()
     job.awaited.discard(fault.rank)
 
 
-def restart_group(job: Job, reason: str) -> Commands:
+def restart_group(job: JobState, reason: str) -> Commands:
     """Nothing can be kept: all processes are replaced."""
     assert job.attempt is not None
-    job.phase = Phase.RESTARTING
+    job.phase = JobPhase.RESTARTING
     job.generation += 1
     job.resumed_generation = job.generation
     job.awaited.clear()
     committed = job.membership.committed
     job.attempt.commanded(job.now)
-    job.attempt.restarted(job.membership.members, committed)
+    job.attempt.restarted(job.members, committed)
     job.stagnation.answered(job.now, committed)
     job.membership.committed = None
     members = job.membership.ordered()
     for member in members:
         member.begin_life(member.incarnation + 1, job.now, replaced=False)
         job.awaited.set(member.rank, job.now + job.timeouts.start_s)
-    job.restart_cause = min(job.attempt.faults, key=lambda known: known.died_at, default=None)
+    job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
     lives = tuple((member.rank, member.incarnation) for member in members)
     order = do.RestartGroup(job.attempt.cause, job.generation, job.budget.used, reason, lives)
-    job.last_order = order
-    return [order]
+    return job.order_all(order)

@@ -1,68 +1,41 @@
-"""What follows from the state of the job after an event, one thing after the other, until nothing more follows.
+"""What follows from the state of the job, whatever the event was.
 
 Owns these follow-ups and their order (`FOLLOW_UPS`, at the end). A move for an event only writes
 down what happened; here it is decided what to do about it.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import JobState
 from taskd.core.job.stopped import all_stopped, explain
-from taskd.core.ladder import Strategy, choose
-from taskd.core.phase import OVER, TRAINING, Phase
-from taskd.core.table import FollowUp
+from taskd.core.phase import OVER, TRAINING, JobPhase
+from taskd.core.policy.ladder import Strategy, choose
+from taskd.core.transitions import Commands, FollowUp
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
-
 _LADDER = list(Strategy)
-
-
-def settle(job: Job) -> Commands:
-    """Do what follows now, and what follows from that."""
-    commands: Commands = []
-    while (due := _next(job)) is not None:
-        commands += take(job, due)
-    return commands
-
-
-def take(job: Job, due: FollowUp) -> Commands:
-    """Make the move, and note where it led."""
-    before = job.phase
-    commands = due.move(job)
-    job.declare(due.name, before, due.to)
-    return commands
-
-
-def _next(job: Job) -> FollowUp | None:
-    """The first that is due. Each of them changes what made it due."""
-    if job.phase in TRAINING:
-        _forget_arrived(job)
-    return next((one for one in FOLLOW_UPS if job.phase in one.phases and one.is_due(job)), None)
 
 
 # ---------------------------------------------------------------------- faults
 
 
-def answer(job: Job) -> Commands:
+def answer(job: JobState) -> Commands:
     """Count the faults, choose a strategy, stop everybody, replace who is gone."""
     faults, suspects = job.unanswered, job.suspects
     records, attempt = begin_attempt(job, faults)
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
-    attempt.followers.update((known.fault.rank, known.fault.incarnation) for known in suspects)
-    for known in sorted(faults, key=lambda known: (known.died_at, known.fault.rank)):
-        verdict = count_fault(job, attempt, known)
+    attempt.followers.update(timed.fault.life for timed in suspects)
+    for timed in sorted(faults, key=TimedFault.order):
+        verdict = count_fault(job, attempt, timed)
         if verdict is not None:
             return records + dump.end_job(job, *verdict)
     said = records + warn(job)  # files and log lines can wait, ranks cannot
@@ -70,7 +43,7 @@ def answer(job: Job) -> Commands:
     return acts + said
 
 
-def _recover(job: Job, attempt: Attempt) -> Commands:
+def _recover(job: JobState, attempt: Attempt) -> Commands:
     """Choose a strategy, and begin with it."""
     absent = job.membership.absent_nodes()
     if absent:
@@ -87,24 +60,18 @@ def _recover(job: Job, attempt: Attempt) -> Commands:
         attempt.strategy, attempt.reason = choice.strategy, choice.reason
     if choice.strategy is Strategy.RESTART:
         return orders.restart_group(job, choice.reason)
-    is_stopping = job.phase is Phase.PAUSING
-    commands: Commands = [] if is_stopping else [orders.interrupt(job, attempt)]
+    is_stopping = job.phase is JobPhase.PAUSING
+    commands = [] if is_stopping else orders.interrupt(job, attempt)
     return commands + [orders.replace(job, member) for member in lost]
 
 
-def _want_back(job: Job) -> Commands:
+def _want_back(job: JobState) -> Commands:
     """Ranks that ended well, and too early as it turns out."""
     for member in job.membership.missing():
         detail = "exit 0 before it came to its function, while others train"
-        fault = Fault(
-            FaultKind.EXITED_EARLY,
-            member.rank,
-            member.incarnation,
-            detail,
-            signature=detail,
-            exit_code=0,
-        )
-        job.unanswered.append(job.timed(fault, 0.0))
+        fault = member.fault(FaultKind.EXITED_EARLY, detail)
+        fault = replace(fault, version=None, exit_code=0)
+        job.unanswered.append(job.timed_fault(fault, 0.0))
         member.lose()
     return []
 
@@ -112,119 +79,93 @@ def _want_back(job: Job) -> Commands:
 # ---------------------------------------------------------------------- who is awaited, who is back
 
 
-def _forget_arrived(job: Job) -> None:
-    """Those who have done what was awaited of them, or never will, are awaited no more."""
+def _arrived(job: JobState) -> list[int]:
+    """Ranks that have done what was awaited of them, or never will."""
     training = (WorkerState.RUNNING, WorkerState.RETURNED)
-    arrived = (WorkerState.PAUSED,) if job.phase is Phase.PAUSING else training
-    for rank in job.awaited.pending():
-        member = job.membership.members[rank]
-        if member.state in arrived or not member.is_live:
-            job.awaited.discard(rank)
+    arrived = (WorkerState.PAUSED,) if job.phase is JobPhase.PAUSING else training
+    members = job.members
+    return [
+        rank for rank in job.awaited if members[rank].state in arrived or not members[rank].is_live
+    ]
 
 
-def _has_unanswered(job: Job) -> bool:
-    return bool(job.unanswered) or job.is_recovery_needed
+def _forget_arrived(job: JobState) -> Commands:
+    for rank in _arrived(job):
+        job.awaited.discard(rank)
+    return []
 
 
-def _are_missing(job: Job) -> bool:
-    return job.dump is None and bool(job.membership.missing())
+def _is_back(member: Member, attempt: Attempt) -> bool:
+    """Whether it has recovered without a new commit: it has started, or has nothing left to do."""
+    return member.is_done or (attempt.is_restart and member.state is WorkerState.RUNNING)
 
 
-def _have_all_stopped(job: Job) -> bool:
-    return not len(job.awaited)
-
-
-def _are_back(job: Job) -> bool:
-    attempt, members = job.attempt, job.membership.members
+def _are_back(job: JobState) -> bool:
+    attempt, members = job.attempt, job.members
     if attempt is None:
         return False
     return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
 
 
-def _is_back(member: Member, attempt: Attempt) -> bool:
-    """Whether it has recovered without a new commit: it was to start, and has.
-
-    Or nothing is left for it to do.
-    """
-    return member.is_done or (attempt.is_restart and member.state is WorkerState.RUNNING)
-
-
-def _count_back(job: Job) -> Commands:
+def _count_back(job: JobState) -> Commands:
     commands: Commands = []
     for member in job.membership.ordered():
         if job.attempt is not None and _is_back(member, job.attempt):
-            commands += count_recovered(job, member.rank, None)
+            commands += count_recovered(job, member.rank)
     return commands
 
 
-def _all_have_returned(job: Job) -> bool:
-    if not job.membership.nobody_works():
-        return False
-    return any(member.state is WorkerState.RETURNED for member in job.membership.members.values())
+def _have_returned(job: JobState) -> bool:
+    members = job.members.values()
+    return job.membership.nobody_works() and any(
+        member.state is WorkerState.RETURNED for member in members
+    )
 
 
-def _release(job: Job) -> Commands:
+def _release(job: JobState) -> Commands:
     """Every function has returned: nobody can need a copy of the state any more."""
-    job.phase = Phase.RELEASED
-    job.last_order = do.Release(job.cause, job.generation)
-    return [job.last_order]
+    job.phase = JobPhase.RELEASED
+    return job.order_all(do.Release(job.cause, job.generation))
 
 
 # ---------------------------------------------------------------------- the order
 
-_RESUMING = frozenset({Phase.RESUMED, Phase.RESTARTING})
-_WRITING = frozenset({Phase.SAVING, Phase.PUBLISHING})
-_ENDS = frozenset({Phase.CONFIRMING}) | OVER
-_GOING_ON = frozenset({Phase.RUNNING, Phase.RESUMED, Phase.RESTARTING, Phase.SAVING})
+_ENDS = OVER | {JobPhase.CONFIRMING}
+_STOPPING = {JobPhase.PAUSING, JobPhase.RESTARTING}
+_GOING_ON = {JobPhase.RUNNING, JobPhase.RESUMED, JobPhase.RESTARTING, JobPhase.SAVING}
+_SUSPECTED = "all are back, and another fault is suspected"
 FOLLOW_UPS = (
     FollowUp(
-        "a writer is gone",
-        _WRITING,
-        dump.has_lost_writer,
-        dump.do_without_writer,
-        frozenset({Phase.SAVING}) | _ENDS,
+        "a writer is gone", {JobPhase.SAVING, JobPhase.PUBLISHING},
+        dump.has_lost_writer, dump.do_without_writer, _ENDS | {JobPhase.SAVING},
     ),
     FollowUp(
-        "the writer that removes is gone",
-        frozenset({Phase.DISCARDING}),
-        dump.has_lost_writer,
-        dump.do_without_writer,
-        OVER,
+        "the writer that removes is gone", {JobPhase.DISCARDING},
+        dump.has_lost_writer, dump.do_without_writer, OVER,
     ),
     FollowUp(
-        "all others have ended",
-        frozenset({Phase.RELEASED}),
-        may_end_after_release,
-        end_after_release,
-        OVER,
+        "all others have ended", {JobPhase.RELEASED}, may_end_after_release, end_after_release, OVER
+    ),
+    FollowUp("a rank has arrived", TRAINING, _arrived, _forget_arrived),
+    FollowUp(
+        "a fault", TRAINING, lambda job: bool(job.unanswered) or job.is_recovery_needed,
+        answer, _ENDS | _STOPPING,
     ),
     FollowUp(
-        "a fault",
-        TRAINING,
-        _has_unanswered,
-        answer,
-        frozenset({Phase.PAUSING, Phase.RESTARTING}) | _ENDS,
-    ),
-    FollowUp("a rank is needed that has ended", TRAINING, _are_missing, _want_back),
-    FollowUp(
-        "all ranks have stopped",
-        frozenset({Phase.PAUSING}),
-        _have_all_stopped,
-        all_stopped,
-        _GOING_ON | _ENDS,
-    ),
-    FollowUp("all ranks are back", _RESUMING, _are_back, _count_back, frozenset({Phase.RUNNING})),
-    FollowUp(
-        "all are back, and another fault is suspected",
-        frozenset({Phase.SUSPECTING}),
-        _are_back,
-        _count_back,
+        "a rank is needed that has ended", TRAINING,
+        lambda job: job.dump is None and bool(job.membership.missing()), _want_back,
     ),
     FollowUp(
-        "all functions have returned",
-        frozenset({Phase.RUNNING}),
-        _all_have_returned,
-        _release,
-        frozenset({Phase.RELEASED}),
+        "all ranks have stopped", {JobPhase.PAUSING}, lambda job: not len(job.awaited),
+        all_stopped, _ENDS | _GOING_ON,
     ),
-)
+    FollowUp(
+        "all ranks are back", {JobPhase.RESUMED, JobPhase.RESTARTING}, _are_back, _count_back,
+        {JobPhase.RUNNING},
+    ),
+    FollowUp(_SUSPECTED, {JobPhase.SUSPECTING}, _are_back, _count_back),
+    FollowUp(
+        "all functions have returned", {JobPhase.RUNNING}, _have_returned, _release,
+        {JobPhase.RELEASED},
+    ),
+)  # fmt: skip

@@ -5,33 +5,25 @@ Plain data, read everywhere, written by the moves of this folder alone.
 Owns the attributes and what each of them means. Decides nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy, describe
-from taskd.core.leases import Deadlines, Leases
-from taskd.core.phase import Phase
-from taskd.core.progress import Progress
-from taskd.core.record import Attempt, TimedFault
-from taskd.core.stagnation import Stagnation
-from taskd.core.story import Story
-from taskd.core.stragglers import Stragglers
-
-if TYPE_CHECKING:
-    from taskd.core.events import AgentMirrors
-    from taskd.core.membership import Member, Membership
-    from taskd.core.timeouts import Timeouts
-
-Commands = list[do.Command]
-Life = tuple[int, int]  # (rank, incarnation)
+from taskd.core.events import AgentMirrors
+from taskd.core.faults import Fault, FaultKind, TimedFault, describe
+from taskd.core.job.membership import Member, Membership
+from taskd.core.job.record import Attempt
+from taskd.core.phase import JobPhase
+from taskd.core.policy.hangs import HangDetector
+from taskd.core.policy.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
+from taskd.core.policy.leases import Deadlines, Leases
+from taskd.core.policy.stagnation import Stagnation
+from taskd.core.policy.stragglers import Stragglers
+from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import Commands, MachineState
 
 
 @dataclass(slots=True)
-class Dump:
+class EmergencyDump:
     """The emergency checkpoint of a job that must end, from the decision on."""
 
     reason: str  # why the job ends; "": because of the faults of the attempt
@@ -48,45 +40,38 @@ class Dump:
 
 @dataclass(slots=True)
 class PeerRequests:
-    """What nodes said of the memory that they have for snapshots of others, and what they were told."""
+    """What nodes said of their memory for snapshots of others, and what they were told."""
 
     asked: dict[int, AgentMirrors] = field(default_factory=dict)
     told: dict[int, tuple[object, ...]] = field(default_factory=dict)
-    is_hopeless: bool = False  # all nodes are on one host, and that was reported
+    is_reported: bool = False  # all nodes are on one host, and that was reported
 
 
-@dataclass(slots=True)
-class Job:
-    """One job. `now` and `cause` are those of the event that is being handled."""
+@dataclass(slots=True, kw_only=True)
+class JobState(MachineState):
+    """One job."""
 
     timeouts: Timeouts
     membership: Membership
     leases: Leases
     allowed: frozenset[Strategy] = WITHOUT_DUMP
-    now: float = 0.0
-    cause: str = ""
-    phase: Phase = Phase.JOINING
-    generation: int = 0
+    phase: JobPhase = JobPhase.JOINING
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended
-    last_order: do.Command | None = None  # to all nodes; repeated to an agent that comes back
+    last_order: do.Command | None = None  # to all nodes
     # Faults.
     unanswered: list[TimedFault] = field(default_factory=list)
     is_recovery_needed: bool = False  # although no fault is known: an earlier manager began one
-    # perhaps victims of a fault on its way
-    suspects: list[TimedFault] = field(default_factory=list)
-    # that an earlier manager was answering
-    inherited: list[TimedFault] = field(default_factory=list)
+    suspects: list[TimedFault] = field(default_factory=list)  # victims of one on its way, perhaps
+    inherited: list[TimedFault] = field(default_factory=list)  # an earlier manager answered them
     after_release: list[TimedFault] = field(default_factory=list)
-    # deaths whose exit status is not known
-    without_status: dict[Life, TimedFault] = field(default_factory=dict)
-    told_faults: dict[Life, tuple[Fault, float]] = field(default_factory=dict)  # by registrations
+    without_status: dict[tuple[int, int], TimedFault] = field(default_factory=dict)  # by life
+    told_faults: dict[tuple[int, int], tuple[Fault, float]] = field(default_factory=dict)
     restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
-    dump: Dump | None = None
-    # ranks that must stop, start or write, and by when
-    awaited: Deadlines[int] = field(default_factory=Deadlines)
+    dump: EmergencyDump | None = None
+    awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
@@ -96,53 +81,49 @@ class Job:
     budget: Budget = field(default_factory=Budget)
     repeats: RepeatRules = field(default_factory=RepeatRules)
     stagnation: Stagnation = field(default_factory=Stagnation)
-    progress: Progress = field(init=False)
+    hangs: HangDetector
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
-    story: Story = field(default_factory=Story)
-    # changes of phase that no table knows: bugs
-    undeclared: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """What is made from the other attributes."""
-        self.progress = Progress(self.timeouts)
-
-    # ------------------------------------------------------------------ what follows from the
-    # attributes
+    @property
+    def members(self) -> dict[int, Member]:
+        """The members by rank."""
+        return self.membership.members
 
     @property
     def deadlines(self) -> tuple[float | None, ...]:
         """When something is waited for no longer, leases aside."""
         return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
 
-    def declare(self, what: str, before: Phase, to: frozenset[Phase]) -> None:
-        """`what` has been done: it may have led from the phase `before` to one of these."""
-        if self.phase is not before and self.phase not in to:
-            self.undeclared.append(f"{what}: {before.value} to {self.phase.value}")
-            self.story.note(self.now, f"no table knows that {self.undeclared[-1]}")
+    def is_past(self, deadline: float | None) -> bool:
+        """Whether this deadline has come."""
+        return deadline is not None and deadline <= self.now
 
-    def timed(self, fault: Fault, age_s: float) -> TimedFault:
-        """The fault, `age_s` seconds old, with the times and the circumstances that count for it."""
+    def order_all(self, order: do.Command) -> Commands:
+        """The order that all nodes are to obey now; repeated to an agent that comes back."""
+        self.last_order = order
+        return [order]
+
+    def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
+        """Attach times and context to a fault that is `age_s` seconds old."""
         died_at = self.now - age_s
-        born_at = self.membership.members[fault.rank].born_at
-        is_declared = any(member.declared for member in self.membership.members.values())
+        born_at = self.members[fault.rank].born_at
+        is_declared = any(member.declared for member in self.members.values())
         return TimedFault(fault, died_at, self.now, died_at - born_at, is_declared)
 
     def vanished(self, member: Member) -> TimedFault:
         """A fault for a worker that is lost while the report of its death is still on its way."""
-        fault = Fault(FaultKind.LOST, member.rank, member.incarnation, "", version=member.version)
-        return self.timed(fault, 0.0)
+        return self.timed_fault(member.fault(FaultKind.LOST), 0.0)
 
     def has_unanswered(self, fault: Fault) -> bool:
         """Whether a fault of the same life waits to be answered already."""
-        life = (fault.rank, fault.incarnation)
         waiting = [*self.unanswered, *self.suspects]
-        return any((known.fault.rank, known.fault.incarnation) == life for known in waiting)
+        return any(timed.fault.life == fault.life for timed in waiting)
 
     def what_happened(self) -> str:
         """The faults of the recovery that is under way, in words."""
         faults = [] if self.attempt is None else self.attempt.faults
-        return "; ".join(describe(known.fault) for known in faults) or "a recovery is needed"
+        return "; ".join(describe(timed.fault) for timed in faults) or "a recovery is needed"
 
     def was_told_to_advance(self, rank: int) -> bool:
         """Whether this rank was told to do one step more, and has not stopped since."""

@@ -1,34 +1,29 @@
 """Every rank has stopped: what is next, and from which version the job goes on.
 
 Owns that decision. In this order: some do one step more; the job is saved because it must end;
-broken processes are replaced; or all go on from a version that `taskd.core.cut` chooses.
+broken processes are replaced; or all go on from a version that `taskd.core.policy.cut` chooses.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
-from taskd.core.cut import Cut, NoCut, plan_cut, who_advances
+from taskd.core.faults import describe
 from taskd.core.job import orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import end_job, write_dump
 from taskd.core.job.ending import give_up
-from taskd.core.ladder import Strategy, choose, describe
-from taskd.core.phase import Phase
+from taskd.core.job.membership import Member
+from taskd.core.job.record import Attempt
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, who_advances
+from taskd.core.policy.ladder import Choice, Strategy, choose
+from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-if TYPE_CHECKING:
-    from taskd.core.cut import Copy
-    from taskd.core.job.state import Commands, Job
-    from taskd.core.ladder import Choice
-    from taskd.core.membership import Member
-    from taskd.core.record import Attempt
 
-
-def all_stopped(job: Job) -> Commands:
+def all_stopped(job: JobState) -> Commands:
     """Nobody is awaited any more."""
     onward = advance(job)
     if onward:
@@ -37,7 +32,7 @@ def all_stopped(job: Job) -> Commands:
         return write_dump(job)
     live = job.membership.live()
     if not live:
-        job.phase = Phase.RUNNING
+        job.phase = JobPhase.RUNNING
         return close_attempt(job, "every process has ended")
     assert job.attempt is not None
     note_progress(job, job.generation)
@@ -45,7 +40,7 @@ def all_stopped(job: Job) -> Commands:
     return _resume(job, job.attempt, live) if replaced is None else replaced
 
 
-def explain(job: Job, choice: Choice) -> None:
+def explain(job: JobState, choice: Choice) -> None:
     """Into the story: the strategy, and why no cheaper one."""
     skipped = "".join(f"; not {strategy.value}: {why}" for strategy, why in choice.skipped)
     job.story.note(job.now, f"strategy {choice.strategy.value}: {choice.reason}{skipped}")
@@ -54,17 +49,15 @@ def explain(job: Job, choice: Choice) -> None:
 # ---------------------------------------------------------------------- one step more
 
 
-def advance(job: Job) -> Commands:
-    """Some stopped within their function and could do one step more.
-
-    Order it if that makes all meet in one version.
+def advance(job: JobState) -> Commands:
+    """Order one step more of those who asked, if that makes all meet in one version.
 
     Two reasons. A vote on the step that broke for some had passed for others, who have committed
-    it: those who have not do it after them (`taskd.core.cut.who_advances`). And a job that is to
-    end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks may be
-    one step ahead, all do the one that the first has begun.
+    it: those who have not do it after them (`taskd.core.policy.cut.who_advances`). And a job that
+    is to end in good time (`Interrupt.finish_step`) does not leave a step half done: as some ranks
+    may be one step ahead, all do the one that the first has begun.
     """
-    members = job.membership.members
+    members = job.members
     stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)
     able = sorted(member.rank for member in stopped if member.may_advance)
     ends_at = None if job.dump is None else job.dump.finish_step_by
@@ -78,18 +71,17 @@ def advance(job: Job) -> Commands:
         return []
     version = 1 + max(members[rank].version or 0 for rank in ranks)
     for rank in ranks:
-        members[rank].go_on()
+        members[rank].proceed()
         job.awaited.set(rank, ends_at)
     names = ", ".join(map(str, ranks))
     job.story.note(job.now, f"to go on to version {version}: ranks {names}")
-    job.last_order = do.Advance(job.cause, job.generation, version, ranks)
-    return [job.last_order]
+    return job.order_all(do.Advance(job.cause, job.generation, version, ranks))
 
 
 # ---------------------------------------------------------------------- all go on
 
 
-def _resume(job: Job, attempt: Attempt, live: list[Member]) -> Commands:
+def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
     cut = plan_cut([member.copy() for member in live], job.membership.committed)
     if isinstance(cut, NoCut):
@@ -104,27 +96,23 @@ def _resume(job: Job, attempt: Attempt, live: list[Member]) -> Commands:
         job.story.note(job.now, f"its black box held no extras of version {cut.version}", rank)
     for member in live:
         member.resume()
-    job.phase, job.resumed_generation = Phase.RESUMED, job.generation
+    job.phase, job.resumed_generation = JobPhase.RESUMED, job.generation
     attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
-    # they change from now on; nodes tell again at the next Interrupt
-    job.membership.mirrors.clear()
+    job.membership.mirrors.clear()  # they change now; nodes tell again at the next Interrupt
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
     order = do.Resume(attempt.cause, job.generation, cut.version, cut.moves, job.budget.used)
-    job.last_order = order
-    return [order]
+    return job.order_all(order)
 
 
-# ---------------------------------------------------------------------- processes that may be
-# broken
+# ---------------------------------------------------------------------- broken processes
 
 
-def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
-    """An exception came back in a rank.
+def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
+    """Replace a process in which an exception came back; None: there is none.
 
-    Its process may be broken (a device that stays in error, a module half set up).
-
-    None if there is no such rank. Else, decided now because only now it is known who holds what:
+    It may be broken (a device that stays in error, a module half set up). Decided now, because only
+    now it is known who holds what:
 
     1. a process whose state another one holds as well is replaced, and receives it from there;
     2. else it is replaced if node memory has a snapshot to go back to: committed steps are done
@@ -132,11 +120,9 @@ def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
     3. else its state is saved by a dump and the job ends, if dumps are allowed;
     4. else all processes are replaced; the job goes on from its newest checkpoint.
     """
-    members, committed = job.membership.members, job.membership.committed
-    suspected = [
-        rank for rank in sorted(attempt.broken)
-        if members[rank].state is WorkerState.PAUSED and not members[rank].replaced
-    ]  # fmt: skip
+    members, committed = job.members, job.membership.committed
+    broken = [members[rank] for rank in sorted(attempt.broken)]
+    suspected = [one.rank for one in broken if one.state is WorkerState.PAUSED and not one.replaced]
     attempt.broken.clear()
     copies = {member.rank: member.copy() for member in job.membership.live()}
     best = plan_cut(copies.values(), committed)
@@ -145,7 +131,7 @@ def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
     spared = _without_loss(copies, suspected, best.redone, committed)
     if spared:
         return _replace(job, attempt, spared, "others hold what they had")
-    whose = {describe(known.fault) for known in attempt.faults if known.fault.rank in suspected}
+    whose = {describe(timed.fault) for timed in attempt.faults if timed.fault.rank in suspected}
     came_back = f"the same exception came back: {'; '.join(sorted(whose))}"
     left = [_renewed(copy) if copy.rank in suspected else copy for copy in copies.values()]
     if isinstance(plan_cut(left, committed), Cut):
@@ -157,7 +143,7 @@ def _replace_broken(job: Job, attempt: Attempt) -> Commands | None:
         attempt.reason = f"{came_back}, and {only}: all are replaced"
         job.story.note(job.now, f"strategy restart: {attempt.reason}")
         return orders.restart_group(job, attempt.reason)
-    fault = next(known.fault for known in attempt.faults if known.fault.rank in suspected)
+    fault = next(timed.fault for timed in attempt.faults if timed.fault.rank in suspected)
     cannot = "its process cannot be replaced: only it holds its part of the state"
     return end_job(job, f"{came_back}, and {cannot}", fault)
 
@@ -181,7 +167,7 @@ def _renewed(copy: Copy) -> Copy:
     return replace(copy, version=None, clean=True, replaced=True)
 
 
-def _replace(job: Job, attempt: Attempt, ranks: list[int], how: str) -> Commands:
+def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Commands:
     attempt.strategy = Strategy.RECOVER_IN_PLACE
     names = ", ".join(map(str, ranks))
     whose = f"process of rank {names} is" if len(ranks) == 1 else f"processes of ranks {names} are"
@@ -189,9 +175,8 @@ def _replace(job: Job, attempt: Attempt, ranks: list[int], how: str) -> Commands
     job.story.note(job.now, f"strategy {attempt.strategy.value}: {attempt.reason}")
     commands: Commands = []
     for rank in ranks:
-        member = job.membership.members[rank]
-        # Its black box has the per-rank part of the version that it stands at; its successor reads
-        # it.
+        member = job.members[rank]
+        # Its black box has the per-rank part of its version, which its successor reads.
         member.lose(() if member.version is None else (member.version,))
         commands.append(orders.replace(job, member))
     return commands

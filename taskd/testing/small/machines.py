@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.job.machine import RecoveryMachine
 from taskd.testing.canonical import NO_STORY, fork, key
 
 if TYPE_CHECKING:
+    from taskd.core.job.machine import RecoveryMachine
     from taskd.core.node import NodeMachine
 
 
@@ -30,10 +30,7 @@ class Machines:
 
     def add(self, machine: RecoveryMachine | NodeMachine) -> int:
         """The number of a new machine, which keeps no story from now on."""
-        if isinstance(machine, RecoveryMachine):
-            machine._job.story = NO_STORY  # noqa: SLF001
-        else:
-            machine.story = NO_STORY
+        machine._state.story = NO_STORY  # noqa: SLF001
         return self._number(machine)
 
     def _number(self, machine: Any) -> int:

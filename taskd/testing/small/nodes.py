@@ -8,7 +8,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.small.machines import Machines, without_origin
 from taskd.testing.small.state import Draft, Scope, Violation, Worker
@@ -190,7 +190,7 @@ class Nodes:
             elif isinstance(command, do.ReplaceWorker | do.KillWorker):
                 self._order(draft, command.node_rank, command)
             elif not isinstance(command, do.RecordRecovery):
-                if isinstance(command, do.Resume) and machine.phase is Phase.RESUMED:
+                if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
                     self._check_resume(draft, command)
                 for node, known in sorted(machine.membership.nodes.items()):
                     if known.is_present:

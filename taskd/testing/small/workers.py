@@ -1,8 +1,8 @@
 """The training processes of a small world: their steps, their collectives, their deaths.
 
-A worker enters ("enter", a collective, in which it gets its state), then votes on each step ("vote",
-another one) and commits it, until it has done them all. Knows neither agents nor the manager: who
-hears what a worker says is handed in.
+A worker enters ("enter", a collective in which it gets its state), then votes on each step
+("vote", another one) and commits it, until it has done them all. Knows neither agents nor the
+manager: who hears what a worker says is handed in.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import kinds, only
 
 GRACE_S = 30.0
@@ -205,7 +205,7 @@ class TestDrain:
             generation=1,
         )
         assert kinds(commands) == ["Interrupt"]
-        assert job.machine.phase is Phase.PAUSING
+        assert job.machine.phase is JobPhase.PAUSING
         job.pause(1, 5)
-        assert job.machine.phase is Phase.PAUSING, "rank 0 was finishing its step"
+        assert job.machine.phase is JobPhase.PAUSING, "rank 0 was finishing its step"
         assert only(job.pause(0, 5), do.Resume).version == 5

@@ -5,7 +5,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import acts, kinds, only, plan
 
 
@@ -16,7 +16,7 @@ def come_back(job, rank: int = 1, version: int = 5) -> list[do.Command]:
     """
     job.raise_(rank, version=version)
     job.pause_all(version)
-    assert job.machine.phase is Phase.RESUMED
+    assert job.machine.phase is JobPhase.RESUMED
     assert job.raise_(rank, version=version) == [], "its cause may be on the way"
     assert acts(job.tick()) == ["Interrupt"]
     return job.pause_all(version)
@@ -109,7 +109,7 @@ def test_before_any_state_is_there(manager) -> None:
     job = manager().joined()
     for _ in range(2):
         job.raise_(1, version=None)
-        if job.machine.phase is Phase.SUSPECTING:
+        if job.machine.phase is JobPhase.SUSPECTING:
             job.tick()
         commands = job.pause_all(None)
     assert kinds(commands) == ["ReplaceWorker"]
@@ -159,6 +159,6 @@ def test_other_faults_do_not_replace_anybody(manager, kind) -> None:
     job = manager().joined()
     for _ in range(2):
         job.raise_(1, "reset", kind=kind)
-        if job.machine.phase is Phase.SUSPECTING:
+        if job.machine.phase is JobPhase.SUSPECTING:
             job.tick()
         assert "ReplaceWorker" not in kinds(job.pause_all())

@@ -13,8 +13,8 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core import story
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.membership import MAX_CLAIM
-from taskd.core.phase import Phase
+from taskd.core.job.membership import MAX_CLAIM
+from taskd.core.phase import JobPhase
 from taskd.core.reduced import reduced
 from taskd.core.worker_state import WorkerState
 
@@ -60,7 +60,7 @@ def test_an_odd_registration_is_refused_and_changes_nothing(
         driver.machine.next_deadline(),
     ) == ({}, {}, None)
     driver.joined()
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.phase is JobPhase.RUNNING
     assert driver.machine.refusal(event) is not None  # nor later
     before = dict(driver.machine.membership.members)
     assert driver.machine.handle(event) == []
@@ -104,7 +104,7 @@ def test_who_was_there_when_the_manager_began_anew_is_waited_for_as_long_as_a_le
     driver = manager(2, 2)
     assert driver.send(ev.ManagerBeganAnew, (0, 1)) == []
     driver.register(0)
-    while driver.machine.phase is Phase.JOINING:
+    while driver.machine.phase is JobPhase.JOINING:
         driver.send(ev.AgentHeard, 0, at=driver.machine.next_deadline())
         commands = driver.tick(driver.now)
     give_up = next(command for command in commands if isinstance(command, do.GiveUp))
@@ -115,12 +115,12 @@ def test_a_manager_that_began_anew_goes_on_when_all_are_back(manager) -> None:
     driver = manager(2, 2)
     driver.send(ev.ManagerBeganAnew, (0, 1))
     driver.joined()
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.phase is JobPhase.RUNNING
     for _ in range(200):
         driver.hear_all_until(driver.now + 1.0)
         if driver.machine.next_deadline() <= driver.now:
             assert driver.tick(driver.now) == []
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.phase is JobPhase.RUNNING
 
 
 def test_the_least_of_a_death_says_who_and_how() -> None:
@@ -149,7 +149,7 @@ def test_an_absurd_world_makes_no_absurd_line(manager) -> None:
         ev.WorkerReport(1, 0, WorkerState.RUNNING, True),
     )
     driver.register(0, *reports, node_count=2, world_size=1 << 20)
-    while driver.machine.phase is Phase.JOINING:
+    while driver.machine.phase is JobPhase.JOINING:
         driver.send(ev.AgentHeard, 0, at=driver.machine.next_deadline())
         commands = driver.tick(driver.now)
     give_up = next(command for command in commands if isinstance(command, do.GiveUp))
@@ -165,10 +165,10 @@ def test_a_job_that_has_begun_learns_no_generation_from_an_agent(manager) -> Non
     driver = manager(1, 2).joined()
     driver.raise_(0)
     driver.pause(1)
-    assert (driver.machine.phase, driver.machine.generation) == (Phase.RESUMED, 1)
+    assert (driver.machine.phase, driver.machine.generation) == (JobPhase.RESUMED, 1)
     claim = dataclasses.replace(REGISTRATION, generation=7)
     assert driver.machine.refusal(claim) == "the job is in generation 1, this agent says 7"
     assert driver.machine.handle(claim) == []
     driver.machine.check()
     driver.recover_all()
-    assert driver.machine.phase is Phase.RUNNING
+    assert driver.machine.phase is JobPhase.RUNNING

@@ -14,7 +14,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import kinds, only, passed_on, told
 
 
@@ -128,7 +128,7 @@ class TestAManagerThatHearsOfIt:
         machine = RecoveryMachine("job", asking.timeouts)
         report = asking.machine.registration(asking.now)
         interrupt = only(machine.handle(report), do.Interrupt)
-        assert machine.phase is Phase.PAUSING
+        assert machine.phase is JobPhase.PAUSING
         assert interrupt.generation == 2
         assert passed_on(asking.send(ev.CommandReceived, interrupt)) == [
             (0, "Interrupt"),

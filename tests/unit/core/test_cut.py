@@ -3,7 +3,7 @@
 import pytest
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_advances
+from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, plan_writers, who_advances
 
 
 def moves(cut: Cut) -> dict[int, int | None]:

@@ -7,7 +7,15 @@ import hypothesis.strategies as st
 from hypothesis import assume, given
 
 from taskd.core.commands import Move
-from taskd.core.cut import Copy, Cut, NoCut, plan_cut, plan_orphans, plan_writers, who_advances
+from taskd.core.policy.cut import (
+    Copy,
+    Cut,
+    NoCut,
+    plan_cut,
+    plan_orphans,
+    plan_writers,
+    who_advances,
+)
 
 VERSIONS = range(5)
 SHARDS = ("", "1", "2")

@@ -5,8 +5,8 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.phase import Phase
-from taskd.core.stagnation import OWN_LIMIT
+from taskd.core.phase import JobPhase
+from taskd.core.policy.stagnation import OWN_LIMIT
 from tests.unit.core.answers import kinds, only
 
 
@@ -16,7 +16,7 @@ def saving(manager):
     job = manager(strategies="dump").joined()
     job.lose(1, FaultKind.KILLED, "SIGKILL")
     job.pause_all()
-    assert job.machine.phase is Phase.SAVING
+    assert job.machine.phase is JobPhase.SAVING
     return job
 
 
@@ -39,20 +39,20 @@ def test_an_agent_that_comes_back_while_the_exit_status_is_awaited_is_told_again
     job = manager(strategies="dump").joined()
     interrupt = only(job.lose(1), do.Interrupt)
     job.pause_all()
-    assert job.machine.phase is Phase.CONFIRMING
+    assert job.machine.phase is JobPhase.CONFIRMING
     reports = [
         ev.WorkerReport(rank, 0, "lost" if rank == 1 else "paused", True, 5, True, True)
         for rank in job.ranks
     ]
     assert job.register(0, *reports, generation=1) == [interrupt]
-    assert job.machine.phase is Phase.CONFIRMING
+    assert job.machine.phase is JobPhase.CONFIRMING
 
 
 def test_a_writer_that_reports_again_while_another_publishes_changes_nothing(publishing) -> None:
     assert dumped(publishing, 2, "written") == []
     assert dumped(publishing, 2, "failed", "gone") == []
     assert dumped(publishing, 0, "written") == []
-    assert publishing.machine.phase is Phase.PUBLISHING
+    assert publishing.machine.phase is JobPhase.PUBLISHING
     end = only(dumped(publishing, 0, "published", "/c/dump-5"), do.GiveUp)
     assert end.dump == "/c/dump-5"
 
@@ -69,7 +69,7 @@ def test_a_publisher_that_is_not_done_in_time_ends_the_job_without_a_checkpoint(
 
 def test_while_writers_come_to_an_end_only_those_that_have_not_count(saving) -> None:
     assert dumped(saving, 2, "failed", "no space") == []
-    assert saving.machine.phase is Phase.DISCARDING
+    assert saving.machine.phase is JobPhase.DISCARDING
     assert dumped(saving, 2, "written") == [], "it has said that it failed"
     assert dumped(saving, 0, "withdrawn") == [], "nobody has told it to remove anything yet"
     assert dumped(saving, 0, "written") == []

@@ -8,8 +8,8 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.ladder import STRATEGY_NAMES, Strategy, allowed
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
+from taskd.core.policy.ladder import STRATEGY_NAMES, Strategy, allowed
 from tests.unit.core.answers import acts, kinds, only
 
 
@@ -52,14 +52,14 @@ class TestWhoWrites:
             1,
         )
         assert dump.reason == "rank 1 ended with SIGKILL at step 5"
-        assert dying.machine.phase is Phase.SAVING
+        assert dying.machine.phase is JobPhase.SAVING
         assert dumped(dying, 2) == dumped(dying, 0) == []
         publish = only(dumped(dying, 3), do.Publish)
         assert (publish.rank, publish.node_rank) == (0, 0)
         end = only(dumped(dying, 0, "published", "/c/dump-5"), do.GiveUp)
         assert (end.dump, end.culprit) == ("/c/dump-5", 1)
         assert end.reason == "rank 1 ended with SIGKILL at step 5; step 5 was saved in /c/dump-5"
-        assert dying.machine.phase is Phase.ENDING
+        assert dying.machine.phase is JobPhase.ENDING
         assert not only(dying.send(ev.AgentLeft, 0, "dumped", ""), do.EndJob).succeeded
 
     def test_the_newest_version_that_somebody_holds_whole(self, dying) -> None:
@@ -353,7 +353,7 @@ class TestWhatGoesWrong:
             )
             == []
         )
-        assert dying.machine.phase is Phase.SAVING
+        assert dying.machine.phase is JobPhase.SAVING
 
 
 class TestNames:

@@ -6,18 +6,19 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.cut import Copy, NoCut, plan_cut
 from taskd.core.exits import exit_fault
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.invariants import check
-from taskd.core.job.state import Job
-from taskd.core.ladder import SHORT_LIFE_S
-from taskd.core.leases import Leases
-from taskd.core.membership import Membership
-from taskd.core.phase import Phase
+from taskd.core.job.membership import Membership
+from taskd.core.job.record import TimedFault
+from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
+from taskd.core.policy.cut import Copy, NoCut, plan_cut
+from taskd.core.policy.hangs import HangDetector
+from taskd.core.policy.ladder import SHORT_LIFE_S
+from taskd.core.policy.leases import Leases
+from taskd.core.policy.stagnation import DEATH_LIMIT, Stagnation
 from taskd.core.profiling import Domain, Domains, Switchboard
-from taskd.core.record import TimedFault
-from taskd.core.stagnation import DEATH_LIMIT, Stagnation
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only, passed_on, told
@@ -39,12 +40,17 @@ def test_domains_are_shown_in_words() -> None:
 
 def test_a_change_of_phase_that_no_table_knows_is_written_down_and_breaks_the_invariants() -> None:
     timeouts = Timeouts.derive(30.0)
-    job = Job(timeouts, Membership(), Leases(timeouts))
-    job.phase = Phase.RUNNING
+    job = JobState(
+        timeouts=timeouts,
+        membership=Membership(),
+        leases=Leases(timeouts),
+        hangs=HangDetector(timeouts),
+    )
+    job.phase = JobPhase.RUNNING
     check(job)
-    job.declare("a rank started", Phase.JOINING, frozenset({Phase.RUNNING}))
+    job.declare("a rank started", JobPhase.JOINING, frozenset({JobPhase.RUNNING}))
     assert job.undeclared == []
-    job.declare("a rank started", Phase.JOINING, frozenset({Phase.PAUSING}))
+    job.declare("a rank started", JobPhase.JOINING, frozenset({JobPhase.PAUSING}))
     assert job.undeclared == ["a rank started: joining to running"]
     assert "no table knows that a rank started" in job.story.last()
     with pytest.raises(AssertionError):
@@ -56,7 +62,7 @@ def test_no_whole_copy_ends_a_job_that_may_only_retry(manager) -> None:
     job.raise_(0, clean=False)
     end = only(job.pause(1, 5, clean=False), do.GiveUp)
     assert end.reason.startswith("no clean copy of the state is left")
-    assert job.machine.phase is Phase.ENDING
+    assert job.machine.phase is JobPhase.ENDING
 
 
 def test_a_fault_that_progress_has_forgotten_is_forgotten_once() -> None:
@@ -260,10 +266,10 @@ def test_a_status_that_comes_after_its_recovery_is_no_reason_to_stop_the_next_on
     job.pause_all()
     job.recover_all(5)
     job.lose(2, FaultKind.KILLED, "SIGKILL")
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
     how = make_fault(FaultKind.EXITED, 1, life, "exit 3", version=5)
     assert job.worker(ev.WorkerExitKnown, 1, how, incarnation=life) == []
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
 
 
 def test_a_suspect_of_a_rank_that_has_ended_is_none_any_more(manager) -> None:
@@ -272,7 +278,7 @@ def test_a_suspect_of_a_rank_that_has_ended_is_none_any_more(manager) -> None:
     job.raise_(0, kind=FaultKind.COMMUNICATION)
     job.send(ev.AgentLeft, 0, "succeeded", "")
     assert job.register(1) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
 
 
 def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager) -> None:
@@ -280,7 +286,7 @@ def test_a_suspected_exception_is_known_to_a_manager_that_was_restarted(manager)
     job.register(0, ev.WorkerReport(0, 0, "running", True, 5), generation=3)
     job.raise_(0, kind=FaultKind.COMMUNICATION, generation=3)
     job.register(1, ev.WorkerReport(1, 0, "running", True, 5), generation=2)
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
     job.pause_all()
     record = only(job.recover_all(), do.RecordRecovery).record
     assert "is not known" not in record.reason

@@ -1,4 +1,4 @@
-"""Every (Phase x Event) is in exactly one table, and the tables know no others."""
+"""Every (JobPhase x Event) is in exactly one table, and the tables know no others."""
 
 import itertools
 
@@ -6,11 +6,12 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core import node
 from taskd.core.job import machine as recovery
-from taskd.core.phase import Phase
+from taskd.core.node import machine as node
+from taskd.core.node.orders import ORDERS
+from taskd.core.phase import JobPhase
 from taskd.core.story import Story
-from taskd.core.table import Table
+from taskd.core.transitions import TransitionTable
 from taskd.errors import InvalidTransition
 
 WORKER_TO_AGENT_ONLY = {ev.WorkerReady, ev.WorkerUncaught, ev.WorkerMirrors}
@@ -30,13 +31,13 @@ def all_events() -> set[type[ev.Event]]:
     return found
 
 
-@pytest.mark.parametrize(("phases", "module"), [(Phase, recovery), (node.NodePhase, node)])
+@pytest.mark.parametrize(("phases", "module"), [(JobPhase, recovery), (node.NodePhase, node)])
 def test_every_phase_and_event_is_in_exactly_one_table(phases, module) -> None:
     for key in itertools.product(phases, module.EVENTS):
         assert (key in module.TRANSITIONS) != (key in module.IGNORED), key
 
 
-@pytest.mark.parametrize(("phases", "module"), [(Phase, recovery), (node.NodePhase, node)])
+@pytest.mark.parametrize(("phases", "module"), [(JobPhase, recovery), (node.NodePhase, node)])
 def test_tables_know_no_other_keys(phases, module) -> None:
     expected = set(itertools.product(phases, module.EVENTS))
     assert set(module.TRANSITIONS) | set(module.IGNORED) == expected
@@ -65,7 +66,7 @@ def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
         do.FallBack,
     }
     every = {kind for kind in do.Command.__subclasses__() if vars(do).get(kind.__name__) is kind}
-    assert set(node.NodeMachine.COMMANDS) == every - own - agents - BESIDE_THE_MACHINES
+    assert set(ORDERS) == every - own - agents - BESIDE_THE_MACHINES
 
 
 def test_an_event_without_a_rule_is_a_bug_and_brings_the_story() -> None:
@@ -76,4 +77,4 @@ def test_an_event_without_a_rule_is_a_bug_and_brings_the_story() -> None:
         match=r"no rule for Tick while running(.|\n)*what "
         r"happened before",
     ):
-        Table({}, {}).rule(Phase.RUNNING, ev.Tick(0.0, ""), story)
+        TransitionTable({}, {}).rule(JobPhase.RUNNING, ev.Tick(0.0, ""), story)

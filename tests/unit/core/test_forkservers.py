@@ -1,6 +1,6 @@
 """How long a forkserver is waited for, and when another one is started."""
 
-from taskd.core.forkservers import (
+from taskd.core.policy.forkservers import (
     ANSWER_S,
     DEATHS,
     DEATHS_WITHIN_S,

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core import marks as of
 from taskd.core.faults import FaultKind
-from taskd.core.marks import GroupMark, Mark
-from taskd.core.phase import Phase
-from taskd.core.progress import Progress
+from taskd.core.marks import Activity, GroupMark, Mark
+from taskd.core.phase import JobPhase
+from taskd.core.policy.hangs import HangDetector
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only
 
@@ -17,7 +16,10 @@ def mark(rank: int, *, hangs: bool, groups: tuple[int, ...] = (7,), **changes) -
     """2.5 s in a step that takes 0.05 s: asleep, or in a collective that the one has not begun."""
     entered = 40 if hangs else 41
     known = tuple(GroupMark(group, "0", entered, 40, "all_reduce") for group in groups)
-    fields = {"activity": of.ASLEEP if hangs else of.UNKNOWN, "is_waiting": not hangs} | changes
+    fields = {
+        "activity": Activity.ASLEEP if hangs else Activity.UNKNOWN,
+        "is_waiting": not hangs,
+    } | changes
     phase = "forward" if hangs else "backward"
     return Mark(rank, 0, 0, 5, phase, 2.5, groups=known, slowest_s=0.05, **fields)
 
@@ -26,8 +28,8 @@ def test_ranks_that_have_not_started_yet_do_not_hang(manager) -> None:
     job = manager(per_node=2)
     reports = [ev.WorkerReport(rank, 0, "starting") for rank in job.ranks]
     assert job.register(0, *reports) == []
-    assert job.machine.phase is Phase.RUNNING
-    stopped = mark(1, hangs=True, frozen_s=1e4, activity=of.STOPPED)
+    assert job.machine.phase is JobPhase.RUNNING
+    stopped = mark(1, hangs=True, frozen_s=1e4, activity=Activity.STOPPED)
     assert job.send(ev.AgentHeard, 0, (mark(0, hangs=False), stopped)) == []
 
 
@@ -35,7 +37,7 @@ def test_marks_that_came_before_the_job_was_complete_count_afterwards(manager) -
     job = manager(nodes=2, per_node=2)
     job.register(0)
     job.send(ev.AgentHeard, 0, (mark(0, hangs=False), mark(1, hangs=False)))
-    assert job.machine.phase is Phase.JOINING
+    assert job.machine.phase is JobPhase.JOINING
     job.register(1)
     for rank in job.ranks:
         job.worker(ev.WorkerDeclared, rank, True)
@@ -61,7 +63,7 @@ def test_stacks_belong_to_the_hang_alone(manager) -> None:
 
 
 def test_where_no_communicator_is_common_any_collective_is_a_wait_for_the_one_that_stands() -> None:
-    progress = Progress(Timeouts.derive(30.0))
+    progress = HangDetector(Timeouts.derive(30.0))
     lives = [(0, 0), (1, 0), (2, 0)]
     culprit = mark(2, hangs=True, groups=(2,))
     for is_waiting, expected in ((True, [2]), (False, [])):
@@ -75,20 +77,22 @@ def test_a_job_that_somebody_stopped_while_it_stops_is_left_alone(manager) -> No
     """All live ranks at once: no fault of theirs."""
     job = manager(per_node=2).joined()
     job.raise_(0)
-    frozen = mark(1, hangs=True, frozen_s=60.0, activity=of.STOPPED)
+    frozen = mark(1, hangs=True, frozen_s=60.0, activity=Activity.STOPPED)
     assert kinds(job.send(ev.AgentHeard, 0, (frozen,))) == ["KillWorker", "ReplaceWorker"]
     job = manager(per_node=2, strategies="dump").joined()
     job.send(ev.AgentDraining, 0, "SIGTERM", 1e6)
-    assert job.machine.phase is Phase.PAUSING
-    both = tuple(mark(rank, hangs=True, frozen_s=60.0, activity=of.STOPPED) for rank in job.ranks)
+    assert job.machine.phase is JobPhase.PAUSING
+    both = tuple(
+        mark(rank, hangs=True, frozen_s=60.0, activity=Activity.STOPPED) for rank in job.ranks
+    )
     assert job.send(ev.AgentHeard, 0, both) == []
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
 
 
 def test_a_rank_that_is_stopped_is_named_once() -> None:
     """It has stood for longer than any limit, too, and others wait for it."""
-    progress = Progress(Timeouts.derive(30.0))
-    stopped = mark(2, hangs=True, frozen_s=400.0, activity=of.STOPPED)
+    progress = HangDetector(Timeouts.derive(30.0))
+    stopped = mark(2, hangs=True, frozen_s=400.0, activity=Activity.STOPPED)
     marks = [mark(0, hangs=False), mark(1, hangs=False), stopped]
     progress.note(1.0, [replace(one, still_s=400.0) for one in marks])
     verdict = progress.judge(1.0, 0, [(0, 0), (1, 0), (2, 0)])
@@ -101,8 +105,10 @@ def test_a_mark_is_fresh_for_two_heartbeats_however_long_these_are() -> None:
     assert timeouts.heartbeat_s == 0.5
     lives = [(0, 0), (1, 0)]
     for age_s, is_seen in ((0.9, True), (1.1, False), (3.9, False)):
-        progress = Progress(timeouts)
-        progress.note(10.0 - age_s, [mark(1, hangs=True, frozen_s=100.0, activity=of.STOPPED)])
+        progress = HangDetector(timeouts)
+        progress.note(
+            10.0 - age_s, [mark(1, hangs=True, frozen_s=100.0, activity=Activity.STOPPED)]
+        )
         assert bool(progress.frozen(10.0, 0, lives)) is is_seen
 
 
@@ -110,7 +116,7 @@ def test_the_longer_limit_of_a_second_wait_of_all_is_that_of_the_lowest_rank() -
     """Ranks may be one version apart; the first wait was counted for the lowest."""
     lives = [(0, 0), (1, 0)]
     for versions, ends in (((5, 6), False), ((6, 5), True)):
-        progress = Progress(Timeouts.derive(30.0))
+        progress = HangDetector(Timeouts.derive(30.0))
         ahead = [
             replace(mark(rank, hangs=False), version=version, still_s=31.0)
             for rank, version in zip((0, 1), (5, 6), strict=True)
@@ -126,8 +132,8 @@ def test_the_longer_limit_of_a_second_wait_of_all_is_that_of_the_lowest_rank() -
 
 
 def test_a_rank_that_holds_the_interpreter_lock_is_said_to_do_so() -> None:
-    for activity, shown in ((of.ASLEEP, "asleep"), (of.BUSY, "busy")):
-        progress = Progress(Timeouts.derive(30.0))
+    for activity, shown in ((Activity.ASLEEP, "asleep"), (Activity.BUSY, "busy")):
+        progress = HangDetector(Timeouts.derive(30.0))
         culprit = mark(2, hangs=True, python_s=2.5, activity=activity)
         marks = [mark(0, hangs=False), mark(1, hangs=False), culprit]
         progress.note(1.0, [replace(one, still_s=400.0) for one in marks])

@@ -4,10 +4,9 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core import marks as of
 from taskd.core.faults import FaultKind
-from taskd.core.marks import GroupMark, Mark
-from taskd.core.phase import Phase
+from taskd.core.marks import Activity, GroupMark, Mark
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import acts, kinds, only
 
 
@@ -22,7 +21,7 @@ def mark(
 ) -> Mark:
     group = GroupMark(7, "0", 40 if hangs else 41, 40, "all_reduce")
     fields = {
-        "activity": of.ASLEEP if hangs else of.UNKNOWN,
+        "activity": Activity.ASLEEP if hangs else Activity.UNKNOWN,
         "is_waiting": not hangs,
         "slowest_s": 0.05,
     } | changes
@@ -53,7 +52,7 @@ def test_the_culprit_is_killed_after_its_stacks_and_replaced(manager) -> None:
         "rank 2 hangs: asleep for 2.5 s in forward; ranks 0, 1, 3 wait for it in all_reduce 41"
     )
     assert (replacement.rank, replacement.incarnation) == (2, 1)
-    assert job.machine.phase is Phase.PAUSING
+    assert job.machine.phase is JobPhase.PAUSING
 
 
 def test_the_record_has_the_stacks_and_counts_from_the_beginning_of_the_hang(manager) -> None:
@@ -75,13 +74,13 @@ def test_stacks_that_come_late_are_no_error(manager) -> None:
     job.pause_all()
     job.recover_all()
     assert job.worker(ev.WorkerExamined, 2, "File train.py, line 3", incarnation=0) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
 
 
 def test_nothing_is_done_about_a_healthy_job(manager) -> None:
     job = manager().joined()
     assert look(job, culprit=None, still_s=0.01) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
 
 
 def test_all_waiting_is_answered_without_replacing_anybody(manager) -> None:
@@ -98,7 +97,7 @@ def test_a_rank_stopped_while_it_is_called_out_is_not_waited_for(manager) -> Non
     job.lose(2)
     for rank in (0, 3):
         job.pause(rank)
-    stopped = mark(1, hangs=True, frozen_s=2.1, activity=of.STOPPED)
+    stopped = mark(1, hangs=True, frozen_s=2.1, activity=Activity.STOPPED)
     kill, replacement = job.send(ev.AgentHeard, 0, (stopped,))
     assert isinstance(kill, do.KillWorker)
     assert (replacement.rank, replacement.incarnation) == (1, 1)
@@ -153,23 +152,23 @@ def test_without_recoverable_only_a_stopped_process_counts_and_later(manager) ->
             hangs=rank == 2,
             still_s=29.0,
             frozen_s=29.0 if rank == 2 else 0.0,
-            activity=of.STOPPED,
+            activity=Activity.STOPPED,
         )
         for rank in range(4)
     ]
     assert job.send(ev.AgentHeard, 0, tuple(marks)) == []
-    marks[2] = mark(2, hangs=True, still_s=31.0, frozen_s=31.0, activity=of.STOPPED)
+    marks[2] = mark(2, hangs=True, still_s=31.0, frozen_s=31.0, activity=Activity.STOPPED)
     assert "RestartGroup" in kinds(job.send(ev.AgentHeard, 0, tuple(marks)))
 
 
 def test_without_recoverable_a_job_that_somebody_stopped_is_left_alone(manager) -> None:
     job = manager().joined(declared=False)
     marks = tuple(
-        mark(rank, hangs=True, still_s=99.0, frozen_s=99.0, activity=of.STOPPED)
+        mark(rank, hangs=True, still_s=99.0, frozen_s=99.0, activity=Activity.STOPPED)
         for rank in range(4)
     )
     assert job.send(ev.AgentHeard, 0, marks) == []
-    assert job.machine.phase is Phase.RUNNING
+    assert job.machine.phase is JobPhase.RUNNING
 
 
 class TestNode:

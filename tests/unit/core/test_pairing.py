@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.peers import peers_of
+from taskd.core.policy.peers import peers_of
 from tests.unit.core.answers import kinds, only
 
 HOSTS = st.dictionaries(st.integers(0, 40), st.sampled_from("abcd"), max_size=24)

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from taskd.core import marks as of
-from taskd.core.marks import GroupMark, Mark
-from taskd.core.progress import Progress, Verdict
+from taskd.core.marks import Activity, GroupMark, Mark
+from taskd.core.policy.hangs import HangDetector, Verdict
 from taskd.core.timeouts import Timeouts
 
 TIMEOUTS = Timeouts.derive()
@@ -47,7 +46,7 @@ def standing(rank: int, still_s: float = 2.5, **changes) -> Mark:
             20,
             "forward",
             still_s,
-            activity=of.ASLEEP,
+            activity=Activity.ASLEEP,
             slowest_s=STEP_S,
             groups=(group(40, 40),),
         ),
@@ -56,7 +55,7 @@ def standing(rank: int, still_s: float = 2.5, **changes) -> Mark:
 
 
 def judge(*marks: Mark, after_s: float = 0.0, hangs: int = 0) -> Verdict | None:
-    progress = Progress(TIMEOUTS)
+    progress = HangDetector(TIMEOUTS)
     progress.note(99.0, [standing(2)])
     for _ in range(hangs):
         assert progress.count(2) == 20
@@ -97,7 +96,7 @@ def test_an_agent_that_is_late_makes_nobody_stand_longer() -> None:
             )
             is None
         )
-    progress = Progress(TIMEOUTS)
+    progress = HangDetector(TIMEOUTS)
     progress.note(100.0, [standing(2), standing(3)])
     progress.note(105.0, [waiting(0), waiting(1)])
     assert progress.judge(105.0, 0, LIVES) is None
@@ -106,7 +105,7 @@ def test_an_agent_that_is_late_makes_nobody_stand_longer() -> None:
 
 
 def test_the_network_is_not_blamed_while_an_agent_is_late() -> None:
-    progress = Progress(TIMEOUTS)
+    progress = HangDetector(TIMEOUTS)
     progress.note(100.0, [waiting(2, 5.0), waiting(3, 5.0)])
     progress.note(131.0, [waiting(0, 31.0), waiting(1, 31.0)])
     assert progress.judge(131.0, 0, LIVES) is None
@@ -134,7 +133,7 @@ def test_a_rank_that_waited_when_it_last_spoke_gets_time() -> None:
     """
     ranks = [
         waiting(0, 9.0),
-        waiting(1, 9.0, python_s=1.5, activity=of.ASLEEP),
+        waiting(1, 9.0, python_s=1.5, activity=Activity.ASLEEP),
         standing(2, 9.0, phase="checkpoint"),
         waiting(3, 9.0),
     ]
@@ -166,13 +165,13 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
     [
         ({}, 2.0),
         ({"slowest_s": 4.0}, 12.0),
-        ({"activity": of.BUSY}, 300.0),
-        ({"activity": of.DISK}, 300.0),
-        ({"activity": of.UNKNOWN}, 300.0),
-        ({"activity": of.BUSY, "python_s": 2.0}, 2.0),  # the interpreter lock is kept
-        ({"activity": of.DISK, "python_s": 2.0}, 300.0),  # ... by a library that reads a file
+        ({"activity": Activity.BUSY}, 300.0),
+        ({"activity": Activity.DISK}, 300.0),
+        ({"activity": Activity.UNKNOWN}, 300.0),
+        ({"activity": Activity.BUSY, "python_s": 2.0}, 2.0),  # the interpreter lock is kept
+        ({"activity": Activity.DISK, "python_s": 2.0}, 300.0),  # ... by a library that reads a file
         ({"phase": "data"}, 300.0),
-        ({"phase": "data", "activity": of.BUSY, "python_s": 2.0}, 300.0),
+        ({"phase": "data", "activity": Activity.BUSY, "python_s": 2.0}, 300.0),
         ({"phase": "checkpoint"}, 1800.0),
         ({"phase": "checkpoint", "checkpoint_s": 200.0}, 600.0),
         ({"phase": "checkpoint", "checkpoint_s": 1.0}, 300.0),
@@ -180,7 +179,7 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
         ({"phase": "evaluation", "evaluation_s": 200.0}, 600.0),
         ({"phase": "entered"}, 600.0),
         ({"slowest_s": 0.0}, 600.0),  # it has not done two steps yet
-        ({"activity": of.TRACED}, None),
+        ({"activity": Activity.TRACED}, None),
         ({"phase": "returned"}, None),
     ],
 )
@@ -230,18 +229,21 @@ def test_the_steps_of_those_who_waited_for_a_checkpoint_are_not_the_measure() ->
 
 
 def test_a_stopped_rank_is_found_even_if_nobody_waits_yet() -> None:
-    stopped = standing(2, 2.2, frozen_s=2.1, activity=of.STOPPED)
+    stopped = standing(2, 2.2, frozen_s=2.1, activity=Activity.STOPPED)
     moving = [waiting(rank, 0.01, is_waiting=False) for rank in (0, 1, 3)]
     assert culprits(judge(*moving, stopped)) == [2]
-    assert judge(*moving, dataclasses.replace(stopped, activity=of.DISK)) is None
+    assert judge(*moving, dataclasses.replace(stopped, activity=Activity.DISK)) is None
     assert culprits(
-        judge(*moving, dataclasses.replace(stopped, activity=of.DISK, frozen_s=31.0))
+        judge(*moving, dataclasses.replace(stopped, activity=Activity.DISK, frozen_s=31.0))
     ) == [2]
-    assert judge(*moving, dataclasses.replace(stopped, activity=of.TRACED, frozen_s=1000.0)) is None
+    assert (
+        judge(*moving, dataclasses.replace(stopped, activity=Activity.TRACED, frozen_s=1000.0))
+        is None
+    )
 
 
 def test_a_rank_that_was_stopped_when_its_agent_last_spoke_may_run_again() -> None:
-    stopped = standing(2, 2.2, frozen_s=2.1, activity=of.STOPPED)
+    stopped = standing(2, 2.2, frozen_s=2.1, activity=Activity.STOPPED)
     moving = [waiting(rank, 0.01, is_waiting=False) for rank in (0, 1, 3)]
     limit_s = 2 * TIMEOUTS.heartbeat_s
     assert culprits(judge(*moving, stopped, after_s=limit_s)) == [2]
@@ -249,13 +251,13 @@ def test_a_rank_that_was_stopped_when_its_agent_last_spoke_may_run_again() -> No
 
 
 def test_a_rank_that_was_stopped_while_it_waited_is_still_the_culprit() -> None:
-    stopped = waiting(2, 2.2, frozen_s=2.1, python_s=2.2, activity=of.STOPPED)
+    stopped = waiting(2, 2.2, frozen_s=2.1, python_s=2.2, activity=Activity.STOPPED)
     assert culprits(judge(waiting(0), waiting(1), waiting(3), stopped)) == [2]
 
 
 def test_when_all_would_be_killed_nobody_is() -> None:
     assert (
-        judge(*(standing(rank, 9.0, frozen_s=9.0, activity=of.STOPPED) for rank in range(4)))
+        judge(*(standing(rank, 9.0, frozen_s=9.0, activity=Activity.STOPPED) for rank in range(4)))
         is None
     )
 
@@ -297,7 +299,7 @@ def test_nccl_calls_come_back_at_once_so_counts_decide() -> None:
 
 def test_marks_of_another_generation_or_life_count_for_nothing() -> None:
     ranks = [waiting(0), waiting(1), standing(2), waiting(3)]
-    progress = Progress(TIMEOUTS)
+    progress = HangDetector(TIMEOUTS)
     progress.note(100.0, ranks)
     assert culprits(progress.judge(100.0, 0, LIVES)) == [2]
     assert progress.judge(100.0, 1, LIVES) is None
@@ -311,7 +313,7 @@ class Model:
     """
 
     def __init__(self) -> None:
-        self.progress = Progress(TIMEOUTS)
+        self.progress = HangDetector(TIMEOUTS)
         self.now = 0.0
         self.version = 0
         self.slowest = [0.0] * 4
@@ -323,7 +325,7 @@ class Model:
         self,
         took: list[float],
         phase: str = "forward",
-        activity: str = of.ASLEEP,
+        activity: str = Activity.ASLEEP,
         *,
         learn: bool = True,
     ) -> None:
@@ -378,7 +380,7 @@ class Model:
             self.version,
             phase,
             still,
-            activity=activity if still > 1.5 else of.UNKNOWN,
+            activity=activity if still > 1.5 else Activity.UNKNOWN,
             groups=(group(self.version, self.version),),
             **common,
         )
@@ -391,7 +393,7 @@ def test_no_false_alarm_in_ten_thousand_steps(seed: int) -> None:
     A checkpoint of a minute, twice.
     """
     chance, model = random.Random(seed), Model()
-    model.step([30.0, 31.0, 45.0, 30.5], activity=of.BUSY)
+    model.step([30.0, 31.0, 45.0, 30.5], activity=Activity.BUSY)
     slow = 0
     for number in range(10_000):
         took = [STEP_S * chance.uniform(0.9, 1.1) for _ in range(4)]
@@ -399,7 +401,7 @@ def test_no_false_alarm_in_ten_thousand_steps(seed: int) -> None:
             slow += 1
             took[chance.randrange(4)] *= 20
         if number in (3000, 7000):
-            model.step([60.0, STEP_S, STEP_S, STEP_S], phase="checkpoint", activity=of.DISK)
+            model.step([60.0, STEP_S, STEP_S, STEP_S], phase="checkpoint", activity=Activity.DISK)
         model.step(took)
     assert slow > 50
     assert model.verdicts == []
@@ -407,7 +409,7 @@ def test_no_false_alarm_in_ten_thousand_steps(seed: int) -> None:
 
 def test_after_all_that_a_hang_is_still_found_at_once() -> None:
     model = Model()
-    model.step([30.0] * 4, activity=of.BUSY)
+    model.step([30.0] * 4, activity=Activity.BUSY)
     for _ in range(300):
         model.step([STEP_S] * 4)
     began = model.now

@@ -7,7 +7,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import acts, kinds, only, plan
 
 
@@ -30,7 +30,7 @@ class TestOneDeath:
         assert plan(resume) == {0: None, 1: None, 2: 0, 3: None}
         assert job.recover(0) == job.recover(1) == job.recover(3) == []
         record = only(job.recover(2, took=0.2), do.RecordRecovery).record
-        assert job.machine.phase is Phase.RUNNING
+        assert job.machine.phase is JobPhase.RUNNING
         assert (record.generation, record.strategy, record.version, record.steps_redone) == (
             1,
             "recover-in-place",
@@ -224,7 +224,7 @@ class TestSeveralDeaths:
         job.worker(ev.WorkerFinished, 1)
         record = only(job.worker(ev.WorkerFinished, 0), do.RecordRecovery).record
         assert record.not_completed == "every process has ended"
-        assert job.machine.phase is Phase.RUNNING
+        assert job.machine.phase is JobPhase.RUNNING
 
 
 class TestExceptions:
@@ -298,7 +298,7 @@ class TestExceptions:
         assert job.raise_(1, generation=0) == []
         job.lose(0)
         assert job.raise_(1, generation=1) == []
-        assert job.machine.phase is Phase.PAUSING
+        assert job.machine.phase is JobPhase.PAUSING
 
     def test_a_second_one_from_a_waiting_rank_is_ignored(self, manager) -> None:
         job = manager().joined()
@@ -311,7 +311,7 @@ class TestBrokenCommunication:
         job = manager().joined()
         assert job.raise_(1, "reset", kind=FaultKind.COMMUNICATION) == []
         assert job.raise_(3, "reset", kind=FaultKind.COMMUNICATION) == []
-        assert job.machine.phase is Phase.SUSPECTING
+        assert job.machine.phase is JobPhase.SUSPECTING
         interrupt, _ = job.lose(2)
         assert interrupt.reason == "rank 2 ended at step 5"
         job.pause(0)
@@ -340,7 +340,7 @@ class TestBrokenCommunication:
         job = manager().joined()
         for _ in range(2):
             job.raise_(1)
-            if job.machine.phase is Phase.SUSPECTING:
+            if job.machine.phase is JobPhase.SUSPECTING:
                 job.tick()
             job.pause_all(), job.pause_all()
         job.raise_(3, "reset", kind=FaultKind.COMMUNICATION, age=0.5)

@@ -3,7 +3,7 @@
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import kinds, only, plan
 
 
@@ -72,7 +72,7 @@ class TestTheEnd:
         reason = "the agent of node 1 left (fallback: rank 1 ended, and no manager answers)"
         assert end == do.EndJob(f"e{job.count}", 1, succeeded=True, reason=reason, left_alone=True)
         assert record.record.not_completed == f"the job has ended: {reason}"
-        assert job.machine.phase is Phase.ENDED
+        assert job.machine.phase is JobPhase.ENDED
 
     def test_a_job_that_was_given_up_stays_so_when_a_node_goes_on_without_us(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined()
@@ -122,7 +122,7 @@ class TestAgents:
         assert job.tick() == []
         (give_up,) = job.tick()
         assert give_up.reason == "the agent of node 1 has been silent for 30 s"
-        assert job.machine.phase is Phase.ENDING
+        assert job.machine.phase is JobPhase.ENDING
         assert job.send(ev.AgentHeard, 1) == []
         job.tick()
         assert only(job.tick(), do.EndJob) == do.EndJob("e10", 0, False, give_up.reason)

@@ -2,7 +2,7 @@
 
 from taskd.core import commands as do
 from taskd.core import events as ev
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from tests.unit.core.answers import kinds, only
 
 
@@ -17,7 +17,7 @@ class TestPatience:
         job.pause(0), job.pause(1, None)
         for moment in range(110, 690, 10):
             job.hear_all_until(moment)
-            assert job.machine.phase is Phase.PAUSING
+            assert job.machine.phase is JobPhase.PAUSING
         kill, _ = job.tick(at=job.now + 25)
         assert (kill.rank, kill.reason) == (2, "did not leave its step")
 

@@ -9,7 +9,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import Phase
+from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from tests.unit.core.answers import kinds, only
 
@@ -20,9 +20,9 @@ class TestJoining:
     def test_nothing_happens_until_every_rank_is_known(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
         job.register(0)
-        assert job.machine.phase is Phase.JOINING
+        assert job.machine.phase is JobPhase.JOINING
         job.register(1)
-        assert job.machine.phase is Phase.RUNNING
+        assert job.machine.phase is JobPhase.RUNNING
 
     def test_faults_are_kept_until_then(self, manager, make_fault) -> None:
         job = manager(nodes=2, per_node=2)
@@ -49,7 +49,7 @@ class TestJoining:
         job.register(0)
         assert job.raise_(0, "reset", kind=FaultKind.COMMUNICATION) == []
         assert job.register(1) == []
-        assert job.machine.phase is Phase.SUSPECTING
+        assert job.machine.phase is JobPhase.SUSPECTING
         assert kinds(job.tick()) == ["Interrupt"]
         job = manager(nodes=2, per_node=1)
         job.register(0)
@@ -65,7 +65,7 @@ class TestJoining:
                 assert job.raise_(0, kind=kind) == []
             job.register(1)
             commands = job.tick() if kind is FaultKind.COMMUNICATION else []
-            assert job.machine.phase is Phase.PAUSING, commands
+            assert job.machine.phase is JobPhase.PAUSING, commands
             assert job.machine.restarts_used == 1
 
     def test_a_recovery_that_is_reported_before_that_is_anothers(self, manager) -> None:
@@ -156,7 +156,7 @@ class TestANewManager:
         assert (job.machine.generation, job.machine.restarts_used, job.machine.phase) == (
             5,
             4,
-            Phase.RUNNING,
+            JobPhase.RUNNING,
         )
         interrupt, replacement = job.lose(0)
         assert (interrupt.generation, replacement.incarnation, replacement.restarts_used) == (
@@ -333,7 +333,7 @@ class TestANewManager:
         job.return_(0)
         job.hear_all_until(120.0)
         assert job.tick(at=131.0) == []
-        assert job.machine.phase is Phase.JOINING
+        assert job.machine.phase is JobPhase.JOINING
 
     def test_everybody_who_came_has_left(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
@@ -445,7 +445,7 @@ def test_an_early_end_on_one_node_waits_for_the_other_node(manager) -> None:
     job.worker(ev.WorkerDeclared, 0)
     job.worker(ev.WorkerDeclared, 1, True)
     assert job.worker(ev.WorkerFinished, 0) == []
-    assert job.machine.phase is Phase.JOINING
+    assert job.machine.phase is JobPhase.JOINING
     commands = job.register(1)
     assert "RestartGroup" not in kinds(commands)
     assert only(commands, do.ReplaceWorker).rank == 0

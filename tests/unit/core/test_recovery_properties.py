@@ -12,7 +12,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
-from taskd.core.phase import DUMPING, Phase
+from taskd.core.phase import DUMPING, JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.replay import dump_lines, load_lines, replay
 
@@ -223,7 +223,7 @@ class AnyHistory(RuleBasedStateMachine):
         generation = self.machine.generation - behind
         # Before everybody has joined it may speak of what an earlier manager began: it is outside
         # until somebody resumes it.
-        if self.counts(rank, age) and (behind == 0 or self.machine.phase is Phase.JOINING):
+        if self.counts(rank, age) and (behind == 0 or self.machine.phase is JobPhase.JOINING):
             self.outside.add(rank)
         self.send(ev.WorkerPaused, rank, self.life(rank, age), generation, version, clean)
 
@@ -249,8 +249,12 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(rank=RANKS, behind=st.sampled_from([0, 0, 1]), version=st.integers(0, 3))
     def may_advance(self, rank, behind, version) -> None:
         # In a vote that broke it waits; at the end of a step it does not wait yet.
-        is_voting = not (self.is_finishing and self.machine.phase is Phase.PAUSING)
-        if self.counts(rank) and is_voting and (behind == 0 or self.machine.phase is Phase.JOINING):
+        is_voting = not (self.is_finishing and self.machine.phase is JobPhase.PAUSING)
+        if (
+            self.counts(rank)
+            and is_voting
+            and (behind == 0 or self.machine.phase is JobPhase.JOINING)
+        ):
             self.outside.add(rank)
         self.send(
             ev.WorkerMayAdvance, rank, self.lives[rank], self.machine.generation - behind, version
@@ -346,7 +350,7 @@ class AnyHistory(RuleBasedStateMachine):
         """Nobody says how a process died; everybody writes."""
         for node in range(self.nodes):
             self.send(ev.AgentHeard, node)
-        self.now = max(self.now, self.machine._job.status_by or 0.0)
+        self.now = max(self.now, self.machine._state.status_by or 0.0)
         self.send(ev.Tick)
         members = self.machine.membership.members
         for stage in ("written", "published"):
@@ -364,9 +368,9 @@ class AnyHistory(RuleBasedStateMachine):
         """Every fault ends in Resume, RestartGroup or GiveUp."""
         for _ in range(50):
             phase, members = self.machine.phase, self.machine.membership.members
-            if phase is Phase.PAUSING:
+            if phase is JobPhase.PAUSING:
                 for rank in sorted(members):
-                    if self.machine.phase is Phase.PAUSING and members[rank].is_live:
+                    if self.machine.phase is JobPhase.PAUSING and members[rank].is_live:
                         self.outside.add(rank)
                         self.send(
                             ev.WorkerPaused,
@@ -378,7 +382,7 @@ class AnyHistory(RuleBasedStateMachine):
                         )
             elif phase in DUMPING:
                 self.dump()
-            elif phase is Phase.RESTARTING:
+            elif phase is JobPhase.RESTARTING:
                 for rank in sorted(members):
                     self.send(ev.WorkerStarted, rank, members[rank].incarnation, 1)
                     self.send(
@@ -388,7 +392,7 @@ class AnyHistory(RuleBasedStateMachine):
                         self.machine.generation,
                         1,
                     )
-            elif phase is Phase.SUSPECTING:
+            elif phase is JobPhase.SUSPECTING:
                 for node in range(self.nodes):
                     self.send(ev.AgentHeard, node)
                 self.now = max(self.now, self.machine.next_deadline() or 0.0)
@@ -396,9 +400,9 @@ class AnyHistory(RuleBasedStateMachine):
             else:
                 break
         assert self.machine.phase not in (
-            Phase.PAUSING,
-            Phase.RESTARTING,
-            Phase.SUSPECTING,
+            JobPhase.PAUSING,
+            JobPhase.RESTARTING,
+            JobPhase.SUSPECTING,
             *DUMPING,
         ), self.machine.story.last()
 

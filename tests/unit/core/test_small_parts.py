@@ -9,8 +9,8 @@ from hypothesis import given
 from taskd.core.commands import Move
 from taskd.core.exits import exit_fault
 from taskd.core.faults import FaultKind
-from taskd.core.leases import Deadlines, Leases
-from taskd.core.record import Attempt
+from taskd.core.job.record import Attempt
+from taskd.core.policy.leases import Deadlines, Leases
 from taskd.core.timeouts import Timeouts
 
 

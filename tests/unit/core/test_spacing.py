@@ -8,7 +8,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL, SIGTERM
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.spacing import FIRST_S, LONGEST_S, SHORT_LIFE_S, Spacing
+from taskd.core.node.spacing import FIRST_S, LONGEST_S, SHORT_LIFE_S, Spacing
 
 
 def kinds(commands: list[do.Command]) -> list[str]:

@@ -7,9 +7,9 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
-from taskd.core.ladder import SHORT_LIFE_S
-from taskd.core.phase import Phase
-from taskd.core.stagnation import DEATH_LIMIT, OWN_LIMIT
+from taskd.core.phase import JobPhase
+from taskd.core.policy.ladder import SHORT_LIFE_S
+from taskd.core.policy.stagnation import DEATH_LIMIT, OWN_LIMIT
 from tests.unit.core.answers import kinds, only
 
 
@@ -22,7 +22,7 @@ def records(commands) -> list[do.RecoveryRecord]:
 
 
 def let_all_in(job, version: int | None = 5) -> None:
-    while job.machine.phase is Phase.PAUSING:
+    while job.machine.phase is JobPhase.PAUSING:
         job.pause_all(version)
 
 

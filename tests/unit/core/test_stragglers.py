@@ -3,7 +3,7 @@
 import pytest
 
 from taskd.core.marks import Mark
-from taskd.core.stragglers import AGAIN_S, WINDOW_S, Stragglers
+from taskd.core.policy.stragglers import AGAIN_S, WINDOW_S, Stragglers
 
 STEPS = 100
 

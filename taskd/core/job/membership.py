@@ -1,6 +1,4 @@
-"""Who is in the job.
-
-Nodes, ranks, the current life (incarnation) of each rank, and what it was last known to do.
+"""Who is in the job: nodes, ranks, and the current life (incarnation) of each rank.
 
 Owns acceptance: which registration is refused, and which reports come from a life that is over.
 Does not decide what to do about a fault.
@@ -9,9 +7,10 @@ Does not decide what to do about a fault.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from taskd.core.cut import Copy
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
-from taskd.core.worker_state import WorkerState as WorkerState  # noqa: PLC0414
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.policy.cut import Copy
+from taskd.core.worker_state import WorkerState
 
 
 @dataclass(slots=True)
@@ -31,7 +30,9 @@ class Member:
     box_versions: tuple[int, ...] = ()  # of the life before
     shard: str = ""  # what part of the state it has, or had in the life before
     snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
-    is_doomed: bool = False  # it is being killed by our order; what it leaves was not told yet
+    is_kill_ordered: bool = (
+        False  # it is being killed by our order; what it leaves was not told yet
+    )
     may_advance: bool = False  # it waits within its function, and could commit one step more
 
     @property
@@ -49,38 +50,26 @@ class Member:
         self.declared = self.entered = True
 
     def pause(
-        self,
-        version: int | None,
-        clean: bool,
-        snapshots: tuple[int, ...],
-        *,
-        may_advance: bool = False,
-    ) -> None:
-        """It waits outside of its function, or, with `may_advance`, in it for word how far to go."""
-        self.state, self.version, self.clean, self.snapshots = (
-            WorkerState.PAUSED,
-            version,
-            clean,
-            snapshots,
-        )
-        self.may_advance = may_advance
+        self, version: int | None, clean: bool, snapshots: tuple[int, ...],
+        *, may_advance: bool = False,
+    ) -> None:  # fmt: skip
+        """It waits at the gate; with `may_advance` in its function, for word how far to go."""
+        self.state, self.may_advance = WorkerState.PAUSED, may_advance
+        self.version, self.clean, self.snapshots = version, clean, snapshots
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """It is on its way again within its function."""
         self.state, self.may_advance = WorkerState.RUNNING, False
 
     def resume(self) -> None:
         """It goes on with all others: what it said when it stopped counts no more."""
-        self.go_on()
+        self.proceed()
         self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
 
     def lose(
         self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None
     ) -> None:
-        """Its process is gone or as good as gone.
-
-        `snapshots` None: nobody has looked since it paused, if it did.
-        """
+        """Its process is gone or as good as gone. `snapshots` None: nobody has looked since."""
         self.state, self.may_advance = WorkerState.LOST, False
         if snapshots is not None:
             self.snapshots = snapshots
@@ -90,25 +79,30 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared = self.entered = self.may_advance = self.is_doomed = False
+        self.declared = self.entered = self.may_advance = self.is_kill_ordered = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:
             self.box_versions, self.shard, self.snapshots = (), "", ()
 
+    def fault(self, kind: FaultKind, detail: str = "") -> Fault:
+        """A fault of its current life, as the manager sees it."""
+        version = self.version
+        return Fault(kind, self.rank, self.incarnation, detail, version=version, signature=detail)
+
     def copy(self) -> Copy:
         """What it holds, for `plan_cut`."""
         return Copy(
-            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard, self.snapshots, self.may_advance,
-            self.node_rank, self.state is not WorkerState.LOST,
+            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard,
+            self.snapshots, self.may_advance, self.node_rank, self.state is not WorkerState.LOST,
         )  # fmt: skip
 
 
-LOST_NODE = "lost"  # the outcome of a node that fell silent: the only one that may come back
-# of what an agent remembers and the job goes on to count from: nobody recovers so often
-MAX_CLAIM = 2**31
-_STATES = frozenset(state.value for state in WorkerState)
-# the outcome of a node that goes on as plain torchrun, because nobody answered
+# Outcomes of a node: it fell silent, and may come back as the only one; it goes on as plain
+# torchrun, because nobody answered.
+LOST_NODE = "lost"
 FELL_BACK = "fallback"
+MAX_CLAIM = 2**31  # of what an agent remembers and the job counts on from: nobody recovers so often
+_STATES = frozenset(state.value for state in WorkerState)
 _NO_LIMIT = 2**31  # the budget of a node that only an earlier manager knew
 
 
@@ -131,10 +125,7 @@ class Node:
 
 @dataclass(slots=True)
 class Membership:
-    """The table of nodes and members.
-
-    `node_count` and `ranks_per_node` are what the user gave, if anything.
-    """
+    """Nodes and members. `node_count` and `ranks_per_node`: what the user gave, if anything."""
 
     node_count: int | None = None
     ranks_per_node: int | None = None
@@ -143,20 +134,14 @@ class Membership:
     committed: int | None = None  # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
-    # ranks that once ended before they came to their function
-    ended_early: set[int] = field(default_factory=set)
+    ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
     witness: int = -1  # a rank that has something to do, when that was last looked at
-    # rank -> node -> versions of its snapshots there
-    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
-        return (
-            self._bad_numbers(event)
-            or self._bad_position(event)
-            or self._bad_size(event)
-            or self._bad_ranks(event)
-        )
+        wrong = self._bad_numbers(event) or self._bad_position(event)
+        return wrong or self._bad_size(event) or self._bad_ranks(event)
 
     def _bad_numbers(self, event: AgentRegistered) -> str | None:
         """What no agent of ours says, whatever the job: nothing of it may get into a table."""
@@ -164,11 +149,8 @@ class Membership:
             return f"node {event.node_rank} is outside of a job of {event.node_count} nodes"
         if event.node_count > event.world_size:
             return f"{event.node_count} nodes cannot share a world of {event.world_size}"
-        counts = [
-            event.generation,
-            event.restarts_used,
-            *(report.incarnation for report in event.workers),
-        ]
+        lives = (report.incarnation for report in event.workers)
+        counts = [event.generation, event.restarts_used, *lives]
         if not all(0 <= count <= MAX_CLAIM for count in counts) or event.max_restarts < 0:
             return f"generation, restarts and incarnations are numbers from 0 to {MAX_CLAIM}"
         if any(report.version is not None and report.version < 0 for report in event.workers):
@@ -179,27 +161,21 @@ class Membership:
 
     def _bad_position(self, event: AgentRegistered) -> str | None:
         node = self.nodes.get(event.node_rank)
-        if (
-            node is not None
-            and node.is_present
-            and node.agent_incarnation != event.agent_incarnation
-        ):
+        if node is None:
+            return None
+        if node.is_present and node.agent_incarnation != event.agent_incarnation:
             return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
-        if node is not None and node.outcome not in (None, LOST_NODE):
+        if node.outcome not in (None, LOST_NODE):
             return f"node {event.node_rank} has left this job ({node.outcome})"
         return None
 
     def _bad_size(self, event: AgentRegistered) -> str | None:
+        started = "the manager was started for"
         if self.node_count is not None and event.node_count != self.node_count:
-            return (
-                f"the manager was started for {self.node_count} nodes, this agent says "
-                f"{event.node_count}"
-            )
-        if self.ranks_per_node is not None and len(event.workers) != self.ranks_per_node:
-            return (
-                f"the manager was started for {self.ranks_per_node} ranks per node, this agent "
-                f"has {len(event.workers)}"
-            )
+            return f"{started} {self.node_count} nodes, this agent says {event.node_count}"
+        per_node = len(event.workers)
+        if self.ranks_per_node is not None and per_node != self.ranks_per_node:
+            return f"{started} {self.ranks_per_node} ranks per node, this agent has {per_node}"
         if self.world_size is not None and event.world_size != self.world_size:
             return f"the job has {self.world_size} ranks, this agent says {event.world_size}"
         if self.joined_node_count is not None and event.node_count != self.joined_node_count:
@@ -213,14 +189,11 @@ class Membership:
             member = self.members.get(report.rank)
             if member is not None and member.node_rank != event.node_rank:
                 return f"rank {report.rank} belongs to node {member.node_rank}"
-        if len({report.rank for report in event.workers}) != len(event.workers):
+        ranks = {report.rank for report in event.workers}
+        if len(ranks) != len(event.workers):
             return "the same rank is given twice"
         node = self.nodes.get(event.node_rank)
-        if (
-            node is not None
-            and node.ranks
-            and set(node.ranks) != {report.rank for report in event.workers}
-        ):
+        if node is not None and node.ranks and set(node.ranks) != ranks:
             return f"node {event.node_rank} had other ranks before"
         return None
 
@@ -252,15 +225,10 @@ class Membership:
         if member is None:
             return f"rank {event.rank} is not known"
         if event.incarnation != member.incarnation:
-            return (
-                f"incarnation {event.incarnation} of rank {event.rank} is over, now is "
-                f"{member.incarnation}"
-            )
-        if member.state is WorkerState.FINISHED or (
-            not member.is_live and not isinstance(event, WorkerLost)
-        ):
-            return f"rank {event.rank} is {member.state.value}"
-        return None
+            earlier = f"incarnation {event.incarnation} of rank {event.rank}"
+            return f"{earlier} is over, now is {member.incarnation}"
+        is_more = member.state is WorkerState.LOST and isinstance(event, WorkerLost)
+        return None if member.is_live or is_more else f"rank {event.rank} is {member.state.value}"
 
     def note_version(self, version: int | None) -> None:
         """Somebody committed this version."""
@@ -276,11 +244,7 @@ class Membership:
                 self.mirrors.setdefault(rank, {})[node_rank] = versions
 
     def copy_of(self, member: Member) -> Copy:
-        """What a member holds.
-
-        With its node its snapshots are lost; what counts then are their mirrors, and the node that
-        has them.
-        """
+        """What a member holds. If its node is lost: the mirrors of its snapshots, and where."""
         copy = member.copy()
         if copy.alive or self.nodes[member.node_rank].is_present:
             return copy
@@ -296,7 +260,7 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank of the world has been registered, or belongs to a node that left before it could."""
+        """Whether every rank is registered, or belongs to a node that left before it could."""
         if self.world_size is None:
             return False
         return len(self.members) == self.world_size or len(self.nodes) == self.joined_node_count
@@ -350,11 +314,8 @@ class Membership:
 
     def on_node(self, node_rank: int) -> list[Member]:
         """Members of one node, by rank; none of one that has not registered."""
-        return (
-            [self.members[rank] for rank in self.nodes[node_rank].ranks]
-            if node_rank in self.nodes
-            else []
-        )
+        node = self.nodes.get(node_rank)
+        return [] if node is None else [self.members[rank] for rank in node.ranks]
 
     def absent_nodes(self) -> list[Node]:
         """Nodes that left, by rank."""
@@ -382,17 +343,10 @@ class Membership:
 
 def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:
     """A member as its agent describes it."""
+    state = WorkerState(report.state)
     return Member(
-        report.rank,
-        event.node_rank,
-        report.incarnation,
-        WorkerState(report.state),
-        event.now,
-        declared=report.declared,
-        version=report.version,
-        clean=report.clean,
-        entered=report.entered,
-        snapshots=report.snapshots,
-        shard=report.shard,
+        report.rank, event.node_rank, report.incarnation, state, event.now,
+        declared=report.declared, entered=report.entered, version=report.version,
+        clean=report.clean, shard=report.shard, snapshots=report.snapshots,
         may_advance=report.may_advance,
-    )
+    )  # fmt: skip

@@ -4,23 +4,14 @@ Owns the rule. The pairs follow from who is on which host alone, so that a manag
 restarted comes to the same ones.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 
 def peers_of(hosts: Mapping[int, str]) -> dict[int, int]:
-    """The peer of each node: the next one in order, around, that is on another host. {}.
-
-    All are on one.
-    """
+    """The peer of each node: the next in order, around, on another host. {}: all are on one."""
     order = sorted(hosts)
     found: dict[int, int] = {}
-    # index in twice the order -> that of the next node on another host
-    following: dict[int, int] = {}
+    following: dict[int, int] = {}  # index in `twice` -> that of the next node on another host
     twice = [*order, *order]
     for index in range(len(twice) - 2, -1, -1):
         is_other = hosts[twice[index + 1]] != hosts[twice[index]]

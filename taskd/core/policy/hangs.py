@@ -1,6 +1,4 @@
-"""Who hangs, and who only waits for the one that hangs.
-
-Pure: the newest marks of all ranks in, a verdict out.
+"""Who hangs, and who only waits for the one that hangs: marks of all ranks in, a verdict out.
 
 A job stands still when one rank does. From outside all ranks look alike, and so do a hang, a slow
 step and a checkpoint. What tells them apart:
@@ -9,8 +7,10 @@ step and a checkpoint. What tells them apart:
     frozen      that thread does not run, whatever the reason
     locked      the main thread stands, and the interpreter lock is held: the runtime's Python
         thread does not run
-    asleep      the main thread stands outside collectives; neither it nor its children use the processor, read or write
-    busy        the main thread stands outside collectives, but something is going on in it (or it waits for something outside the job)
+    asleep      the main thread stands outside collectives; neither it nor its children use the
+        processor, read or write
+    busy        the main thread stands outside collectives, but something is going on in it (or it
+        waits for something outside the job)
     waiting     it has begun a collective that is not complete: a victim
 
 A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its
@@ -28,8 +28,7 @@ whatever takes long there and is no hang gets its time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from taskd.core import marks as of
-from taskd.core.marks import GroupMark, Mark
+from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.core.timeouts import Timeouts
 
 STEP_FACTOR = 3.0  # limits are so many times what was seen
@@ -38,7 +37,7 @@ LOCKED_S = 1.0  # the runtime's thread runs four times a second
 FRESH_HEARTBEATS = 2.0  # a mark older than so many heartbeats proves nothing
 
 _LONG = {"checkpoint": "checkpoint_s", "evaluation": "evaluation_s"}
-# a rank there neither hangs nor waits in a step
+# Where a rank neither hangs nor waits in a step.
 _OUTSIDE = frozenset({"boot", "returned", "exiting", "paused", "unknown"})
 _SETTING_UP = frozenset({"entered"})
 
@@ -62,7 +61,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stand:
+class _Observation:
     """A mark, and whether it was taken lately.
 
     Its durations are what the agent saw: an agent that is late proves nothing of its ranks.
@@ -85,7 +84,7 @@ class _Stand:
         return self.mark.is_waiting and not self.is_locked and self.mark.frozen_s < LOCKED_S
 
 
-class Progress:
+class HangDetector:
     """The newest mark of each rank. Knows nothing of members: callers say who is to be judged."""
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -107,23 +106,18 @@ class Progress:
     def judge(
         self, now: float, generation: int, lives: Iterable[tuple[int, int]]
     ) -> Verdict | None:
-        """Who hangs among these lives (rank, incarnation), all of which train with `taskd.recoverable`.
+        """Who hangs among these lives (rank, incarnation), which train with `taskd.recoverable`.
 
         None: nobody, or not long enough, or it cannot be told, or nobody healthy would be left.
         """
         wanted = list(lives)
-        stands = self._stands(now, generation, wanted)
-        culprits = self._frozen(stands, self._timeouts.hang_floor_s)
-        culprits += self._standing(
-            [
-                stand
-                for stand in stands
-                if stand.mark.rank not in {culprit.rank for culprit in culprits}
-            ]
-        )
+        seen = self._observe(now, generation, wanted)
+        culprits = self._frozen(seen, self._timeouts.hang_floor_s)
+        frozen = {culprit.rank for culprit in culprits}
+        culprits += self._standing([one for one in seen if one.mark.rank not in frozen])
         if culprits:
             return Verdict(tuple(culprits)) if len(culprits) < len(wanted) else None
-        return self._network(stands) if len(stands) == len(wanted) else None
+        return self._network(seen) if len(seen) == len(wanted) else None
 
     def frozen(
         self,
@@ -132,158 +126,133 @@ class Progress:
         lives: Iterable[tuple[int, int]],
         patience_s: float | None = None,
     ) -> tuple[Culprit, ...]:
-        """Those of these lives that do not run at all.
-
-        What can be said of a rank whatever it does.
-        """
+        """Those of these lives that do not run at all, whatever they were doing."""
         wanted = list(lives)
-        stands = [
-            self._stand(now, seen_at, mark)
+        seen = [
+            self._observation(now, seen_at, mark)
             for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
             if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
         ]
-        return tuple(self._frozen(stands, patience_s or self._timeouts.hang_floor_s))
+        return tuple(self._frozen(seen, patience_s or self._timeouts.hang_floor_s))
 
-    def _stands(
+    def _observe(
         self, now: float, generation: int, wanted: Sequence[tuple[int, int]]
-    ) -> list[_Stand]:
+    ) -> list[_Observation]:
         """What is known of this generation."""
         found = []
         for rank, incarnation in wanted:
             seen_at, mark = self._seen.get(rank, (0.0, None))
-            if (
-                mark is None
-                or (mark.incarnation, mark.generation) != (incarnation, generation)
-                or mark.phase in _OUTSIDE
-            ):
+            if mark is None or mark.phase in _OUTSIDE:
                 continue
-            found.append(self._stand(now, seen_at, mark))
+            if (mark.incarnation, mark.generation) == (incarnation, generation):
+                found.append(self._observation(now, seen_at, mark))
         return found
 
-    def _stand(self, now: float, seen_at: float, mark: Mark) -> _Stand:
-        return _Stand(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
+    def _observation(self, now: float, seen_at: float, mark: Mark) -> _Observation:
+        return _Observation(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
 
     # ------------------------------------------------------------ rules
 
-    def _frozen(self, stands: Sequence[_Stand], floor_s: float) -> list[Culprit]:
+    def _frozen(self, seen: Sequence[_Observation], floor_s: float) -> list[Culprit]:
         found = []
-        for stand in stands:
-            mark = stand.mark
-            limit_s = floor_s if mark.activity == of.STOPPED else self._timeouts.hang_wait_s
-            if mark.activity == of.TRACED or mark.frozen_s < limit_s or not stand.is_fresh:
+        for one in seen:
+            mark = one.mark
+            is_stopped = mark.activity == Activity.STOPPED
+            limit_s = floor_s if is_stopped else self._timeouts.hang_wait_s
+            if mark.activity == Activity.TRACED or mark.frozen_s < limit_s or not one.is_fresh:
                 continue
-            how = (
-                "stopped by a signal"
-                if mark.activity == of.STOPPED
-                else (f"not running at all ({mark.activity or 'unknown state'})")
-            )
-            found.append(
-                Culprit(
-                    mark.rank, f"{how} for {mark.frozen_s:.1f} s in {mark.phase}", mark.frozen_s
-                )
-            )
+            otherwise = f"not running at all ({mark.activity or 'unknown state'})"
+            how = "stopped by a signal" if is_stopped else otherwise
+            detail = f"{how} for {mark.frozen_s:.1f} s in {mark.phase}"
+            found.append(Culprit(mark.rank, detail, mark.frozen_s))
         return found
 
-    def _standing(self, stands: Sequence[_Stand]) -> list[Culprit]:
+    def _standing(self, seen: Sequence[_Observation]) -> list[Culprit]:
         """Ranks outside collectives that others wait for."""
         found = []
-        step_s = self._longest_step(stands)
-        for stand in stands:
-            if stand.is_waiting or not stand.is_fresh:
+        step_s = self._longest_step(seen)
+        for one in seen:
+            if one.is_waiting or not one.is_fresh:
                 continue
-            limit_s = self._limit(stand, stands, step_s)
-            if stand.mark.activity == of.TRACED or stand.still_s < limit_s:
+            limit_s = self._limit(one, seen, step_s)
+            if one.mark.activity == Activity.TRACED or one.still_s < limit_s:
                 continue
-            others = [other for other in stands if other is not stand]
-            if any(not other.is_waiting and _is_ahead(stand, other) for other in others):
+            others = [other for other in seen if other is not one]
+            if any(not other.is_waiting and _is_ahead(one, other) for other in others):
                 # a victim itself, in a call that does not tell whether it is complete (NCCL)
                 continue
-            victims = [other for other in others if other.is_fresh and _waits_for(other, stand)]
+            victims = [other for other in others if other.is_fresh and _waits_for(other, one)]
             patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
             if patient:
-                found.append(Culprit(stand.mark.rank, _describe(stand, patient), stand.still_s))
+                found.append(Culprit(one.mark.rank, _describe(one, patient), one.still_s))
         return found
 
-    def _network(self, stands: Sequence[_Stand]) -> Verdict | None:
+    def _network(self, seen: Sequence[_Observation]) -> Verdict | None:
         """Everybody waits."""
-        step_s = self._longest_step(stands)
-        if (
-            len(stands) < 2
-            or step_s is None
-            or not all(stand.is_waiting and stand.is_fresh for stand in stands)
-        ):
+        step_s = self._longest_step(seen)
+        all_wait = all(one.is_waiting and one.is_fresh for one in seen)
+        if len(seen) < 2 or step_s is None or not all_wait:
             return None
         # Some may have begun a collective in advance, and be in something that takes long.
         long = [
-            self._limit(stand, stands, step_s)
-            for stand in stands
-            if stand.mark.phase in _LONG or stand.mark.phase in _SETTING_UP
+            self._limit(one, seen, step_s)
+            for one in seen
+            if one.mark.phase in _LONG or one.mark.phase in _SETTING_UP
         ]
-        limit_s = max(
-            self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, stands[0].mark.version),
-            *long,
-            0.0,
-        )
-        shortest = min(stand.still_s for stand in stands)
+        version = seen[0].mark.version
+        wait_s = self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, version)
+        limit_s = max(wait_s, *long, 0.0)
+        shortest = min(one.still_s for one in seen)
         if shortest < limit_s:
             return None
-        where = sorted(
-            {
-                _operation(group)
-                for stand in stands
-                for group in stand.mark.groups
-                if group.entered > group.left
-            }
-        )
+        groups = (group for one in seen for group in one.mark.groups)
+        where = sorted({_operation(group) for group in groups if group.entered > group.left})
         what = "in " + " and ".join(where) if where else "in a collective"
         same = "the same collective" if len(where) <= 1 else "collectives that do not fit together"
-        return Verdict(
-            network=f"all ranks wait {what} for {shortest:.1f} s: {same}", since_s=shortest
-        )
+        text = f"all ranks wait {what} for {shortest:.1f} s: {same}"
+        return Verdict(network=text, since_s=shortest)
 
     # ------------------------------------------------------------ limits
 
-    def _longest_step(self, stands: Sequence[_Stand]) -> float | None:
+    def _longest_step(self, seen: Sequence[_Observation]) -> float | None:
         """What a step may take, as far as seen; None: some rank has not done two steps yet."""
-        if not stands or any(stand.mark.slowest_s <= 0 for stand in stands):
+        if not seen or any(one.mark.slowest_s <= 0 for one in seen):
             return None
-        return min(stand.mark.slowest_s for stand in stands)
+        return min(one.mark.slowest_s for one in seen)
 
-    def _limit(self, stand: _Stand, stands: Sequence[_Stand], step_s: float | None) -> float:
-        """How long this rank may stand where it is."""
-        timeouts, mark = self._timeouts, stand.mark
+    def _limit(
+        self, one: _Observation, seen: Sequence[_Observation], step_s: float | None
+    ) -> float:
+        """How long this rank may stay where it is."""
+        timeouts, mark = self._timeouts, one.mark
         if mark.phase in _LONG:
-            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in stands)
-            seen = STEP_FACTOR * longest if longest > 0 else timeouts.hang_ceiling_s
-            return self._bound(seen, timeouts.hang_busy_s, mark.version)
+            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in seen)
+            learned_s = STEP_FACTOR * longest if longest > 0 else timeouts.hang_ceiling_s
+            return self._bound(learned_s, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
-        is_outside = mark.phase == "data" or mark.activity == of.DISK
+        is_outside = mark.phase == "data" or mark.activity == Activity.DISK
         # unknown: nobody has looked long enough yet
-        is_busy = mark.activity in (of.BUSY, of.UNKNOWN) and not stand.is_locked
-        # It waited when it last spoke, or nothing in it gets to run: a machine that has too much to
-        # do looks like this.
+        is_busy = mark.activity in (Activity.BUSY, Activity.UNKNOWN) and not one.is_locked
+        # It waited when last seen, or nothing in it gets to run: an overloaded machine does this.
         is_doubtful = mark.is_waiting or mark.frozen_s >= LOCKED_S
-        at_least = (
-            timeouts.hang_busy_s if is_outside or is_busy or is_doubtful else timeouts.hang_floor_s
-        )
+        may_take_long = is_outside or is_busy or is_doubtful
+        at_least = timeouts.hang_busy_s if may_take_long else timeouts.hang_floor_s
         return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
 
     def _bound(self, seen_s: float, at_least_s: float, version: int | None) -> float:
         """`version`: of the rank in question."""
-        return min(
-            max(seen_s, at_least_s) * AGAIN_FACTOR ** self._hangs.get(version, 0),
-            self._timeouts.hang_ceiling_s,
-        )
+        factor = AGAIN_FACTOR ** self._hangs.get(version, 0)
+        return min(max(seen_s, at_least_s) * factor, self._timeouts.hang_ceiling_s)
 
 
-def _common(one: _Stand, other: _Stand) -> list[tuple[GroupMark, GroupMark]]:
+def _common(one: _Observation, other: _Observation) -> list[tuple[GroupMark, GroupMark]]:
     """The communicators that both are in."""
     mine = {group.id: group for group in one.mark.groups}
     return [(mine[group.id], group) for group in other.mark.groups if group.id in mine]
 
 
-def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
+def _waits_for(victim: _Observation, culprit: _Observation) -> bool:
     """Whether `victim` is in a collective that `culprit` has not begun.
 
     Where nothing is known of communicators, any will do.
@@ -293,7 +262,7 @@ def _waits_for(victim: _Stand, culprit: _Stand) -> bool:
     return victim.is_waiting
 
 
-def _is_ahead(one: _Stand, other: _Stand) -> bool:
+def _is_ahead(one: _Observation, other: _Observation) -> bool:
     """Whether `one` has begun a collective that `other` has not."""
     return any(mine.entered > theirs.entered for mine, theirs in _common(one, other))
 
@@ -302,25 +271,23 @@ def _operation(group: GroupMark) -> str:
     return f"{group.operation or 'collective'} {group.entered} of group {group.name or group.id}"
 
 
-def _describe(stand: _Stand, victims: Sequence[_Stand]) -> str:
-    mark = stand.mark
-    doing = {
-        of.ASLEEP: "asleep", of.BUSY: "busy", of.DISK: "waiting for a file, the network or another "
-                                                       "process", of.STOPPED: "stopped by a signal"
-    }.get(mark.activity, "standing")  # fmt: skip
-    if stand.is_locked and mark.activity != of.STOPPED:
+_DOING = {
+    Activity.ASLEEP: "asleep",
+    Activity.BUSY: "busy",
+    Activity.DISK: "waiting for a file, the network or another process",
+    Activity.STOPPED: "stopped by a signal",
+}
+
+
+def _describe(culprit: _Observation, victims: Sequence[_Observation]) -> str:
+    mark = culprit.mark
+    doing = _DOING.get(mark.activity, "standing")
+    if culprit.is_locked and mark.activity != Activity.STOPPED:
         doing = f"{doing} with the interpreter lock held"
-    ahead = [
-        theirs
-        for victim in victims
-        for theirs, his in _common(victim, stand)
-        if theirs.entered > his.entered
-    ]
+    pairs = (pair for victim in victims for pair in _common(victim, culprit))
+    ahead = [theirs for theirs, own in pairs if theirs.entered > own.entered]
     ranks = sorted(victim.mark.rank for victim in victims)
-    who = (
-        f"rank {ranks[0]} waits"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} wait"
-    )
+    shown = f"{', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
+    who = f"rank {shown} waits" if len(ranks) == 1 else f"ranks {shown} wait"
     where = f" in {_operation(ahead[0])}, which it has not begun" if ahead else " in a collective"
-    return f"{doing} for {stand.still_s:.1f} s in {mark.phase}; {who} for it{where}"
+    return f"{doing} for {culprit.still_s:.1f} s in {mark.phase}; {who} for it{where}"

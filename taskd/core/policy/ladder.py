@@ -1,6 +1,4 @@
-"""Which recovery to try, with the reason for each one skipped; the restart budget.
-
-When trying again is pointless.
+"""Which recovery to try and why no cheaper one; the restart budget; when to stop trying.
 
 Owns the policy. Knows nothing of phases, messages or time beyond the durations handed in.
 
@@ -15,30 +13,29 @@ The ladder, from cheap to dear:
 Repeat rules (a deterministic failure must not burn the budget):
 - what taskd itself refused (`Fault.is_final`), once: nothing would be different the next time;
 - the same exception at the same version in three recoveries: the first time all processes are kept,
-  the second time that of the rank
-  which raised it is replaced, as it may be broken (`taskd.core.job.stopped`), and the third time even a new process has raised it. Where
-  no process may be replaced, the second time is the last;
+  the second time that of the rank which raised it is replaced, as it may be broken
+  (`taskd.core.job.stopped`), and the third time even a new process has raised it. Where no process
+  may be replaced, the second time is the last;
 - the same crash or exit of the same rank, or the same broken communication, at the same version
   three times;
 - a hang at the same version four times (each has a longer limit than the one before, see
-  `taskd.core.progress`);
+  `taskd.core.policy.hangs`);
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its
-  start. Being killed from outside says nothing against the script and does not count here. Whatever
-  is different each time, and leads nowhere all the same, is ended by `taskd.core.stagnation`.
+  start. Being killed from outside says nothing against the script and does not count here.
+
+Whatever is different each time, and leads nowhere all the same, is ended by
+`taskd.core.policy.stagnation`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signature
 
-# an exception is precise evidence: the second time is no accident, the third time not that process
-# either
-EXCEPTION_LIMIT = 3
+EXCEPTION_LIMIT = 3  # precise evidence: two are no accident, three are not that process either
 EXIT_LIMIT = 3  # an exit or a signal is weaker evidence: two may be bad luck
-# and a limit that was too short for something that takes long is not evidence at all
-HANG_LIMIT = 4
+HANG_LIMIT = 4  # a limit that was too short for something that takes long is no evidence at all
 SHORT_LIFE_S = 60.0  # a script without commits shows progress by living longer than this
 
 
@@ -52,14 +49,10 @@ class Strategy(str, Enum):
     EXIT = "exit"
 
 
-WITHOUT_DUMP = frozenset(
-    {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART, Strategy.EXIT}
-)
-
+WITHOUT_DUMP = frozenset(Strategy) - {Strategy.DUMP}
 
 # What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace
-# processes; leaving them all alive, or replacing all of them where nothing can be kept, is part of
-# that.
+# processes, which includes leaving them all alive, and replacing all where nothing can be kept.
 _ALLOWED_BY = {
     "retry": {Strategy.RETRY},
     "recover": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
@@ -76,12 +69,8 @@ def allowed(names: Iterable[str]) -> frozenset[Strategy]:
 
     Raises KeyError for a name that is not in `STRATEGY_NAMES`.
     """
-    named = list(names)
-    return (
-        frozenset({Strategy.EXIT}.union(*(_ALLOWED_BY[name] for name in named)))
-        if named
-        else WITHOUT_DUMP
-    )
+    named = [_ALLOWED_BY[name] for name in names]
+    return frozenset({Strategy.EXIT}.union(*named)) if named else WITHOUT_DUMP
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +133,6 @@ class Budget:
         return None
 
 
-def describe(fault: Fault) -> str:
-    """The fault as half a sentence."""
-    where = "" if fault.version is None else f" at step {fault.version}"
-    how = {
-        FaultKind.RAISED: "raised",
-        FaultKind.COMMUNICATION: "lost its communication:",
-        FaultKind.UNRESPONSIVE: "did not come when called:",
-        FaultKind.HANG: "hangs:",
-        FaultKind.START_FAILED: "could not be started:",
-    }.get(fault.kind, "ended with" if fault.detail else "ended")
-    return f"rank {fault.rank} {how} {fault.detail}".rstrip(" :") + where
-
-
 @dataclass(slots=True)
 class RepeatRules:
     """Remembers faults, to see when the same one comes back."""
@@ -184,9 +160,8 @@ class RepeatRules:
             seen = self._exceptions.setdefault((signature(fault), fault.version), set())
             seen.add(generation)
             limit = EXCEPTION_LIMIT if may_replace else EXCEPTION_LIMIT - 1
-            return (
-                (f"the same exception came back: {describe(fault)}") if len(seen) >= limit else None
-            )
+            came_back = f"the same exception came back: {describe(fault)}"
+            return came_back if len(seen) >= limit else None
         rank = None if fault.kind in (FaultKind.COMMUNICATION, FaultKind.HANG) else fault.rank
         limit = HANG_LIMIT if fault.kind is FaultKind.HANG else EXIT_LIMIT
         key = (fault.kind, rank, signature(fault), fault.version)
@@ -196,14 +171,10 @@ class RepeatRules:
         return f"the same failure came {limit} times: {describe(fault)}"
 
     def forget_unversioned(self) -> None:
-        """There was progress.
-
-        What failed before any state was there is not what fails there now.
-        """
-        self._exceptions = {
-            key: seen for key, seen in self._exceptions.items() if key[1] is not None
-        }
-        self._exits = {key: count for key, count in self._exits.items() if key[-1] is not None}
+        """There was progress: what failed before any state was there is not what fails now."""
+        exceptions, exits = self._exceptions.items(), self._exits.items()
+        self._exceptions = {key: seen for key, seen in exceptions if key[-1] is not None}
+        self._exits = {key: count for key, count in exits if key[-1] is not None}
 
     def forget_exception(self, fault: Fault, generation: int) -> None:
         """An exception turned out to be the consequence of an earlier death."""
@@ -221,10 +192,8 @@ class RepeatRules:
         if fault.kind in FROM_OUTSIDE or life_s >= SHORT_LIFE_S:
             self._last_failure, self._failures_in_a_row = None, 0
             return None
-        self._failures_in_a_row = (
-            self._failures_in_a_row + 1 if failure == self._last_failure else 1
-        )
-        self._last_failure = failure
+        so_far = self._failures_in_a_row if failure == self._last_failure else 0
+        self._last_failure, self._failures_in_a_row = failure, so_far + 1
         if self._failures_in_a_row < EXIT_LIMIT:
             return None
         return (
@@ -233,10 +202,5 @@ class RepeatRules:
         )
 
     def forget_failure(self) -> None:
-        """The last failure turned out to be the consequence of an earlier death, which is counted in its place."""
+        """The last failure was the consequence of an earlier death, which is counted instead."""
         self._last_failure, self._failures_in_a_row = self._before
-
-
-def signature(fault: Fault) -> str:
-    """What makes two faults of a kind the same."""
-    return fault.signature or fault.detail

@@ -1,13 +1,13 @@
 """Recoveries that lead nowhere: how many there were since the newest committed version last grew.
 
-Owns the count and its limits. The repeat rules (`taskd.core.ladder`) know a failure that is the
-same each time; here it does not matter what failed. What counts:
+Owns the count and its limits. The repeat rules (`taskd.core.policy.ladder`) know a failure that is
+the same each time; here it does not matter what failed. What counts:
 
-    own failures     recoveries in which something failed that nobody did from outside. A rank that fails again while the others
-                     wait for it counts again, although that is one recovery
-    deaths           of the rank that died most often. This is for what is killed from outside: an
-        operator may well kill every rank of a job once before its next step, but the same rank
-        again and again is killed by what it does (out of memory)
+    own failures    recoveries in which something failed that nobody did from outside. A rank that
+                    fails again while the others wait for it counts again, in the same recovery
+    deaths          of the rank that died most often. This is for what is killed from outside: an
+                    operator may well kill every rank of a job once before its next step, but the
+                    same rank again and again is killed by what it does (out of memory)
 
 A new commit sets both to nothing. One that only does again what was lost is none. Where no version
 is known (no `TrainState`, or no `taskd.recoverable`), living longer than `SHORT_LIFE_S` after the
@@ -18,16 +18,12 @@ are equal are told of for ever, and end nothing.
 from collections import Counter
 from collections.abc import Iterable
 
-from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind
-from taskd.core.ladder import SHORT_LIFE_S, describe, signature
-from taskd.core.record import TimedFault
+from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, TimedFault, describe, signature
+from taskd.core.policy.ladder import SHORT_LIFE_S
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
-# more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more than this one
-OWN_LIMIT = 6
-# at a few seconds each: minutes in which somebody outside may come to an end, or a reader of the
-# warnings act
-DEATH_LIMIT = 32
+OWN_LIMIT = 6  # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more
+DEATH_LIMIT = 32  # at a few seconds each: minutes, in which a reader of the warnings may act
 
 _SHOWN_RANKS = 8
 
@@ -39,12 +35,10 @@ class Stagnation:
         self._floor = 0  # a version above it is progress
         self._answered_at: float | None = None  # when training was last told to go on
         self._faults: dict[int, TimedFault] = {}  # those since the last progress, by id, in order
-        # (generation, rank) -> its faults in there
-        self._times: Counter[tuple[int, int]] = Counter()
-        # id of a fault -> (generation, which fault of its rank in there)
+        self._times: Counter[tuple[int, int]] = Counter()  # (generation, rank) -> its faults there
+        # id of a fault -> its place: (generation, which fault of its rank in there)
         self._places: dict[int, tuple[int, int]] = {}
-        # such places -> faults that nobody caused from outside
-        self._own: Counter[tuple[int, int]] = Counter()
+        self._own: Counter[tuple[int, int]] = Counter()  # places of faults not caused from outside
         self._deaths: Counter[int] = Counter()
         self._most_deaths = 0
         self._said = 0  # the count at the last warning
@@ -53,68 +47,60 @@ class Stagnation:
     # ------------------------------------------------------------------ what happens
 
     def saw(self, now: float, generation: int, newest: int | None) -> bool:
-        """A recovery of this generation is under way.
+        """A recovery of this generation is under way. Returns whether there was progress before it.
 
         `newest` is the newest version that anybody is known to have committed.
-
-        Returns whether there was progress since the recovery before.
         """
         if newest is None:
-            is_first = not any(known.generation == generation for known in self._faults.values())
+            is_first = not any(timed.generation == generation for timed in self._faults.values())
             since = self._answered_at
-            has_grown = (
-                is_first and not self._floor and since is not None and now - since >= SHORT_LIFE_S
-            )
+            is_alive = since is not None and now - since >= SHORT_LIFE_S
+            has_grown = is_first and not self._floor and is_alive
         else:
             has_grown = newest > self._floor
             self._floor = max(newest, self._floor)
         if has_grown:
-            present = [known for known in self._faults.values() if known.generation == generation]
+            present = [timed for timed in self._faults.values() if timed.generation == generation]
             for counter in (self._faults, self._times, self._places, self._own, self._deaths):
                 counter.clear()
             self._most_deaths = self._said = 0
-            for known in present:
-                self.take(known)
+            for timed in present:
+                self.take(timed)
         return has_grown
 
     def answered(self, now: float, newest: int | None) -> None:
-        """Training goes on.
-
-        If steps were lost, it is `newest` that is to be exceeded all the same.
-        """
+        """Training goes on. If steps were lost, `newest` is to be exceeded all the same."""
         self._answered_at = now
         if newest is not None:
             self._floor = newest
 
-    def take(self, known: TimedFault) -> None:
+    def take(self, timed: TimedFault) -> None:
         """One more fault."""
-        assert known.generation is not None
-        rank, life = known.fault.rank, id(known)
-        self._times[known.generation, rank] += 1
-        self._faults[life], self._places[life] = (
-            known,
-            (known.generation, self._times[known.generation, rank]),
-        )
+        assert timed.generation is not None
+        rank, life = timed.fault.rank, id(timed)
+        self._times[timed.generation, rank] += 1
+        self._faults[life] = timed
+        self._places[life] = (timed.generation, self._times[timed.generation, rank])
         self._deaths[rank] += 1
         self._most_deaths = max(self._most_deaths, self._deaths[rank])
-        self.explained(known)
+        self.explained(timed)
 
-    def explained(self, known: TimedFault) -> None:
+    def explained(self, timed: TimedFault) -> None:
         """It is known now what it was, if it ever will be."""
-        if known.fault.kind is FaultKind.LOST or id(known) not in self._places:
+        if timed.fault.kind is FaultKind.LOST or id(timed) not in self._places:
             return
-        if known.fault.kind not in FROM_OUTSIDE:
-            self._own[self._places[id(known)]] += 1
-        self._equal.take(known)
+        if timed.fault.kind not in FROM_OUTSIDE:
+            self._own[self._places[id(timed)]] += 1
+        self._equal.take(timed)
 
-    def forget(self, known: TimedFault) -> None:
+    def forget(self, timed: TimedFault) -> None:
         """It was the consequence of another one."""
-        if self._faults.pop(id(known), None) is None:
+        if self._faults.pop(id(timed), None) is None:
             return
-        place = self._places.pop(id(known))
-        self._own[place] -= known.fault.kind not in FROM_OUTSIDE
+        place = self._places.pop(id(timed))
+        self._own[place] -= timed.fault.kind not in FROM_OUTSIDE
         self._own += Counter()  # drops what is zero
-        self._deaths[known.fault.rank] -= 1
+        self._deaths[timed.fault.rank] -= 1
         self._most_deaths = max(self._deaths.values(), default=0)
 
     # ------------------------------------------------------------------ what is to be said of it
@@ -145,27 +131,23 @@ class Stagnation:
 
     def _told(self) -> str:
         faults = self._faults.values()
-        generations = len({known.generation for known in faults})
-        kinds = Counter(known.fault.kind.value for known in faults)
+        generations = len({timed.generation for timed in faults})
+        kinds = Counter(timed.fault.kind.value for timed in faults)
         what = ", ".join(f"{count} times {kind}" for kind, count in kinds.most_common())
         since = f"since step {self._floor}" if self._floor else "so far"
         return (
             f"no new step {since} in {generations} "
             f"{'recovery' if generations == 1 else 'recoveries'}: "
-            f"{_ranks(known.fault.rank for known in faults)} {what}"
+            f"{_ranks(timed.fault.rank for timed in faults)} {what}"
         )
 
     def _telling(self) -> Fault:
-        """The newest with a traceback, else the newest that nobody caused from outside, else the newest."""
-        faults = enumerate(known.fault for known in self._faults.values())
+        """The newest with a traceback, else the newest own failure, else the newest."""
+        newest_first = [timed.fault for timed in reversed(self._faults.values())]
         return max(
-            faults,
-            key=lambda item: (
-                item[1].traceback is not None,
-                item[1].kind not in FROM_OUTSIDE,
-                item[0],
-            ),
-        )[1]
+            newest_first,
+            key=lambda fault: (fault.traceback is not None, fault.kind not in FROM_OUTSIDE),
+        )
 
 
 class _Equal:
@@ -174,25 +156,25 @@ class _Equal:
     def __init__(self) -> None:
         self._failure: tuple[FaultKind, str] | None = None
         self._generations: set[int | None] = set()
-        self._known: TimedFault | None = None
+        self._newest: TimedFault | None = None
         self._said = 0
 
-    def take(self, known: TimedFault) -> None:
-        failure = (known.fault.kind, signature(known.fault))
-        if failure != self._failure or known.fault.version is not None:
+    def take(self, timed: TimedFault) -> None:
+        failure = (timed.fault.kind, signature(timed.fault))
+        if failure != self._failure or timed.fault.version is not None:
             self._failure, self._said = failure, 0
             self._generations.clear()
-        if known.fault.version is None:
-            self._generations.add(known.generation)
-        self._known = known
+        if timed.fault.version is None:
+            self._generations.add(timed.generation)
+        self._newest = timed
 
     def warning(self) -> str | None:
         count = len(self._generations)
-        if self._known is None or count < max(WARN_AFTER, 2 * self._said):
+        if self._newest is None or count < max(WARN_AFTER, 2 * self._said):
             return None
         self._said = count
         return (
-            f"the same failure came {count} times in a row: {describe(self._known.fault)}. "
+            f"the same failure came {count} times in a row: {describe(self._newest.fault)}. "
             "Whether the job makes progress in between cannot "
             "be seen without a TrainState"
         )
@@ -201,6 +183,5 @@ class _Equal:
 def _ranks(ranks: Iterable[int]) -> str:
     found = sorted(set(ranks))
     names = ", ".join(map(str, found[:_SHOWN_RANKS]))
-    return (
-        f"rank{'s' if len(found) > 1 else ''} {names}{' ...' if len(found) > _SHOWN_RANKS else ''}"
-    )
+    more = " ..." if len(found) > _SHOWN_RANKS else ""
+    return f"rank{'s' if len(found) > 1 else ''} {names}{more}"

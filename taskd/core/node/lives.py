@@ -1,8 +1,6 @@
-"""The lives of one node's workers.
+"""The lives of one node's workers: what the agent knows of each, present ones and those replaced.
 
-What the agent knows of each, the present ones and those not reaped yet.
-
-Owns the table. Decides nothing: see `taskd.core.node`.
+Owns the table. Decides nothing: see `taskd.core.node.machine`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,14 +9,14 @@ from dataclasses import dataclass, replace
 from taskd.core import events as ev
 from taskd.core.commands import SpawnWorker
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.membership import WorkerState
-from taskd.core.spacing import Spacing
+from taskd.core.node.spacing import Spacing
+from taskd.core.worker_state import WorkerState
 
-# in one registration, which is one message: of a node with more that failed at once the record is
-# less exact
+# In one registration, which is one message. Of a node on which more failed at once the record is
+# less exact.
 _TOLD_FAILURES = 32
 
-Stand = ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned
+StopReport = ev.WorkerPaused | ev.WorkerRaised | ev.WorkerReturned
 
 
 @dataclass(slots=True)
@@ -28,9 +26,8 @@ class Life:
     rank: int
     incarnation: int
     state: WorkerState = WorkerState.STARTING
-    is_gated: bool = False
-    # there is one, or it is being started; False: reaped, or not asked for yet
-    has_process: bool = True
+    is_gated: bool = False  # it begins in a recovery, and waits for Resume
+    has_process: bool = True  # or is being started; False: reaped, or not asked for yet
     spawn: SpawnWorker | None = None  # held back until the life before is reaped
     is_declared: bool = False
     is_entered: bool = False
@@ -43,10 +40,11 @@ class Life:
     kill_at: float | None = None
     is_examined: bool = False  # it hangs, and writes down its stacks before it is killed
     waits_since: float | None = None  # it can go on only when the manager says so
+    # The newest report of each kind, to be repeated to a manager that comes later.
     started: ev.WorkerStarted | None = None
     holds: ev.WorkerHolds | None = None
-    stand: Stand | None = None
-    offer: ev.WorkerMayAdvance | None = None
+    stopped: StopReport | None = None
+    offer: ev.WorkerMayAdvance | None = None  # it could commit one step more, and waits in its step
     recovered: ev.WorkerRecovered | None = None
     lost: ev.WorkerLost | None = None
     exit_known: ev.WorkerExitKnown | None = None
@@ -65,90 +63,62 @@ class Life:
         """
         return self.is_entered or self.is_gated
 
-    def enter(self) -> None:
-        """It has come to its recoverable function."""
-        self.is_declared = self.is_entered = True
-
-    def stand_still(self, event: Stand | ev.WorkerMayAdvance, now: float) -> None:
-        """It left its function and waits. Or it is to go on or to leave, and asks which."""
+    def stop(self, event: StopReport | ev.WorkerMayAdvance, now: float) -> None:
+        """It left its function and waits at the gate, or asks in it how far to go."""
+        self.state, self.waits_since = WorkerState.PAUSED, now
         if isinstance(event, ev.WorkerMayAdvance):
-            self.offer, self.waits_since = event, now
-            self.state, self.version, self.clean = WorkerState.PAUSED, event.version, True
+            self.offer, self.version, self.clean = event, event.version, True
             return
-        self.stand, self.offer, self.waits_since = event, None, now
-        if isinstance(event, ev.WorkerReturned):
-            self.enter()
-            self.state, self.version = WorkerState.RETURNED, event.version
-        elif isinstance(event, ev.WorkerRaised):
-            self.enter()
-            self.state, self.version, self.clean = (
-                WorkerState.PAUSED,
-                event.fault.version,
-                event.clean,
-            )
+        self.stopped, self.offer = event, None
+        if isinstance(event, ev.WorkerPaused):
+            self.version, self.clean = event.version, event.clean
+            return
+        self.is_declared = self.is_entered = True
+        if isinstance(event, ev.WorkerRaised):
+            self.version, self.clean = event.fault.version, event.clean
         else:
-            self.state, self.version, self.clean = WorkerState.PAUSED, event.version, event.clean
+            self.state, self.version = WorkerState.RETURNED, event.version
 
     def lose(self, now: float) -> None:
         """Its process is gone, or as good as gone; or will not be started."""
-        self.state, self.waits_since, self.stand, self.offer, self.spawn = (
-            WorkerState.LOST,
-            now,
-            None,
-            None,
-            None,
-        )
+        self.state, self.waits_since = WorkerState.LOST, now
+        self.stopped = self.offer = self.spawn = None
 
     def answer_to(self, generation: int) -> ev.WorkerPaused | ev.WorkerMayAdvance | None:
-        """What it said when that generation's interrupt called it out, if it has."""
-        said = self.offer or self.stand
-        return (
-            said
-            if isinstance(said, ev.WorkerPaused | ev.WorkerMayAdvance)
-            and said.generation == generation
-            else None
-        )
+        """The report that answered the Interrupt of that generation, if it came."""
+        said = self.offer or self.stopped
+        if not isinstance(said, ev.WorkerPaused | ev.WorkerMayAdvance):
+            return None
+        return said if said.generation == generation else None
 
     @property
     def may_advance(self) -> bool:
         """Whether it waits within its function, and could commit one step more."""
-        return self.offer is not None or (
-            isinstance(self.stand, ev.WorkerRaised) and self.stand.may_advance
-        )
+        said = self.stopped
+        return self.offer is not None or (isinstance(said, ev.WorkerRaised) and said.may_advance)
 
     @property
     def snapshots(self) -> tuple[int, ...]:
         """What it said of node memory when it began to wait."""
-        said = self.offer or self.stand
+        said = self.offer or self.stopped
         return () if said is None or isinstance(said, ev.WorkerReturned) else said.snapshots
 
-    def call_out(self, generation: int) -> None:
-        """A new Interrupt is passed on to it.
-
-        What it offered before is void: it will offer it again, or come out.
-        """
+    def interrupt(self, generation: int) -> None:
+        """Interrupt is passed on to it: it will offer its step again, or leave."""
         self.interrupted = generation
-        if self.offer is not None and self.stand is None:
+        if self.offer is not None and self.stopped is None:
             self.state, self.waits_since = WorkerState.RUNNING, None
         self.offer = None
 
-    def go_on(self) -> None:
-        """It was told to."""
-        self.state, self.stand, self.offer, self.waits_since, self.clean = (
-            WorkerState.RUNNING,
-            None,
-            None,
-            None,
-            True,
-        )
+    def proceed(self) -> None:
+        """Mark as running after Resume or Advance."""
+        self.state, self.waits_since, self.clean = WorkerState.RUNNING, None, True
+        self.stopped = self.offer = None
 
     def resume(self, generation: int, version: int | None) -> None:
-        """Resume is passed on to it.
-
-        It goes on from `version`, which may be older than what it held.
-        """
+        """Resume is passed on to it. `version` may be older than what it held."""
         self.resumed = self.interrupted = generation
-        self.go_on()
+        self.proceed()
         self.version = version
 
     @property
@@ -162,29 +132,19 @@ class Life:
 
         A manager that is new learns from it what is being recovered.
         """
+        shard = "" if self.holds is None else self.holds.shard
+        failure = self._failure(now) if tell_failure else None
         return ev.WorkerReport(
-            self.rank,
-            self.incarnation,
-            self.state,
-            self.is_declared,
-            self.version,
-            self.clean,
-            self.is_entered,
-            self.snapshots,
-            "" if self.holds is None else self.holds.shard,
-            self.may_advance,
-            self._failure(now) if tell_failure else None,
-        )
+            self.rank, self.incarnation, self.state, self.is_declared, self.version, self.clean,
+            self.is_entered, self.snapshots, shard, self.may_advance, failure,
+        )  # fmt: skip
 
     def _failure(self, now: float) -> ev.ReportedFailure | None:
         failed = self if self.fault is not None else self.before if self.recovered is None else None
         if failed is None or failed.fault is None or failed.died_at is None:
             return None
-        return ev.ReportedFailure(
-            replace(failed.fault, traceback=None),
-            max(0.0, now - failed.died_at),
-            failed is not self,
-        )
+        age_s = max(0.0, now - failed.died_at)
+        return ev.ReportedFailure(replace(failed.fault, traceback=None), age_s, failed is not self)
 
 
 class Lives:
@@ -216,13 +176,10 @@ class Lives:
 
     def reports(self, now: float) -> tuple[ev.WorkerReport, ...]:
         """The present lives, for a registration."""
-        failed = [
-            rank for rank, life in self.present.items() if (life.fault or life.before) is not None
-        ]
+        lives = self.present.values()
+        failed = [life.rank for life in lives if (life.fault or life.before) is not None]
         told = set(failed[:_TOLD_FAILURES])
-        return tuple(
-            life.report(now, tell_failure=rank in told) for rank, life in self.present.items()
-        )
+        return tuple(life.report(now, tell_failure=life.rank in told) for life in lives)
 
     def said(self, now: float) -> list[ev.WorkerEvent]:
         """What a manager that joined must hear of each life beyond the registration."""
@@ -230,84 +187,74 @@ class Lives:
         for life in self.all():
             if life.lost is not None and life.died_at is not None:
                 told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
-            # since the registration was written, perhaps
-            if life.is_live and life.started is not None:
-                told.append(replace(life.started, now=now))
+            if life.is_live and (started := life.started) is not None:
+                # since the registration was written, perhaps
+                told.append(replace(started, now=now))
                 if life.is_declared:
-                    told.append(
-                        ev.WorkerDeclared(
-                            now, life.started.cause, life.rank, life.incarnation, life.is_entered
-                        )
-                    )
-            told += [
-                replace(event, now=now)
-                for event in (life.holds, life.exit_known, life.stand, life.offer, life.recovered)
-                if event is not None
-            ]
+                    who = (now, started.cause, life.rank, life.incarnation)
+                    told.append(ev.WorkerDeclared(*who, life.is_entered))
+            kept = (life.holds, life.exit_known, life.stopped, life.offer, life.recovered)
+            told += [replace(event, now=now) for event in kept if event is not None]
         return told
 
     def faults(self) -> list[Fault]:
         """How present lives failed."""
         return [life.fault for life in self.present.values() if life.fault is not None]
 
-    def stopped(self) -> list[Life]:
+    def blocked(self) -> list[Life]:
         """Present lives that can go on only when the manager says so."""
-        return [
-            life
-            for life in self.present.values()
-            if life.state in (WorkerState.LOST, WorkerState.PAUSED)
-        ]
+        needed = (WorkerState.LOST, WorkerState.PAUSED)
+        return [life for life in self.present.values() if life.state in needed]
 
     def waiting_since(self, *, is_released: bool) -> float | None:
-        """Since when this node needs the manager.
+        """Since when this node needs the manager; None: it does not.
 
-        The first that stopped, or, if all have returned, the last of them.
+        From the first that stopped on, or, if all have returned, from the last of them.
         """
-        stopped = [life.waits_since for life in self.stopped() if life.waits_since is not None]
-        if stopped:
-            return min(stopped)
-        lives = self.present.values()
-        if is_released or any(
-            life.state not in (WorkerState.RETURNED, WorkerState.FINISHED) for life in lives
-        ):
+        blocked = [life.waits_since for life in self.blocked() if life.waits_since is not None]
+        if blocked:
+            return min(blocked)
+        lives, done = self.present.values(), (WorkerState.RETURNED, WorkerState.FINISHED)
+        if is_released or any(life.state not in done for life in lives):
             return None
-        return max(
-            (life.waits_since for life in lives if life.waits_since is not None), default=None
-        )
+        waiting = (life.waits_since for life in lives if life.waits_since is not None)
+        return max(waiting, default=None)
 
-    def succeed(self, life: Life, spawn: SpawnWorker, kill_at: float) -> None:
-        """Put a new life, not started yet, in the place of `life`, which must be gone by `kill_at`."""
+    def have_finished(self) -> bool:
+        """Whether every worker of the node has ended as it should."""
+        return all(life.state is WorkerState.FINISHED for life in self.present.values())
+
+    def put_successor(self, life: Life, spawn: SpawnWorker, kill_at: float) -> None:
+        """A new life, not started yet, takes the place of `life`, which is gone by `kill_at`."""
         if life.has_process:
             life.kill_at = life.kill_at if life.is_examined else kill_at
             self.former[life.rank, life.incarnation] = life
-        self.present[life.rank] = Life(
+        successor = self.present[life.rank] = Life(
             life.rank,
             spawn.incarnation,
-            holds=replace(life.holds, incarnation=spawn.incarnation)
-            if life.holds is not None and spawn.gated
-            else None,
             is_gated=spawn.gated,
             has_process=False,
             spawn=spawn,
             interrupted=spawn.generation,
-            resumed=spawn.generation - 1 if spawn.gated else spawn.generation,
-            before=(life if life.fault is not None else life.before) if spawn.gated else None,
+            resumed=spawn.generation - spawn.gated,
         )
+        if spawn.gated:
+            successor.before = life if life.fault is not None else life.before
+            if life.holds is not None:
+                successor.holds = replace(life.holds, incarnation=spawn.incarnation)
         life.before = None
 
     def next_spawn(self, rank: int, now: float, *, at_once: bool) -> list[SpawnWorker]:
-        """The spawn that may happen now.
+        """The spawn of this rank, if it may happen now.
 
-        `at_once` if it is gated, else when all earlier processes of the rank are reaped.
-
+        `at_once`: a gated one does not wait until all earlier processes of the rank are reaped.
         Starts that came to nothing let it wait: see `due_spawns`.
         """
         life = self.present[rank]
         if life.spawn is None:
             return []
-        if not (at_once and life.is_gated) and any(
-            former_rank == rank for former_rank, _ in self.former
-        ):
+        has_former = any(former_rank == rank for former_rank, _ in self.former)
+        if has_former and not (at_once and life.is_gated):
             life.spawn = replace(life.spawn, after_reaped=True)
             return []
         if self.spacing.must_wait(rank, now, at_once=at_once):

@@ -1,6 +1,4 @@
-"""Who is slow: the time that each rank spends in each phase of its steps, compared with the others.
-
-Pure.
+"""Who is slow: the time that each rank spends in each phase of its steps, beside the others.
 
 A rank that is slow in the forward pass, the optimizer or in waiting for data holds up all others,
 which then wait for it in the backward pass: that phase and the commit say nothing about a rank, and
@@ -24,10 +22,7 @@ OWN_PHASES = ("data", "forward", "optimizer", "step")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """One phase in which one rank is slow.
-
-    Seconds per step, its own and the median of the others.
-    """
+    """A phase in which a rank is slow: seconds per step, its own and the median of the others."""
 
     rank: int
     phase: str
@@ -77,14 +72,12 @@ def find(before: dict[int, Mark], after: dict[int, Mark]) -> list[Straggler]:
 
     Ranks that were replaced in between are left out.
     """
-    windows = {
-        rank: _window(before[rank], mark)
-        for rank, mark in sorted(after.items())
-        if rank in before
-        and (before[rank].incarnation, before[rank].generation)
-        == (mark.incarnation, mark.generation)
-    }
-    windows = {rank: window for rank, window in windows.items() if window}
+    windows = {}
+    for rank, mark in sorted(after.items()):
+        first = before.get(rank, mark)
+        is_same = (first.incarnation, first.generation) == (mark.incarnation, mark.generation)
+        if is_same and (window := _window(first, mark)):
+            windows[rank] = window
     found = []
     for phase in OWN_PHASES:
         per_step = {rank: window[phase] for rank, window in windows.items() if phase in window}

@@ -4,15 +4,15 @@ A script, a folder or a module that is missing for a moment (network file system
 system that has no descriptors left, would use up all tries of a rank within a second. So the first
 start that comes to nothing is tried again at once, then after four seconds, then after sixteen.
 Owns these moments. Whether there is a next try at all is decided by the manager
-(`taskd.core.ladder`).
+(`taskd.core.policy.ladder`).
 """
 
 from dataclasses import dataclass, field
 
 from taskd.core.faults import FaultKind
 
-# what is missing is missed within this time; where that takes longer, the starts are far enough
-# from each other
+# What is missing is missed within this time. Where that takes longer, the starts are far enough
+# from each other.
 SHORT_LIFE_S = 1.5
 FIRST_S = 4.0
 FACTOR = 4.0
@@ -27,8 +27,7 @@ class Spacing:
 
     _failures: dict[int, int] = field(default_factory=dict)  # by rank, in a row
     _not_before: dict[int, float] = field(default_factory=dict)  # by rank
-    # ranks that are to start, and `at_once` of `Lives.next_spawn`
-    _held: dict[int, bool] = field(default_factory=dict)
+    _held: dict[int, bool] = field(default_factory=dict)  # ranks to start -> `at_once`
 
     def ended(
         self, rank: int, kind: FaultKind, now: float, started_at: float | None, *, has_entered: bool

@@ -3,8 +3,7 @@
 Owns the limits, and counts silence and deaths. Knows no process: `taskd.agent.spawner` asks it.
 
 - One that owes an answer (a start, or the end of a worker that has ended) and is stopped gives
-  none. After a second that is no
-  accident of the kernel's.
+  none. After a second that is no accident of the kernel's.
 - One that runs answers within milliseconds, even on a machine where hundreds of processes wait for
   each processor within a second.
 - One that still imports what workers need may take minutes on a cold network disk.
@@ -19,8 +18,9 @@ ANSWER_S = 10.0
 PRELOAD_S = 300.0
 DEATHS = 3
 DEATHS_WITHIN_S = 600.0
-# a longer time between two looks: we did not run ourselves, and neither did it, perhaps
-_LONGEST_LOOK_S = 2.0
+_LONGEST_LOOK_S = (
+    2.0  # longer between two looks: the agent did not run, and neither did it, perhaps
+)
 
 
 class Forkservers:

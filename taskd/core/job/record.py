@@ -1,6 +1,4 @@
-"""One recovery in the making.
-
-Its faults, its time stamps, and the `RecoveryRecord` that comes of them.
+"""One recovery in the making: its faults, its times, and the `RecoveryRecord` made of them.
 
 Owns the meaning of each duration. Decides nothing. A recovery is one generation. A fault while
 ranks leave their step or start makes it longer, not two. One after that, before the last rank's
@@ -18,20 +16,8 @@ from dataclasses import dataclass, field
 
 from taskd.core.commands import Move, RecoveryRecord
 from taskd.core.events import WorkerRecovered
-from taskd.core.faults import Fault, FaultKind
-from taskd.core.ladder import Strategy
-
-
-@dataclass(slots=True)
-class TimedFault:
-    """A fault with the times that belong to it."""
-
-    fault: Fault
-    died_at: float
-    learned_at: float
-    life_s: float = 0.0
-    is_declared: bool = False  # the job used `taskd.recoverable` when it happened
-    generation: int | None = None  # of the recovery that counted it
+from taskd.core.faults import FaultKind, TimedFault
+from taskd.core.policy.ladder import Strategy
 
 
 @dataclass(slots=True)
@@ -43,15 +29,13 @@ class Attempt:
     strategy: Strategy = Strategy.RETRY
     reason: str = ""  # why that strategy
     taken_over: str = ""  # what an earlier manager has to do with it
-    # the first death of recoveries before this one, none of which was completed
-    outage_began_at: float | None = None
+    outage_began_at: float | None = None  # the first death since a recovery was completed
     faults: list[TimedFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()
     redone: int = 0  # committed steps to be done again, over all plans of this recovery
-    # ranks in which an exception came back, see `taskd.core.job.stopped`
-    broken: set[int] = field(default_factory=set)
+    broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
@@ -61,21 +45,17 @@ class Attempt:
     is_restart: bool = False  # it waits for starts, not for commits
 
     def take_over(self, faults: list[TimedFault], *, is_known: bool) -> None:
-        """These were being answered by a manager that went.
+        """An earlier manager was answering these: replaced the ranks, and counted the restarts.
 
-        Their ranks have been replaced, and their restarts counted. Or it is not known what was.
+        `is_known` False: it is not known what it was answering.
         """
         self.faults += faults
+        restarted = "the manager was restarted meanwhile"
         if faults:
-            self.strategy, self.taken_over = (
-                Strategy.RECOVER_IN_PLACE,
-                ("the manager was restarted meanwhile"),
-            )
+            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, restarted
         elif not is_known:
-            self.taken_over = (
-                "the manager was restarted meanwhile, and what came before is not "
-                "known: the time counts from then"
-            )
+            unknown = "what came before is not known: the time counts from then"
+            self.taken_over = f"{restarted}, and {unknown}"
 
     def commanded(self, now: float) -> None:
         """The commands of a new generation go out."""
@@ -109,54 +89,40 @@ class Attempt:
         if rank not in self.waiting:
             return False
         self.waiting.discard(rank)
-        if event is not None and (
-            self.slowest is None or _duration(event) > _duration(self.slowest)
-        ):
-            self.slowest = event
+        if event is not None:
+            self.slowest = max(self.slowest or event, event, key=_duration)
         return not self.waiting
 
     def victims_of(self, death: TimedFault) -> list[TimedFault]:
-        """Exceptions that came after this death.
-
-        Taken for causes so far, they are its consequences.
-        """
+        """Exceptions taken for causes so far, that came after this death: its consequences."""
         return [
-            known
-            for known in self.faults
-            if known.fault.kind is FaultKind.RAISED
-            and known.generation == death.generation
-            and known.died_at >= death.died_at
+            timed
+            for timed in self.faults
+            if timed.fault.kind is FaultKind.RAISED
+            and timed.generation == death.generation
+            and timed.died_at >= death.died_at
         ]
 
-    def demote(self, known: TimedFault) -> None:
+    def demote(self, timed: TimedFault) -> None:
         """Not a cause after all."""
-        self.faults.remove(known)
-        self.followers.add((known.fault.rank, known.fault.incarnation))
+        self.faults.remove(timed)
+        self.followers.add(timed.fault.life)
 
     def record(
-        self,
-        now: float,
-        generation: int,
-        restarts_used: int,
-        max_restarts: int,
+        self, now: float, generation: int, restarts_used: int, max_restarts: int,
         not_completed: str = "",
-    ) -> RecoveryRecord:
-        """The finished story.
-
-        Called when the last rank is back, or, with the reason, when another recovery or the end
-        comes first.
-        """
-        first = min(self.faults, key=lambda known: known.died_at, default=None)
+    ) -> RecoveryRecord:  # fmt: skip
+        """The record, when the last rank is back; `not_completed`: what came before that."""
+        first = min(self.faults, key=lambda timed: timed.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at
-        self.outage_began_at = (
-            died_at if self.outage_began_at is None else min(self.outage_began_at, died_at)
-        )
+        earlier = died_at if self.outage_began_at is None else self.outage_began_at
+        self.outage_began_at = min(earlier, died_at)
         slowest = self.slowest
         return RecoveryRecord(
             generation=generation,
             strategy=self.strategy.value,
-            faults=tuple(known.fault for known in sorted(self.faults, key=_order)),
+            faults=tuple(timed.fault for timed in sorted(self.faults, key=TimedFault.order)),
             followers=len(self.followers),
             version=self.version,
             sources=tuple((move.rank, self._source(move)) for move in self.moves),
@@ -185,7 +151,3 @@ class Attempt:
 
 def _duration(event: WorkerRecovered) -> float:
     return event.groups_s + event.state_s + event.first_step_s
-
-
-def _order(known: TimedFault) -> tuple[float, int]:
-    return known.died_at, known.fault.rank

@@ -1,4 +1,4 @@
-"""Which version of the training state survives a fault, and who gets it from where (the consistent cut).
+"""The consistent cut: which version of the state survives a fault, and who gets it from where.
 
 Pure functions of what every rank holds. They know nothing of processes, phases or time.
 
@@ -23,7 +23,7 @@ from taskd.core.commands import Move
 class Copy:
     """What one rank holds. `version` None: nothing.
 
-    `clean` False: torn between optimizer.step() and commit().
+    `clean` False: inconsistent between optimizer.step() and commit().
 
     Args:
         replaced: the process is new, and `box_versions` are those for which its predecessor's black
@@ -55,7 +55,7 @@ class Copy:
         return self.alive and self.clean and self.version == version
 
     @property
-    def is_torn(self) -> bool:
+    def is_inconsistent(self) -> bool:
         """Whether there is a copy that nobody can use."""
         return self.alive and self.version is not None and not self.clean
 
@@ -89,8 +89,7 @@ class _Shard:
 
     name: str
     copies: list[Copy] = field(default_factory=list)
-    # version -> ranks with a clean copy of it
-    live: dict[int, list[int]] = field(default_factory=dict)
+    live: dict[int, list[int]] = field(default_factory=dict)  # version -> ranks with a clean copy
     snapshots: set[int] = field(default_factory=set)
     receivers: int = 0
 
@@ -122,8 +121,8 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
             ones included.
 
     Returns:
-        A `Cut` with one move for each rank, by rank. Its own clean live copy is best, then another rank's, then its own
-        snapshot, then what another rank loads. Or a `NoCut`.
+        A `Cut` with one move for each rank, by rank. Its own clean live copy is best, then another
+        rank's, then its own snapshot, then what another rank loads. Or a `NoCut`.
     """
     held = sorted(copies, key=lambda copy: copy.rank)
     newest = _newest(held, committed)
@@ -153,11 +152,8 @@ def _newest(held: list[Copy], committed: int | None) -> int:
     known = [copy.version for copy in held if copy.version is not None]
     if committed is not None:
         known.append(committed)
-    return (
-        max(known)
-        if known
-        else max((version for copy in held for version in copy.snapshots), default=0)
-    )
+    kept = (version for copy in held for version in copy.snapshots)
+    return max(known) if known else max(kept, default=0)
 
 
 def _shards(held: list[Copy], newest: int) -> dict[str, _Shard]:
@@ -186,7 +182,7 @@ def _move(copy: Copy, version: int, shard: _Shard, sources: list[int]) -> Move:
 
 
 def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[int, ...]:
-    """The ranks interrupted in the commit vote that should do their step, because somebody has passed that vote.
+    """The ranks interrupted in the commit vote that should do their step: somebody has passed it.
 
     Somebody has if a version newer by one than theirs is held, clean or not, or was `committed`,
     perhaps by one that is dead now. All gradients were final then, so that the step can be done by
@@ -218,8 +214,7 @@ def plan_writers(
 
     Returns:
         The shards of each rank that writes any: a clean live copy of its own, or one of which only
-            snapshots are left, in the
-        memory of its node. A `NoCut` if a shard is out of reach.
+        snapshots are left, in the memory of its node. A `NoCut` if a shard is out of reach.
     """
     held = sorted(copies, key=lambda copy: copy.rank)
     writers: dict[int, list[int]] = {}  # node -> its ranks
@@ -240,9 +235,9 @@ def plan_writers(
 def plan_orphans(
     copies: Iterable[Copy], version: int, writers: Iterable[int]
 ) -> tuple[tuple[int, int], ...] | NoCut:
-    """Which dead rank's snapshot of `version` which of `writers` sees to, for every shard that none of them has. Pairs, by dead rank.
+    """(dead rank, writer that saves its snapshot of `version`), for shards that no writer has.
 
-    A `NoCut` if a shard is out of their reach.
+    By dead rank. A `NoCut` if a shard is out of the reach of `writers`.
     """
     able = set(writers)
     held = [replace(copy, alive=copy.rank in able) for copy in copies]
@@ -286,7 +281,7 @@ def _spread(
     writers: dict[int, list[int]],
     size_of: dict[str, int],
 ) -> dict[int, tuple[str, ...]]:
-    """Give each shard to the node with the least to write for each of its ranks, then to the idlest rank there.
+    """Give each shard to the node with the least to write per rank, then to its idlest rank.
 
     Those that fewest nodes can write choose first, large ones before small ones.
     """
@@ -316,8 +311,7 @@ def _spread(
     return {rank: tuple(sorted(written[rank])) for rank in sorted(written)}
 
 
-# ------------------------------------------------------------------------------------------------------------
-# reasons
+# ---------------------------------------------------------------------- reasons
 
 
 def _reason(version: int, shards: list[_Shard]) -> str:
@@ -347,9 +341,9 @@ def _without_source(
         return Cut(None, moves, (), 0, "nobody holds state yet: everybody starts afresh")
     if len(shards) > 1:
         return NoCut(_incomplete(shards, found))
-    torn = [copy.rank for copy in held if copy.is_torn]
-    if torn:
-        return NoCut(f"no clean copy of the state is left: {_torn(torn)}")
+    inconsistent = [copy.rank for copy in held if copy.is_inconsistent]
+    if inconsistent:
+        return NoCut(f"no clean copy of the state is left: {_name_inconsistent(inconsistent)}")
     return NoCut(
         f"no live rank holds the state: step {newest} was committed, but every process "
         "that held it is gone"
@@ -363,10 +357,11 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
     text = f"no version of the state is complete: {_listed([_left(shard) for shard in lacking])}"
     rest = len(shards) - len(lacking)
     if rest:
-        text += f", while {'the other shard has' if rest == 1 else f'the other {rest} shards have'} version {best}"
-    torn = [copy.rank for shard in lacking for copy in shard.copies if copy.is_torn]
-    if torn:
-        text += f"; {_torn(sorted(torn))}"
+        others = "the other shard has" if rest == 1 else f"the other {rest} shards have"
+        text += f", while {others} version {best}"
+    inconsistent = [copy.rank for shard in lacking for copy in shard.copies if copy.is_inconsistent]
+    if inconsistent:
+        text += f"; {_name_inconsistent(sorted(inconsistent))}"
     if all(shard.snapshots for shard in shards):
         return f"{text}; TrainState(snapshot_every=k) needs the same k on all ranks"
     return f"{text}; TrainState(snapshot_every=k) keeps copies in node memory"
@@ -374,21 +369,16 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
 
 def _left(shard: _Shard) -> str:
     """What there is of a shard that lacks the version in question."""
-    clean = "clean " if any(copy.is_torn for copy in shard.copies) else ""
-    live = (
-        (f"live copies of version {_numbers(shard.live)} only")
-        if shard.live
-        else f"no {clean}live copy"
-    )
-    snapshots = (
-        (f"snapshots of version {_numbers(shard.snapshots)} only")
-        if shard.snapshots
-        else "no snapshot"
-    )
+    clean = "clean " if any(copy.is_inconsistent for copy in shard.copies) else ""
+    live, snapshots = f"no {clean}live copy", "no snapshot"
+    if shard.live:
+        live = f"live copies of version {_numbers(shard.live)} only"
+    if shard.snapshots:
+        snapshots = f"snapshots of version {_numbers(shard.snapshots)} only"
     return f"{shard} has {live} and {snapshots}"
 
 
-def _torn(ranks: list[int]) -> str:
+def _name_inconsistent(ranks: list[int]) -> str:
     was = "was" if len(ranks) == 1 else "were"
     return (
         f"{_ranks(ranks)} {was} between optimizer.step() and commit() (move collectives after "

@@ -1,0 +1,65 @@
+"""The manager as one node sees it: there, away or refusing; and what to do without one.
+
+Owns the patience of a node. A manager that had been there is waited for longer: its parent starts
+it again. A fault that nobody answers for too long ends in `FallBack`, plain torchrun behaviour.
+"""
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.faults import describe
+from taskd.core.node.orders import release
+from taskd.core.node.state import ManagerLink, NodeState, pass_on
+from taskd.core.phase import NodePhase
+from taskd.core.transitions import Commands
+from taskd.core.worker_state import WorkerState
+
+
+def manager_joined(node: NodeState, event: ev.ManagerJoined) -> Commands:
+    """The manager is there: it has our registration, and now hears the details."""
+    node.manager = ManagerLink.PRESENT
+    node.restarts_used = max(node.restarts_used, event.restarts_used)
+    return [command for said in node.lives.said(node.now) for command in node.tell(said)]
+
+
+def manager_lost(node: NodeState, event: ev.ManagerLost) -> Commands:
+    """The manager has been silent for too long."""
+    node.manager, node.manager_lost_at = ManagerLink.AWAY, event.now
+    return []
+
+
+def manager_refused(node: NodeState, event: ev.ManagerRefused) -> Commands:
+    """The manager will never answer this node."""
+    node.manager = ManagerLink.REFUSED
+    node.story.note(node.now, f"no manager for us: {event.reason}")
+    return []
+
+
+def patience_ends_at(node: NodeState) -> float | None:
+    """When this node stops to wait for a manager; None: it needs none, or has one."""
+    if node.phase is not NodePhase.RUNNING or node.manager is ManagerLink.PRESENT:
+        return None
+    since = node.lives.waiting_since(is_released=node.is_released)
+    if since is None or node.manager is ManagerLink.REFUSED:
+        return since
+    if node.manager_lost_at is None:
+        return since + node.timeouts.fallback_never_connected_s
+    return max(since, node.manager_lost_at) + node.timeouts.fallback_connected_s
+
+
+def go_alone(node: NodeState) -> Commands:
+    """Nobody answers: workers that have returned are released, a fault is left to torchrun."""
+    blocked = node.lives.blocked()
+    if not blocked:
+        return release(node, do.Release(node.cause, node.generation))
+    node.phase = NodePhase.DONE
+    what = "; ".join(map(describe, node.lives.faults())) or f"rank {blocked[0].rank} waits"
+    reason = f"{what}, and no manager answers"
+    # Those who wait would wait for ever: the one that raised raises, the others end, and torchrun
+    # sees failures.
+    calls = []
+    for life in blocked:
+        if life.has_process and life.state is WorkerState.PAUSED:
+            culprit = life.rank if isinstance(life.stopped, ev.WorkerRaised) else None
+            order = do.GiveUp(node.cause, node.generation, reason, culprit)
+            calls.append(pass_on(life, order))
+    return [*calls, do.FallBack(node.cause, node.generation, reason)]

@@ -1,0 +1,55 @@
+"""The state of one node as its agent knows it: plain data, written by the moves of this folder.
+
+Owns the attributes and what each of them means.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from taskd.core import commands as do
+from taskd.core.events import Event
+from taskd.core.node.lives import Life, Lives
+from taskd.core.phase import NodePhase
+from taskd.core.timeouts import Timeouts
+from taskd.core.transitions import Commands, MachineState
+
+
+class ManagerLink(Enum):
+    """Whether the manager answers."""
+
+    AWAY = "away"
+    PRESENT = "present"
+    REFUSED = "refused"  # it never will
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState(MachineState):
+    """One node. The generation is the newest that the manager has named."""
+
+    timeouts: Timeouts
+    lives: Lives
+    restarts_used: int
+    wait_for_exit: bool  # a replacement starts only when the process before it is gone
+    phase: NodePhase = NodePhase.RUNNING
+    manager: ManagerLink = ManagerLink.AWAY
+    manager_lost_at: float | None = None  # None: there has never been a manager
+    is_released: bool = False  # every function has returned, the workers may end
+    give_up: do.GiveUp | None = None  # STOPPING: the order by which the job ends
+
+    def tell(self, event: Event) -> Commands:
+        """Report to the manager, if it is there.
+
+        What matters is kept with the life, and told when the manager is back.
+        """
+        if self.manager is not ManagerLink.PRESENT:
+            return []
+        return [do.TellManager(event.cause, self.generation, event)]
+
+    def signal(self, life: Life, number: int) -> do.Command:
+        """A signal to the process of this life."""
+        return do.SignalWorker(self.cause, self.generation, life.rank, life.incarnation, number)
+
+
+def pass_on(life: Life, command: do.Command) -> do.Command:
+    """The same command to the worker itself."""
+    return do.TellWorker(command.cause, command.generation, life.rank, life.incarnation, command)

@@ -1,0 +1,32 @@
+"""A file that another process reads: it is replaced as a whole, or stays as it is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_MODE = 0o644
+
+
+@contextmanager
+def replaced(target: Path) -> Iterator[TextIO]:
+    """A text file to write, which takes the place of `target` if the block ends well.
+
+    Raises OSError.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            yield file
+            os.fchmod(descriptor, _MODE)
+        os.replace(name, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise

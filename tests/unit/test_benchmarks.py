@@ -1,0 +1,81 @@
+"""What the benchmarks conclude from what they see; and whose code they use."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pathlib
+
+from benchmarks import recovery, soak, soak_plan
+from benchmarks.measuring import percentile
+from testbed.facts import facts_in
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def imported_by(folder: str) -> set[str]:
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_neither_benchmarks_nor_the_testbed_import_tests() -> None:
+    assert "testbed" in imported_by("benchmarks")
+    assert "tests" not in imported_by("benchmarks")
+    assert not {"tests", "benchmarks", "pytest"} & imported_by("testbed")
+
+
+def test_a_percentile_is_a_value_that_was_measured() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]
+    assert percentile([7.0], 0.99) == 7
+
+
+def test_without_the_comparison_no_ratio_to_it_is_told() -> None:
+    rows = [{"p50_s": 0.25}, {"p50_s": 0.5}, {"p50_s": 5.0}]
+    assert recovery.ratios_of(rows[:1], {}) == {}
+    assert recovery.ratios_of(rows[:1], {"taskd": 2.0, "torchrun": 3.0}) == {
+        "start_up_vs_torchrun": 1.5
+    }
+    assert recovery.ratios_of(rows, {}) == {
+        "recoverable_vs_torchrun": 20.0,
+        "unmodified_vs_torchrun": 10.0,
+    }
+
+
+def test_a_process_own_memory_is_told_apart_from_that_of_files() -> None:
+    size = soak_plan.size_of(os.getpid())
+    assert set(size) == {*soak_plan.MEMORY, "own_kb", "fds", "threads"}
+    assert size["own_kb"] == size["anon_kb"] + size["shmem_kb"] > 0
+    assert size["file_kb"] > 0
+
+
+def samples(**slopes: int) -> list[soak.Sample]:
+    keys = (*soak_plan.MEMORY, "own_kb", "fds", "threads")
+    return [
+        (number, {key: 1000 + number * slopes.get(key, 0) for key in keys}) for number in range(400)
+    ]
+
+
+def test_growth_of_own_memory_and_descriptors_is_judged_and_that_of_file_pages_is_not() -> None:
+    for key in ("own_kb", "fds", "threads"):
+        growth = soak.growth_of(samples(**{key: 100}), memory_settled=100)
+        (problem,) = growth["problems"]
+        assert problem.startswith(f"{key} grew from ")
+        assert growth[key]["per_1000"] == 100_000
+    growth = soak.growth_of(samples(file_kb=100), memory_settled=100)
+    assert growth["problems"] == []
+    assert growth["file_kb"]["per_1000"] == 100_000
+
+
+def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path: pathlib.Path) -> None:
+    lines = [json.dumps({"what": what, "time": time}) for what, time in (("b", 2), ("cut", 3))]
+    (tmp_path / "3-100.jsonl").write_text(f"{lines[0]}\n{lines[1][:9]}")
+    (tmp_path / "0-101.jsonl").write_text(json.dumps({"what": "a", "time": 1}) + "\n")
+    assert [(fact["what"], fact["rank"]) for fact in facts_in(tmp_path)] == [("a", 0), ("b", 3)]
