@@ -1,4 +1,4 @@
-"""What torchrun's own options and variables say to the agent inside it."""
+"""What torchrun is told that counts for taskd: the limit of restarts, and the host of rank 0."""
 
 from __future__ import annotations
 

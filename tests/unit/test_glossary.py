@@ -22,8 +22,8 @@ _ELSEWHERE = ("taskd/api/", "taskd/python/")
 _PLAIN = """
     accounting activity address agreement anew back base began binding bucket call callback
     canonical channel child choice client clock closure codec collective command communication
-    config connection content context copier copy copying core ctypes data detector diagram
-    domain elastic end ending error event examination exception exchange executor exit
+    config connection content context copier copy copying core ctypes data dcp detector
+    diagram domain elastic end ending error event examination exception exchange executor exit
     explorer fail failed fall file finish flat folder give guarded hang heard held histories
     history hold host inbox index interpreter invariant join kernel kill kind know known last
     launcher layout leave leaving left libraries library link liveness load log loop loss lost

@@ -51,7 +51,7 @@ IMPURE = {
 }  # fmt: skip
 # taskd.run is torchrun itself, with the patch: it hands over to torch.distributed.run.
 TORCH_ALLOWED = (
-    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/forkserver.py",
+    "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/libraries.py",
     "taskd/agent/spawning/program.py", "taskd/run.py",
 )  # fmt: skip
 PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")

@@ -3,7 +3,7 @@
 Owns the socket, the numbering of what is said, and the spacing of heartbeats. What the manager says
 comes out as events of the core: `ManagerJoined`, `ManagerRefused`, `ManagerLost` and
 `CommandReceived`. When to register again, and when the manager counts as lost, is decided in
-`taskd.core.manager_session`.
+`taskd.core.policy.registration`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from taskd.core import events
-from taskd.core.manager_session import ManagerSession
+from taskd.core.policy.registration import Registration
 from taskd.errors import LocalProtocolError, RemoteProtocolError
 from taskd.transport import zeromq
 from taskd.wire import codec, messages, translate
@@ -53,7 +53,7 @@ class ManagerConnection:
             timeouts: of the job.
             register: says by `send` who this process is; called whenever that is due.
         """
-        self.session = ManagerSession(timeouts)
+        self.session = Registration(timeouts)
         self.address = address
         self.generation = 0  # that of what is said; kept up to date by the caller
         self.beat_at = clock.now()  # when the next heartbeat is due

@@ -49,14 +49,7 @@ from taskd.core.node.reports import declares, holds, recovers, stops
 from taskd.core.node.state import NodeState
 from taskd.core.phase import NodePhase
 from taskd.core.timeouts import Timeouts
-from taskd.core.transitions import (
-    Commands,
-    FollowUp,
-    Machine,
-    Rule,
-    TransitionTable,
-    take,
-)
+from taskd.core.transitions import Commands, FollowUp, Machine, Rule, TransitionTable, take
 
 _EITHER = {NodePhase.RUNNING, NodePhase.STOPPING}
 

@@ -1,7 +1,6 @@
 """The manager as one node sees it: there, away or refusing; and what to do without one.
 
-How long a node waits is decided in `taskd.core.policy.patience`. A fault that nobody answers for
-too long ends in `FallBack`, plain torchrun behaviour.
+How long that is, is `taskd.core.policy.patience`. A fault that nobody answers for too long ends in `FallBack`, plain torchrun behaviour.
 """
 
 from taskd.core import commands as do
@@ -38,8 +37,10 @@ def manager_refused(node: NodeState, event: ev.ManagerRefused) -> Commands:
 
 def patience_ends_at(node: NodeState) -> float | None:
     """When this node stops to wait for a manager; None: it needs none, or has one."""
+    if node.phase is not NodePhase.RUNNING:
+        return None
     since = node.lives.waiting_since(is_released=node.is_released)
-    if since is None or node.phase is not NodePhase.RUNNING:
+    if since is None:
         return None
     return patience.patience_ends_at(node.manager, node.manager_lost_at, since, node.timeouts)
 

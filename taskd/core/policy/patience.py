@@ -1,8 +1,4 @@
-"""How long whoever needs the manager waits for one that is not there.
-
-Owns the rule, for a node and for a launcher with callbacks. A manager that had been there is waited
-for longer: its parent starts it again.
-"""
+"""How long a process that needs its manager waits for one that is not there."""
 
 from enum import Enum
 
@@ -20,9 +16,10 @@ class ManagerLink(Enum):
 def patience_ends_at(
     link: ManagerLink, lost_at: float | None, needed_since: float, timeouts: Timeouts
 ) -> float | None:
-    """When whoever has needed the manager since then goes on alone; None: the manager is there.
+    """When a process that has needed the manager since then goes on alone, in seconds.
 
-    `lost_at`: when it fell silent; None: there has never been one.
+    None while the manager is there. One that had been there (`lost_at`) is waited for longer: its
+    parent starts it again.
     """
     if link is ManagerLink.PRESENT:
         return None

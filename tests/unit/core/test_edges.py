@@ -15,12 +15,13 @@ from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut
 from taskd.core.policy.hangs import HangDetector
+from taskd.core.policy.ladder import SHORT_LIFE_S
 from taskd.core.policy.leases import Leases
 from taskd.core.policy.stagnation import DEATH_LIMIT, Stagnation
-from taskd.core.profiling import Domain, Domains
+from taskd.core.profiling import Domain, Domains, Switchboard
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
-from tests.unit.core.answers import only, passed_on, told
+from tests.unit.core.answers import kinds, only, passed_on, told
 
 
 @pytest.mark.parametrize(
@@ -299,3 +300,51 @@ def test_the_names_of_signals_are_those_of_linux() -> None:
         assert shown in {name, f"signal {int(number)}"}
     for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 31):
         assert exit_fault(0, 0, -number).detail == signal.Signals(number).name
+
+
+def test_a_replacement_that_has_started_waits_at_the_gate(manager) -> None:
+    job = manager().joined()
+    job.lose(1)
+    job.worker(ev.WorkerStarted, 1, 1001)
+    assert job.machine.membership.members[1].state.value == "starting"
+    for rank in (0, 2, 3):
+        assert job.pause(rank) == []
+    assert only(job.pause(1, None), do.Resume).version == 5
+
+
+def test_failures_without_a_version_that_take_turns_are_not_equal(manager) -> None:
+    """Each life is long enough to count as progress."""
+    job = manager().joined(declared=False)
+    for number in range(8):
+        for _ in range(7):
+            job.hear_all_until(job.now + SHORT_LIFE_S / 6)
+        commands = job.lose(1, FaultKind.EXITED, f"exit {3 + number % 2}", version=None)
+        assert "RestartGroup" in kinds(commands)
+        assert "ReportNoProgress" not in kinds(commands)
+        for rank in job.ranks:
+            job.worker(ev.WorkerStarted, rank, 1)
+
+
+def test_a_node_that_is_stopping_starts_nobody_who_waits(node) -> None:
+    """A start was held back because those before it had come to nothing."""
+    agent = node()
+    agent.exit(1)
+    for incarnation in (1, 2):
+        agent.replace(1, incarnation, incarnation)
+        agent.worker(ev.WorkerStartFailed, 1, "[Errno 24]")
+    assert agent.replace(1, 3, 3) == []
+    held_until = agent.machine.next_deadline()
+    assert held_until is not None
+    agent.command(do.GiveUp, 4, "enough", None)
+    said = kinds(agent.send(ev.Tick, at=held_until)) + kinds(
+        agent.send(ev.Tick, at=held_until + 60)
+    )
+    assert "SpawnWorker" not in said
+    assert kinds(agent.exit(0, -15)) == ["FinishRun"]
+
+
+def test_nobody_to_profile_is_nobody_to_tell() -> None:
+    board = Switchboard()
+    board.ask(711, 100.0)
+    assert board.next_deadline([0]) is not None
+    assert board.next_deadline([]) is None

@@ -129,3 +129,15 @@ def test_the_longer_limit_of_a_second_wait_of_all_is_that_of_the_lowest_rank() -
         ]
         progress.note(2.0, again)
         assert (progress.judge(2.0, 0, lives) is not None) is ends
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_said_to_do_so() -> None:
+    for activity, shown in ((Activity.ASLEEP, "asleep"), (Activity.BUSY, "busy")):
+        progress = HangDetector(Timeouts.derive(30.0))
+        culprit = mark(2, hangs=True, python_s=2.5, activity=activity)
+        marks = [mark(0, hangs=False), mark(1, hangs=False), culprit]
+        progress.note(1.0, [replace(one, still_s=400.0) for one in marks])
+        verdict = progress.judge(1.0, 0, [(0, 0), (1, 0), (2, 0)])
+        assert verdict is not None
+        (found,) = verdict.culprits
+        assert found.detail.startswith(f"{shown} with the interpreter lock held for 400.0 s")

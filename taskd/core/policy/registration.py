@@ -4,12 +4,11 @@ Owns when to register again, and when the manager counts as lost. The shell that
 tells what it heard, and asks at each heartbeat. Knows no messages and no clock.
 """
 
-from taskd.core.policy import patience
-from taskd.core.policy.patience import ManagerLink
+from taskd.core.policy.patience import ManagerLink, patience_ends_at
 from taskd.core.timeouts import Timeouts
 
 
-class ManagerSession:
+class Registration:
     """See the module. `link`: whether the manager is there."""
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -17,7 +16,7 @@ class ManagerSession:
         self.is_registered = False  # it accepted us, and has not said that it forgot us
         self._timeouts = timeouts
         self._heard_at = 0.0
-        self._lost_at: float | None = None  # None: there has never been a manager
+        self._lost_at: float | None = None
         self._manager_incarnation: str | None = None
 
     @property
@@ -36,7 +35,8 @@ class ManagerSession:
 
     def refused(self) -> None:
         """It does not want us."""
-        self.is_registered, self.link = False, ManagerLink.REFUSED
+        self.is_registered = False
+        self.link = ManagerLink.REFUSED
 
     def acknowledged(self, *, is_known: bool, manager_incarnation: str) -> bool:
         """It answered a heartbeat. Whether to register again: it does not know us, or is new."""
@@ -53,9 +53,10 @@ class ManagerSession:
         is_silent = now - self._heard_at > self._timeouts.manager_silence_s
         if self.link is not ManagerLink.PRESENT or not is_silent:
             return False
-        self.is_registered, self.link, self._lost_at = False, ManagerLink.AWAY, now
+        self.is_registered = False
+        self.link, self._lost_at = ManagerLink.AWAY, now
         return True
 
     def patience_ends_at(self, needed_since: float) -> float | None:
-        """When whoever has needed the manager since then goes on alone; None: it is there."""
-        return patience.patience_ends_at(self.link, self._lost_at, needed_since, self._timeouts)
+        """As the function of this name: of this manager."""
+        return patience_ends_at(self.link, self._lost_at, needed_since, self._timeouts)
