@@ -1,9 +1,7 @@
 """SIGTERM to torchrun where the job is to be saved first.
 
-A pod is evicted, and the platform waits a while before SIGKILL.
-
-Owns the handler. The first signal is a wish that the agent passes on to the manager; the second
-one, and the end of the grace period, are what they were without taskd: torchrun's own handler,
+A pod is evicted, and the platform waits a while before SIGKILL. Owns the handler; what follows is
+decided in `taskd.core.node.draining`. The end is that of plain torchrun: its own handler,
 which stops the workers.
 """
 
@@ -14,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from taskd.clock import MonotonicClock
+from taskd.core.node.draining import Draining
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,55 +23,37 @@ class Drain:
     """Use as a context manager, in the main thread. `grace_s` None: leave SIGTERM alone."""
 
     def __init__(self, grace_s: float | None) -> None:
-        self._grace_s = grace_s
+        self.state = Draining(grace_s or 0.0)
+        self._is_on = grace_s is not None
         self._former: Callable[[int, FrameType | None], Any] | int | None = None
         self._reader, self._writer = socket.socketpair()
-        self._asked_at: float | None = None
-        self.is_told = False  # the manager knows
 
     def __enter__(self) -> Drain:  # noqa: PYI034
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        if self._grace_s is not None:
+        if self._is_on:
             self._former = signal.signal(signal.SIGTERM, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._grace_s is not None:
+        if self._is_on:
             signal.signal(signal.SIGTERM, self._former)
         self._reader.close()
         self._writer.close()
 
     @property
-    def fd(self) -> int:
+    def fds(self) -> list[int]:
         """Readable once the signal has come."""
-        return self._reader.fileno()
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether this node is to end."""
-        return self._asked_at is not None
-
-    @property
-    def deadline(self) -> float | None:
-        """Monotonic time at which torchrun's own way begins."""
-        return (
-            None
-            if self._asked_at is None or self._grace_s is None
-            else self._asked_at + self._grace_s
-        )
+        return [] if self.state.is_asked else [self._reader.fileno()]
 
     def end_at_once(self) -> None:
         """Torchrun's own way: its handler raises."""
-        self._asked_at = None
+        self.state.cancel()
         if callable(self._former):
             self._former(signal.SIGTERM, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked_at is not None:
-            self._asked_at = None
-            if callable(self._former):
-                self._former(number, frame)
-            return
-        self._asked_at = MonotonicClock().now()
-        self._writer.send(b"!")  # ends the wait of the loop
+        if self.state.ask(MonotonicClock().now()):
+            self._writer.send(b"!")  # ends the wait of the loop
+        elif callable(self._former):
+            self._former(number, frame)

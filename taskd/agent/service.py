@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from taskd.agent.link.connection import ManagerConnection
 from taskd.agent.link.reports import Reports
 from taskd.agent.mirrors.mirroring import Mirroring
+from taskd.agent.spawning.protocol import Exited, Started, StartFailed
 from taskd.agent.vitals.death_watch import DeathWatch
 from taskd.agent.vitals.endings import Endings
 from taskd.agent.vitals.progress import Vitals
@@ -28,6 +29,7 @@ from taskd.agent.workers.examinations import Examinations
 from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
+from taskd.core.node.draining import Step
 from taskd.core.timeouts import Timeouts
 from taskd.errors import TaskdError
 
@@ -162,14 +164,14 @@ class Service:
             self._feed(events.Tick(now, "tick"))
 
     def _wait(self, now: float) -> None:
-        deadlines = [self._next_glance, self._machine.next_deadline(), self._drain.deadline]
+        deadlines = [self._next_glance, self._machine.next_deadline(), self._drain.state.deadline]
         if self._examinations.look_s is not None:
             deadlines.append(now + self._examinations.look_s)
         fds = [
             *self._channels.fds,
             *self._host.fds,
             *self._mirroring.fds,
-            *([] if self._drain.is_asked else [self._drain.fd]),
+            *self._drain.fds,
             *self._deaths.fds,
         ]
         first = min(deadline for deadline in deadlines if deadline is not None)
@@ -231,34 +233,33 @@ class Service:
             )
 
     def _read_processes(self) -> None:
-        for event in self._host.read():
-            rank, incarnation, box = life = event.rank, event.incarnation, event.box
+        for rank, worker, reply in self._host.read():
+            life = (rank, worker.incarnation)
             self._read_worker(rank)
-            now, cause = self._clock.now(), f"process:{rank}.{incarnation}"
-            if event.what == "started":
-                self._endings.started(life[:2], event.note)
-                self._feed(events.WorkerStarted(now, cause, rank, incarnation, event.pid))
-            elif event.what == "failed":
-                self._feed(
-                    events.WorkerStartFailed(
-                        now, cause, rank, incarnation, event.error, event.snapshots
+            now, cause = self._clock.now(), f"process:{rank}.{worker.incarnation}"
+            match reply:
+                case Started():
+                    self._endings.started(life, reply.note or "")
+                    self._feed(events.WorkerStarted(now, cause, *life, reply.pid))
+                case StartFailed():
+                    snapshots = worker.arenas.versions()
+                    self._feed(events.WorkerStartFailed(now, cause, *life, reply.error, snapshots))
+                case Exited():
+                    box, snapshots = worker.box, worker.arenas.versions()
+                    self._vitals.doubt(*life, box)
+                    words = self._endings.words(life, reply.status, box, now)
+                    self._feed(
+                        events.WorkerExited(
+                            now,
+                            cause,
+                            rank,
+                            worker.incarnation,
+                            reply.status,
+                            *_last_state(box),
+                            words,
+                            snapshots,
+                        )
                     )
-                )
-            else:
-                self._vitals.doubt(*life)
-                words = self._endings.words(life[:2], event.status, box, now)
-                self._feed(
-                    events.WorkerExited(
-                        now,
-                        cause,
-                        rank,
-                        incarnation,
-                        event.status,
-                        *_last_state(box),
-                        words,
-                        event.snapshots,
-                    )
-                )
 
     # ------------------------------------------------------------------ the manager
 
@@ -270,7 +271,8 @@ class Service:
         """The manager's word, or that there is none any more."""
         match event:
             case events.ManagerJoined():  # it may be a new manager: it hears all that is known
-                self._is_manager_missed = self._drain.is_told = False
+                self._is_manager_missed = False
+                self._drain.state.meet_manager()
                 self._feed(event)
                 for answer in self._profiling.answers(event.now):
                     self._say(answer)
@@ -338,32 +340,25 @@ class Service:
             self._say(event)
 
     def _read_drain(self) -> None:
-        """This node is to end. Without a manager, or when the time is up: as without us."""
-        drain = self._drain
-        if not drain.is_asked:
-            return
-        now = self._clock.now()
-        if not drain.is_told and self._is_registered:
-            drain.is_told = True
+        """This node is to end."""
+        now, node_rank, state = self._clock.now(), self._host.node_rank, self._drain.state
+        step = state.step(now, has_manager=self._is_registered)
+        if step is Step.TELL:
             log.warning(
                 "node %d is to end (SIGTERM): the job is to be saved first, within %.0f s",
-                self._host.node_rank,
-                self._config.grace_s,
+                node_rank,
+                state.grace_s,
             )
-            self._feed(
-                events.AgentDraining(
-                    now, "drain", self._host.node_rank, "SIGTERM", self._config.grace_s
-                )
-            )
-        if not drain.is_told or (drain.deadline is not None and now >= drain.deadline):
+            self._feed(events.AgentDraining(now, "drain", node_rank, "SIGTERM", state.grace_s))
+        elif step is Step.END:
             log.error(
                 "node %d ends without having saved: %s",
-                self._host.node_rank,
-                f"{self._config.grace_s:.0f} s (TASKD_GRACE_S) are over"
-                if drain.is_told
+                node_rank,
+                f"{state.grace_s:.0f} s (TASKD_GRACE_S) are over"
+                if state.is_told
                 else "it has no manager",
             )
-            drain.end_at_once()
+            self._drain.end_at_once()
 
     # ------------------------------------------------------------------ commands
 

@@ -1,8 +1,8 @@
 """torch's process context over the spawner: the workers of one node, restartable one by one.
 
 Owns the node's worker processes, their channels and black boxes, in one table by local rank
-(`slots`). Both the agent's loop (`read`, `respawn`, `signal`) and torch's own monitoring (`_poll`,
-`_close`) work on that table. Decides nothing.
+(`workers`). Both the agent's loop (`read`, `respawn`, `signal`) and torch's own monitoring
+(`_poll`, `_close`) work on that table. Decides nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
+from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:
     from taskd.agent.spawning.protocol import Reply
@@ -43,10 +44,9 @@ _TOKENS = itertools.count(1)  # unique over all contexts of the process: they sh
 
 
 @dataclass(slots=True)
-class Slot:
+class LocalWorker:
     """One life of one worker.
 
-    `channel` is the agent's end; the context closes it with the slot unless its owner detached it.
     `status` is None while the process lives: exit code or minus the signal number.
     """
 
@@ -56,7 +56,7 @@ class Slot:
     bootstrap: dict[str, Any]
     box: BlackBox
     arenas: Arenas  # the same in all lives of the rank
-    channel: socket.socket
+    channel: Channel  # the agent's end
     pid: int | None = None
     status: int | None = None
     error: str | None = None
@@ -65,14 +65,6 @@ class Slot:
     def is_over(self) -> bool:
         """No process, and there will be none."""
         return self.status is not None or self.error is not None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotEvent:
-    """What happened to the process of this life."""
-
-    slot: Slot
-    reply: Reply
 
 
 class TaskdContext(PContext):
@@ -93,10 +85,10 @@ class TaskdContext(PContext):
         """
         super().__init__(entrypoint=entrypoint, **torch_arguments)
         self.spawner = spawner
-        self.slots: dict[int, Slot] = {}
-        self._by_token: dict[int, Slot] = {}
+        self.workers: dict[int, LocalWorker] = {}
+        self._by_token: dict[int, LocalWorker] = {}
         self._arenas: dict[int, Arenas] = {}  # by local rank
-        self._queued: list[SlotEvent] = []  # read while somebody else waited
+        self._queued: list[tuple[LocalWorker, Reply]] = []  # read while somebody else waited
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bootstraps = bootstraps
         self._life_fd = life_fd
@@ -108,7 +100,7 @@ class TaskdContext(PContext):
         """What to wait on for `read`, which is to be called once a second in any case."""
         return [self._wake, *self.spawner.fds]
 
-    def read(self) -> list[SlotEvent]:
+    def read(self) -> list[tuple[LocalWorker, Reply]]:
         """Bring the table up to date and tell what changed; never blocks.
 
         Events of former lives come too.
@@ -123,37 +115,37 @@ class TaskdContext(PContext):
                 os.eventfd_read(self._wake)
         return found
 
-    def _keep(self, found: list[SlotEvent]) -> None:
+    def _keep(self, found: list[tuple[LocalWorker, Reply]]) -> None:
         """For the next `read`, which `fds` announces."""
         self._queued.extend(found)
         if found and self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def _apply(self, reply: Reply) -> SlotEvent | None:
-        slot = self._by_token.get(reply.token)
-        if slot is None:
+    def _apply(self, reply: Reply) -> tuple[LocalWorker, Reply] | None:
+        worker = self._by_token.get(reply.token)
+        if worker is None:
             # asked for by a context that was closed before it started
             if isinstance(reply, Started):
                 processes.signal_group(reply.pid, SIGKILL)
             return None
         if isinstance(reply, Started):
-            slot.pid = reply.pid
+            worker.pid = reply.pid
             if reply.note is not None:
                 log.warning(
                     "local rank %d is not forked from the warm process: %s",
-                    slot.local_rank,
+                    worker.local_rank,
                     reply.note,
                 )
-            return SlotEvent(slot, reply)
+            return worker, reply
         if isinstance(reply, StartFailed):
-            slot.error = reply.error
+            worker.error = reply.error
         elif isinstance(reply, Exited):
-            slot.status = reply.status
-        return SlotEvent(slot, reply)
+            worker.status = reply.status
+        return worker, reply
 
     def respawn(
         self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None
-    ) -> Slot:
+    ) -> LocalWorker:
         """Start the next life of a rank; returns at once, `read` reports.
 
         The former life gets no signal from here.
@@ -169,19 +161,19 @@ class TaskdContext(PContext):
 
     def signal(self, local_rank: int, signum: int) -> bool:
         """Signal the worker and its process group. False: it is gone, or not there yet."""
-        slot = self.slots[local_rank]
-        if slot.pid is None or slot.is_over:
+        worker = self.workers[local_rank]
+        if worker.pid is None or worker.is_over:
             return False
-        return processes.signal_group(slot.pid, signum)
+        return processes.signal_group(worker.pid, signum)
 
     def failure(self, local_rank: int) -> ProcessFailure:
         """What torchrun reports about a worker that ended, or was stopped."""
-        slot = self.slots[local_rank]
+        worker = self.workers[local_rank]
         return ProcessFailure(
             local_rank=local_rank,
-            pid=slot.pid or 0,
+            pid=worker.pid or 0,
             error_file=self.error_files[local_rank],
-            exitcode=1 if slot.status is None else slot.status,
+            exitcode=1 if worker.status is None else worker.status,
         )
 
     # ------------------------------------------------------------------ starting
@@ -192,21 +184,20 @@ class TaskdContext(PContext):
             self._spawn(local_rank, self._bootstraps[local_rank])
         deadline = self._clock.now() + _START_TIMEOUT_S
         tries = dict.fromkeys(range(self.nprocs), 1)
-        while any(slot.pid is None for slot in self.slots.values()):
+        while any(worker.pid is None for worker in self.workers.values()):
             self._wait(deadline)
-            for local_rank, slot in self.slots.items():
-                if slot.error is None:
+            for local_rank, worker in self.workers.items():
+                if worker.error is None:
                     continue
                 if tries[local_rank] == _START_TRIES:
                     raise ForkserverError(
-                        f"local rank {local_rank} could not be started: {slot.error}"
+                        f"local rank {local_rank} could not be started: {worker.error}"
                     )
                 tries[local_rank] += 1
                 self._spawn(local_rank, self._bootstraps[local_rank])
             if self._clock.now() >= deadline:
                 raise ForkserverError(
-                    f"the forkserver (pid {self.spawner.forkserver.pid}) started "
-                    "no worker in "
+                    f"the forkserver (pid {self.spawner.forkserver.pid}) started no worker in "
                     f"{_START_TIMEOUT_S:.0f} s: look at what it imports"
                 )
 
@@ -215,9 +206,9 @@ class TaskdContext(PContext):
         select.select(fds, [], [], min(_LOOK_S, max(0.0, deadline - self._clock.now())))
         self._keep(self.read())
 
-    def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> Slot:
+    def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> LocalWorker:
         """Raises OSError, and has changed nothing then: no descriptors, no memory."""
-        former = self.slots.get(local_rank)
+        former = self.workers.get(local_rank)
         # all start anew, and what was is not to be believed
         if not bootstrap["gated"] and local_rank in self._arenas:
             self._arenas.pop(local_rank).close()
@@ -228,51 +219,54 @@ class TaskdContext(PContext):
             box = BlackBox.create()
             undo.callback(box.close)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            undo.callback(ours.close)
+            channel = Channel(ours.detach())
+            undo.callback(channel.close)
             with theirs:
-                slot = Slot(
+                worker = LocalWorker(
                     local_rank,
                     bootstrap["incarnation"],
                     next(_TOKENS),
                     bootstrap,
                     box,
                     arenas,
-                    ours,
+                    channel,
                 )
                 self.spawner.spawn(
-                    self._request(slot, theirs.fileno(), None if former is None else former.box.fd)
+                    self._request(
+                        worker, theirs.fileno(), None if former is None else former.box.fd
+                    )
                 )
             undo.pop_all()
-        self.slots[local_rank] = self._by_token[slot.token] = slot
+        self.workers[local_rank] = self._by_token[worker.token] = worker
         if former is not None:
             self._retire(former)
-        return slot
+        return worker
 
-    def _request(self, slot: Slot, channel: int, previous: int | None) -> SpawnRequest:
-        local_rank = slot.local_rank
-        descriptors = {"channel": channel, "life": self._life_fd, "box": slot.box.fd}
+    def _request(self, worker: LocalWorker, channel: int, previous: int | None) -> SpawnRequest:
+        local_rank = worker.local_rank
+        descriptors = {"channel": channel, "life": self._life_fd, "box": worker.box.fd}
         if previous is not None:
             descriptors["previous"] = previous
         descriptors.update(
             (f"arena{number}", descriptor)
-            for number, descriptor in enumerate(slot.arenas.descriptors)
+            for number, descriptor in enumerate(worker.arenas.descriptors)
         )
         return SpawnRequest(
-            token=slot.token,
+            token=worker.token,
             argv=tuple(str(argument) for argument in self.args[local_rank]),
             env={**os.environ, **self.envs[local_rank]},
             stdout=self.stdouts[local_rank] or None,
             stderr=self.stderrs[local_rank] or None,
             fds=descriptors,
-            worker=slot.bootstrap,
+            worker=worker.bootstrap,
             ignored=processes.ignored_signals(),
             blocked=tuple(sorted(pthread_sigmask(SIG_BLOCK, ()))),
         )
 
-    def _retire(self, slot: Slot) -> None:
+    def _retire(self, worker: LocalWorker) -> None:
         """Keep a former life while somebody may still look at it; free the oldest that is over."""
-        slot.channel.close()
-        lives = [life for life in self._by_token.values() if life.local_rank == slot.local_rank]
+        worker.channel.close()
+        lives = [life for life in self._by_token.values() if life.local_rank == worker.local_rank]
         for life in lives[: -_KEPT_LIVES - 1]:
             if life.is_over:
                 del self._by_token[life.token]
@@ -283,7 +277,9 @@ class TaskdContext(PContext):
     def pids(self) -> dict[int, int]:
         """Process ids by local rank."""
         return {
-            local_rank: slot.pid for local_rank, slot in self.slots.items() if slot.pid is not None
+            local_rank: worker.pid
+            for local_rank, worker in self.workers.items()
+            if worker.pid is not None
         }
 
     def _poll(self) -> RunProcsResult | None:
@@ -292,62 +288,69 @@ class TaskdContext(PContext):
         None: still running.
         """
         self._keep(self.read())
-        slots = self.slots.values()
-        if not any(slot.error or slot.status for slot in slots) and any(
-            slot.status is None for slot in slots
+        workers = self.workers.values()
+        if not any(worker.error or worker.status for worker in workers) and any(
+            worker.status is None for worker in workers
         ):
             return None
-        failed_first = [slot.local_rank for slot in slots if slot.error or slot.status]
+        failed_first = [worker.local_rank for worker in workers if worker.error or worker.status]
         self.close()
         failures = {local_rank: self.failure(local_rank) for local_rank in failed_first}
         failures.update(
-            (slot.local_rank, self.failure(slot.local_rank))
-            for slot in slots
-            if slot.status and slot.local_rank not in failures
+            (worker.local_rank, self.failure(worker.local_rank))
+            for worker in workers
+            if worker.status and worker.local_rank not in failures
         )
         result = RunProcsResult(failures=failures, stdouts=self.stdouts, stderrs=self.stderrs)
         if not failures:
             result.return_values = dict.fromkeys(range(self.nprocs))
         for local_rank in failed_first:
-            slot = self.slots[local_rank]
+            worker = self.workers[local_rank]
             log.error(
                 "local rank %d (pid %s) failed: %s",
                 local_rank,
-                slot.pid,
-                slot.error or processes.describe_status(slot.status or 0),
+                worker.pid,
+                worker.error or processes.describe_status(worker.status or 0),
             )
         return result
 
     def _close(self, death_sig: Signals, timeout: int = 30) -> None:
         """End what lives, politely first; then free what the context holds. May be called twice."""
         for number in (death_sig, SIGKILL):
-            for slot in self._alive():
+            for worker in self._alive():
                 log.info(
-                    "sending %s to local rank %d (pid %d)", number.name, slot.local_rank, slot.pid
+                    "sending %s to local rank %d (pid %d)",
+                    number.name,
+                    worker.local_rank,
+                    worker.pid,
                 )
-                processes.signal_group(slot.pid or 0, number)
+                processes.signal_group(worker.pid or 0, number)
             deadline = self._clock.now() + timeout
             while self._alive() and self._clock.now() < deadline:
                 self._wait(deadline)
-        for slot in self._alive():
+        for worker in self._alive():
             log.error(
                 "local rank %d (pid %d) does not end even by SIGKILL: it hangs in the "
                 "kernel; going on without it",
-                slot.local_rank,
-                slot.pid,
+                worker.local_rank,
+                worker.pid,
             )
-        for slot in self._by_token.values():
-            slot.channel.close()
-            slot.box.close()
+        for worker in self._by_token.values():
+            worker.channel.close()
+            worker.box.close()
         for arenas in self._arenas.values():
             arenas.close()
         self._arenas = {}
-        self._by_token = {token: slot for token, slot in self._by_token.items() if not slot.is_over}
+        self._by_token = {
+            token: worker for token, worker in self._by_token.items() if not worker.is_over
+        }
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
-    def _alive(self) -> list[Slot]:
+    def _alive(self) -> list[LocalWorker]:
         return [
-            slot for slot in self._by_token.values() if slot.pid is not None and not slot.is_over
+            worker
+            for worker in self._by_token.values()
+            if worker.pid is not None and not worker.is_over
         ]

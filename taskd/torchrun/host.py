@@ -1,50 +1,19 @@
 """torchrun's agent and its context as the agent's loop needs them (`taskd.agent.workers.host`).
 
-Translates local ranks to global ones and slots to workers. Decides nothing.
+Translates global ranks to local ones and back. Decides nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-from taskd.agent.spawning.protocol import Exited, Started
-from taskd.agent.workers.host import ProcessEvent
-from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from taskd.native.arenas import Arenas
-    from taskd.native.black_box import BlackBox
-    from taskd.torchrun.context import Slot, TaskdContext
+    from taskd.agent.spawning.protocol import Reply
+    from taskd.torchrun.context import LocalWorker, TaskdContext
     from taskd.torchrun.launcher import Launcher
-
-
-@dataclass(frozen=True, slots=True)
-class HostWorker:
-    """One incarnation of one rank."""
-
-    rank: int
-    incarnation: int
-    channel: Channel
-    slot: Slot
-
-    @property
-    def pid(self) -> int | None:
-        """None until the forkserver has answered."""
-        return self.slot.pid
-
-    @property
-    def box(self) -> BlackBox:
-        """The page that outlives the process."""
-        return self.slot.box
-
-    @property
-    def arenas(self) -> Arenas:
-        """The node memory that outlives it, too."""
-        return self.slot.arenas
 
 
 class TorchrunHost:
@@ -62,51 +31,19 @@ class TorchrunHost:
         self.ranks = tuple(worker.global_rank for worker in group.workers)
         self._local_ranks = {worker.global_rank: worker.local_rank for worker in group.workers}
         self._workers = {
-            rank: self._worker(rank, context.slots[local])
-            for rank, local in self._local_ranks.items()
+            rank: context.workers[local_rank] for rank, local_rank in self._local_ranks.items()
         }
-        self.workers: Mapping[int, HostWorker] = MappingProxyType(self._workers)
-
-    @staticmethod
-    def _worker(rank: int, slot: Slot) -> HostWorker:
-        return HostWorker(rank, slot.incarnation, Channel(slot.channel.detach()), slot)
+        self.workers: Mapping[int, LocalWorker] = MappingProxyType(self._workers)
 
     @property
     def fds(self) -> Sequence[int]:
         """Readable when `read` has something to say."""
         return self._context.fds()
 
-    def read(self) -> Sequence[ProcessEvent]:
-        """Starts and ends of processes. Former lives are told too."""
-        workers, found = self._launcher.worker_group.workers, []
-        for event in self._context.read():
-            slot, reply = event.slot, event.reply
-            life = (workers[slot.local_rank].global_rank, slot.incarnation)
-            if isinstance(reply, Started):
-                found.append(
-                    ProcessEvent(*life, "started", slot.box, pid=reply.pid, note=reply.note or "")
-                )
-            elif isinstance(reply, Exited):
-                found.append(
-                    ProcessEvent(
-                        *life,
-                        "exited",
-                        slot.box,
-                        status=reply.status,
-                        snapshots=slot.arenas.versions(),
-                    )
-                )
-            else:
-                found.append(
-                    ProcessEvent(
-                        *life,
-                        "failed",
-                        slot.box,
-                        error=reply.error,
-                        snapshots=slot.arenas.versions(),
-                    )
-                )
-        return found
+    def read(self) -> Sequence[tuple[int, LocalWorker, Reply]]:
+        """Starts and ends of processes. Former incarnations are told of, too."""
+        ranks = [worker.global_rank for worker in self._launcher.worker_group.workers]
+        return [(ranks[worker.local_rank], worker, reply) for worker, reply in self._context.read()]
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
@@ -115,12 +52,9 @@ class TorchrunHost:
         self._launcher.generation, self._launcher.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
         bootstrap = self._launcher.bootstrap(local_rank, incarnation, gated=gated)
-        former = self._workers[rank]
-        slot = self._context.respawn(
+        self._workers[rank] = self._context.respawn(
             local_rank, bootstrap, {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}
         )
-        self._workers[rank] = self._worker(rank, slot)
-        former.channel.close()
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
         """Signal the process group of this incarnation, if it is the present one."""

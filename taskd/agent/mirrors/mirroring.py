@@ -21,7 +21,7 @@ from taskd.agent.mirrors.source import MirrorSource
 from taskd.agent.mirrors.store import MirrorStore
 from taskd.config import join_address
 from taskd.core import commands, events
-from taskd.core.mirroring import MirrorPermission
+from taskd.core.policy.mirroring import MirrorPermission
 from taskd.errors import RemoteProtocolError, TransportError
 from taskd.log import SayOnce
 from taskd.native.arenas import Arenas

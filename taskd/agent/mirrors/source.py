@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from taskd.core.mirroring import MirrorPermission
+from taskd.core.policy.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.native.arena_copy import AWAITED, UNMIRRORED, Outgoing
 from taskd.wire import mirroring

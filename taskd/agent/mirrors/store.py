@@ -5,7 +5,7 @@ whole mirror survives whatever becomes of the next one. Frames come in and answe
 thread of `taskd.agent.mirrors.mirroring`, which alone touches arenas; what the agent's loop asks is
 answered from a table under a lock that is never held for longer than a look at it.
 
-Which mirrors may be begun is `taskd.core.mirroring`'s business.
+Which mirrors may be begun is `taskd.core.policy.mirroring`'s business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from taskd.core.mirroring import MirrorPermission
+from taskd.core.policy.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.log import SayOnce
 from taskd.native.arena_copy import Incoming, Outline
@@ -109,7 +109,7 @@ class MirrorStore:
                 }
 
     def serve(self, sources: Mapping[int, str]) -> None:
-        """Keep the snapshots of these nodes and of no others. Values: their agents' incarnations."""
+        """Keep the snapshots of these nodes only. Values: the incarnations of their agents."""
         with self._lock:
             self._sources, self._is_swept = dict(sources), False
             for mirror in self._mirrors.values():

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -94,6 +94,7 @@ class Exited:
 
 
 Reply = Started | StartFailed | Exited
+_REPLIES = {cls.__name__: cls for cls in (Ready, Started, StartFailed, Exited)}
 
 
 class Wire:
@@ -186,20 +187,8 @@ class Wire:
 
 def request_message(request: SpawnRequest) -> tuple[dict[str, Any], tuple[int, ...]]:
     """As a message and its descriptors."""
-    message = {
-        "token": request.token,
-        "argv": list(request.argv),
-        "kind": request.kind,
-        "env": request.env,
-        "cwd": request.cwd,
-        "stdout": request.stdout,
-        "stderr": request.stderr,
-        "fds": list(request.fds),
-        "worker": request.worker,
-        "ignored": list(request.ignored),
-        "blocked": list(request.blocked),
-    }
-    return message, tuple(request.fds.values())
+    message = {item.name: getattr(request, item.name) for item in fields(request)}
+    return {**message, "fds": list(request.fds)}, tuple(request.fds.values())
 
 
 def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnRequest:
@@ -211,30 +200,21 @@ def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnReques
         raise ForkserverError(
             "too many open files in the forkserver: the descriptors of a worker did not fit"
         )
-    return SpawnRequest(
-        token=message["token"],
-        argv=tuple(message["argv"]),
-        kind=message["kind"],
-        env=message["env"],
-        cwd=message["cwd"],
-        stdout=message["stdout"],
-        stderr=message["stderr"],
-        fds=dict(zip(message["fds"], descriptors, strict=True)),
-        worker=message["worker"],
-        ignored=tuple(message["ignored"]),
-        blocked=tuple(message["blocked"]),
-    )
+    tuples = {name: tuple(message[name]) for name in ("argv", "ignored", "blocked")}
+    fds = dict(zip(message["fds"], descriptors, strict=True))
+    return SpawnRequest(**{**message, **tuples, "fds": fds})
+
+
+def reply_message(reply: Reply | Ready) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """As a message and its descriptors."""
+    values = asdict(reply)
+    descriptors = (values.pop("pidfd"),) if isinstance(reply, Started) else ()
+    return {**values, "reply": type(reply).__name__}, descriptors
 
 
 def reply_from(message: dict[str, Any], descriptors: list[int]) -> Reply | Ready:
-    """A reply of the forkserver."""
-    kind = message["reply"]
-    if kind == "ready":
-        return Ready()
-    if kind == "started":
-        return Started(
-            message["token"], message["pid"], descriptors[0] if descriptors else -1, message["note"]
-        )
-    if kind == "failed":
-        return StartFailed(message["token"], message["error"])
-    return Exited(message["token"], message["pid"], message["status"])
+    """The other way round; the descriptor is the receiver's."""
+    kind = message.pop("reply")
+    if kind == Started.__name__:
+        message["pidfd"] = descriptors[0] if descriptors else -1
+    return _REPLIES[kind](**message)

@@ -18,12 +18,22 @@ import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskd.agent.spawning import child, libraries, processes, warmth
-from taskd.agent.spawning.protocol import SpawnRequest, Wire, request_from
+from taskd.agent.spawning.protocol import (
+    Exited,
+    Ready,
+    Started,
+    StartFailed,
+    Wire,
+    reply_message,
+    request_from,
+)
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from taskd.agent.spawning.protocol import Reply, SpawnRequest
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +110,7 @@ class _Server:
 
     def ready(self) -> None:
         """From now on every request is answered at once."""
-        self._reply({"reply": "ready"})
+        self._reply(Ready())
 
     def loop(self) -> None:
         """Serve until the agent is gone."""
@@ -125,7 +135,7 @@ class _Server:
             note = self._cold_reason or warmth.why_not_warm(request, self._environment)
             self._spawn(request, note)
         except (OSError, ForkserverError) as error:
-            self._reply({"reply": "failed", "token": message["token"], "error": str(error)})
+            self._reply(StartFailed(message["token"], str(error)))
         finally:
             processes.close_all(descriptors)
 
@@ -145,9 +155,7 @@ class _Server:
                 signal.pthread_sigmask(signal.SIG_SETMASK, former)
             pidfd = os.pidfd_open(pid)
             try:
-                self._reply(
-                    {"reply": "started", "token": request.token, "pid": pid, "note": note}, (pidfd,)
-                )
+                self._reply(Started(request.token, pid, pidfd, note))
             finally:
                 os.close(pidfd)
             self._tokens[pid] = request.token
@@ -193,19 +201,12 @@ class _Server:
                     os.killpg(found.si_pid, signal.SIGKILL)
             os.waitpid(found.si_pid, 0)
             if token is not None:
-                self._reply(
-                    {
-                        "reply": "exited",
-                        "token": token,
-                        "pid": found.si_pid,
-                        "status": processes.status_of(found),
-                    }
-                )
+                self._reply(Exited(token, found.si_pid, processes.status_of(found)))
 
-    def _reply(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    def _reply(self, reply: Reply | Ready) -> None:
         # the next read sees the end
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._wire.send(message, descriptors)
+            self._wire.send(*reply_message(reply))
 
     def end(self) -> None:
         """The agent is gone: end the workers that still live."""

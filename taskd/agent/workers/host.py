@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from taskd.agent.spawning.protocol import Reply
     from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
     from taskd.transport.channel import Channel
@@ -40,21 +40,6 @@ class Worker(Protocol):
         """Its snapshots, which outlive it, too."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessEvent:
-    """What happened to the process of one life. `what`: "started", "failed" or "exited"."""
-
-    rank: int
-    incarnation: int
-    what: str
-    box: BlackBox
-    pid: int = 0
-    status: int = 0
-    error: str = ""
-    note: str = ""  # "started": why it is not a fork of the warm process; "": it is
-    snapshots: tuple[int, ...] = ()  # versions of its state that are left in node memory
-
-
 class Host(Protocol):
     """What the loop needs of torchrun: who we are, and processes."""
 
@@ -75,8 +60,11 @@ class Host(Protocol):
     def fds(self) -> Sequence[int]:
         """Readable when `read` has something to say."""
 
-    def read(self) -> Sequence[ProcessEvent]:
-        """What happened to processes since the last call; never blocks."""
+    def read(self) -> Sequence[tuple[int, Worker, Reply]]:
+        """Rank, incarnation of it, and what happened to its process; never blocks.
+
+        Former incarnations are told of, too.
+        """
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int

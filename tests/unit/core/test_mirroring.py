@@ -3,7 +3,7 @@
 import pytest
 
 from taskd.core import commands
-from taskd.core.mirroring import MirrorPermission
+from taskd.core.policy.mirroring import MirrorPermission
 
 INTERRUPT = commands.Interrupt("c", 3, "a fault")
 RESUME = commands.Resume("c", 3, 20, (), 0)

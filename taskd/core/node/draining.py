@@ -1,0 +1,58 @@
+"""How long a node that is to end (SIGTERM) waits for the job to be saved.
+
+Owns the rule: the manager is told as soon as there is one; the node ends by itself when there is
+none, when the grace period is over, or at the second signal.
+"""
+
+from enum import Enum
+
+
+class Step(Enum):
+    """What is to be done now."""
+
+    WAIT = "wait"
+    TELL = "tell"  # the manager that this node is to end
+    END = "end"
+
+
+class Draining:
+    """See the module. `grace_s`: seconds from the signal to the end, saved or not."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s
+        self.is_told = False  # the manager knows
+        self._asked_at: float | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this node is to end."""
+        return self._asked_at is not None
+
+    @property
+    def deadline(self) -> float | None:
+        """When the grace period is over; None: the node is not to end."""
+        return None if self._asked_at is None else self._asked_at + self.grace_s
+
+    def ask(self, now: float) -> bool:
+        """A signal has come. False: the second one, the node ends at once."""
+        is_first = self._asked_at is None
+        self._asked_at = now if is_first else None
+        return is_first
+
+    def cancel(self) -> None:
+        """The node ends without having saved."""
+        self._asked_at = None
+
+    def meet_manager(self) -> None:
+        """A manager has accepted this node: it may be another one, which has not been told."""
+        self.is_told = False
+
+    def step(self, now: float, *, has_manager: bool) -> Step:
+        """What is to be done. TELL is said once to each manager."""
+        deadline = self.deadline
+        if deadline is None:
+            return Step.WAIT
+        if not self.is_told and has_manager:
+            self.is_told = True
+            return Step.TELL
+        return Step.END if not self.is_told or now >= deadline else Step.WAIT

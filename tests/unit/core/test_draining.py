@@ -1,0 +1,40 @@
+"""What a node that is to end does, and when it ends without having saved."""
+
+from taskd.core.node.draining import Draining, Step
+
+
+def test_the_manager_is_told_once_and_the_node_waits_for_its_grace_period() -> None:
+    draining = Draining(25.0)
+    assert draining.step(0.0, has_manager=True) is Step.WAIT
+    assert draining.ask(100.0)
+    assert draining.deadline == 125.0
+    assert draining.step(100.0, has_manager=True) is Step.TELL
+    assert draining.step(101.0, has_manager=True) is Step.WAIT
+    assert draining.step(124.9, has_manager=False) is Step.WAIT  # it knows, and may come back
+    assert draining.step(125.0, has_manager=True) is Step.END
+
+
+def test_without_a_manager_the_node_ends_at_once() -> None:
+    draining = Draining(25.0)
+    assert draining.ask(100.0)
+    assert draining.step(100.0, has_manager=False) is Step.END
+    assert not draining.is_told
+    draining.cancel()
+    assert not draining.is_asked
+
+
+def test_another_manager_is_told_again() -> None:
+    draining = Draining(25.0)
+    assert draining.ask(100.0)
+    assert draining.step(100.0, has_manager=True) is Step.TELL
+    draining.meet_manager()
+    assert draining.step(101.0, has_manager=True) is Step.TELL
+    assert draining.step(126.0, has_manager=True) is Step.END
+
+
+def test_the_second_signal_ends_the_wait() -> None:
+    draining = Draining(25.0)
+    assert draining.ask(100.0)
+    assert not draining.ask(101.0)
+    assert not draining.is_asked
+    assert draining.deadline is None
