@@ -24,7 +24,7 @@ import torch
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
 from taskd.worker.life import Life
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from taskd.native.black_box import BlackBox, Phase
-from taskd.worker import profiling
 from taskd.worker.life import Life
-from taskd.worker.profiling import Encoder, Profile, Profiler
+from taskd.worker.profiling import profiler as profiling
+from taskd.worker.profiling.profiler import Encoder, Profile, Profiler
 
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT, Phase.STEP)
 ROUNDS = 9

@@ -30,7 +30,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch
 
 from taskd.native.arena import PAGE_BYTES, Arena
-from taskd.worker.snapshot import Snapshotter
+from taskd.worker.saving.copier import Snapshotter
 
 STEPS = 6  # of a block
 PRECISION = 4

@@ -21,8 +21,8 @@ from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
 from taskd.worker.life import Life
-from taskd.worker.parking import park_all
-from taskd.worker.state import TrainState
+from taskd.worker.restore.parking import park_all
+from taskd.worker.train_state import TrainState
 
 
 def main() -> None:

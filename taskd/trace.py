@@ -2,7 +2,7 @@
 
 The profiles of all ranks of a job as one trace for Perfetto or chrome://tracing.
 
-Reads what `taskd.worker.profiling` wrote and writes the JSON object form of the Trace Event Format:
+Reads what `taskd.worker.profiling.profiler` wrote and writes the JSON object form of the Trace Event Format:
 a process for each rank, a thread for each domain (more where collectives overlap), a complete event
 ("X") for each range. One line is held at a time, and the ranges that are open: a profile may be
 larger than the memory. What cannot be used is counted and told, and never ends it.

@@ -60,10 +60,10 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.utils.data",
     # What each worker imports of ours: 50 ms of a recovery.
-    "taskd.worker.runtime",
+    "taskd.worker.process.runtime",
     "taskd.worker.recoverable",
-    "taskd.worker.state",
-    "taskd.worker.phases",
+    "taskd.worker.train_state",
+    "taskd.worker.state.phases",
 )
 # > _TERM_TIMEOUT_S: time for the forkserver to end workers, and to take torch down
 _CLOSE_TIMEOUT_S = 10.0

@@ -386,7 +386,7 @@ def run(program: Program, baseline: Baseline, worker: dict[str, Any] | None) -> 
 def _start_runtime(worker: dict[str, Any] | None) -> Any:
     if worker is None:
         return None
-    from taskd.worker import runtime  # noqa: PLC0415
+    from taskd.worker.process import runtime  # noqa: PLC0415
 
     runtime.start(worker)
     return runtime

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from taskd.core.commands import Move
     from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox, Phase
-    from taskd.worker.periodic import Periodic
-    from taskd.worker.profiling import Profile
-    from taskd.worker.snapshots import Found, Snapshots
+    from taskd.worker.profiling.profiler import Profile
+    from taskd.worker.saving.periodic import Periodic
+    from taskd.worker.saving.snapshots import Found, Snapshots
 
 
 @dataclass

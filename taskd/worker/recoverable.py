@@ -3,7 +3,7 @@
 Run a function, unwind it on a fault, wait, enter it again in the same process.
 
 The loop of the main thread. What it reports and waits for goes through the runtime; what happens to
-tensors is `taskd.worker.parking`. Outside a taskd job the decorator returns what the function
+tensors is `taskd.worker.restore.parking`. Outside a taskd job the decorator returns what the function
 returns and does nothing else.
 """
 
@@ -20,9 +20,9 @@ from taskd.core import events
 from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker import runtime as runtime_module
-from taskd.worker.exception_text import drop_frames
-from taskd.worker.runtime import Runtime, Where
+from taskd.worker.exceptions.text import drop_frames
+from taskd.worker.process import runtime as runtime_module
+from taskd.worker.process.runtime import Runtime, Where
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -175,7 +175,7 @@ def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | Non
 
 
 def _park(runtime: Runtime) -> tuple[int | None, bool, str]:
-    from taskd.worker.parking import park_all  # noqa: PLC0415
+    from taskd.worker.restore.parking import park_all  # noqa: PLC0415
 
     report = park_all(runtime.life)
     runtime.life.held = False

@@ -14,9 +14,9 @@ from sharded import build, contents, step
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from taskd.native.arenas import Arenas
-from taskd.worker import units
-from taskd.worker.roles import Roles
-from taskd.worker.state import TrainState
+from taskd.worker.objects import units
+from taskd.worker.objects.roles import Roles
+from taskd.worker.train_state import TrainState
 
 
 @contextmanager

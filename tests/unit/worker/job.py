@@ -7,7 +7,7 @@ from taskd.core.commands import Move
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
 from taskd.worker.life import Life, Plan
-from taskd.worker.parking import park_all
+from taskd.worker.restore.parking import park_all
 
 
 class Stop(Exception):  # noqa: N818

@@ -27,11 +27,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from taskd.core.commands import Move
 from taskd.errors import StateError
-from taskd.worker import buckets, shards
 from taskd.worker.life import Life
-from taskd.worker.parking import park_all
-from taskd.worker.roles import Roles
-from taskd.worker.state import TrainState
+from taskd.worker.objects import shards
+from taskd.worker.objects.roles import Roles
+from taskd.worker.restore.parking import park_all
+from taskd.worker.state import buckets
+from taskd.worker.train_state import TrainState
 
 STEPS = 6
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from taskd.core import commands
 from taskd.errors import CheckpointError, StateError
 from taskd.native.arenas import Arenas
-from taskd.worker import buckets, flat
-from taskd.worker.contents import shared
-from taskd.worker.parking import park_all
-from taskd.worker.saving import Dumping
-from taskd.worker.state import TrainState
+from taskd.worker.restore.parking import park_all
+from taskd.worker.saving.contents import shared
+from taskd.worker.saving.dumping import Dumping
+from taskd.worker.state import buckets, flat
+from taskd.worker.train_state import TrainState
 
 
 def train_and_save(member, kind, folder, every=2, steps=4):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from taskd.errors import Interrupted
-from taskd.worker import closures
-from taskd.worker.state import TrainState
+from taskd.worker.state import closures
+from taskd.worker.train_state import TrainState
 
 
 class ClosureFirst(torch.optim.SGD):
@@ -93,7 +93,7 @@ def train(job, kind, steps, *, stop=None, how=Stop, **options):
         try:
             result, report = job.enter(entry)
         except ValueError:
-            from taskd.worker.parking import ParkReport
+            from taskd.worker.restore.parking import ParkReport
 
             result, report = None, ParkReport(job.life.version, clean=not job.life.torn, reason="")
         if result is not None:
@@ -231,7 +231,7 @@ def test_whose_order_is_known():
 
 def vote_order(member):
     """On each rank of a World: when the vote of a ZeroRedundancyOptimizer comes."""
-    from taskd.worker import holding as holding_module
+    from taskd.worker.state import holding as holding_module
 
     job, story = Job(rank=member.rank, world_size=2), []
     real = holding_module.vote

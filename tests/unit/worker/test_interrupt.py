@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from taskd.errors import Interrupted
-from taskd.worker.interrupt import MainThreadInterrupter
 from taskd.worker.life import Life
+from taskd.worker.process.interrupt import MainThreadInterrupter
 from taskd.worker.recoverable import _let_go
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from taskd.worker.outer_group import OuterGroup
+from taskd.worker.process.outer_group import OuterGroup
 
 
 class Gate:

@@ -12,7 +12,7 @@ from job import Job
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 @pytest.fixture
@@ -94,7 +94,9 @@ def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(
     with caplog.at_level(logging.WARNING):
         assert job.enter(entry)[0] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000004"]
-    (record,) = (record for record in caplog.records if record.name == "taskd.worker.periodic")
+    (record,) = (
+        record for record in caplog.records if record.name == "taskd.worker.saving.periodic"
+    )
     assert (
         f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}"
     ) in record.getMessage()

@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 2
 

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd.native.black_box import BlackBox, Phase
-from taskd.worker import profile_files, profiling
 from taskd.worker.life import Life
-from taskd.worker.profile_files import ProfileFiles, open_folder, part_of_path
-from taskd.worker.profiling import Profiler
+from taskd.worker.profiling import files as profile_files
+from taskd.worker.profiling import profiler as profiling
+from taskd.worker.profiling.files import ProfileFiles, open_folder, part_of_path
+from taskd.worker.profiling.profiler import Profiler
 from tests.disks import small_disk
 from tests.unit.worker.rings import Ring
 
@@ -222,7 +223,7 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     code = (
-        "from taskd.worker.life import Life; from taskd.worker.profiling import Profiler; from "
+        "from taskd.worker.life import Life; from taskd.worker.profiling.profiler import Profiler; from "
         "taskd.native.black_box import Phase\n"
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker import shards
-from taskd.worker.roles import Roles
+from taskd.worker.objects import shards
+from taskd.worker.objects.roles import Roles
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from taskd.errors import StateError
 from taskd.native import node_memory
 from taskd.native.arena_copy import AWAITED, UNMIRRORED
 from taskd.native.arenas import Arenas
-from taskd.worker.saving import Dumping
-from taskd.worker.state import TrainState
+from taskd.worker.saving.dumping import Dumping
+from taskd.worker.train_state import TrainState
 
 STEPS = 9
 
@@ -221,7 +221,9 @@ def test_a_state_that_cannot_be_had_costs_a_snapshot_and_no_training(job, caplog
     with caplog.at_level(logging.WARNING):
         result, _ = job.enter(Late())
     assert same(result[1:], undisturbed()[1:])
-    (record,) = (record for record in caplog.records if record.name == "taskd.worker.snapshots")
+    (record,) = (
+        record for record in caplog.records if record.name == "taskd.worker.saving.snapshots"
+    )
     assert (
         "rank 0: no snapshot of version 10 could be made: the device is gone. The one "
         "before it "

@@ -11,7 +11,7 @@ from torch import nn
 from taskd.errors import Interrupted
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 def net():
@@ -188,7 +188,7 @@ def test_a_held_back_interrupt_is_raised_by_commit_after_the_version_counts(job)
 
 
 def test_an_interrupt_in_the_middle_of_a_restore_loses_nothing(job, monkeypatch):
-    from taskd.worker import parking
+    from taskd.worker.restore import parking
 
     weights = []
 
@@ -463,7 +463,7 @@ def test_a_followed_model_can_be_copied_and_pickled(job):
 def test_the_ddp_wrapper_is_installed_once_and_can_be_taken_off():
     from torch.nn.parallel import DistributedDataParallel
 
-    from taskd.worker import buckets
+    from taskd.worker.state import buckets
 
     original = DistributedDataParallel.__init__
     buckets.install()

@@ -6,7 +6,7 @@ from job import Sampler
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 class StrangeOptimizer(torch.optim.SGD):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from taskd.worker import flat
-from taskd.worker.holding import Holding
-from taskd.worker.roles import Roles
-from taskd.worker.table import Table
+from taskd.worker.objects.roles import Roles
+from taskd.worker.saving.table import Table
+from taskd.worker.state import flat
+from taskd.worker.state.holding import Holding
 
 
 @pytest.fixture
