@@ -1,26 +1,25 @@
 """`taskd.TrainState`: the training state that survives faults, as the user sees it.
 
-Owns the user's face: constructor, attributes, commit, restore. The objects are held by
-`taskd.worker.state.holding`; what a restore does is `taskd.worker.restore.restoration`. Talks to the rest of taskd
-only through `taskd.worker.life.current()`; outside a taskd job that is None, commit() counts and
-restore() finds nothing.
+Owns the user's face: constructor, attributes, and what is asked of it too early or too late. The
+objects are held by `taskd.worker.state.holding`; the order of a commit is
+`taskd.worker.state.step`, that of a restore `taskd.worker.restore.restoration`. Outside a taskd job
+commit() counts and restore() finds nothing.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from taskd.errors import StateError
-from taskd.worker import life as life_module
+from taskd.worker.life import current
 from taskd.worker.objects.roles import Roles, is_plain
-from taskd.worker.restore.restoration import Restored, land
+from taskd.worker.restore.restoration import Restored, restore
 from taskd.worker.saving.contents import directory_of
 from taskd.worker.saving.periodic import save
-from taskd.worker.state.holding import Holding
-from taskd.worker.state.logbook import logbook_of
+from taskd.worker.state import step
+from taskd.worker.state.holding import Holding, Settings
 from taskd.worker.state.phases import checkpointing
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from taskd.worker.life import Life
-
-log = logging.getLogger(__name__)
 
 
 class TrainState:
@@ -76,6 +73,29 @@ class TrainState:
             StateError: outside a recoverable function of a taskd job, a name given twice, an object
                 that cannot be carried.
         """
+        life = current()
+        self._check_arguments(name, objects)
+        if snapshot_buddy and not snapshot_every:
+            message = (
+                f"TrainState({name!r}): snapshot_buddy=True mirrors snapshots, and none are "
+                "made: give snapshot_every=k, too"
+            )
+            raise ValueError(message)
+        if life is not None:
+            _check_place(life, name)
+        first_step = objects.pop("step", 0)
+        settings = Settings(
+            checkpoint_dir, checkpoint_every, checkpoint_keep, snapshot_every, snapshot_buddy
+        )
+        holding = Holding(name, Roles.sort(name, objects), shard_id, settings)
+        object.__setattr__(self, "_holding", holding)
+        object.__setattr__(self, "_restored", None)
+        self.step = first_step
+        if life is not None:
+            life.records.states[name] = holding
+
+    @classmethod
+    def _check_arguments(cls, name: object, objects: dict[str, Any]) -> None:
         if not isinstance(name, str) or not name:
             message = (
                 f"TrainState's name must be text, not {name!r}; give objects by keyword: "
@@ -85,7 +105,7 @@ class TrainState:
         reserved = sorted(
             role
             for role in objects
-            if role.startswith("_") or (hasattr(type(self), role) and role != "step")
+            if role.startswith("_") or (hasattr(cls, role) and role != "step")
         )
         if reserved:
             message = (
@@ -93,39 +113,6 @@ class TrainState:
                 "choose another keyword"
             )
             raise StateError(message)
-        if snapshot_buddy and not snapshot_every:
-            message = (
-                f"TrainState({name!r}): snapshot_buddy=True mirrors snapshots, and none are "
-                "made: give snapshot_every=k, too"
-            )
-            raise ValueError(message)
-        life = life_module.current()
-        if life is not None and not life.in_recoverable:
-            message = (
-                f"TrainState({name!r}) was created outside a recoverable function: put the "
-                "training into a function decorated with "
-                "@taskd.recoverable and create it in there"
-            )
-            raise StateError(message)
-        if life is not None and name in life.states:
-            message = (
-                f"TrainState({name!r}) was created twice in one entry: give the second one "
-                f"another name, TrainState('{name}-2', ...)"
-            )
-            raise StateError(message)
-        step = objects.pop("step", 0)
-        holding = Holding(name, Roles.sort(name, objects), shard_id)
-        holding.checkpoint_dir, holding.checkpoint_every, holding.checkpoint_keep = (
-            checkpoint_dir,
-            checkpoint_every,
-            checkpoint_keep,
-        )
-        holding.snapshot_every, holding.snapshot_buddy = snapshot_every, snapshot_buddy
-        object.__setattr__(self, "_holding", holding)
-        object.__setattr__(self, "_restored", None)
-        self.step = step
-        if life is not None:
-            life.states[name] = holding
 
     # ------------------------------------------------------------ attributes
 
@@ -202,27 +189,19 @@ class TrainState:
             StateError: before restore(), or on a TrainState of an earlier entry.
             taskd.Interrupted: a recovery waits for this process; let it pass.
         """
-        holding = self._holding
-        life = life_module.current()
+        holding, life = self._holding, current()
         if life is None:
             holding.step += 1
             return
-        if life.states.get(holding.name) is not holding or not holding.is_landed:
-            raise StateError(_not_ready(holding, life))
-        life.hold()
-        holding.commit(life, logbook_of(life))
-        if life.snapshots is not None:
-            life.snapshots.commit()
-        life.release_hold()
-        if life.periodic is not None:
-            life.periodic.commit()
+        _check_ready(life, holding)
+        step.commit(life, holding)
 
     def save(self, directory: str | os.PathLike[str] | None = None) -> pathlib.Path:
-        """Write a checkpoint of all TrainStates of this entry now, and return its folder when it is on the disk. taskd never deletes it.
+        """Write a checkpoint of all TrainStates of this entry now.
 
-        Every rank calls it at the same place, with nothing between an optimizer step and its
-        commit(). `directory`: default where the periodic ones are; the next start finds it only
-        there.
+        Returns its folder when it is on the disk. taskd never deletes it. Every rank calls it at
+        the same place, with nothing between an optimizer step and its commit(). `directory`:
+        default where the periodic ones are; the next start finds it only there.
 
         Raises:
             StateError: outside a taskd job, before restore(), between an optimizer step and its
@@ -231,13 +210,12 @@ class TrainState:
                 ranks.
             taskd.Interrupted: a recovery waits for this process; let it pass.
         """
-        holding = self._holding
-        life = life_module.current()
-        if life is None or life.states.get(holding.name) is not holding or not holding.is_landed:
-            raise StateError(
-                "save() is for a taskd job" if life is None else _not_ready(holding, life)
-            )
-        if life.is_half_way:
+        holding, life = self._holding, current()
+        if life is None:
+            message = "save() is for a taskd job"
+            raise StateError(message)
+        _check_ready(life, holding)
+        if life.records.is_half_way:
             message = (
                 f"TrainState({holding.name!r}).save() was called between an optimizer step "
                 "and its commit(): call it behind commit()"
@@ -253,7 +231,7 @@ class TrainState:
             return save(life, directory_of({holding.name: holding}, directory).absolute())
 
     def on_dump(self, function: Callable[[pathlib.Path], object]) -> None:
-        """Have `function(folder)` write files in a format of your own when the job is saved because it must end.
+        """Have `function(folder)` write files of your own when the job is saved since it must end.
 
         It is called on every rank that writes, once the state has been written; the objects hold
         the version that is saved. There is no process group: each rank writes by itself, under
@@ -279,16 +257,14 @@ class TrainState:
                 tensor.
         """
         restored: Restored | None = self._restored
-        if restored is not None:
-            return restored
-        life = life_module.current()
-        if life is None:
-            restored = Restored(None, "nothing")
-        else:
-            if life.states.get(self._holding.name) is not self._holding:
-                raise StateError(_not_ready(self._holding, life))
-            restored = land(life, self._holding)
-        object.__setattr__(self, "_restored", restored)
+        if restored is None:
+            life = current()
+            if life is None:
+                restored = Restored(None, "nothing")
+            else:
+                _check_entry(life, self._holding)
+                restored = restore(life, self._holding)
+            object.__setattr__(self, "_restored", restored)
         return restored
 
     def __repr__(self) -> str:
@@ -299,11 +275,34 @@ class TrainState:
         )
 
 
-def _not_ready(holding: Holding, life: Life) -> str:
-    if life.states.get(holding.name) is not holding:
-        return (
-            f"TrainState({holding.name!r}) belongs to an earlier entry of the recoverable "
-            "function: create it anew inside the function, "
-            "do not keep it in a global"
+def _check_place(life: Life, name: str) -> None:
+    """A TrainState is created in a recoverable function, under a name of its own."""
+    if not life.interrupts.in_recoverable:
+        message = (
+            f"TrainState({name!r}) was created outside a recoverable function: put the "
+            "training into a function decorated with @taskd.recoverable and create it in there"
         )
-    return f"TrainState({holding.name!r}): call restore() once before the first commit()"
+        raise StateError(message)
+    if name in life.records.states:
+        message = (
+            f"TrainState({name!r}) was created twice in one entry: give the second one "
+            f"another name, TrainState('{name}-2', ...)"
+        )
+        raise StateError(message)
+
+
+def _check_ready(life: Life, holding: Holding) -> None:
+    """Whether steps can be committed, and saved."""
+    _check_entry(life, holding)
+    if not holding.is_restored:
+        message = f"TrainState({holding.name!r}): call restore() once before the first commit()"
+        raise StateError(message)
+
+
+def _check_entry(life: Life, holding: Holding) -> None:
+    if life.records.states.get(holding.name) is not holding:
+        message = (
+            f"TrainState({holding.name!r}) belongs to an earlier entry of the recoverable "
+            "function: create it anew inside the function, do not keep it in a global"
+        )
+        raise StateError(message)

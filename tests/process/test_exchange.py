@@ -239,7 +239,7 @@ class Rank:
         if not self.keep_layout or self.rank in self.options.get("forgetful", ()):
             from taskd.worker.state import buckets
 
-            self.job.life.inherited_layout = None
+            self.job.life.records.inherited_layout = None
             buckets._layouts_of(self.job.life).by_order.clear()
 
     def entry(self):
@@ -352,10 +352,10 @@ class Rank:
         import torch
 
         from taskd.core.commands import Move
-        from taskd.worker.restore import exchange
+        from taskd.worker.restore import chunks
         from taskd.worker.train_state import TrainState
 
-        exchange._CHUNK_BYTES, exchange._PACKED_BYTES = 100_000, 10_000
+        chunks._CHUNK_BYTES, chunks._PACKED_BYTES = 100_000, 10_000
         self.store = store
         self.connect()
 

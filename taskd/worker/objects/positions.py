@@ -104,7 +104,7 @@ class Positions:
                 write_position(self._objects[role], position)
 
     def unknown_since(self, before: Positions) -> list[str]:
-        """Roles whose object was used in the entry `before`, and whose state at that entry's version nobody has noted."""
+        """Roles whose object was used in the entry `before`, and whose state then is not known."""
         return sorted(
             role
             for role in self._waiting - self._restored.keys()

@@ -23,9 +23,10 @@ from torch import nn
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.positions import check_loader, walks_data
+from taskd.worker.objects.scalers import load_scaler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
 # A state_dict with more tensor bytes than this, or with a DTensor, is taken for a replica (an EMA),
@@ -122,33 +123,30 @@ class Roles:
             return self.replicas
         return self.positions
 
+    @property
+    def others(self) -> dict[str, Any]:
+        """What several ranks hold besides modules and optimizers: all that has a state_dict."""
+        return {**self.schedulers, **self.steppers, **self.replicas, **self.scalers}
+
+    def load_others(self, states: Mapping[str, Any]) -> None:
+        """Put state_dicts back, by role."""
+        for role, value in self.others.items():
+            if role in self.scalers:
+                load_scaler(value, states[role])
+            else:
+                value.load_state_dict(states[role])
+
     def find(self, role: str) -> Any:
         """The object or plain value called `role`. Raises KeyError."""
-        for kind in (
-            self.values,
-            self.modules,
-            self.optimizers,
-            self.steppers,
-            self.schedulers,
-            self.scalers,
-            self.replicas,
-            self.positions,
-        ):
+        for kind in (self.values, *self._kinds):
             if role in kind:
                 return kind[role]
         raise KeyError(role)
 
-    def is_object(self, role: str) -> bool:
-        """True if `role` names an object given to the constructor, not a plain value."""
-        try:
-            self.find(role)
-        except KeyError:
-            return False
-        return role not in self.values
-
-    def object_roles(self) -> set[str]:
-        """The roles of all objects."""
-        kinds = (
+    @property
+    def _kinds(self) -> tuple[dict[str, Any], ...]:
+        """Those of objects, which are no plain values."""
+        return (
             self.modules,
             self.optimizers,
             self.steppers,
@@ -157,7 +155,14 @@ class Roles:
             self.replicas,
             self.positions,
         )
-        return {role for kind in kinds for role in kind}
+
+    def is_object(self, role: str) -> bool:
+        """True if `role` names an object given to the constructor, not a plain value."""
+        return role not in self.values and any(role in kind for kind in self._kinds)
+
+    def object_roles(self) -> set[str]:
+        """The roles of all objects."""
+        return {role for kind in self._kinds for role in kind}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by "role.name", then parameters that only an optimizer knows.
@@ -221,7 +226,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and torch.compile, so that names do not depend on wrapping."""
+    """The user's own module in DistributedDataParallel and torch.compile, which names leave out."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             module = module.module

@@ -1,4 +1,4 @@
-"""What a commit remembers so that an interrupted step leaves no trace in the objects of a TrainState.
+"""What a commit remembers so that an interrupted step leaves no trace in a TrainState's objects.
 
 Parameters and optimizer memory change only inside `optimizer.step()`, which is never interrupted
 before `commit()`. Everything else that a step may touch earlier is small and remembered here:
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from taskd.worker.objects import shards
+from taskd.worker.objects.scalers import read_scaler, write_scaler
 
 if TYPE_CHECKING:
     from taskd.worker.objects.roles import Roles
@@ -99,10 +100,10 @@ class Rollback:
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
-            self._scalers[role] = _read_scaler(scaler)
+            self._scalers[role] = read_scaler(scaler)
 
     def _sort_buffers(self) -> None:
-        """Move the buffers that changed since the last commit, and the others of their modules, to those always copied."""
+        """Copy always what changed since the last commit, and the others of its modules."""
         changed: set[int] = set()
         for buffer in self._still:
             now = buffer.module._buffers.get(buffer.key)
@@ -214,49 +215,3 @@ def write_group(group: dict[str, Any], remembered: dict[str, Any]) -> None:
                 now.copy_(value)
         else:
             group[key] = value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _read_scaler(scaler: Any) -> dict[str, Any]:
-    """Its state without asking the device: the two tensors are cloned where they are."""
-    scale = getattr(scaler, "_scale", None)
-    tracker = getattr(scaler, "_growth_tracker", None)
-    if not isinstance(scale, torch.Tensor) or not isinstance(tracker, torch.Tensor):
-        return {"state": scaler.state_dict()}
-    return {
-        "scale": scale.clone(),
-        "tracker": tracker.clone(),
-        "factors": {
-            key: getattr(scaler, f"_{key}")
-            for key in ("growth_factor", "backoff_factor", "growth_interval")
-            if hasattr(scaler, f"_{key}")
-        },
-    }
-
-
-def scaler_state_dict(remembered: dict[str, Any]) -> dict[str, Any]:
-    """What `state_dict()` would have said at the last commit."""
-    if "state" in remembered:
-        state: dict[str, Any] = remembered["state"]
-        return state
-    return {
-        "scale": remembered["scale"].item(),
-        "_growth_tracker": remembered["tracker"].item(),
-        **remembered["factors"],
-    }
-
-
-def write_scaler(scaler: Any, remembered: dict[str, Any]) -> None:
-    """Load a scaler; forget what it knows of optimizers in the middle of a step."""
-    load_scaler(scaler, scaler_state_dict(remembered))
-
-
-def load_scaler(scaler: Any, state: dict[str, Any]) -> None:
-    """`load_state_dict` and a fresh view of its optimizers.
-
-    An interrupted step leaves "already unscaled" behind.
-    """
-    if state:
-        scaler.load_state_dict(state)
-    per_optimizer = getattr(scaler, "_per_optimizer_states", None)
-    if per_optimizer is not None:
-        per_optimizer.clear()

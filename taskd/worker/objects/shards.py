@@ -1,9 +1,10 @@
 """What part of the state this rank holds, and the memory in which it holds it.
 
 Owns the reading of torch's sharded tensors: DTensor (FSDP2 `fully_shard`, HSDP, TP) and the
-partition of a `ZeroRedundancyOptimizer`. FSDP1 is the business of `taskd.worker.objects.units`. Pure
-functions over tensors: no collective, no process group. Classes of torch are looked up among the
-modules that the user's script has imported, so that replicated training imports nothing for them.
+partition of a `ZeroRedundancyOptimizer`. FSDP1 is the business of `taskd.worker.objects.units`.
+Pure functions over tensors: no collective, no process group. Classes of torch are looked up among
+the modules that the user's script has imported, so that replicated training imports nothing for
+them.
 
 A DTensor is a local tensor and a place on a DeviceMesh. The mesh names process groups, and these do
 not survive a recovery: what is kept is the local tensor and a `Sharding`, and the DTensor is made
@@ -12,7 +13,6 @@ again on the mesh of the new generation.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,6 @@ from taskd.worker.objects import units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from taskd.worker.objects.roles import Roles
-
-_MAX_TEXT = 64  # of a shard's identity: it travels with every report of a rank
-_DIGEST_CHARACTERS = 12  # 48 bits tell the few shards apart that share a readable prefix
 
 
 @dataclass(frozen=True)
@@ -187,11 +182,12 @@ def mesh_text(mesh: Any) -> str:
 
 
 def place_on(mesh: Any, placements: tuple[Any, ...]) -> str:
-    """This rank's coordinates on the dimensions of the mesh that `placements` shard over, with their sizes: "shard1/4"."""
-    return ".".join(_places(mesh, placements))
+    """This rank's coordinates on the dimensions that `placements` shard over: "shard1/4"."""
+    return ".".join(places(mesh, placements))
 
 
-def _places(mesh: Any, placements: tuple[Any, ...]) -> list[str]:
+def places(mesh: Any, placements: tuple[Any, ...]) -> list[str]:
+    """The same, one text for each dimension."""
     coordinate = mesh.get_coordinate()  # None: this rank is no member of the mesh
     return [
         f"{name}{'-' if coordinate is None else coordinate[index]}/{mesh.size(index)}"
@@ -211,103 +207,7 @@ def _dimensions(mesh: Any) -> list[str]:
     )
 
 
-# ---------------------------------------------------------------- one rank
-
-
-def shard_of(roles: Roles, shard_id: str = "") -> str:
-    """The identity of what this rank holds.
-
-    Equal on two ranks if they hold the same content, "" if every rank does.
-
-    Decided from the parameters and buffers, from the partition of a `ZeroRedundancyOptimizer`, and
-    from optimizer memory only where that is sharded over more dimensions than they are: so it is
-    the same before and after an optimizer has made its memory. Two ranks whose plain tensors differ
-    (the stages of a pipeline) need a `shard_id`. At most 64 characters.
-
-    Args:
-        shard_id: that of the TrainState, see `checked`; what is found within that part is added to
-            it.
-
-    Raises:
-        StateError: a tensor with a Partial placement.
-    """
-    shard_id = part_of(roles, shard_id)
-    places: dict[str, None] = {}  # an ordered set
-    parts: list[str] = []
-    for name, tensor in roles.named_tensors().items():
-        _note(name, tensor, places, parts)
-    for role, optimizer in roles.optimizers.items():
-        if is_zero(optimizer):
-            if optimizer.world_size > 1:  # type: ignore[attr-defined]
-                place = f"zero{optimizer.rank}/{optimizer.world_size}"  # type: ignore[attr-defined]
-                places[place] = None
-                parts.append(f"{role} {place}")
-            continue
-        known = set(places)
-        for value in optimizer.state.values():
-            for key, item in value.items() if isinstance(value, dict) else ():
-                if is_distributed(item) and not known.issuperset(
-                    _places(item.device_mesh, tuple(item.placements))
-                ):
-                    _note(f"{role}.state.{key}", item, places, parts)
-    return _joined(shard_id, list(places), parts)
-
-
-def part_of(roles: Roles, shard_id: str = "") -> str:
-    """Which plain tensors this rank has.
-
-    The `shard_id` of its TrainState, and what FSDP1 adds to it. As `shard_of`, which begins with
-    it.
-    """
-    return _joined(shard_id, *units.places_of(roles.modules))
-
-
-def _joined(shard_id: str, places: list[str], parts: list[str]) -> str:
-    """One text of at most 64 characters. `parts`: what makes it unique."""
-    if not places:
-        return shard_id
-    if shard_id:
-        places = [shard_id, *places]
-        parts = [*parts, f"shard_id {shard_id}"]
-    digest = hashlib.blake2b("\n".join(parts).encode()).hexdigest()[:_DIGEST_CHARACTERS]
-    return f"{'.'.join(places)[: _MAX_TEXT - _DIGEST_CHARACTERS - 1]}-{digest}"
-
-
-def _note(name: str, tensor: torch.Tensor, places: dict[str, None], parts: list[str]) -> None:
-    """Add a tensor to what identifies the shard, if it is sharded."""
-    sharding = sharding_of(tensor, name)
-    if sharding is not None and sharding.place:
-        places.update(dict.fromkeys(_places(tensor.device_mesh, sharding.placements)))
-        parts.append(f"{name} {sharding}")
-
-
-def checked(shard_id: str | int | None) -> str:
-    """The text of a `shard_id`; "" for None.
-
-    Raises:
-        StateError: it is too long, or neither text nor number.
-    """
-    if shard_id is None:
-        return ""
-    if isinstance(shard_id, bool) or not isinstance(shard_id, (str, int)):
-        message = (
-            "shard_id must be text or a number that is equal on the ranks that hold the "
-            f"same shard, not {shard_id!r}"
-        )
-        raise StateError(message)
-    text = str(shard_id)
-    if len(text.encode()) > _MAX_TEXT:
-        message = (
-            f"shard_id has {len(text.encode())} bytes: at most {_MAX_TEXT} are carried; "
-            "give "
-            "a shorter text, or a number"
-        )
-        raise StateError(message)
-    return text
-
-
-# ---------------------------------------------------------------- what keeps shards in memory of
-# its own
+# ---------------------------------------------------------------- memory of optimizers and FSDP2
 
 
 def is_zero(optimizer: Any) -> bool:
@@ -327,7 +227,7 @@ def memory_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Give FSDP its shards back, wherever a forward or backward pass was cut short, and free the whole parameters.
+    """Give FSDP its shards back, wherever a pass was cut short, and free the whole parameters.
 
     While these are in use they stand in the module in place of the shards. FSDP2's
     `FSDPModule.reshard()` would leave them there in the middle of a forward pass, and trusts in a

@@ -30,10 +30,10 @@ _WHOLE = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Point everything at the local shards again, wherever a pass was cut short, and free what was whole.
+    """Point everything at the local shards again, and free what was whole.
 
-    `FlatParamHandle.reshard()` would trust in a state that an interrupt may have left half changed,
-    and leaves memory to a pass that will not end.
+    Wherever a pass was cut short: `FlatParamHandle.reshard()` would trust in a state that an
+    interrupt may have left half changed, and leaves memory to a pass that will not end.
     """
     for wrapper in _wrappers_of(module):
         from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState  # noqa: PLC0415
@@ -55,10 +55,10 @@ def reshard(module: torch.nn.Module) -> None:
 
 
 def _free_whole(handle: Any) -> None:
-    """A collective that was cut short between its beginning and its wait is still going on, in a thread of its group, and reads or writes this memory.
+    """Give the unit other, empty memory in place of that of whole parameters.
 
-    So none is taken from under it: the unit gets other, empty memory, and this goes with the last
-    that holds it.
+    A collective that was cut short between its beginning and its wait still goes on, in a thread of
+    its group, and reads or writes this memory: it goes with the last that holds it.
     """
     for name in _WHOLE:
         whole = getattr(handle.flat_param, name, None)
@@ -75,7 +75,7 @@ def _free_whole(handle: Any) -> None:
 
 
 def _show_flat(wrapper: Any) -> None:
-    """The flat parameter in place of those that it was made of, which stand there within `summon_full_params()`."""
+    """Put the flat parameter back where `summon_full_params()` shows those it was made of."""
     flat = wrapper._handle.flat_param
     for name, owner, *_ in (*flat._param_infos, *flat._shared_param_infos):
         owner._parameters.pop(name, None)
@@ -83,11 +83,11 @@ def _show_flat(wrapper: Any) -> None:
 
 
 def drop_gradients(module: torch.nn.Module) -> None:
-    """Free the gradients of flat parameters, what a backward pass that was cut short has summed so far, and what the pass would have let go of.
+    """Free the gradients of flat parameters, and what a backward pass that was cut short has left.
 
-    That is its hooks, and the parts of the whole parameter. Both lead to a node of the graph that
-    holds the flat parameter, and so the unit with its process groups: circles through C++, which
-    Python's collection does not see.
+    That is what it has summed so far, and what it would have let go of: its hooks, and the parts of
+    the whole parameter. Both lead to a node of the graph that holds the flat parameter, and so the
+    unit with its process groups: circles through C++, which Python's collection does not see.
     """
     for unit in _units_of(module):
         flat = unit._handle.flat_param

@@ -1,4 +1,4 @@
-"""How far a rank goes that is called out in the middle of its function, where others have to say so.
+"""Whether an interrupted rank finishes its step, where others have to say so.
 
 After a vote that broke, whether it has passed for somebody: then that rank has stepped, and this
 one does so, too. And at the end of a step that it was let finish, whether that was the last: ranks
@@ -13,84 +13,55 @@ from taskd.core import events
 from taskd.worker.exceptions.communication import is_communication_error
 
 if TYPE_CHECKING:
-    from taskd.core.commands import Advance
-    from taskd.worker.process.runtime import Runtime
+    from taskd.worker.life import Life
+    from taskd.worker.process.orders import Orders
+    from taskd.worker.process.uplink import Uplink
+    from taskd.worker.process.verdict import Verdict
 
 
 class Boundary:
-    """One per runtime. Its lock is the runtime's condition."""
+    """One per runtime."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._goal: Advance | None = None
-        self.may_finish = False  # the newest interrupt lets this rank finish its step
+    def __init__(self, life: Life, orders: Orders, uplink: Uplink, verdict: Verdict) -> None:
+        self._life, self._orders, self._uplink, self._verdict = life, orders, uplink, verdict
 
     def ask(self) -> None:
         """Tell the manager that this rank could do one step more."""
-        runtime = self._runtime
-        with runtime.condition:
-            generation = runtime.target_generation
-        runtime.send(
-            events.WorkerMayAdvance(
-                **runtime.identity("may-advance"),
-                generation=generation,
-                version=runtime.life.version or 0,
-                snapshots=runtime.life.snapshot_versions(),
-            )
+        self._uplink.tell(
+            events.WorkerMayAdvance,
+            "may-advance",
+            generation=self._orders.present_generation,
+            version=self._life.records.version or 0,
+            snapshots=self._life.saving.versions(),
         )
 
-    def take(self, command: Advance) -> None:
-        """The manager's answer."""
-        with self._runtime.condition:
-            self._goal = command
-            self._runtime.condition.notify_all()
-
     def wants_more(self) -> bool:
-        """At the end of a step of a rank that is called out: whether it does another one.
+        """At the end of a step of an interrupted rank: whether it does another one.
 
-        Waits for word.
+        Waits for the manager's answer.
         """
-        runtime = self._runtime
-        with runtime.condition:
-            goal = self._await_goal(runtime.target_generation) if self.may_finish else None
-        return goal is not None and (runtime.life.version or 0) < goal
+        orders = self._orders
+        with orders.condition:
+            goal = orders.await_goal(orders.generation) if orders.may_finish else None
+        return goal is not None and (self._life.records.version or 0) < goal
 
     def has_passed(self, error: RuntimeError) -> bool:
-        """A vote ended with `error` here: whether it has passed for somebody. Waits for word.
+        """A vote ended with `error` here: whether it has passed for somebody. Waits for that.
 
         Raises the error if it says nothing of the vote, or if the job was given up because of it.
         """
-        runtime = self._runtime
-        if not runtime.must_gate and not is_communication_error(error):
+        orders = self._orders
+        if not orders.must_gate and not is_communication_error(error):
             raise error
-        runtime.await_verdict(error, clean=True, may_advance=True)
+        self._verdict.await_on(error, clean=True, may_advance=True)
         while True:
-            with runtime.condition:
-                # word would be of the step's end; it will be called off
-                while self.may_finish and not self._is_over():
-                    runtime.condition.wait()
-                generation = runtime.target_generation
+            with orders.condition:
+                # an answer would be of the step's end, which will be called off
+                while orders.may_finish and not orders.is_leaving():
+                    orders.condition.wait()
+                generation = orders.generation
             self.ask()
-            with runtime.condition:
-                goal = self._await_goal(generation)
-                if runtime.target_generation == generation:
+            with orders.condition:
+                goal = orders.await_goal(generation)
+                if orders.generation == generation:
                     return goal is not None
-
-    def _await_goal(self, generation: int) -> int | None:
-        """The version to go on to. None: this rank is to leave, or a newer interrupt came.
-
-        Under the lock.
-        """
-        runtime = self._runtime
-        while runtime.target_generation == generation and not self._is_over():
-            if self._goal is not None and self._goal.generation == generation:
-                return self._goal.version
-            runtime.condition.wait()
-        return None
-
-    def _is_over(self) -> bool:
-        """Whether what came means that this rank leaves its function."""
-        runtime = self._runtime
-        return runtime.agent_gone or any(
-            word is not None for word in (runtime.resume, runtime.order, runtime.gave_up)
-        )

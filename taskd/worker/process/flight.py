@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of gloo's collectives, which have no functions in C that could be hooked.
+"""What torch's flight recorder knows of gloo's collectives, which C code cannot hook.
 
 The counters (begun, complete) of all groups cost microseconds; the calls themselves (a ring of
 2,000 by default) cost milliseconds, and are read only when somebody wants them. The recorder does
@@ -110,7 +110,11 @@ def _call(entry: dict[str, Any], offset_ns: int) -> FlightCall:
         for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
     ]
     return FlightCall(
-        entry["record_id"], entry["process_group"][0], entry["profiling_name"],
-        0 if entry["is_p2p"] else entry["collective_seq_id"], sum(sizes) if sizes and all(sizes) else None,
-        entry["time_created_ns"] + offset_ns, bool(entry["retired"]),
-    )  # fmt: skip
+        record=entry["record_id"],
+        group=entry["process_group"][0],
+        name=entry["profiling_name"],
+        number=0 if entry["is_p2p"] else entry["collective_seq_id"],
+        bytes=sum(sizes) if sizes and all(sizes) else None,
+        enter_ns=entry["time_created_ns"] + offset_ns,
+        is_complete=bool(entry["retired"]),
+    )

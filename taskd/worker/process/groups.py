@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
-from taskd.worker.process.interrupt import abort_groups, open_sockets
+from taskd.worker.process.aborting import abort_groups, open_sockets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,7 +137,10 @@ class Groups:
         self._replace(dist, "init_process_group", init_process_group)
 
     def _take_hook_off(self) -> None:
-        """Each creation puts another prefix in front of tracebacks, by a hook around the one before: a thousand of them cannot be called."""
+        """Each creation prefixes tracebacks by a hook around the one before.
+
+        A thousand of them cannot be called.
+        """
         hook = sys.excepthook
         if getattr(hook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook

@@ -1,7 +1,7 @@
 """The default process group of a script that makes it outside its recoverable function.
 
 Owns when such an `init_process_group` runs, and how it is done again: in a replacement it waits for
-the others, wherever it stands, and the others make the group again before they enter their
+the others, wherever it is called, and the others make the group again before they enter their
 function.
 """
 
@@ -16,7 +16,9 @@ from taskd.worker.exceptions.text import describe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from taskd.worker.process.runtime import Runtime
+    from taskd.worker.process.gate import Gate
+    from taskd.worker.process.orders import Orders
+    from taskd.worker.process.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +26,16 @@ log = logging.getLogger(__name__)
 class OuterGroup:
     """One per runtime. Main thread only."""
 
-    def __init__(self, runtime: Runtime, *, is_replacement: bool) -> None:
-        """`is_replacement`.
+    def __init__(
+        self, rank: int, orders: Orders, gate: Gate, verdict: Verdict, *, is_of_job: bool
+    ) -> None:
+        """`is_of_job`: others wait for this process.
 
-        Others of the job wait for this process, whether or not its script has come to its
-        decorator.
+        As they do for a replacement, whether or not its script has come to its decorator, and for
+        whoever has come to it.
         """
-        self._runtime = runtime
-        self._is_replacement = is_replacement
+        self._rank, self._orders, self._gate, self._verdict = rank, orders, gate, verdict
+        self.is_of_job = is_of_job
         self._call: Callable[[], None] | None = None
         self._is_temporary = False
 
@@ -40,12 +44,12 @@ class OuterGroup:
 
         Outside the function it waits at the gate, and starts over if it is interrupted.
         """
-        if self._runtime.is_inside:
+        if self._orders.is_inside:
             call()
             return
-        self._runtime.gate(version=None, clean=True)
+        self._gate.wait(version=None, clean=True)
         while not self._attempt(call):
-            self._runtime.gate(version=None, clean=True)
+            self._gate.wait(version=None, clean=True)
         self._call = call
 
     def note_entry(self) -> None:
@@ -75,21 +79,15 @@ class OuterGroup:
         return True
 
     def _attempt(self, call: Callable[[], None]) -> bool:
-        runtime = self._runtime
         try:
             call()
         except RuntimeError as error:
-            with runtime.condition:
-                interrupted = runtime.must_gate
+            with self._orders.condition:
+                interrupted = self._orders.must_gate
             if not interrupted:
-                is_of_job = runtime.declared or self._is_replacement
-                if not is_of_job or not is_communication_error(error):
+                if not self.is_of_job or not is_communication_error(error):
                     raise
-                runtime.await_verdict(error, clean=True)
-            log.info(
-                "rank %d: init_process_group was interrupted: %s",
-                runtime.life.rank,
-                describe(error),
-            )
+                self._verdict.await_on(error, clean=True)
+            log.info("rank %d: init_process_group was interrupted: %s", self._rank, describe(error))
             return False
         return True

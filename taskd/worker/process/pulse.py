@@ -1,8 +1,8 @@
-"""Tells the black box, four times a second, that Python runs in this process, and how far gloo's collectives have come.
+"""Tells the black box four times a second that Python runs, and how far gloo's collectives are.
 
 Runs in the runtime's thread. Every wake-up costs a training step more than it costs this thread, so
 little is done while the main thread goes on: the counters of collectives are written once a second.
-The calls themselves are written when it has stood for a while (somebody may want to know what it
+The calls themselves are written when it has stalled for a while (somebody may want to know what it
 waits in), and while communication is profiled.
 
 torch records no sending and receiving of gloo between two ranks, yet counts it with the
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from taskd.worker.process.groups import Groups
 
 BEAT_S = 0.25
-_STANDING_S = 0.4  # sooner than the agent begins to ask
+_STALLED_S = 0.4  # sooner than the agent begins to ask
 _COUNT_EVERY_S = 1.0
 _CALLS_EVERY_S = 0.5
 _WAITING_MODULES = frozenset({"torch.distributed.distributed_c10d", "torch.distributed.rendezvous"})
@@ -65,16 +65,16 @@ class Pulse:
             return
         self._next_at = now + BEAT_S
         moved_at = box.progress_at
-        is_standing = moved_at is not None and now - moved_at > _STANDING_S
-        if not is_standing:
+        is_stalled = moved_at is not None and now - moved_at > _STALLED_S
+        if not is_stalled:
             self._is_waiting = self._is_debugged = False
-        if is_standing or now >= self._count_at:
+        if is_stalled or now >= self._count_at:
             self._count_at = now + _COUNT_EVERY_S
             self._count()
-        if (is_standing or self._life.wants_calls) and now >= self._calls_at:
+        if (is_stalled or self._life.profiling.wants_calls) and now >= self._calls_at:
             self._calls_at = now + _CALLS_EVERY_S
-            is_incomplete = self._add_calls(is_standing=is_standing)
-            if is_standing:
+            is_incomplete = self._add_calls(is_stalled=is_stalled)
+            if is_stalled:
                 modules = set(_modules_of_main())
                 self._is_debugged = not modules.isdisjoint(_DEBUGGERS)
                 self._is_waiting = (
@@ -101,10 +101,10 @@ class Pulse:
                 collectives.see(self.identity(names[number]), names[number], *counts)
         self._seen = seen
 
-    def _add_calls(self, *, is_standing: bool) -> bool:
+    def _add_calls(self, *, is_stalled: bool) -> bool:
         """Calls that are complete, once each and in order.
 
-        Those that are not only when the main thread stands.
+        Those that are not only when the main thread is stalled.
 
         Returns whether there is one that is not.
         """
@@ -123,7 +123,7 @@ class Pulse:
             is_gapless = is_gapless and call.is_complete
             is_waiting = is_waiting or (call.group in names and not call.is_complete)
             is_news = is_gapless or (
-                is_standing and not call.is_complete and call.record not in self._open
+                is_stalled and not call.is_complete and call.record not in self._open
             )
             if is_news and call.group in names:
                 leave_ns = now_ns if call.is_complete else 0
@@ -144,7 +144,7 @@ class Pulse:
         return is_waiting
 
     def _correct(self, begun: dict[str, int], complete: dict[str, int]) -> None:
-        """Write how far the groups of a program that sends and receives are, from the calls since the last time.
+        """Write how far the groups of a program that sends and receives are, from its new calls.
 
         A group that went on, and whose calls have left torch's ring before they were seen, is 0:
         not known.

@@ -147,7 +147,7 @@ class ProfileFiles:
                 os.close(descriptor)
 
     def trim(self, limit_mb: int) -> int:
-        """If the whole folder is above the limit, remove the oldest fifth of this rank's files in every job. Returns how many."""
+        """Above the limit: remove the oldest fifth of this rank's files in every job; how many."""
         if _bytes_below(os.fspath(self._base)) <= limit_mb * 1024 * 1024:
             return 0
         removed = 0

@@ -3,11 +3,11 @@
 The main thread leaves marks, a thread of its own turns them into lines of JSON.
 
     main thread ── Profile.mark, .step ──►  deque  ──┐
-                                                     ├──►  thread "taskd-profile"  ──►  <base>/<job>/<rank>/<seconds>
+                                                     ├──►  thread "taskd-profile"  ──►  file
     black box's ring of collectives ─────────────────┘
 
 The thread exists only while something is profiled, because a disk may block for seconds and the
-runtime thread must not. What the main thread does is append one tuple; if the disk stands still and
+runtime thread must not. What the main thread does is append one tuple; if the disk stalls and
 the deque is full, marks are dropped and counted. What goes wrong here is reported as status
 "exception" and logged once: training goes on.
 """
@@ -15,32 +15,29 @@ the deque is full, marks are dropped and counted. What goes wrong here is report
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from taskd.config import profiling_base
 from taskd.core.profiling import Domain, Domains, asked_by, status_of
 from taskd.native import library
-from taskd.native.black_box import Phase
 from taskd.worker.profiling.calls import CallReader
+from taskd.worker.profiling.encoder import Encoder
 from taskd.worker.profiling.files import ProfileFiles
+from taskd.worker.profiling.marks import Profile, Switches
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable
 
-    from taskd.native.collectives import Call
-    from taskd.worker.life import Life
+    from taskd.native.black_box import BlackBox
 
 log = logging.getLogger(__name__)
 
-MAX_MARKS = 1 << 17  # that the disk is behind: about 12 MB of tuples, some 40 MB of lines
 BUFFER_BYTES = 2 * 1024 * 1024
 FLUSH_S = 5.0
 TRIM_S = 60.0
@@ -48,145 +45,9 @@ _ENCODE_S = 1.0  # marks are few: a dozen per step
 _RING_S = 0.1  # the ring holds 256 calls
 _END_S = 1.0  # that an exit waits for the last lines
 
-DEFAULT, COMMUNICATION = "default", "communication"
-NAMES = {Phase.FORWARD: "FP", Phase.DATA: "DataLoader", Phase.CHECKPOINT: "SaveCheckpoint"}
-# no step goes on behind them
-_BREAKS = frozenset({Phase.BOOT, Phase.ENTERED, Phase.PAUSED, Phase.RETURNED, Phase.EXITING})
 _DEVICE_BACKENDS = ("nccl", "hccl")
 
 _OFF = Domains(Domain.OFF, Domain.OFF)
-
-# As MSPTI numbers them: kind MARKER; flags instantaneous, start and end; source HOST.
-_KIND, _INSTANT, _START, _END, _HOST = 1, 1, 2, 4, 0
-
-
-class Profile:
-    """What the main thread touches. `dropped`: marks for which there was no room."""
-
-    __slots__ = ("dropped", "marks")
-
-    def __init__(self) -> None:
-        self.marks: deque[tuple[int, Phase | None, int]] = deque()
-        self.dropped = 0
-
-    def mark(self, phase: Phase, now_ns: int) -> None:
-        """The main thread begins something else."""
-        if len(self.marks) < MAX_MARKS:
-            self.marks.append((now_ns, phase, 0))
-        else:
-            self.dropped += 1
-
-    def step(self, version: int) -> None:
-        """A commit: one step ends, and the next one begins."""
-        if len(self.marks) < MAX_MARKS:
-            self.marks.append((time.monotonic_ns(), None, version))
-        else:
-            self.dropped += 1
-
-
-class Encoder:
-    """Marks and calls to lines. Ids are unique in this process, in all its files."""
-
-    def __init__(self, device: int) -> None:
-        self.offset_ns = 0  # what makes a monotonic time a time of day
-        self._next_id = 1
-        self._phase: tuple[str, int] | None = None
-        self._step: int | None = None
-        self._calls: dict[int, int] = {}
-        pid = os.getpid()  # which is the main thread's number as well
-        self._object = (
-            f'"MsptiObjectId":{{"Pt":{{"ProcessId":{pid},"ThreadId":{pid}}},'
-            f'"Ds":{{"DeviceId":{device},"StreamId":0}}}}'
-        )
-
-    def head(self, job_id: str, rank: int) -> bytes:
-        """The first line of a file, a mark as well.
-
-        Fixes the offset of its times, and says what it is, so that ranks can be merged.
-        """
-        self.offset_ns = _clock_offset_ns()
-        now_ns = time.monotonic_ns()
-        clock = {"OffsetNs": self.offset_ns, "Host": _host(), "Job": job_id, "Rank": rank}
-        return self._line(
-            _INSTANT, now_ns, 0, "clock", "taskd", f',"Clock":{json.dumps(clock)}'
-        ).encode()
-
-    def forget(self) -> None:
-        """What was open goes on unseen from here.
-
-        Ranges across a pause of the profiling would have no meaning.
-        """
-        self._phase = self._step = None
-        self._calls.clear()
-
-    def mark(self, now_ns: int, phase: Phase | None, version: int) -> str:
-        """The lines for one mark, often none."""
-        lines = ""
-        if phase is None:
-            if self._step is not None:
-                lines = self._line(_END, now_ns, self._step, "Step", DEFAULT)
-            self._step = self._take_id()
-            return lines + self._line(
-                _START, now_ns, self._step, "Step", DEFAULT, f',"Version":{version}'
-            )
-        if phase in _BREAKS:  # an interrupt, or the end: what it cut off has no end
-            self._phase = self._step = None
-            return ""
-        name = NAMES.get(phase)
-        if self._phase is not None:
-            before, mark_id = self._phase
-            if before == name:
-                return ""
-            lines = self._line(_END, now_ns, mark_id, before, DEFAULT)
-            self._phase = None
-        # restore() is complete: the first step begins
-        if self._step is None and phase is Phase.STEP:
-            self._step = self._take_id()
-            lines += self._line(_START, now_ns, self._step, "Step", DEFAULT)
-        if name is not None:
-            self._phase = (name, self._take_id())
-            lines += self._line(_START, now_ns, self._phase[1], name, DEFAULT)
-        return lines
-
-    def begin(self, call: Call, communicators: dict[int, str]) -> str:
-        """A collective has begun."""
-        self._calls[call.index] = mark_id = self._take_id()
-        details = {
-            "Communicator": communicators.get(call.communicator) or f"{call.communicator:016x}",
-            "Number": call.number,
-            "Bytes": call.bytes,
-            "DType": call.dtype,
-            "Peer": call.peer,
-        }
-        return self._line(
-            _START,
-            call.enter_ns,
-            mark_id,
-            call.name,
-            COMMUNICATION,
-            f',"Call":{json.dumps(details)}',
-        )
-
-    def end(self, call: Call) -> str:
-        """A collective has ended."""
-        mark_id = self._calls.pop(call.index, None)
-        return (
-            ""
-            if mark_id is None
-            else self._line(_END, call.leave_ns, mark_id, call.name, COMMUNICATION)
-        )
-
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
-
-    def _line(
-        self, flag: int, now_ns: int, mark_id: int, name: str, domain: str, more: str = ""
-    ) -> str:
-        return (
-            f'{{"Kind":{_KIND},"Flag":{flag},"SourceKind":{_HOST},"Timestamp":{now_ns + self.offset_ns},"Id":{mark_id},'
-            f'{self._object},"Name":{json.dumps(name)},"Domain":"{domain}"{more}}}\n'
-        )
 
 
 class Profiler:
@@ -197,7 +58,9 @@ class Profiler:
 
     def __init__(
         self,
-        life: Life,
+        switches: Switches,
+        box: BlackBox | None,
+        rank: int,
         job_id: str,
         local_rank: int,
         directory: str,
@@ -207,7 +70,7 @@ class Profiler:
 
         `report`: gets a status, from any thread.
         """
-        self._life = life
+        self._switches, self._box, self._rank = switches, box, rank
         self._job_id = job_id
         self._local_rank = local_rank
         self._directory = directory
@@ -245,7 +108,7 @@ class Profiler:
         except ValueError as error:
             log.warning(
                 "rank %d: profiling was asked for in a way that is not known: %s",
-                self._life.rank,
+                self._rank,
                 error,
             )
             return
@@ -253,7 +116,7 @@ class Profiler:
             self._wanted = wanted
             self._asked += 1
             if wanted.default is Domain.OFF:
-                self._life.profile = None  # at once, whatever the disk does
+                self._switches.profile = None  # at once, whatever the disk does
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="taskd-profile", daemon=True)
                 try:
@@ -270,7 +133,7 @@ class Profiler:
             return
         with self._lock:
             thread, self._wanted = self._thread, _OFF
-            self._life.profile = None
+            self._switches.profile = None
         self._wake.set()
         if thread is not None:
             thread.join(_END_S)
@@ -291,7 +154,7 @@ class Profiler:
             # the top of the thread: whatever it is must neither harm nor be silent
             except Exception as error:
                 log.exception(
-                    "rank %d: a bug in taskd, please report it: profiling stops", self._life.rank
+                    "rank %d: a bug in taskd, please report it: profiling stops", self._rank
                 )
                 self._fail(repr(error))
             is_idle = (
@@ -323,17 +186,17 @@ class Profiler:
             self._files = ProfileFiles(
                 self._base(),
                 self._job_id,
-                self._life.rank,
-                lambda: self._encoder.head(self._job_id, self._life.rank),
+                self._rank,
+                lambda: self._encoder.head(self._job_id, self._rank),
             )
             self._files.open()
             now = time.monotonic()
             self._flush_at, self._trim_at = now + FLUSH_S, now
             self._problem = ""
-            log.info("rank %d: profiling into %s", self._life.rank, self._files.path)
+            log.info("rank %d: profiling into %s", self._rank, self._files.path)
         default = wanted.default
         if default is Domain.ON:
-            self._life.profile = self._profile
+            self._switches.profile = self._profile
         else:
             self._drain()
             self._encoder.forget()
@@ -341,14 +204,14 @@ class Profiler:
 
     def _begin_calls(self, wanted: Domain) -> Domain:
         if wanted is Domain.OFF:
-            self._calls, self._life.wants_calls = None, False
+            self._calls, self._switches.wants_calls = None, False
             return wanted
         self._is_backend_known = False
-        if self._life.box is None or self._lacks_preload():
+        if self._box is None or self._lacks_preload():
             self._calls = None
             return Domain.EXCEPTION
-        self._calls = self._calls or CallReader(self._life.box)
-        self._life.wants_calls = True
+        self._calls = self._calls or CallReader(self._box)
+        self._switches.wants_calls = True
         return wanted
 
     def _lacks_preload(self) -> bool:
@@ -411,12 +274,12 @@ class Profiler:
     def _trim(self) -> None:
         assert self._files is not None
         self._trim_at = time.monotonic() + TRIM_S
-        removed = self._files.trim(self._life.profiling_mb)
+        removed = self._files.trim(self._switches.limit_mb)
         if removed:
             log.info(
                 "rank %d: the profiling folder is above %d MB, %d old files were removed",
-                self._life.rank,
-                self._life.profiling_mb,
+                self._rank,
+                self._switches.limit_mb,
                 removed,
             )
 
@@ -425,19 +288,19 @@ class Profiler:
         if dropped > self._dropped_said:
             log.info(
                 "rank %d: %d marks were dropped so far, the disk of %s is too slow",
-                self._life.rank,
+                self._rank,
                 dropped,
                 self._path(),
             )
         if lost > self._lost_said:
             log.debug(
-                "rank %d: %d collectives came too fast to be profiled so far", self._life.rank, lost
+                "rank %d: %d collectives came too fast to be profiled so far", self._rank, lost
             )
         self._dropped_said, self._lost_said = dropped, lost
 
     def _stop(self) -> None:
         """Write the rest and close. Raises nothing."""
-        self._life.profile = None
+        self._switches.profile = None
         if self._files is not None:
             try:
                 self._drain()
@@ -447,12 +310,12 @@ class Profiler:
             except OSError as error:
                 log.info(
                     "rank %d: the last lines of the profile were not written: %s",
-                    self._life.rank,
+                    self._rank,
                     error,
                 )
             self._files.close()
         self._files = self._calls = None
-        self._life.wants_calls = False
+        self._switches.wants_calls = False
         self._encoder.forget()
         self._profile.marks.clear()
         self._lines, self._bytes = [], 0
@@ -461,8 +324,8 @@ class Profiler:
         """Nothing can be written: stop, say so once, and wait to be asked again."""
         if self._files is not None:
             self._files.close()
-        self._files = self._calls = self._life.profile = None
-        self._life.wants_calls = False
+        self._files = self._calls = self._switches.profile = None
+        self._switches.wants_calls = False
         self._encoder.forget()
         self._profile.marks.clear()
         self._lines, self._bytes = [], 0
@@ -479,7 +342,7 @@ class Profiler:
             log.warning(
                 "rank %d: profiling does not work: %s. Training goes on; it is tried again "
                 "when the manager asks again",
-                self._life.rank,
+                self._rank,
                 problem,
             )
         if was_on and self._asked == self._answered:  # nobody has asked just now
@@ -487,28 +350,6 @@ class Profiler:
 
     def _base(self) -> pathlib.Path:
         return profiling_base(directory=self._directory)
-
-
-def _clock_offset_ns() -> int:
-    """CLOCK_REALTIME minus CLOCK_MONOTONIC, of the narrowest of a few readings."""
-    best: tuple[int, int] | None = None
-    for _ in range(5):
-        before = time.monotonic_ns()
-        real = time.time_ns()
-        after = time.monotonic_ns()
-        if best is None or after - before < best[0]:
-            best = (after - before, real - (before + after) // 2)
-    assert best is not None
-    return best[1]
-
-
-def _host() -> str:
-    """What processes with one monotonic clock have in common."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return ""
 
 
 def _backend() -> str:

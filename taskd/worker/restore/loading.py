@@ -20,7 +20,7 @@ from taskd.errors import CheckpointError, StateError
 from taskd.worker.objects import units
 from taskd.worker.saving.contents import directory_of, name_of_layouts, name_of_rank, name_of_state
 from taskd.worker.state import buckets, flat
-from taskd.worker.state.agreement import Council
+from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import Part
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from taskd.checkpoint.folder import Checkpoint
     from taskd.worker.life import Life
+    from taskd.worker.objects.named import Named
     from taskd.worker.state.holding import Holding
 
 
@@ -52,10 +53,12 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
         )
         raise StateError(message)
     passed_over = list(found.passed_over)
-    council = Council(life, "restore")
-    for path in map(Path, council.say([str(checkpoint.path) for checkpoint in found.valid])):
+    agreement = Agreement(life, "restore")
+    for path in map(
+        Path, agreement.broadcast([str(checkpoint.path) for checkpoint in found.valid])
+    ):
         checkpoint, problem = _check(path, life)
-        problems = council.hear(problem)
+        problems = agreement.gather(problem)
         if not problems and checkpoint is not None:
             if life.rank == 0:
                 manifest = checkpoint.manifest
@@ -75,7 +78,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
     return None
 
 
-def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]:
+def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> dict[str, Any]:
     """Read the checkpoint into the holding's objects.
 
     Returns what this rank had to itself, {} if the world is another one.
@@ -88,7 +91,7 @@ def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]
     name = name_of_state(holding)
     if name not in held.values:
         raise StateError(_not_in(checkpoint, holding, held.values))
-    own_name, layouts = name_of_rank(life.rank), name_of_layouts(life.states.values())
+    own_name, layouts = name_of_rank(life.rank), name_of_layouts(life.records.states.values())
     is_same_world = checkpoint.manifest.world_size == life.world_size
     values = load(
         checkpoint.path,
@@ -96,9 +99,9 @@ def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]
         [name, *(other for other in (own_name, layouts) if is_same_world and other in held.values)],
     )
     plain = values[name]
-    targets = flat.targets(holding, plain, held.tensors)
+    targets = flat.targets(holding, named, plain, held.tensors)
     load(checkpoint.path, targets, ())
-    flat.load(holding, plain, targets)
+    flat.load(holding, named, plain, targets)
     if layouts in values:
         buckets.reinstate(life, values[layouts])
     own: dict[str, Any] = values.get(own_name, {})
@@ -110,6 +113,7 @@ def read(life: Life, holding: Holding, checkpoint: Checkpoint) -> dict[str, Any]
                 own["positions"].get(holding.name, {}),
                 own["buffers"].get(holding.name, {}),
             ),
+            named,
             with_values=True,
         )
     return own

@@ -1,10 +1,8 @@
-"""What `TrainState.restore()` does.
-
-The order of things when the state of one TrainState comes to a new entry of the function.
+"""What `TrainState.restore()` does: the order in which a state comes to a new entry.
 
 It is kept, received from another rank, loaded from node memory or read from disk, as the plan says;
-then its steps are followed. Moving, receiving, loading and reading are `parking`, `exchange`,
-`snapshots` and `loading`.
+then its steps are followed. Its tensors are named once and handed on. Moving, receiving, loading
+and reading are `moving`, `exchange`, `taskd.worker.saving.stored` and `loading`.
 """
 
 from __future__ import annotations
@@ -21,14 +19,16 @@ from taskd.clock import MonotonicClock
 from taskd.core import events
 from taskd.core.commands import Move
 from taskd.native.black_box import Phase
-from taskd.worker.restore import exchange, loading, parking
-from taskd.worker.saving import snapshots
+from taskd.worker.objects.named import Named
+from taskd.worker.restore import exchange, loading, moving
+from taskd.worker.saving import stored
 from taskd.worker.saving.periodic import Periodic
 from taskd.worker.saving.snapshots import Snapshots
-from taskd.worker.state.agreement import Council
+from taskd.worker.state import hooks
+from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Peers
-from taskd.worker.state.logbook import Logbook, logbook_of, parts_of
+from taskd.worker.state.logbook import logbook_of, parts_of
 
 if TYPE_CHECKING:
     import pathlib
@@ -66,110 +66,64 @@ class Restored:
         return "nothing: fresh start"
 
 
-def land(life: Life, holding: Holding) -> Restored:
+def restore(life: Life, holding: Holding) -> Restored:
     """Do what the plan says for this state, then begin to follow its steps."""
-    plan = life.plan
-    is_first = not any(other.is_landed for other in life.states.values())
-    before = life.parked.get(holding.name)
-    if plan is None or plan.version is None:
-        if is_first:
-            life.parked.clear()
-            life.version = 0
-            logbook_of(life).forget()
-            if life.arenas is not None:
-                life.arenas.forget_after(-1)
-            life.checkpoint = loading.choose(life, holding)
-        restored = (
-            Restored(None, "nothing")
-            if life.checkpoint is None
-            else _read(life, holding, life.checkpoint)
-        )
+    records = life.records
+    before = records.parked.get(holding.name)
+    named = Named(holding.roles)
+    if life.plan.version is None:
+        restored = _start(life, holding, named)
     else:
-        version = plan.version
-        # else it is created anew, commits after the recovery
-        is_old = is_first or life.version == version
-        restored = _take(life, holding, version) if is_old else Restored(None, "nothing")
-        if is_first and life.arenas is not None:
-            life.arenas.forget_after(version)
-    assert life.version is not None
+        restored = _recover(life, holding, named, life.plan.version)
     if before is not None:
         _check_positions(life, holding, before)
     holding.rollback.begin()
     holding.part = holding.encode(is_in_step=False)
-    holding.attach()
-    logbook = logbook_of(life)
-    if restored.source in ("nothing", "checkpoint"):
-        logbook.write_committed(life.version, parts_of(life.states))
-    else:
-        logbook.write_landed(life.version, parts_of(life.states))
-    if life.box is not None:
-        life.box.mark_version(life.version)
-        life.mark(Phase.STEP)
-    life.parked.pop(holding.name, None)
-    holding.is_landed = True
-    _begin(life, holding)
-    life.restored_at = MonotonicClock().now()
-    life.restored_from = str(restored)
-    life.random_at_restore = torch.get_rng_state()
+    hooks.attach(holding)
+    _note_version(life, is_fresh=restored.source in ("nothing", "checkpoint"))
+    records.parked.pop(holding.name, None)
+    holding.is_restored = True
+    _announce(life, holding)
+    _begin_saving(life, holding)
+    records.restored_at = MonotonicClock().now()
+    records.restored_from = str(restored)
+    records.random_at_restore = torch.get_rng_state()
     log.info(
         "rank %d, generation %d: TrainState %r: %s",
         life.rank,
-        life.generation,
+        life.plan.generation,
         holding.name,
         restored,
     )
     return restored
 
 
-def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
-    """What was used in the entry before and has no noted position goes on where that entry left it."""
-    for role in holding.positions.unknown_since(before.positions):
-        log.warning(
-            "rank %d: TrainState %r: %s was built outside the recoverable function, and "
-            "where it was at version %s is not known: samples may "
-            "be left out. Build it inside the "
-            "function",
-            life.rank,
-            holding.name,
-            role,
-            life.version,
-        )
+def _is_first(life: Life) -> bool:
+    """Whether no other TrainState of this entry has been restored yet."""
+    return not any(other.is_restored for other in life.records.states.values())
 
 
-def _begin(life: Life, holding: Holding) -> None:
-    """Tell others what this rank has, and begin to save it."""
-    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
-        holding.peers = _ask_peers(life, holding)
-    shard = ";".join(
-        f"{name}={other.shard}"
-        for name, other in sorted(life.states.items())
-        if other.is_landed and other.shard
-    )
-    if shard != life.shard:
-        life.shard = shard
-        life.tell(events.WorkerHolds, shard=shard)
-    if holding.snapshot_every and life.snapshots is None and life.arenas is not None:
-        life.snapshots = Snapshots(life, life.arenas, holding.snapshot_every)
-    if life.snapshots is not None and holding.snapshot_buddy:
-        life.snapshots.has_buddy = True
-        life.tell(events.WorkerMirrors)
-    if life.snapshots is not None:
-        life.snapshots.prepare(life.states)
-    if holding.checkpoint_every and life.periodic is None:
-        life.periodic = Periodic(life, holding, holding.checkpoint_every, holding.checkpoint_keep)
+# ---------------------------------------------------------------- a fresh start
 
 
-def _ask_peers(life: Life, holding: Holding) -> Peers:
-    """Who has which part of the plain tensors. All ranks are at this place."""
-    words = Council(life, "peers").hear(json.dumps([holding.shard_id, holding.shard]))
-    ids, shards = zip(*map(json.loads, words), strict=True)
-    return Peers(ids, shards)
+def _start(life: Life, holding: Holding, named: Named) -> Restored:
+    """From disk, or with what the script has built."""
+    records, saving = life.records, life.saving
+    if _is_first(life):
+        records.parked.clear()
+        records.version = 0
+        logbook_of(life).forget()
+        if saving.arenas is not None:
+            saving.arenas.forget_after(-1)
+        saving.checkpoint = loading.choose(life, holding)
+    if saving.checkpoint is None:
+        return Restored(None, "nothing")
+    return _read(life, holding, named, saving.checkpoint)
 
 
-def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
-    """A fresh start from disk."""
-    own = loading.read(life, holding, checkpoint)
-    life.version = checkpoint.manifest.version
+def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> Restored:
+    own = loading.read(life, holding, named, checkpoint)
+    version = life.records.version = checkpoint.manifest.version
     if own:
         logbook_of(life).randoms.restore(own["random"])
     elif life.world_size != checkpoint.manifest.world_size:
@@ -180,38 +134,46 @@ def _read(life: Life, holding: Holding, checkpoint: Checkpoint) -> Restored:
             checkpoint.path,
             checkpoint.manifest.world_size,
         )
-    holding.drop_gradients()
-    return Restored(life.version, "checkpoint", path=checkpoint.path)
+    holding.drop_gradients(named)
+    return Restored(version, "checkpoint", path=checkpoint.path)
 
 
-def _take(life: Life, holding: Holding, version: int) -> Restored:
-    """A recovery with a cut: keep what is parked, load it from node memory or receive it.
+# ---------------------------------------------------------------- a recovery
 
-    Send it to those who need it.
-    """
-    assert life.plan is not None
+
+def _recover(life: Life, holding: Holding, named: Named, version: int) -> Restored:
+    """To the cut's version."""
+    is_first = _is_first(life)
+    # else it is created anew, commits after the recovery
+    is_old = is_first or life.records.version == version
+    restored = _take(life, holding, named, version) if is_old else Restored(None, "nothing")
+    if is_first and life.saving.arenas is not None:
+        life.saving.arenas.forget_after(version)
+    return restored
+
+
+def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
+    """Keep what is parked, load it from node memory or receive it; send it to who needs it."""
     moves = life.plan.moves
     move = moves.get(life.rank, Move(life.rank))
     if move.source is not None:
-        is_there = _receive(life, holding, move.source)
+        is_there = _receive(life, holding, named, move.source)
     elif move.snapshot is not None:
-        is_there = _recall(life, holding, version)
+        is_there = _load(life, holding, named, version)
     else:
-        is_there = _keep(life, holding)
+        is_there = _keep(life, holding, named)
     if is_there:
-        life.version = version
-    logbook = logbook_of(life)
-    found = logbook.find(version)
+        life.records.version = version
+    found = logbook_of(life).find(version)
     part = None if found is None else found.parts.get(holding.name)
     if found is not None and part is not None:
-        holding.load_part(
-            decode_part(part), with_values=move.source is None or not found.is_pending
-        )
+        is_whole = move.source is None or not found.is_pending
+        holding.load_part(decode_part(part), named, with_values=is_whole)
     for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
-        exchange.send(holding, receiver, version, is_present=is_there)
-    life.version = version
-    holding.drop_gradients()
-    _restore_random(life, logbook, version)
+        exchange.send(holding, named, receiver, version, is_present=is_there)
+    life.records.version = version
+    holding.drop_gradients(named)
+    _restore_random(life, version)
     if not is_there:
         return Restored(None, "nothing")
     if move.source is not None:
@@ -219,40 +181,101 @@ def _take(life: Life, holding: Holding, version: int) -> Restored:
     return Restored(version, "memory" if move.snapshot is None else "snapshot")
 
 
-def _keep(life: Life, holding: Holding) -> bool:
-    old = life.parked.get(holding.name)
+def _keep(life: Life, holding: Holding, named: Named) -> bool:
+    old = life.records.parked.get(holding.name)
     if old is not None:
-        parking.move(old, holding, is_kept=True)
+        moving.move(old, holding, named, is_kept=True)
     return old is not None
 
 
-def _receive(life: Life, holding: Holding, source: int) -> bool:
-    old = life.parked.get(holding.name)
+def _receive(life: Life, holding: Holding, named: Named, source: int) -> bool:
+    old = life.records.parked.get(holding.name)
     if old is not None:
-        parking.move(old, holding, is_kept=False)
-        del life.parked[holding.name]
-    life.version = None  # torn from here until the exchange is complete
-    return exchange.receive(holding, source)
+        moving.move(old, holding, named, is_kept=False)
+        del life.records.parked[holding.name]
+    life.records.version = None  # inconsistent from here until the exchange is complete
+    return exchange.receive(holding, named, source)
 
 
-def _recall(life: Life, holding: Holding, version: int) -> bool:
-    life.parked.pop(holding.name, None)
-    life.version = None  # torn from here until it is loaded
-    if life.found is None:
-        life.found = snapshots.find(life, version)
-    return life.found.load(life, holding)
+def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
+    life.records.parked.pop(holding.name, None)
+    life.records.version = None  # inconsistent from here until it is loaded
+    if life.saving.stored is None:
+        life.saving.stored = stored.find(life, version)
+    is_there: bool = life.saving.stored.load(life, holding, named)
+    return is_there
 
 
-def _restore_random(life: Life, logbook: Logbook, version: int) -> None:
+def _restore_random(life: Life, version: int) -> None:
+    logbook = logbook_of(life)
     found = logbook.find(version)
     if found is None:
         log.warning(
             "rank %d: no RNG and sampler state of version %d was left by the process that "
-            "died; this rank goes on with those that its "
-            "script set, so the run may differ from one without the "
-            "fault",
+            "died; this rank goes on with those that its script set, so the run may differ from "
+            "one without the fault",
             life.rank,
             version,
         )
         return
     logbook.randoms.restore(found.random)
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
+    """Warn of what was used in the entry before and has no noted position: it is not put back."""
+    for role in holding.positions.unknown_since(before.positions):
+        log.warning(
+            "rank %d: TrainState %r: %s was built outside the recoverable function, and "
+            "where it was at version %s is not known: samples may be left out. Build it inside the "
+            "function",
+            life.rank,
+            holding.name,
+            role,
+            life.records.version,
+        )
+
+
+def _note_version(life: Life, *, is_fresh: bool) -> None:
+    """Write the version and its extras where a replacement of this process finds them."""
+    version, logbook = life.records.version, logbook_of(life)
+    assert version is not None
+    parts = parts_of(life.records.states)
+    if is_fresh:
+        logbook.write_committed(version, parts)
+    else:
+        logbook.write_restored(version, parts)
+    if life.box is not None:
+        life.box.mark_version(version)
+        life.mark(Phase.STEP)
+
+
+def _announce(life: Life, holding: Holding) -> None:
+    """Tell others which part of the state this rank has."""
+    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
+        # All ranks are at this place.
+        texts = Agreement(life, "peers").gather(json.dumps([holding.shard_id, holding.shard]))
+        holding.peers = Peers(*zip(*map(json.loads, texts), strict=True))
+    shard = ";".join(
+        f"{name}={other.shard}"
+        for name, other in sorted(life.records.states.items())
+        if other.is_restored and other.shard
+    )
+    if shard != life.records.shard:
+        life.records.shard = shard
+        life.supervisor.tell(events.WorkerHolds, "restored", shard=shard)
+
+
+def _begin_saving(life: Life, holding: Holding) -> None:
+    saving, wanted = life.saving, holding.settings
+    if wanted.snapshot_every and saving.snapshots is None and saving.arenas is not None:
+        saving.snapshots = Snapshots(life, saving.arenas, wanted.snapshot_every)
+    if saving.snapshots is not None:
+        if wanted.snapshot_buddy:
+            saving.snapshots.has_peer = True
+            life.supervisor.tell(events.WorkerMirrors, "restored")
+        saving.snapshots.prepare(life.records.states)
+    if wanted.checkpoint_every and saving.periodic is None:
+        saving.periodic = Periodic(life, holding, wanted.checkpoint_every, wanted.checkpoint_keep)

@@ -1,7 +1,8 @@
 """What a checkpoint or a snapshot of this rank holds, by name.
 
-Owns the names: tensors as `taskd.worker.state.flat` calls them, one tree of plain values per TrainState,
-one per rank for what differs from rank to rank. Who writes what of it is `taskd.checkpoint.pieces`.
+Owns the names: tensors as `taskd.worker.state.flat` calls them, one tree of plain values per
+TrainState, one per rank for what differs from rank to rank. Who writes what of it is
+`taskd.checkpoint.pieces`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from taskd.checkpoint.pieces import Held
 from taskd.checkpoint.values import pack
 from taskd.config import checkpoint_directory
 from taskd.errors import CheckpointError, StateError
+from taskd.worker.objects.named import Named
 from taskd.worker.objects.shards import is_distributed
 from taskd.worker.state import buckets, flat
 from taskd.worker.state.extras import decode_part
@@ -39,9 +41,9 @@ def directory_of(
     """Where the checkpoints of a program with these TrainStates are. `directory`: if it is said."""
     given = directory or next(
         (
-            holding.checkpoint_dir
+            holding.settings.checkpoint_dir
             for holding in states.values()
-            if holding.checkpoint_dir is not None
+            if holding.settings.checkpoint_dir is not None
         ),
         None,
     )
@@ -74,7 +76,9 @@ def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) ->
         StateError: an optimizer that cannot be taken apart, or a part of the state that none of
             `writers` has.
     """
-    flattened = {name: flat.flatten(holding) for name, holding in states.items()}
+    flattened = {
+        name: flat.flatten(holding, Named(holding.roles)) for name, holding in states.items()
+    }
     return {
         **tensors(life, states, {name: found for name, (found, _) in flattened.items()}, writers),
         **values(life, states, {name: plain for name, (_, plain) in flattened.items()}, writers),
@@ -127,7 +131,7 @@ def own(life: Life, version: int) -> dict[str, Any]:
 
 
 def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The ranks that have the same plain tensors as this one, and those that have the same optimizer memory as well."""
+    """The ranks with the same plain tensors, and those with the same optimizer memory as well."""
     if not holding.has_parts:
         return [*range(life.world_size)], [*range(life.world_size)]
     ids, shards = holding.peers.ids, holding.peers.shards

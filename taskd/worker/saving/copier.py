@@ -3,7 +3,7 @@
 Owns the thread that copies and the arena that it copies into:
 
     training thread                            copying thread
-      | commit(): takes references -- queue -->  |   tensors into the older buffer of the arena, 16 MiB at a time
+      | commit(): takes references -- queue -->  |   tensors into the arena's older buffer
       | forward, backward                        |
       | optimizer hook: wait() <--- done ------  |   published when the last byte is there
 
@@ -112,7 +112,7 @@ class Snapshotter:
             self._drop_arena(arena)
 
     def prepare(self, shard_bytes: int) -> None:
-        """Make the arena before training begins, so that a node without enough memory says so at the start.
+        """Make the arena before training begins: a node without enough memory says so at the start.
 
         Nothing is done if there is one of an earlier life of this rank.
 
@@ -338,7 +338,7 @@ def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it stands in an index: "float32"."""
+    """As an index has it: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,9 +1,9 @@
-"""The dying gasp as this rank carries it out.
+"""The emergency checkpoint (dump) as this rank carries it out.
 
-Its part of the last checkpoint, from its memory or from that of its node.
+Its part of the job's last checkpoint, from its memory or from that of its node.
 
-What is in it is `taskd.worker.saving.contents`, files are `taskd.checkpoint`'s business, who writes is the
-manager's.
+What is in it is `taskd.worker.saving.contents`, files are `taskd.checkpoint`'s business, who writes
+is the manager's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
 from taskd.errors import ArenaError, NativeLibraryError, StateError, TaskdError
 from taskd.native.arena import Arena
 from taskd.native.black_box import BlackBox
-from taskd.worker.saving import contents, snapshots
+from taskd.worker.saving import contents
+from taskd.worker.saving.stored import StoredSnapshot
+from taskd.worker.saving.stored import find as snapshot_of
 from taskd.worker.state import extras
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _legacy(rank: int, box_path: str, arena_path: str | None, version: int) -> dict[str, Any]:
+def _left_by(rank: int, box_path: str, arena_path: str | None, version: int) -> dict[str, Any]:
     """What was a dead rank's alone.
 
     From its black box, as its replacement would find it, or, of an older version, with its
@@ -71,7 +73,7 @@ def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
         function(folder)
 
 
-def _adopted(rank: int, path: str | None, version: int) -> snapshots.Found:
+def _adopted(rank: int, path: str | None, version: int) -> StoredSnapshot:
     """The snapshot of a dead rank, in the memory of this node.
 
     Its own, or the mirror of one of another node.
@@ -81,10 +83,33 @@ def _adopted(rank: int, path: str | None, version: int) -> snapshots.Found:
         raise StateError(message)
     try:
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        return snapshots.Found(arena, version, is_own=False)
+        return StoredSnapshot(arena, version, is_own=False)
     except (OSError, ArenaError, StateError) as error:
         message = f"the snapshot of rank {rank}, which is dead, cannot be read: {error}"
         raise StateError(message) from error
+
+
+def _add_what_others_left(
+    order: commands.Dump, rank: int, state: dict[str, Any], own: dict[str, Any]
+) -> list[StoredSnapshot]:
+    """Put what dead ranks have left, and this one writes for them, into `state` and `own`.
+
+    Returns what owns the memory of it: to be kept until it is written.
+    """
+    paths, orphaned = dict(order.arenas), dict(order.orphaned)
+    adopted = {
+        other: _adopted(other, paths.get(other), order.version)
+        for other, writer in order.orphaned
+        if writer == rank
+    }
+    for other, path in order.legacies:
+        own.update(_left_by(other, path, paths.get(other), order.version))
+    for other, stored in adopted.items():
+        for name, item in stored.orphans(order.writers, orphaned, other).items():
+            before = state.get(name, Pieces())
+            state[name] = Pieces((*(before if isinstance(before, Pieces) else (before,)), item))
+        own.update(stored.own(other))
+    return list(adopted.values())
 
 
 class Dumping:
@@ -112,30 +137,27 @@ class Dumping:
             return FAILED, f"{type(error).__name__}: {error}"
 
     def _write(self, order: commands.Dump) -> tuple[str, str]:
-        life = self._life
+        life, saving = self._life, self._life.saving
+        records = life.records
         self._draft = None
         if life.rank not in order.writers:
             return "", ""
-        is_live = life.version == order.version and bool(life.parked) and not life.torn
-        if not is_live and order.version not in life.snapshot_versions():
+        is_live = (
+            records.version == order.version
+            and bool(records.parked)
+            and not records.is_inconsistent
+        )
+        if not is_live and order.version not in saving.versions():
             return FAILED, (
-                f"it holds version {life.version} and snapshots of "
-                f"{list(life.snapshot_versions())}, not version {order.version}"
+                f"it holds version {records.version} and snapshots of "
+                f"{list(saving.versions())}, not version {order.version}"
             )
-        orphaned = dict(order.orphaned)
         if is_live:
-            directory, states = (
-                contents.directory_of(life.parked).absolute(),
-                tuple(sorted(life.parked)),
-            )
-            state, own = (
-                contents.shared(life, life.parked, (*order.writers, *orphaned)),
-                contents.own(life, order.version),
-            )
+            directory, states, state, own = self._live(order)
         else:
-            kept = snapshots.find(life, order.version)
-            directory, states = kept.directory, kept.states
-            state, own = kept.shared(), kept.own(life.rank)
+            stored = snapshot_of(life, order.version)
+            directory, states = stored.directory, stored.states
+            state, own = stored.shared(), stored.own(life.rank)
         draft = Draft(
             directory,
             self._job_id,
@@ -148,37 +170,39 @@ class Dumping:
             order.reason,
             states,
         )
-        paths = dict(order.arenas)
-        adopted = {
-            rank: _adopted(rank, paths.get(rank), order.version)
-            for rank, writer in order.orphaned
-            if writer == life.rank
-        }
-        for rank, path in order.legacies:
-            own.update(_legacy(rank, path, paths.get(rank), order.version))
-        for rank, orphan in adopted.items():
-            for name, item in orphan.orphans(order.writers, orphaned, rank).items():
-                before = state.get(name, Pieces())
-                state[name] = Pieces((*(before if isinstance(before, Pieces) else (before,)), item))
-            own.update(orphan.own(rank))
-        functions = [function for holding in life.parked.values() for function in holding.on_dump]
+        owners = _add_what_others_left(order, life.rank, state, own)
+        self._draft = draft
+        write(draft, life.rank, state, own, self._user_files(order.version, is_live=is_live))
+        del owners
+        return WRITTEN, ""
+
+    def _live(
+        self, order: commands.Dump
+    ) -> tuple[Path, tuple[str, ...], dict[str, Any], dict[str, Any]]:
+        """From this process's memory: folder, TrainStates, what is shared, what is its own."""
+        life, parked = self._life, self._life.records.parked
+        return (
+            contents.directory_of(parked).absolute(),
+            tuple(sorted(parked)),
+            contents.shared(life, parked, (*order.writers, *dict(order.orphaned))),
+            contents.own(life, order.version),
+        )
+
+    def _user_files(self, version: int, *, is_live: bool) -> Callable[[Path], None] | None:
+        """What writes files in the user's own formats; None: nothing does."""
+        records = self._life.records
+        functions = [
+            function for holding in records.parked.values() for function in holding.on_dump
+        ]
         if functions and not is_live:
             log.warning(
                 "rank %d: the functions given to on_dump() are not called: version %d is "
                 "saved from node memory, the objects are at version %s",
-                life.rank,
-                order.version,
-                life.version,
+                self._life.rank,
+                version,
+                records.version,
             )
-        self._draft = draft
-        write(
-            draft,
-            life.rank,
-            state,
-            own,
-            functools.partial(_call_all, functions) if functions and is_live else None,
-        )
-        return WRITTEN, ""
+        return functools.partial(_call_all, functions) if functions and is_live else None
 
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
         draft, self._draft = self._draft, None

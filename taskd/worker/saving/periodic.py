@@ -2,9 +2,10 @@
 
 Then the state is copied aside, and written while training goes on.
 
-Owns the copy and the life of the writer; what is written and how is `taskd.worker.saving.contents` and
-`taskd.checkpoint.saver`. One per entry of the function that asked for checkpoints: after a fault a
-new one begins, and what the old one had not finished is given up.
+Owns the copy and the life of the writer; what is written and how is
+`taskd.worker.saving.contents` and `taskd.checkpoint.saver`. One per entry of the function that
+asked for checkpoints: after a fault a new one begins, and what the old one had not finished is
+given up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
 from taskd.errors import CheckpointError, StateError, TaskdError
 from taskd.worker.saving import contents
-from taskd.worker.state.agreement import Council
+from taskd.worker.state.agreement import Agreement
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -49,12 +50,20 @@ class Periodic:
                 "init_process_group() before restore(): all ranks save together"
             )
             raise StateError(message)
-        (attempt,) = Council(life, "saver").say([secrets.token_hex(8)])
+        (attempt,) = Agreement(life, "saver").broadcast([secrets.token_hex(8)])
         self._life, self._writers, self._is_due = life, tuple(range(life.world_size)), False
         self._saver = Saver(
-            contents.directory_of({holding.name: holding}).absolute(), job=life.job_id, rank=life.rank, writers=self._writers,
-            attempt=attempt, generation=life.generation, world_size=life.world_size, every=every, keep=keep, states=tuple(sorted(life.states)),
-        )  # fmt: skip
+            contents.directory_of({holding.name: holding}).absolute(),
+            job=life.job_id,
+            rank=life.rank,
+            writers=self._writers,
+            attempt=attempt,
+            generation=life.plan.generation,
+            world_size=life.world_size,
+            every=every,
+            keep=keep,
+            states=tuple(sorted(life.records.states)),
+        )
 
     def commit(self) -> None:
         """A version is complete.
@@ -65,33 +74,33 @@ class Periodic:
         A TrainState that is between its optimizer's step and its commit puts it off to the commit
         that ends that. What cannot be saved is a warning: training goes on.
         """
-        life = self._life
-        assert life.version is not None
-        self._is_due = self._is_due or self._saver.is_due(life.version)
-        if not self._is_due or life.is_half_way:
+        life, version = self._life, self._life.records.version
+        assert version is not None
+        self._is_due = self._is_due or self._saver.is_due(version)
+        if not self._is_due or life.records.is_half_way:
             return
         self._is_due = False
         self.wait()
         try:
-            state, own = self._copy(life.version)
+            state, own = self._copy(version)
         # whatever a user's state_dict() raises: the other ranks wait for this one's part
         except Exception as error:
             log.warning(
                 "rank %d: the checkpoint of version %d could not be saved, the previous "
                 "ones stay: %s",
                 life.rank,
-                life.version,
+                version,
                 error,
                 exc_info=not isinstance(error, TaskdError),
             )
-            self._saver.refuse(life.version, str(error) or type(error).__name__)
+            self._saver.refuse(version, str(error) or type(error).__name__)
         else:
-            self._saver.save(life.version, state, own)
+            self._saver.save(version, state, own)
 
     def _copy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's share of the state, and what is its own."""
         life = self._life
-        state = contents.shared(life, life.states, self._writers)
+        state = contents.shared(life, life.records.states, self._writers)
         pieces, values = divide(state, life.rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
@@ -125,23 +134,24 @@ def save(life: Life, directory: Path) -> Path:
         StateError: there is nothing to save yet, a TrainState is half way, or there is no process
             group.
     """
-    assert life.version is not None
-    council = Council(life, "save")
-    (attempt,) = council.say([secrets.token_hex(8)])
+    version = life.records.version
+    assert version is not None
+    agreement = Agreement(life, "save")
+    (attempt,) = agreement.broadcast([secrets.token_hex(8)])
     writers = tuple(range(life.world_size))
     draft = Draft(
         directory,
         life.job_id,
         Kind.SAVED,
-        life.version,
+        version,
         attempt,
         writers,
-        life.generation,
+        life.plan.generation,
         life.world_size,
-        states=tuple(sorted(life.states)),
+        states=tuple(sorted(life.records.states)),
     )
     try:
-        return _save(life, draft, council)
+        return _save(life, draft, agreement)
     # An interrupt too: a draft that is not published is worth nothing.
     except BaseException:
         if life.rank == draft.publisher:
@@ -149,24 +159,24 @@ def save(life: Life, directory: Path) -> Path:
         raise
 
 
-def _save(life: Life, draft: Draft, council: Council) -> Path:
+def _save(life: Life, draft: Draft, agreement: Agreement) -> Path:
     problem, path = "", ""
     try:
         write(
             draft,
             life.rank,
-            contents.shared(life, life.states, draft.writers),
+            contents.shared(life, life.records.states, draft.writers),
             contents.own(life, draft.version),
         )
     except (TaskdError, OSError) as error:
         problem = f"rank {life.rank}: {error}"
-    problems = council.hear(problem)
+    problems = agreement.gather(problem)
     if not problems and life.rank == draft.publisher:
         try:
             path = str(publish(draft))
         except CheckpointError as error:
             problems = [str(error)]
-    path, *problems = council.say([path, *problems])
+    path, *problems = agreement.broadcast([path, *problems])
     if problems:
         raise CheckpointError(problems[0])
     return Path(path)

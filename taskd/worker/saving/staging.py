@@ -1,4 +1,4 @@
-"""Reading tensors of an accelerator into host memory, piece by piece, without stopping the computation.
+"""Reading tensors of an accelerator into host memory without stopping the computation.
 
 A stream of its own waits for what the training stream had been given at the commit, then copies
 into two pinned buffers in turn: while one is being filled, the other is read by the caller. Knows

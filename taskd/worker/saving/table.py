@@ -1,4 +1,4 @@
-"""The tensors of one TrainState under their names, kept for as long as its objects hold the same ones.
+"""The tensors of one TrainState under their names, kept while its objects hold the same ones.
 
 Finding and naming a tensor costs some microseconds, on the training thread, at every snapshot; to
 see that it is still the same one costs a tenth.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.worker.objects import shards
+from taskd.worker.objects.named import Named
 from taskd.worker.state import flat
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _shape = attrgetter("shape")
 
 
 class Table:
-    """Holds on to every object that it has looked at, so none of them can be replaced by another one at the same address.
+    """Holds on to every object that it has looked at: none can get the address of another.
 
     `tensors`: as `flat.tensors`. `memories`: as `flat.memories`.
     """
@@ -33,8 +34,9 @@ class Table:
         """Raises StateError: an optimizer that cannot be taken apart."""
         roles = holding.roles
         self._roots = list(roles.modules.values())
-        self.tensors = flat.tensors(holding)
-        self.memories = flat.memories(holding)
+        self.named = Named(roles)
+        self.tensors = flat.tensors(holding, self.named)
+        self.memories = flat.memories(holding, self.named)
         self._dicts: list[dict[Any, Any]] = []
         for module in (part for root in self._roots for part in root.modules()):
             self._dicts += [module._parameters, module._buffers, module._modules]

@@ -16,14 +16,21 @@ import torch
 
 from taskd.errors import StateError
 
-_NAMES = frozenset({
-    ("taskd.worker.saving.snapshots", "Place"), ("taskd.checkpoint.pieces", "Held"), ("pathlib", "PosixPath"),
-    ("collections", "OrderedDict"), ("collections", "Counter"), ("collections", "defaultdict"), ("builtins", "complex"), ("builtins", "set"),
-    ("torch", "Size"), ("torch", "device"), ("torch._utils", "_rebuild_tensor_v2"),
-    ("numpy", "dtype"), ("numpy", "ndarray"), ("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar"), ("_codecs", "encode"),
-})  # fmt: skip
+_NAMES = {
+    "_codecs": {"encode"},
+    "builtins": {"complex", "set"},
+    "collections": {"Counter", "OrderedDict", "defaultdict"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.numeric": {"_frombuffer"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "numpy.core.numeric": {"_frombuffer"},
+    "pathlib": {"PosixPath"},
+    "taskd.checkpoint.pieces": {"Held"},
+    "taskd.worker.saving.stored": {"Place"},
+    "torch": {"Size", "device"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -31,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
         # the memory of a small tensor: a pickle of torch's within this one
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        if (module, name) in _NAMES or (
+        if name in _NAMES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return super().find_class(module, name)

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from taskd.worker import life as life_module
+from taskd.worker.life import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ _original_init: Callable[..., None] | None = None
 
 @dataclass(frozen=True)
 class Layout:
-    """Buckets of parameter indices in the order of reduction, in use from the step after `valid_from` commits."""
+    """Buckets of parameter indices as they are reduced from the step after `valid_from` on."""
 
     valid_from: int
     buckets: list[list[int]]
@@ -66,8 +66,8 @@ class _Layouts:
         self.next_order = 0
         self.built: dict[int, weakref.ref[DistributedDataParallel]] = {}  # in this entry
         self.hooks: list[Callable[[], None]] = []  # what takes the hooks of this entry off again
-        if life.inherited_layout:
-            self.by_order = _decode(life.inherited_layout)
+        if life.records.inherited_layout:
+            self.by_order = _decode(life.records.inherited_layout)
 
     def record(self, order: int, layout: Layout | None) -> None:
         """Keep a layout, here and for a replacement. None: forget it."""
@@ -84,26 +84,24 @@ class _Layouts:
         return order
 
 
-_layouts: _Layouts | None = None
-
-
 def _layouts_of(life: Life) -> _Layouts:
-    global _layouts  # noqa: PLW0603
-    if _layouts is None or _layouts.life is not life:
-        _layouts = _Layouts(life)
-    return _layouts
+    layouts: _Layouts | None = life.records.layouts
+    if layouts is None:
+        layouts = life.records.layouts = _Layouts(life)
+    return layouts
 
 
-def end_entry() -> None:
+def end_entry(life: Life) -> None:
     """The next DDP is the first of a new entry.
 
     Modules that outlive this one are left without hooks of ours.
     """
-    if _layouts is not None:
-        _layouts.next_order = 0
-        _layouts.built.clear()
-        while _layouts.hooks:
-            _layouts.hooks.pop()()
+    layouts = life.records.layouts
+    if layouts is not None:
+        layouts.next_order = 0
+        layouts.built.clear()
+        while layouts.hooks:
+            layouts.hooks.pop()()
 
 
 def recorded(life: Life) -> bytes:
@@ -166,8 +164,8 @@ def install() -> None:
 
     @functools.wraps(original)
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        life = life_module.current()
-        if life is None or not life.in_recoverable:
+        life = current()
+        if life is None or not life.interrupts.in_recoverable:
             original(self, *args, **kwargs)
             return
         _build(life, self, original, signature.bind(self, *args, **kwargs))
@@ -192,13 +190,14 @@ def _build(
     layouts = _layouts_of(life)
     order = layouts.take_order()
     layouts.built[order] = weakref.ref(ddp)
-    plan = life.plan
-    version = life.version if any(holding.is_landed for holding in life.states.values()) else None
-    if plan is None or plan.version is None:
+    plan, records = life.plan, life.records
+    is_restored = any(holding.is_restored for holding in records.states.values())
+    version = records.version if is_restored else None
+    if plan.version is None:
         if (
             order in layouts.by_order
-            and life.checkpoint is not None
-            and life.version == life.checkpoint.manifest.version
+            and life.saving.checkpoint is not None
+            and records.version == life.saving.checkpoint.manifest.version
         ):
             with _prescribed(layouts.by_order[order]):  # a fresh start from disk, after restore()
                 original(*bound.args, **bound.kwargs)
@@ -236,7 +235,7 @@ def _build(
 
 @contextmanager
 def _prescribed(layout: Layout | None) -> Iterator[None]:
-    """While DDP's constructor runs, let the function that it asks for a layout answer with `layout`."""
+    """Within it, the function that DDP's constructor asks for a layout answers with `layout`."""
     if layout is None:
         yield
         return
@@ -330,7 +329,7 @@ def _is_rebuilding(ddp: DistributedDataParallel) -> bool:
 
 
 class _FirstBackward:
-    """Hooks on every parameter until each has had its gradient once, in a backward pass that DDP makes its layout from."""
+    """Hooks on every parameter for the one backward pass that DDP makes its layout from."""
 
     def __init__(self, life: Life, ddp: DistributedDataParallel, order: int) -> None:
         self._life, self._ddp, self._order = life, weakref.ref(ddp), order
@@ -377,14 +376,17 @@ class _FirstBackward:
             self._arrived,
         )
         layout = Layout(
-            (life.version or 0) + 1, [list(bucket) for bucket in buckets], limits[0], limits[-1]
+            (life.records.version or 0) + 1,
+            [list(bucket) for bucket in buckets],
+            limits[0],
+            limits[-1],
         )
         _layouts_of(life).record(self._order, layout)
         _confirm(life, ddp, self._order)
 
 
 class _Confirmation:
-    """Forward hook that compares the recorded layout with the one that DDP says it made, as soon as DDP says so (third forward pass)."""
+    """Forward hook: compares the recorded layout with what DDP says (in its third forward pass)."""
 
     def __init__(
         self, life: Life | None = None, ddp: DistributedDataParallel | None = None, order: int = 0
@@ -415,7 +417,9 @@ class _Confirmation:
                 self._life.rank,
             )
             caps = (0, 0) if layout is None else (layout.first_cap, layout.cap)
-            layouts.record(self._order, Layout((self._life.version or 0) + 1, buckets, *caps))
+            layouts.record(
+                self._order, Layout((self._life.records.version or 0) + 1, buckets, *caps)
+            )
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Confirmation:
         return _Confirmation()

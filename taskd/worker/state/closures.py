@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from taskd.worker import life as life_module
+from taskd.worker.life import current
 from taskd.worker.objects import shards
 from taskd.worker.objects.roles import parameters_of
+from taskd.worker.state.step import begin_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ _SAMPLED = 64  # elements of each parameter that are compared, where versions do
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's, which all call their closure before they write, and raise version counters when they do."""
+    """Whether it is torch's: those call closures before they write, and raise version counters."""
     if shards.is_zero(optimizer) and not is_known(optimizer.optim):  # type: ignore[attr-defined]
         return False
     return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.")
@@ -73,16 +74,17 @@ class Closure:
         self._unwritten: Unwritten | None = unwritten  # until the first call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The first call ends with the beginning of the update, and with the vote if the state is sharded."""
-        life, unwritten = life_module.current(), self._unwritten
+        """The first call ends with the beginning of the update, and with the vote if any."""
+        life, unwritten = current(), self._unwritten
         self._unwritten = None
         if life is None or unwritten is None:
             return self._function(*args, **kwargs)
         if unwritten.is_still_so():
             self._holding.began = False
-            life.drop_hold()
+            life.interrupts.release()
         result = self._function(*args, **kwargs)
-        self._holding.begin_update(is_ours=True)
+        if (life := current()) is not None:
+            begin_update(life, self._holding, is_ours=True)
         return result
 
 

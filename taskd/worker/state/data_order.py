@@ -1,4 +1,4 @@
-"""Whether the data come in the same order again after a fault, as far as a DataLoader of torch draws it itself.
+"""Whether data that a DataLoader of torch draws come in the same order again after a fault.
 
 `DataLoader(shuffle=True)` draws the order of a pass from a generator, when the pass begins. An
 entry that goes on in the middle of a pass draws another one. Owns the warning of it, which comes
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import dataloader, sampler
 
-from taskd.worker import life as life_module
+from taskd.worker.life import current
 from taskd.worker.objects.roles import tensors_in
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _is_said = False
 
 
 def install() -> None:
-    """Put the wrappers around the iterators of torch's DataLoader, those of torchdata among them."""
+    """Wrap the iterators of torch's DataLoader, those of torchdata among them."""
     kind = dataloader._BaseDataLoaderIter
     if getattr(kind.__init__, _MARK, False):
         return
@@ -68,12 +68,12 @@ def _version_if_drawn(loader: Any) -> int | None:
 
     None: it would, or that is nobody's concern.
     """
-    life = life_module.current()
+    life = current()
     if (
         _is_said
         or life is None
         or life.rank
-        or not life.in_recoverable
+        or not life.interrupts.in_recoverable
         or threading.current_thread() is not threading.main_thread()
     ):
         return None
@@ -83,7 +83,7 @@ def _version_if_drawn(loader: Any) -> int | None:
     state = generator.get_state()
     if _is_just_seeded(life, generator, state) or _is_kept(life, state):
         return None
-    return life.version
+    return life.records.version
 
 
 def _generator_of(loader: Any) -> torch.Generator | None:
@@ -103,7 +103,9 @@ def _generator_of(loader: Any) -> torch.Generator | None:
 def _is_registered(life: Life, loader: Any) -> bool:
     """Whether a TrainState carries the loader, or what it is wrapped in."""
     carried = [
-        value for holding in life.states.values() for value in holding.roles.positions.values()
+        value
+        for holding in life.records.states.values()
+        for value in holding.roles.positions.values()
     ]
     return any(
         value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values())
@@ -112,12 +114,12 @@ def _is_registered(life: Life, loader: Any) -> bool:
 
 
 def _is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor) -> bool:
-    """Whether the order depends on a seed alone, and the script has set that behind restore(), which puts the global generator back."""
+    """Whether the order depends on a seed alone, which the script has set behind restore()."""
     is_global = generator is torch.default_generator
     if (
         is_global
-        and life.random_at_restore is not None
-        and torch.equal(state, life.random_at_restore)
+        and life.records.random_at_restore is not None
+        and torch.equal(state, life.records.random_at_restore)
     ):
         return False
     fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
@@ -128,15 +130,15 @@ def _is_kept(life: Life, state: torch.Tensor) -> bool:
     """Whether the script keeps the generator as it is now, to begin the pass with it again."""
     return any(
         tensor.dtype == state.dtype and torch.equal(tensor, state)
-        for holding in life.states.values()
+        for holding in life.records.states.values()
         for tensor in tensors_in(holding.roles.values)
     )
 
 
 def _say_if_committed(iterator: Any, version: int) -> None:
     global _is_said  # noqa: PLW0603
-    life = life_module.current()
-    if life is None or life.version == version:
+    life = current()
+    if life is None or life.records.version == version:
         return
     setattr(iterator, _MARK, None)
     if not _is_said:

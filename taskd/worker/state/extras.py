@@ -2,10 +2,10 @@
 
 Random number generators, sampler positions, plain values.
 
-Owns the form of these as one blob for the black box (`taskd.worker.objects.randoms` has the generators,
-`taskd.worker.objects.positions` the samplers). Knows no collectives, no plan and no other rank. The blob is
-pickled: it never leaves the processes of one rank (the memory behind the box is an unnamed file
-that only the agent and this rank's lives hold).
+Owns the form of these as one blob for the black box (`taskd.worker.state.randoms` has the
+generators, `taskd.worker.objects.positions` the samplers). Knows no collectives, no plan and no
+other rank. The blob is pickled: it never leaves the processes of one rank (the memory behind the
+box is an unnamed file that only the agent and this rank's lives hold).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Pa
 
 
 def encode(parts: dict[str, bytes], *, is_pending: bool) -> bytes:
-    """The blob for the black box, to be read behind the generators as `RandomStates.capture` pickled them."""
+    """The blob for the black box, to be read behind what `RandomStates.capture` pickled."""
     return pickle.dumps((parts, is_pending), PROTOCOL)
 
 

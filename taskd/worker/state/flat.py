@@ -24,22 +24,23 @@ import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects.roles import parameters_of
-from taskd.worker.objects.rollback import load_scaler, write_group
+from taskd.worker.objects.rollback import write_group
 from taskd.worker.objects.shards import is_distributed, memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    from taskd.worker.objects.named import Named
     from taskd.worker.state.holding import Holding
 
 
 def label(holding: Holding) -> str:
-    """What stands before all names of a TrainState in a checkpoint, without the dot."""
+    """The prefix of all names of a TrainState in a checkpoint, without the dot."""
     quoted = holding.name.replace("%", "%25").replace(".", "%2E").replace("@", "%40")
     return f"{quoted}@{holding.shard_id}" if holding.shard_id else quoted
 
 
-def flatten(holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def flatten(holding: Holding, named: Named) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors as they are (no copies), and everything else.
 
     Per-rank objects (samplers, generators) are left out.
@@ -47,14 +48,14 @@ def flatten(holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     Raises:
         StateError: an optimizer that cannot be taken apart.
     """
-    found = tensors(holding)
-    return found, plain(holding, memories(holding), found)
+    found = tensors(holding, named)
+    return found, plain(holding, memories(holding, named), found)
 
 
-def tensors(holding: Holding) -> dict[str, torch.Tensor]:
+def tensors(holding: Holding, named: Named) -> dict[str, torch.Tensor]:
     """Those of modules and optimizers. Raises as `flatten`."""
-    prefix, owners = label(holding), owner_names(holding)
-    found = {f"{prefix}.{name}": tensor.detach() for name, tensor in _distinct(holding)}
+    prefix, owners = label(holding), named.names
+    found = {f"{prefix}.{name}": tensor.detach() for name, tensor in named.distinct.items()}
     for role, optimizer in holding.roles.optimizers.items():
         is_divided = role in holding.zeros()
         for parameter, entries in memory_of(optimizer).items():
@@ -78,12 +79,12 @@ def tensors(holding: Holding) -> dict[str, torch.Tensor]:
     return found
 
 
-def memories(holding: Holding) -> dict[str, dict[str, Any]]:
+def memories(holding: Holding, named: Named) -> dict[str, dict[str, Any]]:
     """Of each optimizer, by role.
 
     The names of its parameters by group, and its memory with None in place of the tensors.
     """
-    owners, found = owner_names(holding), {}
+    owners, found = named.names, {}
     for role, optimizer in holding.roles.optimizers.items():
         is_divided = role in holding.zeros()
         # divided, it is this rank's alone; the names of the tensors say it all
@@ -125,9 +126,8 @@ def plain(
         for role, memory in memories.items()
     }
     states = {}
-    for kind in (roles.schedulers, roles.scalers, roles.steppers, roles.replicas):
-        for role, value in kind.items():
-            states[role] = _take_tensors(value.state_dict(), f"{prefix}.{role}", further)
+    for role, value in roles.others.items():
+        states[role] = _take_tensors(value.state_dict(), f"{prefix}.{role}", further)
     return {
         "step": holding.step,
         "values": dict(roles.values),
@@ -137,7 +137,10 @@ def plain(
 
 
 def targets(
-    holding: Holding, plain: dict[str, Any], shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    holding: Holding,
+    named: Named,
+    plain: dict[str, Any],
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> dict[str, torch.Tensor]:
     """Where a checkpoint's tensors are to be read into.
 
@@ -152,30 +155,9 @@ def targets(
             role.
     """
     prefix = label(holding)
-    wanted = {f"{prefix}.{name}": tensor for name, tensor in _distinct(holding)}
-    wanted.update(_optimizer_targets(holding, plain["optimizers"], shapes))
-    roles = holding.roles
-    saved_states, own_states = (
-        set(plain["states"]),
-        {*roles.schedulers, *roles.scalers, *roles.steppers, *roles.replicas},
-    )
-    if saved_states != own_states:
-        raise _misfit(
-            holding, f"it was saved with {sorted(saved_states)}, here are {sorted(own_states)}"
-        )
-    own: dict[str, torch.Tensor] = {}
-    for role in own_states:
-        _take_tensors(roles.find(role).state_dict(), f"{prefix}.{role}", own)
-    for name in _slots(plain["states"]):
-        shape, dtype = shapes[name]
-        is_sharded = (
-            name in own and is_distributed(own[name]) and tuple(own[name].shape) == tuple(shape)
-        )
-        wanted[name] = (
-            torch.empty_like(own[name], dtype=dtype)
-            if is_sharded
-            else torch.empty(shape, dtype=dtype)
-        )
+    wanted = {f"{prefix}.{name}": tensor for name, tensor in named.distinct.items()}
+    wanted.update(_optimizer_targets(holding, named, plain["optimizers"], shapes))
+    wanted.update(_other_targets(holding, plain["states"], shapes))
     divided = tuple(f"{prefix}.{role}.state." for role in holding.zeros())
     saved_names = {
         name
@@ -197,11 +179,33 @@ def targets(
     return wanted
 
 
-def _optimizer_targets(
-    holding: Holding, saved_optimizers: dict[str, Any], shapes: dict[str, Any]
+def _other_targets(
+    holding: Holding, saved: dict[str, Any], shapes: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    names, wanted = owner_names(holding), {}
-    parameters = {names[id(tensor)]: tensor for tensor in holding.roles.named_tensors().values()}
+    prefix, others = label(holding), holding.roles.others
+    if saved.keys() != others.keys():
+        raise _misfit(holding, f"it was saved with {sorted(saved)}, here are {sorted(others)}")
+    own: dict[str, torch.Tensor] = {}
+    for role, value in others.items():
+        _take_tensors(value.state_dict(), f"{prefix}.{role}", own)
+    wanted = {}
+    for name in _slots(saved):
+        shape, dtype = shapes[name]
+        is_sharded = (
+            name in own and is_distributed(own[name]) and tuple(own[name].shape) == tuple(shape)
+        )
+        wanted[name] = (
+            torch.empty_like(own[name], dtype=dtype)
+            if is_sharded
+            else torch.empty(shape, dtype=dtype)
+        )
+    return wanted
+
+
+def _optimizer_targets(
+    holding: Holding, named: Named, saved_optimizers: dict[str, Any], shapes: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    names, wanted = named.names, {}
     for role in sorted({*saved_optimizers, *holding.roles.optimizers}):
         saved, own = saved_optimizers.get(role), holding.roles.optimizers.get(role)
         if saved is None or own is None:
@@ -215,19 +219,19 @@ def _optimizer_targets(
         ]
         if [group["params"] for group in saved["groups"]] != own_groups:
             raise _misfit(holding, f"{role} has other parameter groups")
-        for name, owner, _ in _memory(holding, role, saved, shapes):
-            wanted[name] = _room(name, parameters[owner], own, shapes)
+        for name, owner, _ in _memory(holding, _kept(holding, named, role), role, saved, shapes):
+            wanted[name] = _room(name, named.distinct[owner], own, shapes)
     return wanted
 
 
 def _memory(
-    holding: Holding, role: str, saved: dict[str, Any], names: Collection[str]
+    holding: Holding, kept: list[str], role: str, saved: dict[str, Any], names: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
     """Which of a checkpoint's tensors belong into this rank's memory of an optimizer.
 
-    Name, name of the parameter, key.
+    Name, name of the parameter, key. `kept`: as `_kept`.
     """
-    kept, start = _kept(holding, role), f"{label(holding)}.{role}.state."
+    start = f"{label(holding)}.{role}.state."
     if saved["is_divided"]:
         found: dict[str, list[str]] = {owner: [] for owner in kept}
         for name in names:
@@ -244,62 +248,43 @@ def _memory(
                 yield name, owner, key
 
 
-def _kept(holding: Holding, role: str) -> list[str]:
+def _kept(holding: Holding, named: Named, role: str) -> list[str]:
     """The parameters whose memory is this rank's, in the optimizer's order."""
-    names, optimizer = owner_names(holding), holding.roles.optimizers[role]
+    optimizer = holding.roles.optimizers[role]
     keeper = optimizer.optim if role in holding.zeros() else optimizer  # type: ignore[attr-defined]
-    return [names[id(parameter)] for parameter in parameters_of(keeper)]
+    return [named.names[id(parameter)] for parameter in parameters_of(keeper)]
 
 
-def load(holding: Holding, plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def load(
+    holding: Holding, named: Named, plain: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
     """All tensors are read: put everything else in place."""
-    roles = holding.roles
-    parameters = dict(roles.named_tensors().items())
+    roles, parameters = holding.roles, named.tensors
     for role, saved in plain["optimizers"].items():
         optimizer = roles.optimizers[role]
-        memory = memory_of(optimizer)
+        memory, kept = memory_of(optimizer), _kept(holding, named, role)
         memory.clear()
-        for owner in (owner for owner in _kept(holding, role) if owner in saved["state"]):
+        for owner in (owner for owner in kept if owner in saved["state"]):
             memory[parameters[owner]] = dict(saved["state"][owner])
-        for name, owner, key in _memory(holding, role, saved, tensors):
+        for name, owner, key in _memory(holding, kept, role, saved, tensors):
             memory.setdefault(parameters[owner], {})[key] = tensors[name]
         for group, remembered in zip(optimizer.param_groups, saved["groups"], strict=True):
             write_group(group, {key: value for key, value in remembered.items() if key != "params"})
-    states = {role: _put_tensors(tree, tensors) for role, tree in plain["states"].items()}
-    for kind in (roles.schedulers, roles.steppers, roles.replicas):
-        for role, value in kind.items():
-            value.load_state_dict(states[role])
-    for role, scaler in roles.scalers.items():
-        load_scaler(scaler, states[role])
+    roles.load_others({role: _put_tensors(tree, tensors) for role, tree in plain["states"].items()})
     holding.step = plain["step"]
     roles.values = dict(plain["values"])
 
 
-def owner_names(holding: Holding) -> dict[int, str]:
-    """First name of each parameter and buffer, by identity."""
-    return {id(tensor): name for name, tensor in _distinct(holding)}
-
-
-def names_of_buffers(holding: Holding) -> list[str]:
+def names_of_buffers(holding: Holding, named: Named) -> list[str]:
     """The tensors that a forward pass may change."""
     buffers = {
         id(buffer) for module in holding.roles.modules.values() for buffer in module.buffers()
     }
     return [
-        f"{label(holding)}.{name}" for name, tensor in _distinct(holding) if id(tensor) in buffers
+        f"{label(holding)}.{name}"
+        for name, tensor in named.distinct.items()
+        if id(tensor) in buffers
     ]
-
-
-# ---------------------------------------------------------------- names
-
-
-def _distinct(holding: Holding) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor once, under its first name."""
-    seen = set()
-    for name, tensor in holding.roles.named_tensors().items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
 
 
 def _room(

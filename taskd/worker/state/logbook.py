@@ -2,7 +2,7 @@
 
 Owns the writing and finding of extras blobs by version. Knows nothing of modules, optimizers or the
 plan. A survivor finds its own in memory; a replacement finds what its predecessor left in the black
-box (`Life.inherited_extras`).
+box (`Records.inherited_extras`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from taskd.worker.objects.randoms import RandomStates
 from taskd.worker.state import extras
+from taskd.worker.state.randoms import RandomStates
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -50,7 +50,7 @@ class Logbook:
             del self._committed[min(self._committed)]
         self._write(version, generators, blob, pending=False)
 
-    def write_landed(self, version: int, parts: dict[str, bytes]) -> None:
+    def write_restored(self, version: int, parts: dict[str, bytes]) -> None:
         """After a restore.
 
         The same extras again, so that another fault before the next commit finds them in this
@@ -106,11 +106,11 @@ class Logbook:
             )
 
     def find(self, version: int) -> Extras | None:
-        """The extras of `version`, committed ones before pending ones, own ones before inherited ones."""
+        """The extras of `version`: committed before pending ones, own before inherited ones."""
         found = self._committed.get(version)
         if found is None and self._pending is not None and self._pending[0] == version:
             found = self._pending[1:]
-        data = self.life.inherited_extras.get(version) if found is None else b"".join(found)
+        data = self.life.records.inherited_extras.get(version) if found is None else b"".join(found)
         return None if data is None else extras.decode(data)
 
     def blob(self, version: int) -> tuple[bytes, bytes] | None:
@@ -128,18 +128,15 @@ class Logbook:
     def forget(self) -> None:
         """Everybody starts afresh: what was captured belongs to no version any more."""
         self._committed, self._pending = {}, None
-        self.life.inherited_extras = {}
-
-
-_logbook: Logbook | None = None
+        self.life.records.inherited_extras = {}
 
 
 def logbook_of(life: Life) -> Logbook:
     """The logbook of this life, made when first asked for."""
-    global _logbook  # noqa: PLW0603
-    if _logbook is None or _logbook.life is not life:
-        _logbook = Logbook(life)
-    return _logbook
+    logbook: Logbook | None = life.records.logbook
+    if logbook is None:
+        logbook = life.records.logbook = Logbook(life)
+    return logbook
 
 
 def parts_of(states: dict[str, Any]) -> dict[str, bytes]:

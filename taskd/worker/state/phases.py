@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from taskd.native.black_box import Phase
-from taskd.worker import life as life_module
+from taskd.worker.life import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def during(phase: Phase) -> Iterator[None]:
 
     In other threads, and outside a job: nothing.
     """
-    life = life_module.current()
+    life = current()
     box = None if life is None else life.box
     if (
         life is None
@@ -45,7 +45,7 @@ def during(phase: Phase) -> Iterator[None]:
     try:
         yield
     finally:
-        if box.phase is phase:  # else it has been called out, or a step went by
+        if box.phase is phase:  # else it was interrupted, or a step went by
             life.mark(before)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from taskd.worker.restore.exchange import wire_device
+from taskd.errors import StateError
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -34,25 +34,26 @@ def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
         taskd.Interrupted: the vote has passed for nobody, and a recovery waits for this process.
         RuntimeError: as the first, if the job ends with it.
     """
-    life.hold()
+    interrupts = life.interrupts
+    interrupts.is_held = True
     if not dist.is_initialized():
         return agrees
     try:
         answer = _ask_all(life, name, agrees=agrees)
         if isinstance(answer, bool):
             return answer
-        if life.on_broken_vote is not None and life.on_broken_vote(answer):
+        if life.supervisor.has_passed(answer):
             return False
     except BaseException:
-        life.held = False
+        interrupts.is_held = False
         raise
-    life.drop_hold()
+    interrupts.release()
     raise answer
 
 
 def _ask_all(life: Life, name: str, *, agrees: bool) -> bool | RuntimeError:
     """What they say, or what ended the vote early."""
-    life.is_voting = True
+    life.interrupts.is_voting = True
     try:
         counts = torch.tensor([1.0, float(agrees)], device=wire_device(name))
         dist.all_reduce(counts)
@@ -61,7 +62,23 @@ def _ask_all(life: Life, name: str, *, agrees: bool) -> bool | RuntimeError:
     except RuntimeError as error:
         return error
     finally:
-        life.is_voting = False
+        life.interrupts.is_voting = False
     if here != dist.get_world_size():
         return RuntimeError(f"TrainState({name!r}): the vote before the optimizer step was aborted")
     return bool(agreed == here)
+
+
+def wire_device(name: str) -> torch.device:
+    """Where the group's backend wants its tensors."""
+    if not dist.is_initialized():
+        message = (
+            f"TrainState({name!r}): call init_process_group() before restore(): the state is "
+            "received from another rank"
+        )
+        raise StateError(message)
+    backends = str(dist.get_backend_config()).lower()
+    for backend, kind in (("nccl", "cuda"), ("hccl", "npu"), ("xccl", "xpu")):
+        module = getattr(torch, kind, None)
+        if backend in backends and module is not None and module.is_available():
+            return torch.device(kind, module.current_device())
+    return torch.device("cpu")

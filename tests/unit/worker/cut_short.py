@@ -248,7 +248,7 @@ def write_outside(member, kind):
 def evaluate_between(member, kind):
     """Train with snapshots, with a pass of evaluation and a look at the whole parameters before each commit. Versions kept, and the state."""
     job = Job(member.rank, member.size)
-    job.life.arenas = Arenas.create()
+    job.life.saving.arenas = Arenas.create()
     job.resume(None)
 
     def entry():
@@ -268,9 +268,9 @@ def evaluate_between(member, kind):
 
     try:
         result, _ = job.enter(entry)
-        return list(job.life.arenas.versions()), result
+        return list(job.life.saving.arenas.versions()), result
     finally:
-        job.life.arenas.close()
+        job.life.saving.arenas.close()
         job.close()
 
 

@@ -118,7 +118,7 @@ class TestMistakes:
         ]:
             with pytest.raises(StateError, match=text):
                 job.enter(entry, value)
-            job.life.states.clear()
+            job.life.records.states.clear()
 
     def test_outside_a_recoverable_function(self, job):
         with pytest.raises(StateError, match=r"@taskd\.recoverable"):

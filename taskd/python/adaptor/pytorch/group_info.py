@@ -65,7 +65,9 @@ def _write(groups: dict[str, dict[str, Any]], rank: int) -> None:
 
     current = runtime.current()
     folder = open_folder(
-        profiling_base(), part_of_path(job_id() if current is None else current.job_id), str(rank)
+        profiling_base(),
+        part_of_path(job_id() if current is None else current.life.job_id),
+        str(rank),
     )
     name = f".{GROUPS_FILE}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
