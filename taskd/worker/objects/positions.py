@@ -132,10 +132,9 @@ def check_loader(label: str, value: Any) -> None:
     )
     if has_state and getattr(type(sampler), "__iter__", None) in _BEGIN_ANEW:
         log.warning(
-            "%s: its sampler %s has a state_dict(), and begins each pass with the first sample all "
-            "the same: after a fault samples come twice. "
-            "Take StatefulDistributedSampler of torchdata, or a sampler without state_dict() and "
-            "the epoch as a plain value",
+            "%s: its sampler %s has a state_dict(), and begins each pass with the first sample "
+            "all the same: after a fault samples come twice. Take StatefulDistributedSampler of "
+            "torchdata, or a sampler without state_dict() and the epoch as a plain value",
             label,
             type(sampler).__qualname__,
         )

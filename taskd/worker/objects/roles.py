@@ -90,10 +90,9 @@ class Roles:
         for name, tensor in self.named_tensors().items():
             if units.is_of_unit(tensor) and id(tensor) not in own:
                 message = (
-                    f"TrainState({state_name!r}): {name} belongs to a "
-                    "FullyShardedDataParallel module that is not registered: give that "
-                    "module, "
-                    "the wrapper and not what is within, to the same TrainState"
+                    f"TrainState({state_name!r}): {name} belongs to a FullyShardedDataParallel "
+                    "module that is not registered: give that module, the wrapper and not what "
+                    "is within, to the same TrainState"
                 )
                 raise StateError(message)
             if own and shards.is_distributed(tensor):
@@ -268,9 +267,8 @@ def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
         shards.sharding_of(tensor, f"TrainState({state_name!r}): {role}.{name}")
         if isinstance(tensor, nn.parameter.UninitializedParameter):
             message = (
-                f"TrainState({state_name!r}): {role}.{name} has no shape yet (a lazy "
-                "module): run one forward pass before "
-                "TrainState is created"
+                f"TrainState({state_name!r}): {role}.{name} has no shape yet (a lazy module): run "
+                "one forward pass before TrainState is created"
             )
             raise StateError(message)
     return module
@@ -288,12 +286,10 @@ def _checked_optimizer(
             else ""
         )
         message = (
-            f"TrainState({state_name!r}): {role} is a {type(optimizer).__qualname__}, which "
-            "is no complete torch optimizer: its __init__ "
-            "does not call Optimizer.__init__, so that its steps cannot be followed. Give "
-            f"the optimizer that it wraps{within}, and what "
-            "it keeps beside that as an object of its own with state_dict() and "
-            "load_state_dict()"
+            f"TrainState({state_name!r}): {role} is a {type(optimizer).__qualname__}, which is no "
+            "complete torch optimizer: its __init__ does not call Optimizer.__init__, so that "
+            f"its steps cannot be followed. Give the optimizer that it wraps{within}, and what it "
+            "keeps beside that as an object of its own with state_dict() and load_state_dict()"
         )
         raise StateError(message)
     if not shards.is_zero(optimizer):
@@ -329,8 +325,7 @@ def _unsupported(state_name: str, role: str, value: Any) -> str:
     elif isinstance(value, torch.utils.data.DataLoader):
         advice = (
             "a DataLoader has no state_dict: use a stateful loader, or keep the number of "
-            "batches done as an attribute and "
-            "skip them after restore()"
+            "batches done as an attribute and skip them after restore()"
         )
     elif shards.is_distributed(value) and not isinstance(value, nn.Parameter):
         advice = (

@@ -164,8 +164,7 @@ class Rollback:
         for parameter, version in self._probes:
             if parameter._version != version:
                 return (
-                    "parameters were changed since the last commit() by something that is "
-                    "not a "
+                    "parameters were changed since the last commit() by something that is not a "
                     "registered optimizer"
                 )
         problem = self._roll_back_buffers()

@@ -157,9 +157,8 @@ def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:
         mesh = meshes.get(value.device_mesh)
         if mesh is None:
             message = (
-                f"{name} is a DTensor {sharding}, and no parameter lies on this mesh now: "
-                "build the same mesh and the same "
-                "model in every entry"
+                f"{name} is a DTensor {sharding}, and no parameter lies on this mesh now: build "
+                "the same mesh and the same model in every entry"
             )
             raise StateError(message)
         return wrap(local(value), sharding, mesh)

@@ -25,7 +25,7 @@ class Uplink:
         self._node_rank, self._sequence = node_rank, 0
 
     def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
-        """Report an event. `cause`: why, in one term; `fields`: what the event has beside its identity.
+        """Report an event. `cause`: why; `fields`: what the event has beside its identity.
 
         Never raises: a lost agent ends this process by other means (the life pipe).
         """

@@ -48,8 +48,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
             return None
         message = (
             f"TrainState({holding.name!r}): call init_process_group() before restore(): "
-            f"{found.valid[0].path} is there, and all ranks "
-            "take the same checkpoint"
+            f"{found.valid[0].path} is there, and all ranks take the same checkpoint"
         )
         raise StateError(message)
     passed_over = list(found.passed_over)
@@ -64,9 +63,8 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
                 manifest = checkpoint.manifest
                 _say(
                     f"restoring step {manifest.version} from {path}: the newest whole checkpoint, "
-                    f"a {manifest.kind.value} one, saved by "
-                    f"{len(manifest.writers)} of {manifest.world_size} ranks at "
-                    f"{manifest.saved_at}{_skipped(passed_over)}"
+                    f"a {manifest.kind.value} one, saved by {len(manifest.writers)} of "
+                    f"{manifest.world_size} ranks at {manifest.saved_at}{_skipped(passed_over)}"
                 )
             return checkpoint
         passed_over.append((path, problems[0]))
@@ -150,11 +148,10 @@ def _not_in(checkpoint: Checkpoint, holding: Holding, names: Collection[str]) ->
         units.is_place(other) for other in others
     ):
         text += (
-            ". A shard of FullyShardedDataParallel can be read by the same shard alone: "
-            "sharded over as many ranks, wrapped in the same way. Start the "
-            f"job as it was saved, by {checkpoint.manifest.world_size} ranks; nothing was "
-            "changed or deleted. What fully_shard has sharded can be read "
-            "by any number of ranks"
+            ". A shard of FullyShardedDataParallel can be read by the same shard alone: sharded "
+            "over as many ranks, wrapped in the same way. Start the job as it was saved, by "
+            f"{checkpoint.manifest.world_size} ranks; nothing was changed or deleted. What "
+            "fully_shard has sharded can be read by any number of ranks"
         )
     return text
 

@@ -130,9 +130,8 @@ def _check_sharding(state_name: str, name: str, source: torch.Tensor, target: to
         message = (
             f"TrainState({state_name!r}): {name} is {now or 'a plain tensor'} with "
             f"{tuple(shards.local(target).shape)} on this rank now, and was "
-            f"{before or 'a plain tensor'} with {tuple(shards.local(source).shape)} before "
-            "the fault: build the same mesh and the same "
-            "model in every entry"
+            f"{before or 'a plain tensor'} with {tuple(shards.local(source).shape)} before the "
+            "fault: build the same mesh and the same model in every entry"
         )
         raise StateError(message)
 
@@ -152,9 +151,8 @@ def _check_untouched(old: Holding, state_name: str, name: str, tensor: torch.Ten
     if parked_version is not None and tensor._version != parked_version:
         message = (
             f"TrainState({state_name!r}): {name} was written to after the fault and before "
-            "restore(): the trained values are gone. Build "
-            "the model inside the recoverable function, or call restore() before anything "
-            "initialises it again"
+            "restore(): the trained values are gone. Build the model inside the recoverable "
+            "function, or call restore() before anything initialises it again"
         )
         raise StateError(message)
 
@@ -176,10 +174,9 @@ def _move_optimizer(
         len(group["params"]) for group in new.param_groups
     ]:
         message = (
-            f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and "
-            f"had {len(before)} in "
-            f"{len(old.param_groups)} before the fault: build the same optimizer in every "
-            "entry"
+            f"{label} has {len(now)} parameters in {len(new.param_groups)} groups now and had "
+            f"{len(before)} in {len(old.param_groups)} before the fault: build the same optimizer "
+            "in every entry"
         )
         raise StateError(message)
     if is_zero != shards.is_zero(old) or (
@@ -205,7 +202,6 @@ def _different_roles(old: Holding, new: Holding) -> str:
     before = ", ".join(sorted(old.roles.object_roles())) or "nothing"
     now = ", ".join(sorted(new.roles.object_roles())) or "nothing"
     return (
-        f"TrainState({new.name!r}) holds {now} now and held {before} before the fault: "
-        "register the same objects in every "
-        "entry"
+        f"TrainState({new.name!r}) holds {now} now and held {before} before the fault: register "
+        "the same objects in every entry"
     )

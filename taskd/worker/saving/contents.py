@@ -137,17 +137,15 @@ def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list
     ids, shards = holding.peers.ids, holding.peers.shards
     if not ids and life.world_size > 1:
         message = (
-            f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has "
-            "which part. Call init_process_group() before "
-            "restore()"
+            f"TrainState({holding.name!r}) cannot be saved: nobody knows which rank has which "
+            "part. Call init_process_group() before restore()"
         )
         raise StateError(message)
     for rank, shard in enumerate(shards):
         if not any(shards[writer] == shard for writer in writers):
             message = (
-                f"TrainState({holding.name!r}) cannot be saved: none of the ranks that "
-                "write "
-                f"has the shard {shard!r} of rank {rank}"
+                f"TrainState({holding.name!r}) cannot be saved: none of the ranks that write has "
+                f"the shard {shard!r} of rank {rank}"
             )
             raise StateError(message)
     same_id = [rank for rank, other in enumerate(ids) if other == holding.shard_id] or [life.rank]

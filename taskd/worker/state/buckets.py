@@ -411,9 +411,8 @@ class _Confirmation:
         layout = layouts.by_order.get(self._order)
         if layout is None or layout.buckets != buckets:
             log.warning(
-                "rank %d: DDP uses other buckets than foreseen from the first backward "
-                "pass: a recovery before this point may have changed "
-                "the rounding of one step",
+                "rank %d: DDP uses other buckets than foreseen from the first backward pass: a "
+                "recovery before this point may have changed the rounding of one step",
                 self._life.rank,
             )
             caps = (0, 0) if layout is None else (layout.first_cap, layout.cap)

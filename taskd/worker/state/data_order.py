@@ -144,12 +144,11 @@ def _say_if_committed(iterator: Any, version: int) -> None:
     if not _is_said:
         _is_said = True
         log.warning(
-            "rank %d: steps are committed within a pass of a DataLoader that draws its order from "
-            "a generator: after a fault the order is drawn "
-            "anew, so that samples come twice and others not at all. Take a DistributedSampler "
-            "with set_epoch(state.epoch), or seed the generator "
-            "before each pass by the epoch, or keep generator.get_state() of the beginning of the "
-            "pass as a value of the TrainState, or give a "
+            "rank %d: steps are committed within a pass of a DataLoader that draws its order "
+            "from a generator: after a fault the order is drawn anew, so that samples come twice "
+            "and others not at all. Take a DistributedSampler with set_epoch(state.epoch), or "
+            "seed the generator before each pass by the epoch, or keep generator.get_state() of "
+            "the beginning of the pass as a value of the TrainState, or give a "
             "StatefulDataLoader of torchdata to the TrainState",
             life.rank,
         )

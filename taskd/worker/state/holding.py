@@ -136,9 +136,8 @@ class Holding:
                 if not self._is_large_reported:
                     self._is_large_reported = True
                     log.warning(
-                        "TrainState(%r): buffers that change in the forward pass take more "
-                        "than %d bytes; a replaced rank gets %s and those behind it from another "
-                        "rank",
+                        "TrainState(%r): buffers that change in the forward pass take more than "
+                        "%d bytes; a replaced rank gets %s and those behind it from another rank",
                         self.name,
                         _MAX_BUFFER_BYTES,
                         name,

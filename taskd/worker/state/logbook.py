@@ -97,10 +97,9 @@ class Logbook:
         if not self._is_full_reported:
             self._is_full_reported = True
             log.warning(
-                "rank %d: the per-rank part of the training state (%d bytes) is larger "
-                "than the black box; if this process dies, its "
-                "replacement takes sampler and RNG state as the script starts "
-                "them",
+                "rank %d: the per-rank part of the training state (%d bytes) is larger than the "
+                "black box; if this process dies, its replacement takes sampler and RNG state as "
+                "the script starts them",
                 self.life.rank,
                 len(generators) + len(blob),
             )
