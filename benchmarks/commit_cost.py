@@ -23,8 +23,9 @@ import torch
 
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
-from taskd.worker.life import Life
-from taskd.worker.state import TrainState
+from taskd.worker.life import Interrupts, Life
+from taskd.worker.state import step
+from taskd.worker.train_state import TrainState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +55,8 @@ def median_us(
 def make_state(
     layers: int, *, norm: bool = False
 ) -> tuple[TrainState, torch.nn.Module, torch.optim.Optimizer]:
-    """A restored TrainState over a network of `layers` layers, with AdamW and a scheduler."""
-    life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
+    """A TrainState over a small network of `layers` layers, with AdamW and a scheduler, restored."""
+    life = Life(0, 1, 0, box=BlackBox.create(), interrupts=Interrupts(in_recoverable=True))
     life_module.set_current(life)
     parts = [
         part
@@ -75,7 +76,7 @@ def in_steps(steps: int, *, draws: bool) -> dict[str, float]:
 
     `draws`: which uses torch's generator (dropout).
     """
-    life = Life(rank=0, world_size=1, incarnation=0, box=BlackBox.create(), in_recoverable=True)
+    life = Life(0, 1, 0, box=BlackBox.create(), interrupts=Interrupts(in_recoverable=True))
     life_module.set_current(life)
     model = torch.nn.Sequential(
         *(part for _ in range(5) for part in (torch.nn.Linear(512, 512), torch.nn.GELU()))
@@ -87,8 +88,8 @@ def in_steps(steps: int, *, draws: bool) -> dict[str, float]:
     holding.detach()
     where = "in a step that draws" if draws else "in a step"
     calls = {
-        f"forward hook, {where}": functools.partial(holding.capture_pending, life),
-        f"optimizer hook, {where}": holding.begin_update,
+        f"forward hook, {where}": functools.partial(step.capture_pending, life, holding),
+        f"optimizer hook, {where}": functools.partial(step.begin_update, life, holding),
         f"commit, {where}": state.commit,
     }
     forward, update, commit = calls
@@ -133,8 +134,8 @@ def main() -> None:
     rows["commit, 50 batch norms"] = median_us(state.commit, calls // 10)
     state, _, _ = make_state(4)
     life, holding = life_module.current(), state._holding  # noqa: SLF001
-    rows["forward hook"] = median_us(lambda: holding.capture_pending(life), calls)
-    rows["optimizer hook"] = median_us(holding.begin_update, calls)
+    rows["forward hook"] = median_us(lambda: step.capture_pending(life, holding), calls)
+    rows["optimizer hook"] = median_us(lambda: step.begin_update(life, holding), calls)
 
     rows.update(in_steps(options.steps, draws=False))
     rows.update(in_steps(options.steps, draws=True))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import taskd
 from taskd.worker import life as life_module
-from taskd.worker import runtime
-from taskd.worker.pulse import BEAT_S
+from taskd.worker.process import runtime
+from taskd.worker.process.pulse import BEAT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

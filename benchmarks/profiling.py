@@ -18,9 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from taskd.native.black_box import BlackBox, Phase
-from taskd.worker import profiling
 from taskd.worker.life import Life
-from taskd.worker.profiling import Encoder, Profile, Profiler
+from taskd.worker.profiling import profiler as profiling
+from taskd.worker.profiling.encoder import Encoder
+from taskd.worker.profiling.marks import Profile
+from taskd.worker.profiling.profiler import Profiler
 
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT, Phase.STEP)
 ROUNDS = 9
@@ -46,30 +48,32 @@ def main() -> None:
     off_ns = per_call_ns(life.mark, count) - empty_ns
 
     # On, with nobody who takes the marks: the main thread's share alone.
-    life.profile = Profile()
+    life.profiling.profile = Profile()
     found = []
     for _ in range(ROUNDS):
-        life.profile.marks.clear()
+        life.profiling.profile.marks.clear()
         began = time.perf_counter_ns()
         for number in range(count):
             life.mark(PHASES[number % 6])
         found.append((time.perf_counter_ns() - began) / count)
     on_ns = min(found) - empty_ns
-    assert life.profile.dropped == 0
+    assert life.profiling.profile.dropped == 0
 
     # The other thread's share: to lines, and to a file.
-    marks = list(life.profile.marks)
+    marks = list(life.profiling.profile.marks)
     encoder = Encoder(0)
     began = time.perf_counter_ns()
     lines = "".join(encoder.mark(*mark) for mark in marks).encode()
     encode_ns = (time.perf_counter_ns() - began) / count
-    life.profile = None
+    life.profiling.profile = None
 
     # From the request to the answer, and the end of it.
     answered = threading.Event()
     with tempfile.TemporaryDirectory() as directory:
         profiling.profiling_base = lambda **_: Path(directory) / "profiles"
-        profiler = Profiler(life, "job", 0, directory, lambda _status: answered.set())
+        profiler = Profiler(
+            life.profiling, box, 0, "job", 0, directory, lambda _status: answered.set()
+        )
         took = []
         for _ in range(20):
             for code in (710, 700):

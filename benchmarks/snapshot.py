@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import measuring
 from taskd.native.arena import Arena
-from taskd.worker.snapshot import Snapshotter
+from taskd.worker.saving.copier import Snapshotter
 
 STEPS = 6  # of a block
 PRECISION = 4

@@ -20,9 +20,9 @@ from torch import nn
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
-from taskd.worker.life import Life
-from taskd.worker.parking import park_all
-from taskd.worker.state import TrainState
+from taskd.worker.life import Life, Saving
+from taskd.worker.restore.parking import park_all
+from taskd.worker.train_state import TrainState
 
 
 def main() -> None:
@@ -43,10 +43,10 @@ def main() -> None:
         incarnation=0,
         box=BlackBox.create(),
         job_id="benchmark",
-        arenas=Arenas.create(),
+        saving=Saving(Arenas.create()),
     )
     life_module.set_current(life)
-    life.in_recoverable = True
+    life.interrupts.in_recoverable = True
     parameters = nn.ParameterList(
         torch.zeros(options.mb * 1_000_000 * 4 // 3 // 4 // options.tensors)
         for _ in range(options.tensors // 4)
@@ -62,9 +62,9 @@ def main() -> None:
         began = time.perf_counter()
         state.commit()
         taken[state.step % 2 == 0].append(time.perf_counter() - began)
-        assert life.snapshots is not None
-        life.snapshots.wait()
-    made = life.snapshot_versions()
+        assert life.saving.snapshots is not None
+        life.saving.snapshots.wait()
+    made = life.saving.versions()
     assert made, "no snapshot was made"
     print(
         json.dumps(

@@ -130,6 +130,7 @@ def with_checkpoints():
 def alternating():
     """Blocks of steps with taskd's hooks and commit, and without, in turn, in one process."""
     import taskd  # noqa: PLC0415
+    from taskd.worker.state.hooks import attach  # noqa: PLC0415
 
     @taskd.recoverable
     def train():
@@ -138,7 +139,7 @@ def alternating():
         for step in range(STEPS):
             is_on = step // BLOCK % 2 == 0
             if step and step % BLOCK == 0:
-                (holding.attach if is_on else holding.detach)()
+                attach(holding) if is_on else holding.detach()
             one_step(ddp, optimizer, step, position)
             if is_on:
                 state.commit()

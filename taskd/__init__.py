@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taskd.errors import ConfigError, Interrupted, StateError, TaskdError
-    from taskd.worker.phases import checkpointing, evaluating
     from taskd.worker.recoverable import recoverable
-    from taskd.worker.state import TrainState
+    from taskd.worker.state.phases import checkpointing, evaluating
+    from taskd.worker.train_state import TrainState
 
 __version__ = "0.1.0"
 
@@ -25,9 +25,9 @@ _HOMES = {
     "Interrupted": "taskd.errors",
     "StateError": "taskd.errors",
     "TaskdError": "taskd.errors",
-    "TrainState": "taskd.worker.state",
-    "checkpointing": "taskd.worker.phases",
-    "evaluating": "taskd.worker.phases",
+    "TrainState": "taskd.worker.train_state",
+    "checkpointing": "taskd.worker.state.phases",
+    "evaluating": "taskd.worker.state.phases",
     "recoverable": "taskd.worker.recoverable",
 }
 

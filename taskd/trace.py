@@ -1,9 +1,9 @@
 """`python -m taskd.trace DIR [-o trace.json]`: the profiles of a job for Perfetto, chrome://tracing.
 
-Reads what `taskd.worker.profiling` wrote and writes the JSON object form of the Trace Event Format:
-a process for each rank, a thread for each domain (more where collectives overlap), a complete event
-("X") for each range. One line is held at a time, and the ranges that are open: a profile may be
-larger than the memory. What cannot be used is counted and told, and never ends it.
+Reads what `taskd.worker.profiling.encoder` made and writes the JSON object form of the Trace Event
+Format: a process for each rank, a thread for each domain (more where collectives overlap), a
+complete event ("X") for each range. One line is held at a time, and the ranges that are open: a
+profile may be larger than the memory. What cannot be used is counted and told, and never ends it.
 
 Times of day are not trusted across files: a file says what it added to its host's monotonic clock,
 and all files of one host are put on the same offset. Between hosts nothing but the times of day is

@@ -56,7 +56,7 @@ def init_taskd_worker(
             f"rank_id={rank_id} is not accepted: this process was started as rank {current.rank}"
         )
     else:
-        current.profiling_mb = config.disk_limit_mb
+        current.profiling.limit_mb = config.disk_limit_mb
     _held.is_initialised = True
     return True
 

@@ -1,1 +1,1 @@
-"""The runtime inside a training process: interrupts, parked state, re-entry."""
+"""What runs inside a training process, from its runtime up to the state that the user sees."""

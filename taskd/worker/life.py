@@ -1,114 +1,162 @@
-"""What one training process knows of its own life.
+"""One life of one rank: the record that the parts of a training process share.
 
-Identity, generation, held-back interrupt, parked state.
+Owns who this process is, and one object for each owner of what it knows:
 
-Shared by the runtime (which writes it from messages), the decorator and `TrainState`. Knows no
-sockets and no collectives. The only writer of `held` is the main thread; `pending` is written by
-the runtime thread and read by the main thread: the signal handler runs in the main thread, so
-between looking at `held` and raising nothing can slip in.
+    plan         what the manager said of the present generation    written by the gate
+    interrupts   when the main thread may be interrupted            by the runtime and by a step
+    records      what is held of the training state                 by restore, commit, parking
+    saving       what keeps copies of it                            by restore and parking
+    profiling    what is to be marked                               by the profiler
+    supervisor   the runtime, as a training step knows it
+
+`current()` is the only singleton of the process. Knows no sockets, no collectives and no tensors.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from taskd.errors import Interrupted
+from taskd.worker.profiling.marks import Switches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
+    from taskd.core.events import WorkerEvent
     from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox, Phase
-    from taskd.worker.periodic import Periodic
-    from taskd.worker.profiling import Profile
-    from taskd.worker.snapshots import Found, Snapshots
+
+
+class Supervisor(Protocol):
+    """Who follows the steps of this process, and speaks for it."""
+
+    def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
+        """Report an event of this kind to the agent."""
+
+    def report_recovery(self) -> None:
+        """The first version since `Resume` is committed."""
+
+    def wants_more(self) -> bool:
+        """An interrupt waits at the end of a step: whether another step is to be done first."""
+
+    def has_passed(self, error: RuntimeError) -> bool:
+        """The vote before a step ended with `error` here: whether it has passed for others."""
+
+
+class Unsupervised:
+    """Nobody: the process has no runtime."""
+
+    def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
+        """Nobody listens."""
+
+    def report_recovery(self) -> None:
+        """Nobody waits for it."""
+
+    def wants_more(self) -> bool:
+        """No."""
+        return False
+
+    def has_passed(self, error: RuntimeError) -> bool:  # noqa: ARG002
+        """No."""
+        return False
+
+
+class SnapshotMaker(Protocol):
+    """Copies versions into node memory while training goes on."""
+
+    has_peer: bool
+    is_allowed: bool
+
+    def prepare(self, states: dict[str, Any]) -> None:
+        """Make room before training begins."""
+
+    def wait(self) -> None:
+        """Return when the state may be changed."""
+
+    def may_replace(self) -> bool:
+        """Whether this rank can do without its older snapshot."""
+
+    def commit(self) -> None:
+        """A version is complete."""
+
+    def close(self) -> None:
+        """The entry is over."""
+
+
+class Checkpointer(Protocol):
+    """Writes versions to disk while training goes on."""
+
+    def commit(self) -> None:
+        """A version is complete."""
+
+    def wait(self) -> None:
+        """Return when everything is on disk."""
+
+    def abandon(self) -> None:
+        """The entry is over."""
 
 
 @dataclass
 class Plan:
-    """What `Resume` said.
+    """What the manager said of one generation: the cut's version and each rank's move.
 
-    The cut's version (None: everybody starts afresh) and each rank's move.
+    `version` None: everybody starts afresh, as in the first, undisturbed entry.
     """
 
     generation: int
-    version: int | None
-    moves: dict[int, Move]
+    version: int | None = None
+    moves: dict[int, Move] = field(default_factory=dict)
+    awaits_commit: bool = False  # the manager waits for the first commit of this generation
+    # Agreements so far: the same number on all ranks, as all take part in each.
+    agreements: int = 0
 
 
 @dataclass
-class Life:
-    """One incarnation of one rank.
+class Interrupts:
+    """Whether `Interrupted` may be raised in the main thread now.
+
+    The only writer of `is_held` is the main thread; `pending` is written by the runtime's thread.
+    The signal handler runs in the main thread, so between looking at `is_held` and raising nothing
+    can slip in.
+    """
+
+    in_recoverable: bool = False
+    is_held: bool = False  # from the vote before optimizer.step(), or from that, to commit()
+    is_voting: bool = False  # in that vote
+    pending: str | None = None  # reason of an interrupt that has not been raised yet
+
+    def release(self) -> None:
+        """Nothing is half-way. Raises the interrupt that was held back, if any."""
+        self.is_held = False
+        if self.pending is not None:
+            reason, self.pending = self.pending, None
+            raise Interrupted(reason)
+
+
+@dataclass
+class Records:
+    """What this process holds of the training state.
 
     `version` counts commits of all TrainStates together (with one TrainState it equals its `step`):
     the order of commits is the same on every rank, so the count names one point of the program.
+    The TrainStates are `taskd.worker.state.holding.Holding`, by name.
     """
 
-    rank: int
-    world_size: int
-    incarnation: int
-    box: BlackBox | None = None
-    # Extras (version -> bytes) and DDP layout that the predecessor of this incarnation left in its
-    # black box.
+    states: dict[str, Any] = field(default_factory=dict)  # those of the present entry
+    parked: dict[str, Any] = field(default_factory=dict)  # of the last one; emptied by restore()
+    version: int | None = None  # None: no TrainState has been restored in this process
+    is_inconsistent: bool = False  # what is parked is no whole copy of `version`
+    shard: str = ""  # which part of the state this rank has; "": all of it
+    # What the predecessor of this incarnation left in its black box: extras by version, DDP layout.
     inherited_extras: dict[int, bytes] = field(default_factory=dict)
     inherited_layout: bytes | None = None
-
-    job_id: str = ""
-    generation: int = 0
-    version: int | None = None  # None: no TrainState has been restored in this process
-    in_recoverable: bool = False
-    plan: Plan | None = None  # None on the first, undisturbed entry
-    # TrainStates of the present entry, by name
-    states: dict[str, Any] = field(default_factory=dict)
-    # those of the last entry; emptied by restore()
-    parked: dict[str, Any] = field(default_factory=dict)
-    torn: bool = False  # what is parked is no whole copy of `version`
-    held: bool = False  # in the vote before optimizer.step(), or between that and commit()
-    is_voting: bool = False  # in that vote
-    pending: str | None = None  # reason of an interrupt that has not been raised yet
-    on_commit: Callable[[], None] | None = None  # set by the runtime: first commit after a resume
-    # ... called out, at the end of a step: whether another one is wanted
-    on_boundary: Callable[[], bool] | None = None
-    # ... whether the vote has passed for somebody
-    on_broken_vote: Callable[[RuntimeError], bool] | None = None
-    checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
-    # generation, and decisions in it so far: the same on all ranks, as all take part in each
-    councils: tuple[int, int] = (-1, 0)
-    periodic: Periodic | None = None  # writes checkpoints in this entry
-    arenas: Arenas | None = None  # memory for snapshots that outlives this process
-    snapshots: Snapshots | None = None  # makes them in this entry
-    found: Found | None = None  # that from which this entry goes on
-    shard: str = ""  # which part of the state this rank has; "": all of it
-    # set by the runtime: an event of this kind to the agent
-    tell: Callable[..., None] = lambda _kind, **_fields: None
-    restored_at: float | None = None  # monotonic time at which restore() of this entry was done
+    logbook: Any = None  # see `taskd.worker.state.logbook.logbook_of`
+    layouts: Any = None  # see `taskd.worker.state.buckets`
+    restored_at: float | None = None  # monotonic time at which the last restore() was done
     restored_from: str = ""  # what it said
     random_at_restore: Any = None  # the state of torch's global generator then
-    # takes marks while the default domain is profiled; set by the profiler's thread
-    profile: Profile | None = None
-    # communication is profiled: the pulse writes gloo's calls to the black box
-    wants_calls: bool = False
-    profiling_mb: int = 5000  # limit of the whole profiling folder
-
-    @classmethod
-    def of(cls, bootstrap: dict[str, Any]) -> Life:
-        """As the agent describes it, without any memory that outlives it."""
-        return cls(
-            bootstrap["rank"],
-            bootstrap["world_size"],
-            bootstrap["incarnation"],
-            job_id=bootstrap["job_id"],
-            generation=bootstrap["generation"],
-        )
-
-    @property
-    def is_reentry(self) -> bool:
-        """True while the function runs as part of a recovery, survivors and replacements alike."""
-        return self.plan is not None
 
     @property
     def is_half_way(self) -> bool:
@@ -118,73 +166,62 @@ class Life:
         """
         return any(holding.began for holding in self.states.values())
 
-    def inherit(self, previous: BlackBox) -> None:
-        """Take over what the predecessor left, into our own box too.
 
-        Our successor may need it before we commit. Closes `previous`.
-        """
-        assert self.box is not None
-        self.inherited_extras = previous.read_extras()
-        self.inherited_layout = previous.read_layout()
-        previous.close()
-        for version, payload in sorted(self.inherited_extras.items())[-2:]:
-            self.box.write_extras(version, payload)
-        if self.inherited_layout is not None:
-            self.box.write_layout(self.inherited_layout)
+@dataclass
+class Saving:
+    """What keeps copies of the state. The arenas outlive the process, the others an entry."""
 
-    def snapshot_versions(self) -> tuple[int, ...]:
+    arenas: Arenas | None = None
+    snapshots: SnapshotMaker | None = None
+    periodic: Checkpointer | None = None
+    checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
+    stored: Any = None  # the snapshot from which this entry goes on
+
+    def versions(self) -> tuple[int, ...]:
         """Those of this rank's state that are whole in node memory."""
         return () if self.arenas is None else self.arenas.versions()
 
-    def mark(self, phase: Phase) -> None:
-        """The main thread begins something else.
 
-        Note it in the black box, and in the profile if there is one.
-        """
+@dataclass
+class Life:
+    """One incarnation of one rank."""
+
+    rank: int
+    world_size: int
+    incarnation: int
+    box: BlackBox | None = None
+    job_id: str = ""
+    plan: Plan = field(default_factory=lambda: Plan(0))
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    records: Records = field(default_factory=Records)
+    saving: Saving = field(default_factory=Saving)
+    profiling: Switches = field(default_factory=Switches)
+    supervisor: Supervisor = field(default_factory=Unsupervised)
+    is_retired: bool = False  # TrainStates that are made from now on only count
+
+    def mark(self, phase: Phase) -> None:
+        """Note in the black box, and in the profile, what the main thread begins to do."""
         if self.box is not None:
             self.box.mark_phase(phase)
-        profile = self.profile  # once: another thread takes it away
+        profile = self.profiling.profile  # once: another thread takes it away
         if profile is not None:
             profile.mark(phase, time.monotonic_ns())
 
-    def hold(self) -> None:
-        """The optimizer begins to write.
 
-        From here to `release_hold` an interrupt would tear the state.
-        """
-        self.held = True
-
-    def release_hold(self) -> None:
-        """A commit is complete.
-
-        Raises the interrupt that was held back, if any, unless another step is wanted first.
-        """
-        if self.on_commit is not None:
-            # still held: it takes a lock, which an Interrupted raised in the middle could leave
-            # taken
-            self.on_commit()
-        if self.pending is not None and self.on_boundary is not None and self.on_boundary():
-            self.held = False
-            return
-        self.drop_hold()
-
-    def drop_hold(self) -> None:
-        """Nothing is half-way. Raises the interrupt that was held back, if any."""
-        self.held = False
-        if self.pending is not None:
-            reason, self.pending = self.pending, None
-            raise Interrupted(reason)
-
-
-_current: Life | None = None
+_life: Life | None = None
 
 
 def current() -> Life | None:
-    """The life of this process, or None outside a taskd job."""
-    return _current
+    """The life of this process; None outside a taskd job, and when it is retired."""
+    return None if _life is None or _life.is_retired else _life
+
+
+def of_process() -> Life | None:
+    """The same, retired or not."""
+    return _life
 
 
 def set_current(life: Life | None) -> None:
-    """Called by the runtime at its start, and in forked children (data loaders), which are no workers."""
-    global _current  # noqa: PLW0603
-    _current = life
+    """At the runtime's start; None in forked children (data loaders), which are no workers."""
+    global _life  # noqa: PLW0603
+    _life = life

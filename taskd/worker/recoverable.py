@@ -1,10 +1,8 @@
-"""`taskd.recoverable`.
-
-Run a function, unwind it on a fault, wait, enter it again in the same process.
+"""`taskd.recoverable`: run a function, unwind it on a fault, wait, enter it again.
 
 The loop of the main thread. What it reports and waits for goes through the runtime; what happens to
-tensors is `taskd.worker.parking`. Outside a taskd job the decorator returns what the function
-returns and does nothing else.
+tensors is `taskd.worker.restore.parking`. Outside a taskd job the decorator returns what the
+function returns and does nothing else.
 """
 
 from __future__ import annotations
@@ -16,16 +14,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from taskd.core import events
 from taskd.errors import Interrupted, StateError
-from taskd.native.black_box import Phase
-from taskd.worker import life as life_module
-from taskd.worker import runtime as runtime_module
-from taskd.worker.exception_text import drop_frames
-from taskd.worker.runtime import Runtime, Where
+from taskd.worker.exceptions.text import drop_frames
+from taskd.worker.life import current
+from taskd.worker.process import runtime as runtime_module
+from taskd.worker.process.orders import Where
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
+    from taskd.worker.process.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -53,33 +50,32 @@ def recoverable(function: F) -> F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         present = runtime_module.current()
+        call = functools.partial(function, *args, **kwargs)
         if present is None:
-            return _run_alone(functools.partial(function, *args, **kwargs))
+            return _run_alone(call)
         if threading.current_thread() is not threading.main_thread():
             message = (
                 f"{function.__qualname__} is recoverable: call it from the main thread, "
                 "which taskd interrupts"
             )
             raise StateError(message)
-        if present.life.in_recoverable:
+        life = present.life
+        if life.interrupts.in_recoverable:
             message = (
-                f"{function.__qualname__} is recoverable and was called within a "
-                "recoverable "
+                f"{function.__qualname__} is recoverable and was called within a recoverable "
                 "function: decorate the outer one only"
             )
             raise StateError(message)
-        if present.released:
+        if present.orders.released:
             log.warning(
                 "rank %d: %s runs without recovery: a recoverable function has already "
-                "returned on all ranks, "
-                "and a process has one; put all of the training "
-                "into it",
-                present.life.rank,
+                "returned on all ranks, and a process has one; put all of the training into it",
+                life.rank,
                 function.__qualname__,
             )
-            life_module.set_current(None)  # a TrainState in there counts, and no more
-            return function(*args, **kwargs)
-        return _run(present, functools.partial(function, *args, **kwargs))
+            life.is_retired = True  # a TrainState in there counts, and no more
+            return call()
+        return _run(present, call)
 
     return wrapper  # type: ignore[return-value]
 
@@ -89,46 +85,49 @@ def _run_alone(call: Callable[[], Any]) -> Any:
 
     In a job that has lost its manager, TrainStates still read and write checkpoints.
     """
-    life = life_module.current()
-    if life is None or life.in_recoverable:
+    life = current()
+    if life is None or life.interrupts.in_recoverable:
         return call()
-    life.in_recoverable = True
+    life.interrupts.in_recoverable = True
     try:
         result = call()
-        if life.periodic is not None:
-            life.periodic.wait()
+        if life.saving.periodic is not None:
+            life.saving.periodic.wait()
     finally:
-        life.in_recoverable = False
-        life_module.set_current(None)  # a TrainState of a second function counts, and no more
+        life.interrupts.in_recoverable = False
+        life.is_retired = True  # a TrainState of a second function counts, and no more
     return result
 
 
 def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
     """Enter, and enter again, until every rank has returned."""
-    version: int | None = None
-    clean, reason = True, ""
+    from taskd.worker.restore.parking import park_all  # noqa: PLC0415
+
     _rejoin(runtime, version=None, clean=True)
     while True:
         result, error = _enter(runtime, call)
-        version, clean, reason = _park(runtime)
+        parked = park_all(runtime.life)
         if error is None:
-            if _await_release(runtime, version):
+            if runtime.gate.await_release(parked.version):
                 return result
         elif not isinstance(error, Interrupted):
-            runtime.await_verdict(error, clean=clean)
+            runtime.verdict.await_on(error, clean=parked.clean)
         _rejoin(
             runtime,
-            version=version,
-            clean=clean,
-            reason=reason,
+            version=parked.version,
+            clean=parked.clean,
+            reason=parked.reason,
             meanwhile=functools.partial(_let_go, error),
         )
         error = None
 
 
 def _rejoin(runtime: Runtime, **held: Any) -> None:
-    """Wait at the gate if a recovery is going on, and make the default group again if it was made outside the function."""
-    while runtime.gate(**held):
+    """Wait at the gate if a recovery is going on.
+
+    Then make the default group again, if it was made outside the function.
+    """
+    while runtime.gate.wait(**held):
         if runtime.outer_group.remake():
             return
 
@@ -138,10 +137,10 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
 
     SystemExit and KeyboardInterrupt pass through.
     """
-    life = runtime.life
-    with runtime.condition:
-        interrupted = runtime.must_gate
-        runtime.where = Where.WAITING if interrupted else Where.INSIDE
+    life, orders = runtime.life, runtime.orders
+    with orders.condition:
+        interrupted = orders.must_gate
+        orders.where = Where.WAITING if interrupted else Where.INSIDE
     if interrupted:
         return None, Interrupted("interrupted before the function was entered")
     runtime.enter()
@@ -152,59 +151,26 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
     except Interrupted as interrupt:
         outcome = None, interrupt
     finally:
-        life.in_recoverable = False
-    with runtime.condition:
-        runtime.where = Where.WAITING
-    life.pending = None
+        life.interrupts.in_recoverable = False
+    with orders.condition:
+        orders.where = Where.WAITING
+    life.interrupts.pending = None
     return outcome
 
 
 def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
-        life.in_recoverable = True
-        if life.pending is not None:  # it came between INSIDE and the line above
-            return None, Interrupted(life.pending)
+        life.interrupts.in_recoverable = True
+        if life.interrupts.pending is not None:  # it came between INSIDE and the line above
+            return None, Interrupted(life.interrupts.pending)
         result = call()
-        if life.periodic is not None:
-            life.periodic.wait()
+        if life.saving.periodic is not None:
+            life.saving.periodic.wait()
     except Interrupted as interrupt:
         return None, interrupt
     except Exception as error:  # noqa: BLE001
         return None, error
     return result, None
-
-
-def _park(runtime: Runtime) -> tuple[int | None, bool, str]:
-    from taskd.worker.parking import park_all  # noqa: PLC0415
-
-    report = park_all(runtime.life)
-    runtime.life.held = False
-    return report.version, report.clean, report.reason
-
-
-def _await_release(runtime: Runtime, version: int | None) -> bool:
-    """The function returned here. True: it has on all ranks.
-
-    False: a recovery needs us once more.
-    """
-    runtime.mark(Phase.RETURNED)
-    with runtime.condition:
-        if runtime.must_gate:
-            return False
-        generation = runtime.target_generation
-    runtime.send(
-        events.WorkerReturned(
-            **runtime.identity("returned"), generation=generation, version=version
-        )
-    )
-    with runtime.condition:
-        while not runtime.released:
-            if runtime.must_gate:
-                return False
-            runtime.raise_if_over()
-            runtime.condition.wait()
-    runtime.where = Where.OUTSIDE
-    return True
 
 
 def _let_go(error: BaseException | None) -> None:

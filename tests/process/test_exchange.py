@@ -109,7 +109,7 @@ def test_ranks_without_a_layout_take_that_of_another():
 
 @pytest.mark.slow
 def test_without_the_layout_the_bits_differ():
-    """The premise of taskd.worker.buckets: if this fails, torch no longer needs it."""
+    """The premise of taskd.worker.state.buckets: if this fails, torch no longer needs it."""
     got = launch(3, "train", faults=[{"version": 2, "victims": [2]}], keep_layout=False)
     assert digests(got) != digests(plain(3))
 
@@ -194,7 +194,7 @@ class Rank:
         sys.path.insert(0, str(ROOT / "tests" / "unit" / "worker"))
         from job import Job
 
-        from taskd.worker import buckets
+        from taskd.worker.state import buckets
 
         self.rank, self.world, self.options = rank, world, options
         self.variant = options.get("variant", "")
@@ -210,7 +210,7 @@ class Rank:
     def connect(self):
         store = self.dist.PrefixStore(str(self.attempt), self.store)
         self.dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        self.retired.append(self.dist.group.WORLD)  # never freed, see taskd.worker.groups
+        self.retired.append(self.dist.group.WORLD)  # never freed, see taskd.worker.process.groups
 
     def run(self, store):
         self.store = store
@@ -237,16 +237,16 @@ class Rank:
         self.attempt += 1
         self.job.resume(cut.version, {move.rank: move for move in cut.moves})
         if not self.keep_layout or self.rank in self.options.get("forgetful", ()):
-            from taskd.worker import buckets
+            from taskd.worker.state import buckets
 
-            self.job.life.inherited_layout = None
+            self.job.life.records.inherited_layout = None
             buckets._layouts_of(self.job.life).by_order.clear()
 
     def entry(self):
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
-        from taskd.worker.state import TrainState
+        from taskd.worker.train_state import TrainState
 
         self.connect()
         # A replacement starts with other weights: nothing but the restore may bring the right ones.
@@ -332,7 +332,7 @@ class Rank:
 
         from taskd.core.commands import Move
         from taskd.errors import StateError
-        from taskd.worker.state import TrainState
+        from taskd.worker.train_state import TrainState
 
         self.store = store
         self.connect()
@@ -352,10 +352,10 @@ class Rank:
         import torch
 
         from taskd.core.commands import Move
-        from taskd.worker import exchange
-        from taskd.worker.state import TrainState
+        from taskd.worker.restore import chunks
+        from taskd.worker.train_state import TrainState
 
-        exchange._CHUNK_BYTES, exchange._PACKED_BYTES = 100_000, 10_000
+        chunks._CHUNK_BYTES, chunks._PACKED_BYTES = 100_000, 10_000
         self.store = store
         self.connect()
 

@@ -94,21 +94,7 @@ CLOCK_ALLOWED = {
 # changed or gone is changed or removed here, until nothing is left.
 CIRCLES_AT_RUN_TIME: list[set[str]] = []
 # ... counting what is imported under TYPE_CHECKING, too.
-CIRCLES: list[set[str]] = [
-    {"taskd.worker.roles", "taskd.worker.shards"},
-    {
-        "taskd", "taskd.worker.boundary", "taskd.worker.buckets",
-        "taskd.worker.closures", "taskd.worker.contents", "taskd.worker.council",
-        "taskd.worker.data_order", "taskd.worker.exchange", "taskd.worker.flat",
-        "taskd.worker.groups", "taskd.worker.holding", "taskd.worker.interrupt",
-        "taskd.worker.landing", "taskd.worker.life", "taskd.worker.loading",
-        "taskd.worker.logbook", "taskd.worker.outer_group", "taskd.worker.parking",
-        "taskd.worker.periodic", "taskd.worker.phases", "taskd.worker.profiling",
-        "taskd.worker.pulse", "taskd.worker.recoverable", "taskd.worker.runtime",
-        "taskd.worker.saving", "taskd.worker.snapshots", "taskd.worker.state",
-        "taskd.worker.table", "taskd.worker.vote",
-    },
-]  # fmt: skip
+CIRCLES: list[set[str]] = []
 
 
 def name_of(path: Path) -> str:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from taskd import trace
 from taskd.native.black_box import Phase
 from taskd.native.collectives import Call
-from taskd.worker.profiling import Encoder
+from taskd.worker.profiling.encoder import Encoder
 
 if TYPE_CHECKING:
     import pathlib

@@ -21,7 +21,7 @@ import pytest
 from taskd.agent.vitals import activity as kernel
 from taskd.agent.vitals import progress as vitals
 from taskd.agent.vitals.progress import Vitals
-from taskd.core import marks
+from taskd.core.marks import Activity
 from taskd.native.black_box import BlackBox, Phase
 from taskd.wire import messages, translate
 
@@ -41,7 +41,7 @@ class Worker:
 
 
 class Program:
-    """A process that does one thing, with the black box of a worker that has stood since the program began."""
+    """A process that does one thing; its black box says that it has hung from the beginning."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen(
@@ -89,14 +89,14 @@ def looked_at(program: Program, wanted: str, deadline_s: float = 20.0) -> Mark:
 
 def test_a_process_that_sleeps(start) -> None:
     mark = looked_at(
-        start("import time; print('ready', flush=True); time.sleep(1000)"), marks.Activity.ASLEEP
+        start("import time; print('ready', flush=True); time.sleep(1000)"), Activity.ASLEEP
     )
     assert (mark.rank, mark.incarnation, mark.phase) == (3, 0, "forward")
     assert mark.still_s > 0.7
 
 
 def test_a_process_that_works(start) -> None:
-    looked_at(start("print('ready', flush=True)\nwhile True: pass"), marks.Activity.BUSY)
+    looked_at(start("print('ready', flush=True)\nwhile True: pass"), Activity.BUSY)
 
 
 def test_a_process_whose_child_works_is_busy(start) -> None:
@@ -105,7 +105,7 @@ def test_a_process_whose_child_works_is_busy(start) -> None:
             "import subprocess, sys; print('ready', flush=True); "
             "subprocess.run([sys.executable, '-c', 'while True: pass'])"
         ),
-        marks.Activity.BUSY,
+        Activity.BUSY,
     )
 
 
@@ -116,7 +116,7 @@ def test_a_process_whose_short_children_work_one_after_the_other_is_busy(start) 
             "import subprocess, sys; print('ready', flush=True)\nwhile True: "
             f"subprocess.run([sys.executable, '-Sc', {child!r}])"
         ),
-        marks.Activity.BUSY,
+        Activity.BUSY,
     )
 
 
@@ -129,10 +129,11 @@ def test_a_process_whose_child_has_a_session_of_its_own_is_busy(start) -> None:
         start("""if True:
         import subprocess, sys, threading
         code = "import os\\nparent = os.getppid()\\nwhile os.getppid() == parent: pass"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.DEVNULL)
         print("ready", flush=True)
         threading.Event().wait()"""),
-        marks.Activity.BUSY,
+        Activity.BUSY,
     )
 
 
@@ -147,7 +148,7 @@ def test_a_process_whose_other_threads_work_is_busy(start) -> None:
         threading.Thread(target=work, daemon=True).start()
         print("ready", flush=True)
         threading.Event().wait()"""),
-        marks.Activity.BUSY,
+        Activity.BUSY,
     )
 
 
@@ -185,7 +186,7 @@ def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_n
         threading.Event().wait()""")
     pid = program.process.pid
     earlier = kernel.activity_of(time.monotonic(), pid, kernel.Processes())
-    looked_at(program, marks.Activity.BUSY)
+    looked_at(program, Activity.BUSY)
     later = kernel.activity_of(time.monotonic(), pid, kernel.Processes())
     assert later.longest_runnable_s(earlier) > 0.8 * (later.looked_at - earlier.looked_at)
 
@@ -226,7 +227,7 @@ def test_a_thread_that_gets_no_processor_at_all_wants_one_all_the_time() -> None
 )
 def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
     """An upload by a program, a logger that waits for its server."""
-    looked_at(start(f"print('ready', flush=True); {call}"), marks.Activity.DISK)
+    looked_at(start(f"print('ready', flush=True); {call}"), Activity.DISK)
 
 
 def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> None:
@@ -240,11 +241,11 @@ def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> No
         (mark,) = vitals.look(time.monotonic(), 0.25, {3: program.worker})
         seen.append(mark)
         time.sleep(0.25)
-    assert marks.Activity.BUSY in {mark.activity for mark in seen}
-    asleep = [mark.still_s for mark in seen if mark.activity == marks.Activity.ASLEEP]
+    assert Activity.BUSY in {mark.activity for mark in seen}
+    asleep = [mark.still_s for mark in seen if mark.activity == Activity.ASLEEP]
     assert asleep
     assert max(asleep) < 2.0
-    assert seen[-1].still_s > 5.0 or seen[-1].activity == marks.Activity.ASLEEP
+    assert seen[-1].still_s > 5.0 or seen[-1].activity == Activity.ASLEEP
 
 
 def test_one_that_was_stopped_begins_anew_when_it_is_let_go(start) -> None:
@@ -255,7 +256,7 @@ def test_one_that_was_stopped_begins_anew_when_it_is_let_go(start) -> None:
     stopped_at = time.monotonic()
     for after_s in range(10):
         (mark,) = vitals.look(stopped_at + after_s, 1.0, {3: program.worker})
-    assert mark.activity == marks.Activity.STOPPED
+    assert mark.activity == Activity.STOPPED
     assert mark.still_s > 8.5
     os.kill(program.process.pid, signal.SIGCONT)
     os.waitid(os.P_PID, program.process.pid, os.WCONTINUED)
@@ -266,7 +267,7 @@ def test_one_that_was_stopped_begins_anew_when_it_is_let_go(start) -> None:
 def test_one_in_pythons_debugger_is_held(start) -> None:
     program = start("import time; print('ready', flush=True); time.sleep(1000)")
     program.box.mark_python(waiting=False, debugged=True)
-    looked_at(program, marks.Activity.TRACED)
+    looked_at(program, Activity.TRACED)
 
 
 def test_a_process_that_reads_a_little_now_and_then_is_busy(start) -> None:
@@ -275,7 +276,7 @@ def test_a_process_that_reads_a_little_now_and_then_is_busy(start) -> None:
             "import time; print('ready', flush=True)\nwhile True:\n  "
             "open('/proc/self/stat').read(); time.sleep(0.3)"
         ),
-        marks.Activity.BUSY,
+        Activity.BUSY,
     )
 
 
@@ -283,7 +284,7 @@ def test_a_stopped_process(start) -> None:
     program = start("import time; print('ready', flush=True); time.sleep(1000)")
     os.kill(program.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, program.process.pid, os.WSTOPPED)
-    looked_at(program, marks.Activity.STOPPED)
+    looked_at(program, Activity.STOPPED)
 
 
 def test_a_process_under_a_debugger(start) -> None:
@@ -292,7 +293,7 @@ def test_a_process_under_a_debugger(start) -> None:
     program = start("import time; print('ready', flush=True); time.sleep(1000)")
     if libc.ptrace(PTRACE_SEIZE, program.process.pid, None, None) != 0:
         pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
-    looked_at(program, marks.Activity.TRACED)
+    looked_at(program, Activity.TRACED)
 
 
 def test_a_process_that_has_ended_is_no_error(start) -> None:
@@ -301,14 +302,14 @@ def test_a_process_that_has_ended_is_no_error(start) -> None:
     vitals = Vitals()
     for _ in range(2):
         (mark,) = vitals.look(time.monotonic() + 5.0, 0.25, {0: program.worker})
-        assert mark.activity == marks.Activity.UNKNOWN
+        assert mark.activity == Activity.UNKNOWN
 
 
 def test_a_worker_that_goes_on_is_not_looked_up() -> None:
     box = BlackBox.create()
     box.begin(1, 0)
     (mark,) = Vitals().look(time.monotonic(), 1.0, {0: Worker(1, box)})
-    assert mark.activity == marks.Activity.UNKNOWN
+    assert mark.activity == Activity.UNKNOWN
     assert mark.still_s < 0.7
     box.close()
 

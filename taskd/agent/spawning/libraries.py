@@ -30,10 +30,10 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.utils.data",
     # What each worker imports of ours: 50 ms of a recovery.
-    "taskd.worker.runtime",
+    "taskd.worker.process.runtime",
     "taskd.worker.recoverable",
-    "taskd.worker.state",
-    "taskd.worker.phases",
+    "taskd.worker.train_state",
+    "taskd.worker.state.phases",
 )
 _BLAS_NAMES = (
     "scipy_openblas_{}_num_threads64_",

@@ -81,7 +81,7 @@ def run(program: Program, search_path: tuple[str, ...], worker: dict[str, Any] |
 def _start_runtime(worker: dict[str, Any] | None) -> Any:
     if worker is None:
         return None
-    from taskd.worker import runtime  # noqa: PLC0415
+    from taskd.worker.process import runtime  # noqa: PLC0415
 
     runtime.start(worker)
     return runtime

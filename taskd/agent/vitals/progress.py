@@ -14,16 +14,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from taskd.agent.vitals.activity import (
-    TICK_S,
-    Activity,
-    Processes,
-    activity_of,
-    state_of,
-    waits_outside,
-)
-from taskd.core import marks
-from taskd.core.marks import GroupMark, Mark
+from taskd.agent.vitals import activity as kernel
+from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.log import SayOnce
 from taskd.native.black_box import Phase
 from taskd.native.collectives import Collectives
@@ -64,9 +56,9 @@ class Vitals:
         self._not_before = 0.0  # we did not run before this moment
         self._due_at: float | None = None
         # as they are at this look, if that is wanted
-        self._processes: Processes | None = None
+        self._processes: kernel.Processes | None = None
         # Of (rank, incarnation): what to compare with, and what is known.
-        self._activity: dict[tuple[int, int], tuple[Activity, str]] = {}
+        self._activity: dict[tuple[int, int], tuple[kernel.Activity, str]] = {}
         # when it was last seen stopped or under a debugger
         self._held_at: dict[tuple[int, int], float] = {}
         self._damaged = SayOnce()
@@ -129,11 +121,11 @@ class Vitals:
         self.doubt(*life, box)
         is_stalled = self._is_stalled(now, box)
         activity, active_at = (
-            self._look_closer(now, life, worker) if is_stalled else (marks.Activity.UNKNOWN, 0.0)
+            self._look_closer(now, life, worker) if is_stalled else (Activity.UNKNOWN, 0.0)
         )
         if not is_stalled:
             self._activity.pop(life, None)
-        if activity in (marks.Activity.STOPPED, marks.Activity.TRACED):
+        if activity in (Activity.STOPPED, Activity.TRACED):
             self._held_at[life] = now
             from_s = 0.0
         else:
@@ -192,26 +184,24 @@ class Vitals:
         pid = worker.pid
         try:
             if pid is None:
-                return marks.Activity.UNKNOWN, 0.0
-            state, tracer = state_of(pid)
-            self._processes = self._processes or Processes()
-            activity = activity_of(now, pid, self._processes)
+                return Activity.UNKNOWN, 0.0
+            state, tracer = kernel.state_of(pid)
+            self._processes = self._processes or kernel.Processes()
+            activity = kernel.activity_of(now, pid, self._processes)
         # it has just ended, or /proc is not what it should be
         except (OSError, ValueError, LookupError):
-            return marks.Activity.UNKNOWN, 0.0
+            return Activity.UNKNOWN, 0.0
         if tracer or worker.box.is_debugged:
-            return marks.Activity.TRACED, 0.0
+            return Activity.TRACED, 0.0
         return (
-            (marks.Activity.STOPPED, 0.0)
-            if state in "Tt"
-            else self._compare(life, pid, state, activity)
+            (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
         )
 
     def _compare(
-        self, life: tuple[int, int], pid: int, state: str, activity: Activity
+        self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity
     ) -> tuple[str, float]:
         """As `_look_closer`: what it has done since it stalled, or was last seen to be active."""
-        earlier, known = self._activity.setdefault(life, (activity, marks.Activity.UNKNOWN))
+        earlier, known = self._activity.setdefault(life, (activity, Activity.UNKNOWN))
         elapsed_s = activity.looked_at - earlier.looked_at
         if elapsed_s < _MEASURED_S:
             return known, 0.0
@@ -219,12 +209,12 @@ class Vitals:
             activity.main_s - earlier.main_s > min(_ACTIVE_S, _ACTIVE_SHARE * elapsed_s)
             or activity.main_io > earlier.main_io
             or activity.threads_io - earlier.threads_io > _THREADS_BYTES * elapsed_s
-            or activity.others_s - earlier.others_s > TICK_S
+            or activity.others_s - earlier.others_s > kernel.TICK_S
             or activity.threads_s - earlier.threads_s > _THREADS_SHARE * elapsed_s
             or activity.longest_runnable_s(earlier) > _RUNNABLE_SHARE * elapsed_s
         ):
-            self._activity[life] = (activity, marks.Activity.BUSY)  # and is it still?
-            return marks.Activity.BUSY, 0.0
-        if state == "D" or waits_outside(pid):
-            return marks.Activity.DISK, 0.0
-        return marks.Activity.ASLEEP, earlier.looked_at if known == marks.Activity.BUSY else 0.0
+            self._activity[life] = (activity, Activity.BUSY)  # and is it still?
+            return Activity.BUSY, 0.0
+        if state == "D" or kernel.waits_outside(pid):
+            return Activity.DISK, 0.0
+        return Activity.ASLEEP, earlier.looked_at if known == Activity.BUSY else 0.0

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from taskd.worker.groups import Groups
+from taskd.worker.process.groups import Groups
 
 rank, directory = int(sys.argv[1]), sys.argv[2]
 groups = Groups(0)

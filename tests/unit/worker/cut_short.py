@@ -14,9 +14,9 @@ from sharded import build, contents, step
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from taskd.native.arenas import Arenas
-from taskd.worker import units
-from taskd.worker.roles import Roles
-from taskd.worker.state import TrainState
+from taskd.worker.objects import units
+from taskd.worker.objects.roles import Roles
+from taskd.worker.train_state import TrainState
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def evaluate_between(member, kind):
     Before each commit there is a pass of evaluation, and a look at the whole parameters.
     """
     job = Job(member.rank, member.size)
-    job.life.arenas = Arenas.create()
+    job.life.saving.arenas = Arenas.create()
     job.resume(None)
 
     def entry():
@@ -271,9 +271,9 @@ def evaluate_between(member, kind):
 
     try:
         result, _ = job.enter(entry)
-        return list(job.life.arenas.versions()), result
+        return list(job.life.saving.arenas.versions()), result
     finally:
-        job.life.arenas.close()
+        job.life.saving.arenas.close()
         job.close()
 
 

@@ -7,7 +7,7 @@ from taskd.core.commands import Move
 from taskd.native.black_box import BlackBox
 from taskd.worker import life as life_module
 from taskd.worker.life import Life, Plan
-from taskd.worker.parking import park_all
+from taskd.worker.restore.parking import park_all
 
 
 class Stop(Exception):  # noqa: N818
@@ -58,24 +58,23 @@ class Job:
 
     def enter(self, function, *args):
         """Run one entry. Returns (result, report); a Stop raised inside is an interrupt."""
-        self.life.in_recoverable = True
+        self.life.interrupts.in_recoverable = True
         result = None
         try:
             result = function(*args)
         except Stop:
             pass
         finally:
-            self.life.in_recoverable = False
+            self.life.interrupts.in_recoverable = False
             report = park_all(self.life)
         return result, report
 
     def resume(self, version, moves=None):
         """What the runtime does with a Resume."""
-        self.life.generation += 1
         self.life.plan = Plan(
-            self.life.generation, version, moves or {self.life.rank: Move(self.life.rank)}
+            self.life.plan.generation + 1, version, moves or {self.life.rank: Move(self.life.rank)}
         )
-        self.life.held = False
+        self.life.interrupts.is_held = False
 
     def replace(self):
         """This process plays the replacement of the rank.
@@ -88,11 +87,11 @@ class Job:
             world_size=old.world_size,
             incarnation=old.incarnation + 1,
             box=BlackBox.create(),
-            generation=old.generation,
+            plan=Plan(old.plan.generation),
         )
-        self.life.inherited_extras = old.box.read_extras()
-        self.life.inherited_layout = old.box.read_layout()
-        self.life.arenas = old.arenas
+        self.life.records.inherited_extras = old.box.read_extras()
+        self.life.records.inherited_layout = old.box.read_layout()
+        self.life.saving.arenas = old.saving.arenas
         life_module.set_current(self.life)
 
     def close(self):

@@ -27,11 +27,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from taskd.core.commands import Move
 from taskd.errors import StateError
-from taskd.worker import buckets, shards
 from taskd.worker.life import Life
-from taskd.worker.parking import park_all
-from taskd.worker.roles import Roles
-from taskd.worker.state import TrainState
+from taskd.worker.objects import shards
+from taskd.worker.objects.identity import identity_of
+from taskd.worker.objects.roles import Roles
+from taskd.worker.restore.parking import park_all
+from taskd.worker.state import buckets
+from taskd.worker.train_state import TrainState
 
 STEPS = 6
 
@@ -338,13 +340,13 @@ def contents(roles):
 
 
 def identify(_member, kind, shard_id="", mesh_name="dp"):
-    """`shard_of` before and after the first step of the optimizer, and what the rank holds then."""
+    """The identity before and after the first step of the optimizer, and what the rank holds then."""
     model, optimizer, data = build(kind, mesh_name)
     roles = Roles.sort("train", {"model": model, "optimizer": optimizer})
-    before = shards.shard_of(roles, shard_id)
+    before = identity_of(roles, shard_id).shard
     step(model, optimizer, data, 0)
     model(torch.ones(1, 8))  # leaves whole parameters in the root of FSDP2
-    return before, shards.shard_of(roles, shard_id), contents(roles)
+    return before, identity_of(roles, shard_id).shard, contents(roles)
 
 
 def locate(_member, kind):
@@ -412,7 +414,7 @@ def refuse_partial(_member):
     model.register_buffer("sum", DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     texts = [
         say(lambda: Roles.sort("train", {"model": model})),
-        say(shards.shard_of, Roles(modules={"model": model})),
+        say(identity_of, Roles(modules={"model": model})),
     ]
     total = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     return [*texts, say(lambda: Roles.sort("train", {"total": total}))]

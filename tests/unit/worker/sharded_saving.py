@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from taskd.core import commands
 from taskd.errors import CheckpointError, StateError
 from taskd.native.arenas import Arenas
-from taskd.worker import buckets, flat
-from taskd.worker.contents import shared
-from taskd.worker.parking import park_all
-from taskd.worker.saving import Dumping
-from taskd.worker.state import TrainState
+from taskd.worker.objects.named import Named
+from taskd.worker.restore.parking import park_all
+from taskd.worker.saving.contents import shared
+from taskd.worker.saving.dumping import Dumping
+from taskd.worker.state import buckets, flat
+from taskd.worker.train_state import TrainState
 
 
 def train_and_save(member, kind, folder, every=2, steps=4):
@@ -53,7 +54,10 @@ def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
         paths = [None] * member.size
         dist.all_gather_object(
             paths,
-            [f"/proc/{os.getpid()}/fd/{owner.fd}" for owner in (life.arenas.find(2), life.box)],
+            [
+                f"/proc/{os.getpid()}/fd/{owner.fd}"
+                for owner in (life.saving.arenas.find(2), life.box)
+            ],
         )
         writers = tuple(
             rank for rank in range(member.size) if rank not in orphaned and rank not in replicated
@@ -88,7 +92,7 @@ def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
 
 def _in_job(member, function, *args):
     job = Job(member.rank, member.size)
-    job.life.arenas = Arenas.create()
+    job.life.saving.arenas = Arenas.create()
     job.life.job_id = "job"
     job.resume(None)
     buckets.install()
@@ -97,7 +101,7 @@ def _in_job(member, function, *args):
         return result
     finally:
         buckets.uninstall()
-        job.life.arenas.close()
+        job.life.saving.arenas.close()
         job.close()
 
 
@@ -121,9 +125,9 @@ def _train(life, kind, folder, steps, every, snapshot_every=0):
             average.update(model)
         state.seen += 1 + dist.get_rank()
         state.commit()
-    if life.periodic is not None:
-        life.periodic.wait()
-    tensors, _ = flat.flatten(state._holding)
+    if life.saving.periodic is not None:
+        life.saving.periodic.wait()
+    tensors, _ = flat.flatten(state._holding, Named(state._holding.roles))
     named = {
         name: tensor.full_tensor().numpy().tobytes()
         if isinstance(tensor, DTensor)
@@ -148,7 +152,7 @@ def save_without(member, kind, folder, writers):
         state.restore()
         step(model, optimizer, data, 0)
         state.commit()
-        return say(lambda: shared(life, life.states, writers))
+        return say(lambda: shared(life, life.records.states, writers))
 
     return _in_job(member, save)
 
@@ -178,8 +182,8 @@ def save_hurt(member, victim, folder):
                 step(model, optimizer, data, state.step)
                 state.commit()
             vars(average).pop("state_dict", None)
-            life.periodic.wait()
-            problems.append(life.periodic._saver.problem)
+            life.saving.periodic.wait()
+            problems.append(life.saving.periodic._saver.problem)
         dist.barrier()
         return problems, sorted(os.listdir(folder))
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from taskd.errors import Interrupted
-from taskd.worker import closures
-from taskd.worker.state import TrainState
+from taskd.worker.state import closures
+from taskd.worker.train_state import TrainState
 
 
 class ClosureFirst(torch.optim.SGD):
@@ -93,9 +93,14 @@ def train(job, kind, steps, *, stop=None, how=Stop, **options):
         try:
             result, report = job.enter(entry)
         except ValueError:
-            from taskd.worker.parking import ParkReport
+            from taskd.worker.restore.parking import ParkReport
 
-            result, report = None, ParkReport(job.life.version, clean=not job.life.torn, reason="")
+            result, report = (
+                None,
+                ParkReport(
+                    job.life.records.version, clean=not job.life.records.is_inconsistent, reason=""
+                ),
+            )
         if result is not None:
             assert not stops
             return result, reports
@@ -165,7 +170,7 @@ def step_with(job, story, optimizer=torch.optim.SGD):
 
 def test_interrupts_get_through_in_the_closure_and_are_held_off_behind_it(job):
     held = []
-    step_with(job, lambda place: held.append((place, job.life.held)))
+    step_with(job, lambda place: held.append((place, job.life.interrupts.is_held)))
     assert held == [("step", False), ("closure", False), ("written", True), ("committed", False)]
 
 
@@ -176,12 +181,12 @@ def test_an_interrupt_that_came_before_the_closure_is_raised_there(job, kind):
     def story(place):
         reached.append(place)
         if place == "step":
-            job.life.pending = "a recovery"
+            job.life.interrupts.pending = "a recovery"
 
     with pytest.raises(Interrupted, match="a recovery"):
         step_with(job, story, kind)
     assert reached == ["step"]
-    assert not job.life.torn
+    assert not job.life.records.is_inconsistent
 
 
 def test_an_interrupt_that_comes_while_it_writes_waits_for_the_commit(job):
@@ -190,12 +195,12 @@ def test_an_interrupt_that_comes_while_it_writes_waits_for_the_commit(job):
     def story(place):
         reached.append(place)
         if place == "written":
-            job.life.pending = "a recovery"
+            job.life.interrupts.pending = "a recovery"
 
     with pytest.raises(Interrupted):
         step_with(job, story)
     assert reached == ["step", "closure", "written"]
-    assert job.life.version == 1
+    assert job.life.records.version == 1
 
 
 def test_the_closure_of_a_second_optimizer_is_within_the_update(job):
@@ -210,7 +215,7 @@ def test_the_closure_of_a_second_optimizer_is_within_the_update(job):
             for optimizer, model in zip((first, second), models, strict=True):
 
                 def closure(optimizer=optimizer, model=model):
-                    held.append((job.life.held, state.is_clean))
+                    held.append((job.life.interrupts.is_held, state.is_clean))
                     optimizer.zero_grad()
                     model(torch.ones(1, 2)).sum().backward()
 
@@ -231,16 +236,16 @@ def test_whose_order_is_known():
 
 def vote_order(member):
     """On each rank of a World: when the vote of a ZeroRedundancyOptimizer comes."""
-    from taskd.worker import holding as holding_module
+    from taskd.worker.state import step as step_module
 
     job, story = Job(rank=member.rank, world_size=2), []
-    real = holding_module.vote
+    real = step_module.vote
 
     def vote(life, name, **fields):
         story.append("vote")
         return real(life, name, **fields)
 
-    holding_module.vote = vote
+    step_module.vote = vote
     try:
 
         def entry():
@@ -252,7 +257,7 @@ def vote_order(member):
             state.restore()
 
             def closure():
-                story.append(f"closure, held: {job.life.held}")
+                story.append(f"closure, held: {job.life.interrupts.is_held}")
                 optimizer.zero_grad()
                 loss = ddp(torch.ones(1, 2) * member.rank).sum()
                 loss.backward()
@@ -267,7 +272,7 @@ def vote_order(member):
         job.resume(None)
         return job.enter(entry)[0], story
     finally:
-        holding_module.vote = real
+        step_module.vote = real
         job.close()
 
 

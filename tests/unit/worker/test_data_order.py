@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from taskd.worker import data_order, phases
-from taskd.worker.state import TrainState
+from taskd.worker.state import data_order, phases
+from taskd.worker.train_state import TrainState
 
 SAMPLES, BATCH, EPOCHS = 24, 4, 2
 STEPS = SAMPLES // BATCH

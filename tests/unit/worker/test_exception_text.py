@@ -7,8 +7,8 @@ import weakref
 import msgpack
 import pytest
 
-from taskd.worker import victims
-from taskd.worker.exception_text import drop_frames
+from taskd.worker.exceptions.communication import is_communication_error
+from taskd.worker.exceptions.text import describe, drop_frames, traceback_text
 
 
 class Mute(Exception):  # noqa: N818
@@ -99,18 +99,18 @@ CASES = {
 def test_it_is_told_in_bounded_size_with_type_and_frames(name):
     make, expected = CASES[name]
     error = raised(make())
-    assert victims.describe(error) == expected
-    text = victims.traceback_text(error)
+    assert describe(error) == expected
+    text = traceback_text(error)
     assert "the_frame_of_the_script" in text
     assert type(error).__name__[:200] in text
-    assert len(msgpack.packb([text, victims.describe(error)])) < 20_000
-    assert not victims.is_communication_error(error)
+    assert len(msgpack.packb([text, describe(error)])) < 20_000
+    assert not is_communication_error(error)
     drop_frames(error)
     assert error.__traceback__ is None
 
 
 def test_a_broken_connection_is_found_behind_one_that_says_nothing():
-    assert victims.is_communication_error(raised(Mute(), ConnectionResetError("reset")))
+    assert is_communication_error(raised(Mute(), ConnectionResetError("reset")))
 
 
 def test_frames_of_the_causes_are_let_go_as_well():

@@ -20,9 +20,9 @@ import datetime, os, sys, time
 import torch, torch.distributed as dist
 from taskd.native import collectives
 from taskd.native.black_box import BlackBox, Phase
-from taskd.worker.groups import Groups
+from taskd.worker.process.groups import Groups
 from taskd.worker.life import Life
-from taskd.worker.pulse import Pulse
+from taskd.worker.process.pulse import Pulse
 
 rank = int(sys.argv[1])
 box = BlackBox.create()

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from taskd.errors import Interrupted
-from taskd.worker.groups import Groups
+from taskd.worker.process.groups import Groups
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 
 from taskd.errors import Interrupted
-from taskd.worker.interrupt import MainThreadInterrupter
-from taskd.worker.life import Life
+from taskd.worker.life import Interrupts
+from taskd.worker.process.interrupt import MainThreadInterrupter
 from taskd.worker.recoverable import _let_go
 
 
 @pytest.fixture
 def interrupter():
-    life = Life(rank=0, world_size=1, incarnation=0, in_recoverable=True)
-    interrupter = MainThreadInterrupter(life)
+    interrupter = MainThreadInterrupter(Interrupts(in_recoverable=True))
     yield interrupter
     signal.signal(interrupter._signal, signal.SIG_DFL)
 
@@ -34,7 +33,7 @@ class Group:
         self._interrupter, self.waits = interrupter, 0
 
     def allgather(self, *_):
-        self._interrupter._life.pending = "a fault"
+        self._interrupter._interrupts.pending = "a fault"
         return self
 
     @property
@@ -57,14 +56,14 @@ def test_no_collective_is_left_between_its_beginning_and_its_end(interrupter):
 def test_the_caller_of_a_collective_is_left_at_once(interrupter):
     with pytest.raises(Interrupted, match="a fault"):
         interrupter.interrupt("a fault")
-    assert interrupter._life.pending is None
+    assert interrupter._interrupts.pending is None
 
 
 def test_an_optimizer_that_writes_is_not_left(interrupter):
-    interrupter._life.hold()
+    interrupter._interrupts.is_held = True
     interrupter.interrupt("a fault")
     with pytest.raises(Interrupted, match="a fault"):
-        interrupter._life.release_hold()
+        interrupter._interrupts.release()
 
 
 class Circle:

@@ -12,7 +12,7 @@ from job import Job
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_no_checkpoint_is_made_while_another_state_is_half_way(job, tmp_path):
             # version 3 is complete when "a" is: the optimizer of "b" has stepped already
             for state in states:
                 state.commit()
-                job.life.periodic.wait()
+                job.life.saving.periodic.wait()
                 versions.append(sorted(path.name for path in tmp_path.iterdir()))
         return versions
 
@@ -88,13 +88,15 @@ def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             state.commit()
-        job.life.periodic.wait()
+        job.life.saving.periodic.wait()
         return state.step
 
     with caplog.at_level(logging.WARNING):
         assert job.enter(entry)[0] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000000004"]
-    (record,) = (record for record in caplog.records if record.name == "taskd.worker.periodic")
+    (record,) = (
+        record for record in caplog.records if record.name == "taskd.worker.saving.periodic"
+    )
     assert (
         f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}"
     ) in record.getMessage()
@@ -141,7 +143,7 @@ def test_a_checkpoint_at_once(job, tmp_path):
             with pytest.raises(StateError, match="between an optimizer step and its commit"):
                 state.save()
             state.commit()
-            job.life.periodic.wait()
+            job.life.saving.periodic.wait()
             if state.step == 1:
                 paths = [state.save(), state.save(), state.save(tmp_path / "elsewhere")]
                 assert all(path.is_dir() for path in paths)

@@ -9,7 +9,7 @@ import torch
 import taskd
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker import phases
+from taskd.worker.state import phases
 
 
 @pytest.fixture

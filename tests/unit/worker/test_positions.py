@@ -18,7 +18,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from taskd.worker.state import TrainState
+from taskd.worker.state.step import capture_pending
+from taskd.worker.train_state import TrainState
 
 SAMPLES, BATCH, EPOCHS = 48, 4, 2
 
@@ -306,7 +307,7 @@ def test_a_used_loader_without_a_noted_position_is_named(job, caplog):
         state = TrainState(loader=walk)
         state.restore()
         for _ in walk:
-            state._holding.capture_pending(job.life)
+            capture_pending(job.life, state._holding)
             raise Stop
 
     job.resume(None)

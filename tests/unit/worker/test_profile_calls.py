@@ -13,8 +13,8 @@ import pytest
 
 from taskd.native import box_layout as layout
 from taskd.native.black_box import BlackBox
-from taskd.worker.profile_calls import CallReader
-from taskd.worker.profiling import Encoder
+from taskd.worker.profiling.calls import CallReader
+from taskd.worker.profiling.encoder import Encoder
 from tests.unit.worker.rings import Ring
 
 if TYPE_CHECKING:

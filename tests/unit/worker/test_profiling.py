@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd.native.black_box import BlackBox, Phase
-from taskd.worker import profile_files, profiling
 from taskd.worker.life import Life
-from taskd.worker.profile_files import ProfileFiles, open_folder, part_of_path
-from taskd.worker.profiling import Profiler
+from taskd.worker.profiling.files import ProfileFiles, open_folder, part_of_path
+from taskd.worker.profiling.profiler import Profiler, marks
+from taskd.worker.profiling.profiler import files as profile_files
+from taskd.worker.profiling.profiler import profiler as profiling
 from tests.disks import small_disk
 from tests.unit.worker.rings import Ring
 
@@ -47,7 +48,9 @@ class Fixture:
         self.box = BlackBox.create()
         self.life = Life(rank=3, world_size=4, incarnation=0, box=self.box)
         self.said: list[int] = []
-        self.profiler = Profiler(self.life, "a/job", 1, str(directory), self.said.append)
+        self.profiler = Profiler(
+            self.life.profiling, self.box, 3, "a/job", 1, str(directory), self.said.append
+        )
 
     def switch(self, code: int) -> int:
         """Its answer."""
@@ -97,7 +100,7 @@ def fixture(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def test_off_there_is_no_thread_no_file_and_nothing_in_the_life(fixture: Fixture) -> None:
     fixture.life.mark(Phase.FORWARD)
-    assert fixture.life.profile is None
+    assert fixture.life.profiling.profile is None
     assert fixture.box.phase is Phase.FORWARD
     assert not [thread for thread in threading.enumerate() if thread.name == "taskd-profile"]
     assert not fixture.base.exists()
@@ -106,16 +109,16 @@ def test_off_there_is_no_thread_no_file_and_nothing_in_the_life(fixture: Fixture
 def test_phases_become_ranges_with_one_id_for_both_ends(fixture: Fixture) -> None:
     assert fixture.switch(710) == 1410
     life = fixture.life
-    assert life.profile is not None
+    assert life.profiling.profile is not None
     for version in (1, 2):
         for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             life.mark(phase)
-        life.profile.step(version)
+        life.profiling.profile.step(version)
         life.mark(Phase.STEP)
     life.mark(Phase.CHECKPOINT)
     life.mark(Phase.STEP)
     assert fixture.switch(700) == 1400
-    assert life.profile is None
+    assert life.profiling.profile is None
     assert fixture.marks() == [
         ("DataLoader", "start", 1),
         ("DataLoader", "end", 1),
@@ -169,7 +172,7 @@ def test_a_line_has_the_fields_of_the_contract(fixture: Fixture) -> None:
 
 def test_what_an_interrupt_cuts_off_has_no_end(fixture: Fixture) -> None:
     fixture.switch(710)
-    fixture.life.profile.step(1)
+    fixture.life.profiling.profile.step(1)
     for phase in (
         Phase.FORWARD,
         Phase.PAUSED,
@@ -179,7 +182,7 @@ def test_what_an_interrupt_cuts_off_has_no_end(fixture: Fixture) -> None:
         Phase.BACKWARD,
     ):
         fixture.life.mark(phase)
-    fixture.life.profile.step(2)
+    fixture.life.profiling.profile.step(2)
     fixture.switch(700)
     assert fixture.marks() == [
         ("Step", "start", 1),
@@ -208,9 +211,9 @@ def test_switching_as_fast_as_one_can_ends_as_the_last_wish_says(fixture: Fixtur
         lambda: fixture.said and fixture.said[-1] == 1410 and fixture.profiler._answered == 401,
         "the last answer",
     )
-    assert fixture.life.profile is not None
+    assert fixture.life.profiling.profile is not None
     assert fixture.switch(700) == 1400
-    assert fixture.life.profile is None
+    assert fixture.life.profiling.profile is None
     until(lambda: fixture.profiler._thread is None, "the end of the thread")
 
 
@@ -222,11 +225,11 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     code = (
-        "from taskd.worker.life import Life; from taskd.worker.profiling import Profiler; from "
+        "from taskd.worker.life import Life; from taskd.worker.profiling.profiler import Profiler; from "
         "taskd.native.black_box import Phase\n"
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"
-        f"Profiler(life, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); "
+        f"Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); "
         "said.wait(30)\n"
         "life.mark(Phase.FORWARD)\n"
     )
@@ -241,8 +244,8 @@ def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path
 
 
 def test_marks_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MAX_MARKS", 5)
-    profile = profiling.Profile()
+    monkeypatch.setattr(marks, "MAX_MARKS", 5)
+    profile = marks.Profile()
     for version in range(7):
         profile.mark(Phase.FORWARD, 1)
         profile.step(version)
@@ -391,13 +394,13 @@ def test_the_limit_holds_while_marks_come_in(
 ) -> None:
     monkeypatch.setattr(profile_files, "MAX_FILE_BYTES", 100_000)
     monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
-    fixture.life.profiling_mb = 1
+    fixture.life.profiling.limit_mb = 1
     fixture.switch(710)
     for _ in range(20):
         for _ in range(500):
             fixture.life.mark(Phase.FORWARD)
             fixture.life.mark(Phase.BACKWARD)
-        profile = fixture.life.profile
+        profile = fixture.life.profiling.profile
         fixture.profiler._wake.set()
         until(lambda profile=profile: not profile.marks, "the marks to be taken")
     fixture.switch(700)
@@ -417,7 +420,7 @@ def test_a_folder_that_cannot_be_made_is_an_exception_and_one_line(
     fixture = Fixture(tmp_path)
     for _ in range(3):
         assert fixture.switch(710) == 1420
-        assert fixture.life.profile is None
+        assert fixture.life.profiling.profile is None
     assert fixture.switch(711) == 1422
     assert (
         len([record for record in caplog.records if "profiling does not work" in record.message])
@@ -435,9 +438,9 @@ def test_a_full_disk_is_an_exception_and_the_lines_before_it_are_whole(
     monkeypatch.setattr(profiling, "BUFFER_BYTES", 20_000)
     with small_disk(fixture.base, 256):
         assert fixture.switch(710) == 1410
-        profile = fixture.life.profile
+        profile = fixture.life.profiling.profile
         until_full = itertools.count()
-        while fixture.life.profile is not None:
+        while fixture.life.profiling.profile is not None:
             assert next(until_full) < 1_000_000
             fixture.life.mark(Phase.FORWARD)
             fixture.life.mark(Phase.BACKWARD)
@@ -457,7 +460,7 @@ def test_a_full_disk_is_an_exception_and_the_lines_before_it_are_whole(
 def test_a_read_only_disk_is_an_exception(fixture: Fixture) -> None:
     with small_disk(fixture.base, 256, "ro"):
         assert fixture.switch(711) == 1422
-        assert fixture.life.profile is None
+        assert fixture.life.profiling.profile is None
         assert fixture.switch(700) == 1400
 
 
@@ -507,11 +510,11 @@ def test_communication_is_written_with_what_is_known_of_it(fixture: Fixture) -> 
 
 def test_communication_alone_leaves_the_main_thread_in_peace(fixture: Fixture) -> None:
     assert fixture.switch(701) == 1401
-    assert fixture.life.profile is None
+    assert fixture.life.profiling.profile is None
     assert fixture.switch(711) == 1411
-    assert fixture.life.profile is not None
+    assert fixture.life.profiling.profile is not None
     assert fixture.switch(701) == 1401
-    assert fixture.life.profile is None
+    assert fixture.life.profiling.profile is None
 
 
 @pytest.mark.parametrize("backend", ["nccl", "hccl", "cpu:gloo,cuda:nccl"])
@@ -521,7 +524,7 @@ def test_a_device_backend_needs_the_library_preloaded(
     monkeypatch.setattr(profiling, "_backend", lambda: backend)
     monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: False)
     assert fixture.switch(711) == 1412
-    assert fixture.life.profile is not None
+    assert fixture.life.profiling.profile is not None
     assert fixture.switch(701) == 1402
     monkeypatch.setattr(profiling.library, "require_preloaded", lambda feature: True)
     assert fixture.switch(701) == 1401
@@ -550,9 +553,9 @@ def test_the_limit_is_that_of_init_taskd_worker(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     life.set_current(fixture.life)
     try:
-        assert fixture.life.profiling_mb == 5000
+        assert fixture.life.profiling.limit_mb == 5000
         assert api.init_taskd_worker(3, 77)
-        assert fixture.life.profiling_mb == 77
+        assert fixture.life.profiling.limit_mb == 77
         assert api.destroy_taskd_worker()
     finally:
         life.set_current(None)

@@ -26,9 +26,9 @@ RANK = """if True:
     import torch, torch.distributed as dist
     from taskd.native import collectives
     from taskd.native.black_box import BlackBox, Phase
-    from taskd.worker.groups import Groups
+    from taskd.worker.process.groups import Groups
     from taskd.worker.life import Life
-    from taskd.worker.pulse import Pulse
+    from taskd.worker.process.pulse import Pulse
 
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
     box = BlackBox.create()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from taskd.worker import raised
+from taskd.worker.exceptions.signature import signature
 
 
 def caught(call, *arguments) -> BaseException:
@@ -31,9 +31,9 @@ def step(number: int) -> None:
 def test_the_text_does_not_matter() -> None:
     one, two = caught(step, 2000), caught(step, 3000)
     assert str(one) != str(two)
-    assert raised.signature(one) == raised.signature(two)
-    assert raised.signature(one).startswith("RuntimeError at test_raised.py:")
-    assert raised.signature(one).endswith(" bad")
+    assert signature(one) == signature(two)
+    assert signature(one).startswith("RuntimeError at test_raised.py:")
+    assert signature(one).endswith(" bad")
 
 
 def test_the_line_the_caller_and_the_type_do() -> None:
@@ -43,9 +43,7 @@ def test_the_line_the_caller_and_the_type_do() -> None:
     def other() -> None:
         raise Other
 
-    found = {
-        raised.signature(caught(*call)) for call in ((step, 1), (step, 2000), (bad, 2000), (other,))
-    }
+    found = {signature(caught(*call)) for call in ((step, 1), (step, 2000), (bad, 2000), (other,))}
     assert len(found) == 4
 
 
@@ -53,7 +51,7 @@ def test_of_libraries_only_the_frame_that_raised_is_told() -> None:
     def load() -> None:
         pathlib.Path("/nowhere/at/all").read_text()
 
-    text = raised.signature(caught(load))
+    text = signature(caught(load))
     assert text.startswith("FileNotFoundError at ")
     assert text.count(" > ") == 2, "caught, load, and one of the library"
 
@@ -70,13 +68,13 @@ def test_the_cause_counts_and_what_it_happened_in_does_not() -> None:
             raise ValueError from None
 
     found = [
-        raised.signature(caught(raise_from, cause))
+        signature(caught(raise_from, cause))
         for cause in (None, caught(bad, 1), caught(bad, 2000), caught(bad, 3000))
     ]
     assert len(set(found)) == 3
     assert found[2] == found[3]
     assert " from RuntimeError at " in found[1]
-    assert raised.signature(caught(during, 1)) == raised.signature(caught(during, 2000))
+    assert signature(caught(during, 1)) == signature(caught(during, 2000))
 
 
 def test_it_is_bounded() -> None:
@@ -85,7 +83,7 @@ def test_it_is_bounded() -> None:
             raise type("E" * 100_000, (Exception,), {"__module__": "m" * 100_000})
         down(count - 1)
 
-    shallow, deep = (raised.signature(caught(down, count)) for count in (20, 500))
+    shallow, deep = (signature(caught(down, count)) for count in (20, 500))
     assert shallow == deep, "how deep it was does not matter"
     assert len(deep) <= 1000
 
@@ -93,7 +91,7 @@ def test_it_is_bounded() -> None:
 def test_causes_in_a_ring() -> None:
     one, two = ValueError(), KeyError()
     one.__cause__, two.__cause__ = two, one
-    assert raised.signature(one) == "ValueError from KeyError"
+    assert signature(one) == "ValueError from KeyError"
 
 
 def test_an_exception_that_answers_nothing() -> None:
@@ -111,7 +109,7 @@ def test_an_exception_that_answers_nothing() -> None:
     def throw() -> None:
         raise Hostile
 
-    assert ".Hostile at " in raised.signature(caught(throw))
+    assert ".Hostile at " in signature(caught(throw))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
@@ -119,4 +117,4 @@ def test_a_group_is_what_its_type_and_place_are() -> None:
     def group(number: int) -> None:
         raise ExceptionGroup(f"{number} failed", [ValueError(number)])  # noqa: F821
 
-    assert raised.signature(caught(group, 1)) == raised.signature(caught(group, 2))
+    assert signature(caught(group, 1)) == signature(caught(group, 2))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from taskd.worker import randoms as randoms_module
-from taskd.worker.randoms import RandomStates
+from taskd.worker.state import randoms as randoms_module
+from taskd.worker.state.randoms import RandomStates
 
 DRAWS = {
     "torch": lambda: torch.rand(1),

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker import shards
-from taskd.worker.roles import Roles
+from taskd.worker.objects import shards
+from taskd.worker.objects.identity import identity_of
+from taskd.worker.objects.roles import Roles
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +80,8 @@ def test_one_shard_is_no_sharding(world):
 
 def test_a_shard_id_is_taken_as_it_is_and_what_is_sharded_within_is_added(world):
     roles = Roles.sort("train", {"model": nn.Linear(1, 1)})
-    assert shards.shard_of(roles, "stage 1") == "stage 1"
-    assert shards.shard_of(roles) == ""
+    assert identity_of(roles, "stage 1") == ("stage 1", "stage 1")
+    assert identity_of(roles) == ("", "")
     found = [identity for identity, _, _ in world.run(sharded.identify, "hsdp", "stage 1")]
     assert [identity.rsplit("-", 1)[0] for identity in found] == [
         "stage 1.dp0/2",
@@ -93,7 +94,8 @@ def test_a_shard_id_is_taken_as_it_is_and_what_is_sharded_within_is_added(world)
 
 
 def test_a_shard_id_is_a_short_text_or_a_number():
-    assert [shards.checked(given) for given in (None, "", 0, 3, "stage 1")] == [
+    roles = Roles()
+    assert [identity_of(roles, given).part for given in (None, "", 0, 3, "stage 1")] == [
         "",
         "",
         "0",
@@ -102,7 +104,7 @@ def test_a_shard_id_is_a_short_text_or_a_number():
     ]
     for wrong, text in [(True, "not True"), (1.5, r"not 1\.5"), ("x" * 65, "at most 64")]:
         with pytest.raises(StateError, match=text):
-            shards.checked(wrong)
+            identity_of(roles, wrong)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])

@@ -19,8 +19,8 @@ import torch
 
 from taskd.errors import ArenaError, StateError
 from taskd.native.arena import PIECE_BYTES, Arena
-from taskd.worker.snapshot import Snapshotter, load
-from taskd.worker.staging import Staging, mark
+from taskd.worker.saving.copier import Snapshotter, load
+from taskd.worker.saving.staging import Staging, mark
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 60.0
@@ -394,7 +394,7 @@ def test_a_state_on_a_device_is_copied_as_it_was_at_the_commit(snapshotter, made
 TRAINING = """
 import os, sys, torch
 from taskd.native.arena import Arena
-from taskd.worker.snapshot import Snapshotter
+from taskd.worker.saving.copier import Snapshotter
 torch.set_num_threads(1)
 arena, pipe = Arena.attach(int(sys.argv[1])), int(sys.argv[2])
 snapshotter = Snapshotter(Arena.create, every=1)

@@ -16,8 +16,8 @@ from taskd.errors import StateError
 from taskd.native import node_memory
 from taskd.native.arena_copy import AWAITED, UNMIRRORED
 from taskd.native.arenas import Arenas
-from taskd.worker.saving import Dumping
-from taskd.worker.state import TrainState
+from taskd.worker.saving.dumping import Dumping
+from taskd.worker.train_state import TrainState
 
 STEPS = 9
 
@@ -26,10 +26,10 @@ STEPS = 9
 def job():
     job = Job()
     job.life.job_id = "job"
-    job.life.arenas = Arenas.create()
+    job.life.saving.arenas = Arenas.create()
     job.resume(None)
     yield job
-    job.life.arenas.close()
+    job.life.saving.arenas.close()
     job.close()
 
 
@@ -141,7 +141,7 @@ def test_the_state_is_put_back_to_the_last_bit(job, is_dead):
     training = Training(stop=6)
     _, report = job.enter(training)
     assert (report.version, report.clean) == (12, True)
-    assert job.life.arenas.versions() == (10, 12)
+    assert job.life.saving.arenas.versions() == (10, 12)
     if is_dead:
         job.replace()
     job.resume(10, {0: Move(0, snapshot=10)})
@@ -149,21 +149,21 @@ def test_the_state_is_put_back_to_the_last_bit(job, is_dead):
     result, _ = job.enter(again)
     assert again.restored == ["loaded version 10 from the memory of its node"] * 2
     assert same(result, undisturbed())
-    assert job.life.arenas.versions() == (16, 18)
+    assert job.life.saving.arenas.versions() == (16, 18)
 
 
 def test_what_was_newer_is_forgotten(job):
     job.enter(Training(stop=6))
     job.resume(10, {0: Move(0, snapshot=10)})
     job.enter(Training(stop=5))
-    assert job.life.arenas.versions() == (10,)
+    assert job.life.saving.arenas.versions() == (10,)
 
 
 def test_a_fresh_start_forgets_everything(job):
     job.enter(Training(stop=6))
     job.resume(None)
     job.enter(Training(stop=0))
-    assert job.life.arenas.versions() == ()
+    assert job.life.saving.arenas.versions() == ()
 
 
 def test_a_new_parameter_group_takes_a_larger_arena(job):
@@ -172,12 +172,12 @@ def test_a_new_parameter_group_takes_a_larger_arena(job):
     Others may have only what the first one has.
     """
     job.enter(Training(stop=4, grow_at=3))
-    assert job.life.arenas.versions() == (4, 6, 8)
-    assert len(job.life.arenas.all()) == 2
+    assert job.life.saving.arenas.versions() == (4, 6, 8)
+    assert len(job.life.saving.arenas.all()) == 2
     job.resume(None)
     job.enter(Training(stop=7, grow_at=3))
-    assert job.life.arenas.versions() == (12, 14)
-    assert len(job.life.arenas.all()) == 1  # the first one was given back
+    assert job.life.saving.arenas.versions() == (12, 14)
+    assert len(job.life.saving.arenas.all()) == 1  # the first one was given back
 
 
 def test_a_snapshot_that_is_not_there_is_an_error(job):
@@ -221,18 +221,20 @@ def test_a_state_that_cannot_be_had_costs_a_snapshot_and_no_training(job, caplog
     with caplog.at_level(logging.WARNING):
         result, _ = job.enter(Late())
     assert same(result[1:], undisturbed()[1:])
-    (record,) = (record for record in caplog.records if record.name == "taskd.worker.snapshots")
+    (record,) = (
+        record for record in caplog.records if record.name == "taskd.worker.saving.snapshots"
+    )
     assert (
         "rank 0: no snapshot of version 10 could be made: the device is gone. The one "
         "before it "
         "stays; training goes on"
     ) in record.getMessage()
-    assert job.life.arenas.versions() == (16, 18)
+    assert job.life.saving.arenas.versions() == (16, 18)
 
 
 def test_one_that_falls_due_half_way_is_made_at_the_end_of_the_step(job):
     job.enter(Training(every=5, stop=5))
-    assert job.life.arenas.versions() == (6, 10)
+    assert job.life.saving.arenas.versions() == (6, 10)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -243,7 +245,7 @@ def test_a_dump_never_takes_what_is_torn(job, tmp_path, is_replaced):
     """
     _, report = job.enter(Training(tear=5, folder=tmp_path))
     assert (report.version, report.clean) == (10, False)
-    assert job.life.arenas.versions() == (8, 10)
+    assert job.life.saving.arenas.versions() == (8, 10)
     if is_replaced:
         job.replace()
         job.life.job_id = "job"
@@ -268,7 +270,7 @@ def test_too_little_memory_in_a_recovery_costs_snapshots_only(job, monkeypatch, 
         result, _ = job.enter(Training())
     assert same(result, undisturbed())
     assert "the test leaves" in caplog.text
-    assert job.life.arenas.versions() == ()
+    assert job.life.saving.arenas.versions() == ()
 
 
 def test_a_state_that_is_made_later_drops_no_snapshot(job):
@@ -281,7 +283,7 @@ def test_a_state_that_is_made_later_drops_no_snapshot(job):
     job.enter(Training(stop=6))
     job.resume(10, {0: Move(0, snapshot=10)})
     job.enter(Late(stop=8))
-    assert job.life.arenas.versions() == (14, 16)
+    assert job.life.saving.arenas.versions() == (14, 16)
 
 
 @pytest.mark.parametrize(("mark", "kept"), [
@@ -299,10 +301,10 @@ def test_the_older_snapshot_stays_until_the_newer_one_has_its_mirror(job, mark, 
             snapshot_buddy=True,
         )
         state.restore()
-        snapshots = job.life.snapshots
+        snapshots = job.life.saving.snapshots
         while state.step < 3:
             if state.step == 2:
-                (arena,) = job.life.arenas.all()
+                (arena,) = job.life.saving.arenas.all()
                 arena.mirror_mark = mark(arena)
             snapshots.is_allowed = snapshots.may_replace()  # as in a vote of one
             model(torch.ones(4)).sum().backward()
@@ -311,4 +313,4 @@ def test_the_older_snapshot_stays_until_the_newer_one_has_its_mirror(job, mark, 
             snapshots.wait()
 
     job.enter(train)
-    assert job.life.arenas.versions() == kept
+    assert job.life.saving.arenas.versions() == kept

@@ -11,7 +11,7 @@ from torch import nn
 from taskd.errors import Interrupted
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 def net():
@@ -140,14 +140,14 @@ def test_a_stop_between_step_and_commit_is_reported_as_torn(job):
         assert state.is_clean
         optimizer.step()
         assert not state.is_clean
-        assert job.life.held
+        assert job.life.interrupts.is_held
         assert job.life.box.phase is Phase.OPTIMIZER
         raise Stop
 
     _, report = job.enter(entry)
     assert (report.version, report.clean) == (0, False)
     assert "between optimizer.step() and commit()" in report.reason
-    assert not job.life.held
+    assert not job.life.interrupts.is_held
 
 
 def test_an_unregistered_optimizer_is_noticed(job):
@@ -176,7 +176,7 @@ def test_a_held_back_interrupt_is_raised_by_commit_after_the_version_counts(job)
         state = TrainState(model=model, optimizer=optimizer)
         state.restore()
         optimizer.step()
-        job.life.pending = "rank 2 died"
+        job.life.interrupts.pending = "rank 2 died"
         with pytest.raises(Interrupted, match="rank 2 died"):
             state.commit()
         assert state.is_clean
@@ -188,7 +188,7 @@ def test_a_held_back_interrupt_is_raised_by_commit_after_the_version_counts(job)
 
 
 def test_an_interrupt_in_the_middle_of_a_restore_loses_nothing(job, monkeypatch):
-    from taskd.worker import parking
+    from taskd.worker.restore import moving
 
     weights = []
 
@@ -206,14 +206,14 @@ def test_an_interrupt_in_the_middle_of_a_restore_loses_nothing(job, monkeypatch)
         return str(restored), digest(model), len(optimizer.state)
 
     _, report = job.enter(entry)
-    original = parking._move_optimizer
+    original = moving._move_optimizer
 
     def interrupted(*args):
         original(*args)
         monkeypatch.undo()
         raise Stop
 
-    monkeypatch.setattr(parking, "_move_optimizer", interrupted)
+    monkeypatch.setattr(moving, "_move_optimizer", interrupted)
     job.resume(report.version)
     assert job.enter(entry)[1].version == 1
     job.resume(1)
@@ -243,7 +243,7 @@ def test_two_states_in_one_function_are_kept_together(job):
                     optimizer.zero_grad()
                     state.tag += "x"
                     state.commit()
-        return [s.step for s in states], [s.tag for s in states], job.life.version
+        return [s.step for s in states], [s.tag for s in states], job.life.records.version
 
     _, report = job.enter(entry)
     assert report.version == 3
@@ -290,7 +290,7 @@ def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version
         state = TrainState(model=model, optimizer=optimizer, sampler=sampler, generator=generator)
         state.restore()
         while True:
-            drawn.setdefault(job.life.version, []).append(
+            drawn.setdefault(job.life.records.version, []).append(
                 (
                     sampler.position,
                     torch.rand(1).item(),
@@ -302,7 +302,7 @@ def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version
             )
             sampler.position += 1
             loss = model(torch.ones(1, 4)).sum()
-            if job.life.version == stop_at:
+            if job.life.records.version == stop_at:
                 raise Stop
             loss.backward()
             optimizer.step()
@@ -312,8 +312,8 @@ def test_a_replacement_finds_rng_and_sampler_of_the_committed_or_pending_version
     for version in (4, 5):  # 4 is committed, 5 only pending: the forward pass of step 4 is done
         first = job
         second = Job()
-        second.life.inherited_extras = first.life.box.read_extras()
-        assert version in second.life.inherited_extras
+        second.life.records.inherited_extras = first.life.box.read_extras()
+        assert version in second.life.records.inherited_extras
         random.seed(99), torch.manual_seed(99), np.random.seed(99)  # noqa: NPY002
 
         def look():
@@ -463,7 +463,7 @@ def test_a_followed_model_can_be_copied_and_pickled(job):
 def test_the_ddp_wrapper_is_installed_once_and_can_be_taken_off():
     from torch.nn.parallel import DistributedDataParallel
 
-    from taskd.worker import buckets
+    from taskd.worker.state import buckets
 
     original = DistributedDataParallel.__init__
     buckets.install()

@@ -6,7 +6,7 @@ from job import Sampler
 from torch import nn
 
 from taskd.errors import StateError
-from taskd.worker.state import TrainState
+from taskd.worker.train_state import TrainState
 
 
 class StrangeOptimizer(torch.optim.SGD):
@@ -118,7 +118,7 @@ class TestMistakes:
         ]:
             with pytest.raises(StateError, match=text):
                 job.enter(entry, value)
-            job.life.states.clear()
+            job.life.records.states.clear()
 
     def test_outside_a_recoverable_function(self, job):
         with pytest.raises(StateError, match=r"@taskd\.recoverable"):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from taskd.worker import flat
-from taskd.worker.holding import Holding
-from taskd.worker.roles import Roles
-from taskd.worker.table import Table
+from taskd.worker.objects.named import Named
+from taskd.worker.objects.roles import Roles
+from taskd.worker.saving.table import Table
+from taskd.worker.state import flat
+from taskd.worker.state.holding import Holding
 
 
 @pytest.fixture
@@ -43,10 +44,10 @@ def test_training_changes_nothing_of_it(holding: Holding) -> None:
         model_of(holding)(torch.randn(5, 3)).sum().backward()
         optimizer_of(holding).step()
         assert table.is_current()
-    assert list(table.tensors) == list(flat.flatten(holding)[0])
+    assert list(table.tensors) == list(flat.tensors(holding, Named(holding.roles)))
     assert all(
         torch.equal(table.tensors[name], tensor)
-        for name, tensor in flat.flatten(holding)[0].items()
+        for name, tensor in flat.tensors(holding, Named(holding.roles)).items()
     )
 
 

@@ -14,10 +14,10 @@ import torch
 
 from taskd.checkpoint.pieces import Held
 from taskd.errors import StateError
-from taskd.worker import unpickling
-from taskd.worker.extras import PROTOCOL
-from taskd.worker.randoms import RandomStates
-from taskd.worker.snapshots import Place
+from taskd.worker.saving import unpickling
+from taskd.worker.saving.snapshots import Place
+from taskd.worker.state.extras import PROTOCOL
+from taskd.worker.state.randoms import RandomStates
 
 
 class Harmful:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from taskd.config import job_id, profiling_base
-from taskd.worker.profile_files import GROUPS_FILE, open_folder, part_of_path, write_all
+from taskd.worker.profiling.files import GROUPS_FILE, open_folder, part_of_path, write_all
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,13 @@ def group_info(distributed: Any) -> dict[str, dict[str, Any]]:
 
 
 def _write(groups: dict[str, dict[str, Any]], rank: int) -> None:
-    from taskd.worker import runtime  # noqa: PLC0415
+    from taskd.worker.process import runtime  # noqa: PLC0415
 
     current = runtime.current()
     folder = open_folder(
-        profiling_base(), part_of_path(job_id() if current is None else current.job_id), str(rank)
+        profiling_base(),
+        part_of_path(job_id() if current is None else current.life.job_id),
+        str(rank),
     )
     name = f".{GROUPS_FILE}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

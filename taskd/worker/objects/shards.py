@@ -1,0 +1,293 @@
+"""What part of the state this rank holds, and the memory in which it holds it.
+
+Owns the reading of torch's sharded tensors: DTensor (FSDP2 `fully_shard`, HSDP, TP) and the
+partition of a `ZeroRedundancyOptimizer`. FSDP1 is the business of `taskd.worker.objects.units`.
+Pure functions over tensors: no collective, no process group. Classes of torch are looked up among
+the modules that the user's script has imported, so that replicated training imports nothing for
+them.
+
+A DTensor is a local tensor and a place on a DeviceMesh. The mesh names process groups, and these do
+not survive a recovery: what is kept is the local tensor and a `Sharding`, and the DTensor is made
+again on the mesh of the new generation.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.errors import StateError
+from taskd.worker.objects import units
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a DTensor lies on its mesh, without the mesh itself.
+
+    Two ranks with equal ones hold the same elements.
+
+    `shape` and `stride` are those of the global tensor, `mesh` names the mesh's dimensions and
+    their sizes, `place` this rank's coordinates on those that the tensor is sharded over ("" if it
+    is replicated).
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    placements: tuple[Any, ...]
+    mesh: str
+    place: str
+
+    def __str__(self) -> str:
+        placements = ", ".join(map(str, self.placements))
+        return (f"of shape {self.shape}, placed {placements} on mesh {self.mesh}") + (
+            f" at {self.place}" if self.place else ""
+        )
+
+
+# ---------------------------------------------------------------- one tensor
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether it is a DTensor, replicated ones included."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank holds: of a DTensor its local tensor, else the tensor itself.
+
+    Neither waits nor records a gradient.
+    """
+    if is_distributed(tensor):
+        own: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        return own
+    return tensor
+
+
+def sharding_of(tensor: torch.Tensor, name: str = "a tensor") -> Sharding | None:
+    """How the DTensor lies on its mesh; None for a plain tensor.
+
+    Raises:
+        StateError: it has a Partial placement: what it holds is a summand, not a part.
+    """
+    if not is_distributed(tensor):
+        return None
+    mesh: Any = tensor.device_mesh
+    placements = tuple(tensor.placements)
+    if any(placement.is_partial() for placement in placements):
+        message = (
+            f"{name} is a DTensor with placements {placements}: a Partial one is a sum that "
+            "is not complete yet. Call "
+            "redistribute() with Shard or Replicate before it becomes part of the state"
+        )
+        raise StateError(message)
+    return Sharding(
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        placements,
+        mesh_text(mesh),
+        place_on(mesh, placements),
+    )
+
+
+def spans(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's local tensor lies.
+
+    The global shape, and the index of its first element there, both in elements.
+
+    A rank that holds nothing has the offset one past the end in the sharded dimensions.
+
+    Raises:
+        StateError: the local tensor has not the shape that its placements give
+            (`DTensor.from_local` with uneven shards).
+    """
+    shape = tuple(tensor.shape)
+    if not is_distributed(tensor):
+        return shape, (0,) * len(shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    local_shape, offsets = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    own = tuple(local(tensor).shape)
+    if own != tuple(local_shape) and local(tensor).numel():
+        message = (
+            f"a DTensor {sharding_of(tensor)} has a local tensor of shape {own}; its "
+            f"placements give {tuple(local_shape)}"
+        )
+        raise StateError(message)
+    return shape, tuple(offsets) if offsets else shape
+
+
+def wrap(own: torch.Tensor, sharding: Sharding, mesh: Any) -> torch.Tensor:
+    """A DTensor over the memory of `own`, on another mesh of the same form. No communication."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            own,
+            mesh,
+            sharding.placements,
+            run_check=False,
+            shape=torch.Size(sharding.shape),
+            stride=sharding.stride,
+        )
+
+
+def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:
+    """`value` with every DTensor in it made again on the mesh that `meshes` has for its own.
+
+    Old memory, new mesh.
+
+    Containers without DTensors stay the same objects.
+
+    Raises:
+        StateError: a DTensor lies on a mesh that `meshes` has not.
+    """
+    if isinstance(value, torch.Tensor):
+        sharding = sharding_of(value, name)
+        if sharding is None:
+            return value
+        mesh = meshes.get(value.device_mesh)
+        if mesh is None:
+            message = (
+                f"{name} is a DTensor {sharding}, and no parameter lies on this mesh now: build "
+                "the same mesh and the same model in every entry"
+            )
+            raise StateError(message)
+        return wrap(local(value), sharding, mesh)
+    if isinstance(value, dict):
+        items = {key: rewrap(item, meshes, f"{name}.{key}") for key, item in value.items()}
+        return value if all(items[key] is item for key, item in value.items()) else items
+    if isinstance(value, (list, tuple)):
+        parts = [rewrap(item, meshes, name) for item in value]
+        return (
+            value
+            if all(part is item for part, item in zip(parts, value, strict=True))
+            else type(value)(parts)
+        )
+    return value
+
+
+def mesh_text(mesh: Any) -> str:
+    """The dimensions of a DeviceMesh with their sizes: "replicate2.shard4"."""
+    return ".".join(f"{name}{mesh.size(index)}" for index, name in enumerate(_dimensions(mesh)))
+
+
+def place_on(mesh: Any, placements: tuple[Any, ...]) -> str:
+    """This rank's coordinates on the dimensions that `placements` shard over: "shard1/4"."""
+    return ".".join(places(mesh, placements))
+
+
+def places(mesh: Any, placements: tuple[Any, ...]) -> list[str]:
+    """The same, one text for each dimension."""
+    coordinate = mesh.get_coordinate()  # None: this rank is no member of the mesh
+    return [
+        f"{name}{'-' if coordinate is None else coordinate[index]}/{mesh.size(index)}"
+        for index, (name, placement) in enumerate(zip(_dimensions(mesh), placements, strict=True))
+        if not placement.is_replicate() and mesh.size(index) > 1
+    ]
+
+
+def _dimensions(mesh: Any) -> list[str]:
+    names = mesh.mesh_dim_names
+    return (
+        list(names)
+        if names
+        else [f"dim{index}-" for index in range(mesh.ndim)]
+        if mesh.ndim > 1
+        else ["shard"]
+    )
+
+
+# ---------------------------------------------------------------- memory of optimizers and FSDP2
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`.
+
+    Its memory is in an optimizer within, over the parameters of this rank's part.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def memory_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """The optimizer's memory by parameter, as this rank holds it."""
+    keeper = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
+    memory: dict[Any, Any] = keeper.state
+    return memory
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Give FSDP its shards back, wherever a pass was cut short, and free the whole parameters.
+
+    While these are in use they stand in the module in place of the shards. FSDP2's
+    `FSDPModule.reshard()` would leave them there in the middle of a forward pass, and trusts in a
+    state that an interrupt may have left half changed.
+    """
+    for group in _groups_of(module):
+        group._to_sharded()
+        for parameter in group.fsdp_params:
+            parameter.to_sharded()
+    units.reshard(module)
+
+
+def drop_whole_gradients(module: torch.nn.Module) -> None:
+    """Free gradients of whole FSDP parameters.
+
+    A backward pass that was cut short has not reduced them to the shards.
+    """
+    for group in _groups_of(module):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+    units.drop_gradients(module)
+
+
+def _groups_of(module: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups in the module and those within."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
+    if kind is None:
+        return
+    for part in module.modules():
+        if isinstance(part, kind):
+            state: Any = part._get_fsdp_state()
+            # one, `_fsdp_param_group`, before torch 2.11
+            groups = getattr(state, "_fsdp_param_groups", None)
+            yield from (
+                [state._fsdp_param_group]
+                if groups is None and state._fsdp_param_group is not None
+                else groups or []
+            )
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches.
+
+    They know a mesh by its form, and would give results on the new mesh to the old one and its dead
+    groups.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+        from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
+
+        # Not under every release of torch. Groups have the same names in every generation, so that
+        # most results work all the same. The shapes that results are computed from go with them:
+        # each generation would add its own, 160 kB.
+        for owner, name in (
+            (debug, "_clear_sharding_prop_cache"),
+            (_redistribute._gen_transform_infos, "cache_clear"),
+            (FakeTensorMode, "cache_clear"),
+        ):
+            getattr(owner, name, lambda: None)()

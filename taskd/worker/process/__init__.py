@@ -1,0 +1,1 @@
+"""The runtime of the process: what the agent says, what it is told, interrupts, groups."""

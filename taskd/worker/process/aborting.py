@@ -1,0 +1,84 @@
+"""Making every collective of an old generation raise, one way per backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+
+def open_sockets() -> dict[int, str]:
+    """Every socket of this process.
+
+    Fd -> its kernel name ("socket:[inode]"), which tells a reused number apart.
+    """
+    found: dict[int, str] = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:  # closed since the listing, the listing's own descriptor among them
+            continue
+        if target.startswith("socket:"):
+            found[int(entry)] = target
+    return found
+
+
+def shut_down_sockets(sockets: dict[int, str]) -> int:
+    """Shut down those of `sockets` that are still the same, connected, TCP. Returns how many.
+
+    Never a listening one: gloo's listener ends the process when its socket fails (torch 2.13).
+    """
+    count = 0
+    for fd, name in sorted(sockets.items()):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") != name:
+                continue
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                if (
+                    duplicate.family not in (socket.AF_INET, socket.AF_INET6)
+                    or duplicate.type != socket.SOCK_STREAM
+                ):
+                    continue
+                if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    continue
+                duplicate.shutdown(socket.SHUT_RDWR)
+                count += 1
+        except OSError as error:  # not connected any more, or closed meanwhile: nothing waits on it
+            log.debug("socket %s was gone before its shutdown: %s", name, error)
+    return count
+
+
+def abort_backend(backend: Any) -> None:
+    """Abort what runs on an accelerator. gloo's abort() does nothing in torch 2.13: see sockets."""
+    name = type(backend).__name__
+    if "Gloo" in name:
+        return
+    abort = getattr(backend, "abort", None)
+    if abort is None:
+        log.warning(
+            "backend %s has no abort(): a collective that waits for a dead peer ends by "
+            "its own timeout",
+            name,
+        )
+        return
+    abort()
+
+
+def abort_groups(backends: Iterable[Any], sockets: dict[int, str]) -> None:
+    """Make every collective of the old generation raise.
+
+    Called from the runtime thread, before the unwinding starts.
+    """
+    for backend in backends:
+        try:
+            abort_backend(backend)
+        # torch's own errors derive from it; the others must still be aborted
+        except RuntimeError as error:
+            log.warning("abort of %s failed: %s", type(backend).__name__, error)
+    shut_down_sockets(sockets)

@@ -1,0 +1,104 @@
+"""What the agent hands to the process that it starts (docs/protocol.md, "bootstrap")."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from taskd.native.arenas import Arenas
+from taskd.native.black_box import BlackBox
+from taskd.worker.life import Life, Plan, Records, Saving
+
+WORKER_ENV = "TASKD_WORKER"  # JSON of the bootstrap, for workers that were started by exec
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """The fields of the dict. Descriptors are numbers in this process."""
+
+    job_id: str
+    node_rank: int
+    local_rank: int
+    rank: int
+    world_size: int
+    incarnation: int
+    generation: int
+    plain: bool  # the agent goes on without a manager
+    gated: bool  # a recovery is going on: it replaces another process
+    box_fd: int
+    life_fd: int
+    channel_fd: int | None
+    previous_fd: int | None  # the predecessor's black box
+    arena_fds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Bootstrap:
+        """As the agent made it for this incarnation."""
+        return cls(
+            job_id=given["job_id"],
+            node_rank=given["node_rank"],
+            local_rank=given["local_rank"],
+            rank=given["rank"],
+            world_size=given["world_size"],
+            incarnation=given["incarnation"],
+            generation=given["generation"],
+            plain=given["plain"],
+            gated=given["gated"],
+            box_fd=given["box_fd"],
+            life_fd=given["life_fd"],
+            channel_fd=given.get("channel_fd"),
+            previous_fd=given.get("previous_fd"),
+            arena_fds=tuple(
+                given[name]
+                for name in sorted(given)
+                if name.startswith("arena") and name.endswith("_fd")
+            ),
+        )
+
+    def plain_life(self) -> Life:
+        """Without any memory that outlives it."""
+        return Life(
+            self.rank,
+            self.world_size,
+            self.incarnation,
+            job_id=self.job_id,
+            plan=Plan(self.generation),
+        )
+
+    def life(self) -> Life:
+        """With its black box, begun anew, and what the predecessor has left."""
+        life = self.plain_life()
+        box = life.box = BlackBox.attach(self.box_fd)
+        life.saving = Saving(Arenas(list(self.arena_fds)))
+        box.begin(os.getpid(), self.incarnation)
+        box.mark_generation(self.generation)
+        # else the whole group starts anew, from checkpoints
+        if self.gated and self.previous_fd is not None:
+            life.records = _inherit(BlackBox.attach(self.previous_fd), box)
+        return life
+
+
+def _inherit(previous: BlackBox, own: BlackBox) -> Records:
+    """What the predecessor left, which goes into our own box, too.
+
+    Our successor may need it before we commit. Closes `previous`.
+    """
+    extras, layout = previous.read_extras(), previous.read_layout()
+    previous.close()
+    for version, payload in sorted(extras.items())[-2:]:
+        own.write_extras(version, payload)
+    if layout is not None:
+        own.write_layout(layout)
+    return Records(inherited_extras=extras, inherited_layout=layout)
+
+
+def from_environment() -> dict[str, Any] | None:
+    """The bootstrap of a worker that was started by exec; None if there is none for this one."""
+    text = os.environ.get(WORKER_ENV)
+    if not text:
+        return None
+    bootstrap: dict[str, Any] = json.loads(text)
+    # a child of the worker inherits its environment
+    return bootstrap if bootstrap.get("pid") == os.getpid() else None

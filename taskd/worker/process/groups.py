@@ -1,0 +1,275 @@
+"""The process groups of one generation.
+
+Their store prefix, what their creation opened, and their retirement.
+
+torch is changed in three places, each a wrapper around the original: `rendezvous` (every store gets
+the prefix taskd/<generation>, so that no generation meets the keys of an earlier one),
+`_new_process_group_helper` (remembers the group and the sockets that its creation opened) and
+`init_process_group` (waits at the gate when called outside the recoverable function).
+
+Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads
+with the GIL held, while one of them may need the GIL to destroy a finished work. A group is kept
+for two further generations; by then its threads have long come to rest. An operation that gloo
+itself has lost is ended by `taskd.native.waits`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from taskd.native.names import use_numeric_names
+from taskd.native.waits import Waits
+from taskd.worker.process.aborting import abort_groups, open_sockets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+# Generations for which an aborted group is kept. One would do if its threads rest by the next
+# recovery; two is certain.
+_GENERATIONS_KEPT = 2
+_GLOO_THREAD = "pt_gloo_runloop"
+
+
+@dataclass
+class Opened:
+    """What the creation of one generation's groups opened.
+
+    Their sockets and those of their store (fd -> kernel name), threads.
+    """
+
+    groups: list[Any] = field(default_factory=list)
+    sockets: dict[int, str] = field(default_factory=dict)
+    store_sockets: dict[int, str] = field(default_factory=dict)
+    # sockets before the creation in progress; None: none in progress
+    before: dict[int, str] | None = None
+    creator: int = 0  # the kernel thread of the creation in progress
+    threads: set[int] = field(default_factory=set)  # kernel threads that the creation started
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to abort, and nothing is being created."""
+        return not self.groups and not self.store_sockets and self.before is None
+
+
+class Groups:
+    """Owns what torch.distributed has open in this process."""
+
+    def __init__(self, generation: int) -> None:
+        """`generation`: the one that this process starts in."""
+        self.generation = generation
+        # monotonic; collectives that began before are those of earlier generations
+        self.began_ns = 0
+        self.created_at: float | None = None  # when the default group of this generation was ready
+        self.opened = Opened()
+        # of this generation: the number by which torch's records know a group -> its name
+        self.gloo_names: dict[str, str] = {}
+        self._gloo_count = 0  # torch numbers them in the order of creation
+        self._waits: Waits | None = None
+        self._lock = threading.Lock()
+        self._retired: list[tuple[int, Opened]] = []
+        self._originals: dict[tuple[Any, str], Any] = {}
+        self._excepthook = sys.excepthook  # beneath that of torch
+
+    def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
+        """Put the wrappers into torch.
+
+        `around_init(call)` decides when an `init_process_group` may run.
+        """
+        import torch.distributed as dist  # noqa: PLC0415
+        from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+        self._waits = Waits()
+        use_numeric_names()
+        original_rendezvous = c10d.rendezvous
+        original_helper = c10d._new_process_group_helper
+        original_init = c10d.init_process_group
+
+        @functools.wraps(original_rendezvous)
+        def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            before = open_sockets()
+            for store, rank, world_size in original_rendezvous(*args, **kwargs):
+                with self._lock:
+                    now = open_sockets()
+                    self.opened.store_sockets.update(_newer(now, before))
+                yield c10d.PrefixStore(f"taskd/{self.generation}", store), rank, world_size
+
+        @functools.wraps(original_helper)
+        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                opened = self.opened
+                outermost = opened.before is None
+                if outermost:
+                    opened.before, opened.creator = open_sockets(), threading.get_native_id()
+            threads = _threads()
+            try:
+                created = original_helper(*args, **kwargs)
+            finally:
+                if outermost:
+                    self._finish_creation(opened)
+            with self._lock:
+                opened.threads |= _threads() - threads  # they name themselves a moment later
+                group = created[0] if isinstance(created, tuple) else created
+                opened.groups.append(group)
+                self._number(group)
+            self.created_at = time.monotonic()
+            return created
+
+        @functools.wraps(original_init)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            def make() -> None:
+                self._take_hook_off()
+                original_init(*args, **kwargs)
+
+            around_init(make)
+
+        self._replace(c10d, "rendezvous", rendezvous)
+        self._replace(c10d, "_new_process_group_helper", new_process_group_helper)
+        self._replace(c10d, "init_process_group", init_process_group)
+        self._replace(dist, "init_process_group", init_process_group)
+
+    def _take_hook_off(self) -> None:
+        """Each creation prefixes tracebacks by a hook around the one before.
+
+        A thousand of them cannot be called.
+        """
+        hook = sys.excepthook
+        if getattr(hook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = self._excepthook
+        else:
+            self._excepthook = hook
+
+    def _number(self, group: Any) -> None:
+        # one may serve several kinds of device
+        for backend in {id(backend): backend for backend in _backends([group])}.values():
+            if "Gloo" in type(backend).__name__:
+                self.gloo_names[str(self._gloo_count)] = group.group_name
+                self._gloo_count += 1
+
+    def _replace(self, module: Any, name: str, wrapper: Any) -> None:
+        self._originals[module, name] = getattr(module, name)
+        setattr(module, name, wrapper)
+
+    def uninstall(self) -> None:
+        """Give torch its own functions back (tests, and forked children that are no workers)."""
+        for (module, name), original in self._originals.items():
+            setattr(module, name, original)
+        self._originals.clear()
+
+    def _finish_creation(self, opened: Opened) -> None:
+        with self._lock:
+            self._end_creation(opened)
+
+    def _end_creation(self, opened: Opened) -> None:
+        """Under the lock.
+
+        What is opened from here on is not the creation's, and the thread that created may wait as
+        ever.
+        """
+        opened.sockets.update(_newer(open_sockets(), opened.before or {}))
+        opened.before = None
+        if self._waits is not None:
+            self._waits.forgive([opened.creator])
+
+    def abort(self, opened: Opened) -> None:
+        """From the runtime thread.
+
+        Every collective, and a creation in progress, raises in the thread that waits in it.
+        """
+        with self._lock:
+            sockets = dict(opened.sockets)
+            # blocked while connecting to a peer, waiting for one to connect, or in the store
+            if opened.before is not None:
+                sockets.update(_newer(open_sockets(), opened.before))
+                sockets.update(opened.store_sockets)
+                if self._waits is not None:
+                    self._waits.expire([opened.creator])
+            groups, threads = list(opened.groups), _gloo_threads(opened.threads)
+        abort_groups(_backends(groups), sockets)
+        if self._waits is not None:
+            self._waits.expire(threads)
+
+    def retire(self) -> None:
+        """Take the present groups out of torch and keep them until their threads rest.
+
+        Main thread, after the unwinding.
+        """
+        import torch.distributed as dist  # noqa: PLC0415
+
+        with self._lock:
+            old, self.opened = self.opened, Opened()
+            self.gloo_names = {}
+            # the end of a creation was interrupted itself; sockets made from here on are not its
+            # own
+            if old.before is not None:
+                self._end_creation(old)
+        if old.groups:
+            self._retired.append((self.generation, old))
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A creation that was aborted half-way leaves its name and count behind; names must agree on
+        # all ranks.
+        world = dist.distributed_c10d._world
+        world.pg_names.clear()
+        world.group_count = 0
+
+    def begin(self, generation: int) -> None:
+        """A new generation: stores get its prefix from now on; what is old enough is freed."""
+        self.generation, self.began_ns = generation, time.monotonic_ns()
+        self.created_at = None
+        if self._waits is None or not self._waits.available:
+            return  # a thread that sleeps for ever could be joined: better to keep them all
+        kept = []
+        for retired_in, old in self._retired:
+            if generation - retired_in <= _GENERATIONS_KEPT:
+                kept.append((retired_in, old))
+                continue
+            threads = _gloo_threads(old.threads)
+            self._waits.expire(threads)
+            old.groups.clear()  # frees them: joins their threads
+            self._waits.forgive(threads)
+        self._retired = kept
+
+
+def _threads() -> set[int]:
+    """Kernel ids of all threads of this process."""
+    return {int(entry) for entry in os.listdir("/proc/self/task")}
+
+
+def _gloo_threads(candidates: set[int]) -> list[int]:
+    """Those that execute gloo's collectives, by the name that torch gives them."""
+    found = []
+    for tid in sorted(candidates):
+        try:
+            with open(f"/proc/self/task/{tid}/comm", encoding="ascii", errors="replace") as file:
+                if file.read().strip() == _GLOO_THREAD:
+                    found.append(tid)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:
+    """The sockets of `now` that were not there before."""
+    return {fd: name for fd, name in now.items() if before.get(fd) != name}
+
+
+def _backends(groups: list[Any]) -> list[Any]:
+    found = []
+    for group in groups:
+        for device in getattr(group, "_device_types", ()):
+            try:
+                found.append(group._get_backend(device))
+            except RuntimeError as error:  # a device type without a backend of its own
+                log.debug("no backend for %s: %s", device, error)
+    return found

@@ -1,0 +1,249 @@
+"""The runtime of one training process: a thread that listens to the agent.
+
+    agent ──Interrupt, Resume, Release, GiveUp──►  runtime thread ──signal──►  main thread
+          ◄──Paused, Raised, Recovered, Returned──  (socketpair, wire codec)   (the user's code)
+
+Owns the parts of this package, and hands each command to the one that it concerns. Decides nothing
+about the job: it reports and obeys. `taskd.worker.recoverable` is the part that runs in the main
+thread around the user's function.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import threading
+from typing import TYPE_CHECKING, Any
+
+from taskd.core import commands, events
+from taskd.errors import Interrupted, RemoteProtocolError
+from taskd.native import collectives, death_alarm, last_words
+from taskd.native.black_box import BlackBox, Phase
+from taskd.transport.channel import Channel
+from taskd.wire import codec, translate
+from taskd.worker.life import of_process, set_current
+from taskd.worker.process.bootstrap import Bootstrap, from_environment
+from taskd.worker.process.boundary import Boundary
+from taskd.worker.process.gate import Gate
+from taskd.worker.process.groups import Groups
+from taskd.worker.process.interrupt import MainThreadInterrupter
+from taskd.worker.process.orders import Orders
+from taskd.worker.process.outer_group import OuterGroup
+from taskd.worker.process.pulse import Pulse
+from taskd.worker.process.unwinding import Unwinding
+from taskd.worker.process.uplink import Uplink
+from taskd.worker.process.verdict import Verdict
+
+if TYPE_CHECKING:
+    from taskd.core.events import WorkerEvent
+    from taskd.worker.profiling.profiler import Profiler
+
+log = logging.getLogger(__name__)
+
+
+class Runtime:
+    """See the module. One per process; created in the main thread before the script runs."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        life = self.life = bootstrap.life()
+        assert life.box is not None
+        assert bootstrap.channel_fd is not None
+        life.supervisor = self
+        self._local_rank = bootstrap.local_rank
+        # before the script changes it: a profile may go there
+        self._directory = _working_directory()
+        self._profiler: Profiler | None = None
+        self.guarded = death_alarm.guard(life.box, bootstrap.life_fd)
+        last_words.start(life.box)
+        self._pid = os.getpid()
+        self._channel = Channel(bootstrap.channel_fd)
+        self.orders = Orders(bootstrap.generation, must_gate=bootstrap.gated)
+        self.uplink = Uplink(self._channel, life, self.orders, bootstrap.node_rank)
+        self.groups = Groups(bootstrap.generation)
+        self.gate = Gate(life, self.orders, self.uplink, self.groups)
+        self.verdict = Verdict(life, self.orders, self.uplink)
+        self._boundary = Boundary(life, self.orders, self.uplink, self.verdict)
+        self.outer_group = OuterGroup(
+            life.rank, self.orders, self.gate, self.verdict, is_of_job=bootstrap.gated
+        )
+        self._unwinding = Unwinding(
+            life, self.orders, self.groups, self._boundary, MainThreadInterrupter(life.interrupts)
+        )
+        self._pulse = Pulse(life, self.groups)
+        self._declared = self._entered = False
+        self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen; from here on the process can be interrupted."""
+        if self.life.box is not None:
+            collectives.start(self.life.box)
+        self.groups.install(self.outer_group.around_init)
+        os.register_at_fork(after_in_child=self._disarm)
+        self._thread.start()
+        self.uplink.tell(events.WorkerReady, "ready", guarded=self.guarded)
+
+    def _disarm(self) -> None:
+        """In a forked child (a data loader's process): no worker, no channel, no interrupts."""
+        set_current(None)
+        self.life.profiling.profile = None
+        self._channel.close()
+
+    def declare(self) -> None:
+        """The script uses `recoverable`.
+
+        Tell the agent once, and prepare torch for being interrupted.
+        """
+        if self._declared:
+            return
+        self._declared = self.outer_group.is_of_job = True
+        from taskd.worker.state import buckets, data_order, phases  # noqa: PLC0415
+
+        buckets.install()
+        phases.install()
+        data_order.install()
+        self.uplink.tell(events.WorkerDeclared, "declared")
+
+    def enter(self) -> None:
+        """The main thread is about to run the function: tell the agent, the first time."""
+        self.life.mark(Phase.ENTERED)
+        if not self._entered:
+            self._entered = True
+            self.outer_group.note_entry()
+            self.uplink.tell(events.WorkerDeclared, "entered", entered=True)
+
+    # ------------------------------------------------------------------ for a training step
+
+    def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
+        """See `taskd.worker.life.Supervisor`."""
+        self.uplink.tell(kind, cause, **fields)
+
+    def report_recovery(self) -> None:
+        """See `taskd.worker.life.Supervisor`."""
+        self.gate.report_recovery()
+
+    def wants_more(self) -> bool:
+        """See `taskd.worker.life.Supervisor`."""
+        return self._boundary.wants_more()
+
+    def has_passed(self, error: RuntimeError) -> bool:
+        """See `taskd.worker.life.Supervisor`."""
+        return self._boundary.has_passed(error)
+
+    # ------------------------------------------------------------------ the runtime thread
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        poller.register(self._channel.fd, select.POLLIN)
+        while not self._channel.closed:
+            wait_s, due_s = self._pulse.until_next_s(), self._unwinding.until_due_s()
+            if due_s is not None:
+                wait_s = min(wait_s, due_s)
+            poller.poll(math.ceil(wait_s * 1000))
+            self._pulse.beat()
+            for data in self._channel.receive():
+                try:
+                    command = translate.message_to_command(*codec.decode(data))
+                except RemoteProtocolError as error:
+                    log.warning(
+                        "rank %d: a message of the agent was refused: %s", self.life.rank, error
+                    )
+                    continue
+                self._obey(command)
+            self._unwinding.carry_out_if_due()
+        self.orders.lose_agent()
+        if not self.guarded and os.getpid() == self._pid:
+            death_alarm.end_own_process_group()
+
+    def _obey(self, command: commands.Command) -> None:
+        match command:
+            case commands.Interrupt():
+                self._unwinding.begin(command)
+            case commands.SetProfiling():
+                self._profile(command.wanted)
+            case _:
+                if not self.orders.take(command):
+                    log.warning(
+                        "rank %d: %s is no command for a worker",
+                        self.life.rank,
+                        type(command).__name__,
+                    )
+
+    def _profile(self, wanted: int) -> None:
+        """What is not asked for costs nothing, not even an import."""
+        life = self.life
+        try:
+            if self._profiler is None:
+                from taskd.worker.profiling.profiler import Profiler  # noqa: PLC0415
+
+                self._profiler = Profiler(
+                    life.profiling,
+                    life.box,
+                    life.rank,
+                    life.job_id,
+                    self._local_rank,
+                    self._directory,
+                    self._report_profiling,
+                )
+            self._profiler.switch(wanted)
+        except Exception:  # this thread has more important things to do
+            log.exception("rank %d: a bug in taskd, please report it: profiling stops", life.rank)
+
+    def _report_profiling(self, status: int) -> None:
+        self.uplink.tell(events.WorkerProfiling, "profiling", status=status)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return "/"
+
+
+def current() -> Runtime | None:
+    """The runtime of this process, or None if no agent started it."""
+    life = of_process()
+    return life.supervisor if life is not None and isinstance(life.supervisor, Runtime) else None
+
+
+def start(given: dict[str, Any]) -> Runtime | None:
+    """Start the runtime of this process from the agent's bootstrap dict.
+
+    None if it says "plain": the agent goes on without a manager, nobody would answer. Only the
+    store prefix and the guard are set up, and what a TrainState needs to read and write
+    checkpoints: the job's work on the disk does not depend on a manager.
+    """
+    bootstrap = Bootstrap.of(given)
+    if bootstrap.plain:
+        death_alarm.guard(BlackBox.attach(bootstrap.box_fd), bootstrap.life_fd)
+        Groups(bootstrap.generation).install(lambda call: call())
+        set_current(bootstrap.plain_life())
+        return None
+    runtime = Runtime(bootstrap)
+    set_current(runtime.life)
+    runtime.start()
+    return runtime
+
+
+def start_from_environment() -> Runtime | None:
+    """For workers started by exec, and for those that have a runtime already."""
+    runtime = current()
+    if runtime is not None:
+        return runtime
+    given = from_environment()
+    return None if given is None else start(given)
+
+
+def on_uncaught(error: BaseException) -> None:
+    """The script ends by an exception outside any recoverable function: the agent is told."""
+    runtime = current()
+    if runtime is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, Interrupted)):
+        runtime.verdict.report_uncaught(error)
+
+
+def on_exit() -> None:
+    """The script is over; the process leaves on purpose."""
+    runtime = current()
+    if runtime is not None:
+        runtime.life.mark(Phase.EXITING)

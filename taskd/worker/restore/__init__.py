@@ -1,0 +1,1 @@
+"""How the state comes to a new entry of the function."""

@@ -1,0 +1,132 @@
+"""What one rank says of its TrainState before it sends the tensors: everything but their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from taskd.worker.objects import shards
+from taskd.worker.objects.roles import parameters_of
+
+if TYPE_CHECKING:
+    from taskd.worker.objects.named import Named
+    from taskd.worker.state.holding import Holding
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands in a manifest for tensor number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What the receiver must have room for.
+
+    `is_host`: it lives on the CPU even if the parameters do not.
+
+    `shape` is that of the memory, so the local one of a DTensor. `sharding` None: a plain tensor.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_host: bool
+    sharding: shards.Sharding | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"shape {self.shape}"
+            if self.sharding is None
+            else (f"local shape {self.shape} as a DTensor {self.sharding}")
+        )
+
+
+@dataclass
+class Manifest:
+    """One TrainState without its tensors' bytes."""
+
+    version: int
+    is_present: bool
+    step: int = 0
+    shard: str = ""
+    problem: str = ""
+    named: dict[str, Slot] = field(default_factory=dict)
+    caches: set[str] = field(default_factory=set)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    # schedulers, scalers, steppers, replicas: packed state_dicts
+    states: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    metas: list[Meta] = field(default_factory=list)
+
+
+def describe(holding: Holding, named: Named, version: int) -> tuple[Manifest, list[torch.Tensor]]:
+    """The manifest of this rank's copy, and the tensors that its slots number."""
+    roles = holding.roles
+    metas: list[Meta] = []
+    tensors: list[torch.Tensor] = []
+    slots: dict[int, Slot] = {}  # by id(tensor): one that hangs in two places is sent once
+
+    def pack(label: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            slot = slots.get(id(value))
+            if slot is None:
+                slot = slots[id(value)] = Slot(len(tensors))
+                tensors.append(shards.local(value).detach())
+                metas.append(meta_of(label, value))
+            return slot
+        if isinstance(value, dict):
+            return {key: pack(f"{label}.{key}", item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return (
+                [pack(label, item) for item in value]
+                if isinstance(value, list)
+                else tuple(pack(label, item) for item in value)
+            )
+        return value
+
+    manifest = Manifest(
+        version,
+        is_present=True,
+        step=holding.step,
+        shard=holding.shard,
+        values=dict(roles.values),
+        caches=named.caches,
+        metas=metas,
+    )
+    manifest.named = {name: pack(name, tensor) for name, tensor in named.tensors.items()}
+    for role, optimizer in roles.optimizers.items():
+        index_of = {parameter: index for index, parameter in enumerate(parameters_of(optimizer))}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        entries = []
+        for key, value in shards.memory_of(optimizer).items():
+            is_index = key in index_of
+            entries.append(
+                (is_index, index_of[key] if is_index else key, pack(f"{role}.state", value))
+            )
+        manifest.optimizers[role] = (
+            groups,
+            [len(group["params"]) for group in optimizer.param_groups],
+            entries,
+        )
+    for role, value in roles.others.items():
+        manifest.states[role] = pack(role, value.state_dict())
+    return manifest, tensors
+
+
+def meta_of(label: str, tensor: torch.Tensor) -> Meta:
+    """The description of one tensor; `label`: its name in messages."""
+    own = shards.local(tensor)
+    return Meta(
+        label,
+        tuple(own.shape),
+        own.dtype,
+        own.device.type == "cpu",
+        shards.sharding_of(tensor, label),
+    )

@@ -1,0 +1,71 @@
+"""The end of an entry: what this process holds is parked for the next one.
+
+Owns what becomes of the entry's hooks, savers and records. Putting the parked state into what the
+next entry built is `taskd.worker.restore.moving`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from taskd.worker.objects import shards
+from taskd.worker.state import buckets
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParkReport:
+    """What this process holds after an entry. `version` None: nothing.
+
+    `clean` False: inconsistent, and `reason` says how.
+    """
+
+    version: int | None
+    clean: bool
+    reason: str
+
+
+def park_all(life: Life) -> ParkReport:
+    """Called by the decorator when an entry has unwound: what it held becomes `records.parked`.
+
+    A state whose restore() was not complete does not count; what was parked for it before stays
+    parked.
+    """
+    records, saving = life.records, life.saving
+    if saving.snapshots is not None:
+        saving.snapshots.close()  # before anything is rolled back
+        saving.snapshots = None
+    reasons = []
+    for name, holding in records.states.items():
+        if holding.is_restored:
+            records.parked[name] = holding
+            reason = holding.park()
+            if reason:
+                reasons.append(f"TrainState {name!r}: {reason}")
+        else:
+            holding.detach()
+    records.states = {}
+    saving.stored = None
+    if saving.periodic is not None:
+        saving.periodic.abandon()
+        saving.periodic = None
+    life.interrupts.is_held = False
+    buckets.end_entry(life)
+    shards.forget_meshes()
+    # an exchange was cut short: what it began to overwrite is no copy any more
+    if records.version is None:
+        records.parked = {}
+    records.is_inconsistent = bool(reasons)
+    if not records.parked:
+        return ParkReport(None, clean=True, reason="")
+    for reason in reasons:
+        log.warning(
+            "rank %d: the copy of version %s is torn: %s", life.rank, records.version, reason
+        )
+    return ParkReport(records.version, clean=not reasons, reason="; ".join(reasons))

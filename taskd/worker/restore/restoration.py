@@ -1,0 +1,281 @@
+"""What `TrainState.restore()` does: the order in which a state comes to a new entry.
+
+It is kept, received from another rank, loaded from node memory or read from disk, as the plan says;
+then its steps are followed. Its tensors are named once and handed on. Moving, receiving, loading
+and reading are `moving`, `exchange`, `taskd.worker.saving.stored` and `loading`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from taskd.clock import MonotonicClock
+from taskd.core import events
+from taskd.core.commands import Move
+from taskd.native.black_box import Phase
+from taskd.worker.objects.named import Named
+from taskd.worker.restore import exchange, loading, moving
+from taskd.worker.saving import stored
+from taskd.worker.saving.periodic import Periodic
+from taskd.worker.saving.snapshots import Snapshots
+from taskd.worker.state import hooks
+from taskd.worker.state.agreement import Agreement
+from taskd.worker.state.extras import decode_part
+from taskd.worker.state.holding import Peers
+from taskd.worker.state.logbook import logbook_of, parts_of
+
+if TYPE_CHECKING:
+    import pathlib
+
+    from taskd.checkpoint.folder import Checkpoint
+    from taskd.worker.life import Life
+    from taskd.worker.state.holding import Holding
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a restore() took the state from.
+
+    `version` is the number of committed steps that it holds (None: it found nothing), `source` is
+    "nothing", "memory" (this process kept it), "rank" (received from the rank `rank`), "snapshot"
+    (from the memory of this node) or "checkpoint" (read from `path`).
+    """
+
+    version: int | None
+    source: str
+    rank: int | None = None
+    path: pathlib.Path | None = None
+
+    def __str__(self) -> str:
+        if self.source == "memory":
+            return f"kept in memory at version {self.version}"
+        if self.source == "rank":
+            return f"received version {self.version} from rank {self.rank}"
+        if self.source == "snapshot":
+            return f"loaded version {self.version} from the memory of its node"
+        if self.source == "checkpoint":
+            return f"read version {self.version} from {self.path}"
+        return "nothing: fresh start"
+
+
+def restore(life: Life, holding: Holding) -> Restored:
+    """Do what the plan says for this state, then begin to follow its steps."""
+    records = life.records
+    before = records.parked.get(holding.name)
+    named = Named(holding.roles)
+    if life.plan.version is None:
+        restored = _start(life, holding, named)
+    else:
+        restored = _recover(life, holding, named, life.plan.version)
+    if before is not None:
+        _check_positions(life, holding, before)
+    holding.rollback.begin()
+    holding.part = holding.encode(is_in_step=False)
+    hooks.attach(holding)
+    _note_version(life, is_fresh=restored.source in ("nothing", "checkpoint"))
+    records.parked.pop(holding.name, None)
+    holding.is_restored = True
+    _announce(life, holding)
+    _begin_saving(life, holding)
+    records.restored_at = MonotonicClock().now()
+    records.restored_from = str(restored)
+    records.random_at_restore = torch.get_rng_state()
+    log.info(
+        "rank %d, generation %d: TrainState %r: %s",
+        life.rank,
+        life.plan.generation,
+        holding.name,
+        restored,
+    )
+    return restored
+
+
+def _is_first(life: Life) -> bool:
+    """Whether no other TrainState of this entry has been restored yet."""
+    return not any(other.is_restored for other in life.records.states.values())
+
+
+# ---------------------------------------------------------------- a fresh start
+
+
+def _start(life: Life, holding: Holding, named: Named) -> Restored:
+    """From disk, or with what the script has built."""
+    records, saving = life.records, life.saving
+    if _is_first(life):
+        records.parked.clear()
+        records.version = 0
+        logbook_of(life).forget()
+        if saving.arenas is not None:
+            saving.arenas.forget_after(-1)
+        saving.checkpoint = loading.choose(life, holding)
+    if saving.checkpoint is None:
+        return Restored(None, "nothing")
+    return _read(life, holding, named, saving.checkpoint)
+
+
+def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> Restored:
+    own = loading.read(life, holding, named, checkpoint)
+    version = life.records.version = checkpoint.manifest.version
+    if own:
+        logbook_of(life).randoms.restore(own["random"])
+    elif life.world_size != checkpoint.manifest.world_size:
+        log.info(
+            "rank %d: %s was saved by a world of %d ranks: generators and samplers begin as "
+            "the script sets them",
+            life.rank,
+            checkpoint.path,
+            checkpoint.manifest.world_size,
+        )
+    holding.drop_gradients(named)
+    return Restored(version, "checkpoint", path=checkpoint.path)
+
+
+# ---------------------------------------------------------------- a recovery
+
+
+def _recover(life: Life, holding: Holding, named: Named, version: int) -> Restored:
+    """To the cut's version."""
+    is_first = _is_first(life)
+    # else it is created anew, commits after the recovery
+    is_old = is_first or life.records.version == version
+    restored = _take(life, holding, named, version) if is_old else Restored(None, "nothing")
+    if is_first and life.saving.arenas is not None:
+        life.saving.arenas.forget_after(version)
+    return restored
+
+
+def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
+    """Keep what is parked, load it from node memory or receive it; send it to who needs it."""
+    moves = life.plan.moves
+    move = moves.get(life.rank, Move(life.rank))
+    if move.source is not None:
+        is_there = _receive(life, holding, named, move.source)
+    elif move.snapshot is not None:
+        is_there = _load(life, holding, named, version)
+    else:
+        is_there = _keep(life, holding, named)
+    if is_there:
+        life.records.version = version
+    found = logbook_of(life).find(version)
+    part = None if found is None else found.parts.get(holding.name)
+    if found is not None and part is not None:
+        is_whole = move.source is None or not found.is_pending
+        holding.load_part(decode_part(part), named, with_values=is_whole)
+    for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
+        exchange.send(holding, named, receiver, version, is_present=is_there)
+    life.records.version = version
+    holding.drop_gradients(named)
+    _restore_random(life, version)
+    if not is_there:
+        return Restored(None, "nothing")
+    if move.source is not None:
+        return Restored(version, "rank", move.source)
+    return Restored(version, "memory" if move.snapshot is None else "snapshot")
+
+
+def _keep(life: Life, holding: Holding, named: Named) -> bool:
+    old = life.records.parked.get(holding.name)
+    if old is not None:
+        moving.move(old, holding, named, is_kept=True)
+    return old is not None
+
+
+def _receive(life: Life, holding: Holding, named: Named, source: int) -> bool:
+    old = life.records.parked.get(holding.name)
+    if old is not None:
+        moving.move(old, holding, named, is_kept=False)
+        del life.records.parked[holding.name]
+    life.records.version = None  # inconsistent from here until the exchange is complete
+    return exchange.receive(holding, named, source)
+
+
+def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
+    life.records.parked.pop(holding.name, None)
+    life.records.version = None  # inconsistent from here until it is loaded
+    if life.saving.stored is None:
+        life.saving.stored = stored.find(life, version)
+    is_there: bool = life.saving.stored.load(life, holding, named)
+    return is_there
+
+
+def _restore_random(life: Life, version: int) -> None:
+    logbook = logbook_of(life)
+    found = logbook.find(version)
+    if found is None:
+        log.warning(
+            "rank %d: no RNG and sampler state of version %d was left by the process that "
+            "died; this rank goes on with those that its script set, so the run may differ from "
+            "one without the fault",
+            life.rank,
+            version,
+        )
+        return
+    logbook.randoms.restore(found.random)
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
+    """Warn of what was used in the entry before and has no noted position: it is not put back."""
+    for role in holding.positions.unknown_since(before.positions):
+        log.warning(
+            "rank %d: TrainState %r: %s was built outside the recoverable function, and "
+            "where it was at version %s is not known: samples may be left out. Build it inside the "
+            "function",
+            life.rank,
+            holding.name,
+            role,
+            life.records.version,
+        )
+
+
+def _note_version(life: Life, *, is_fresh: bool) -> None:
+    """Write the version and its extras where a replacement of this process finds them."""
+    version, logbook = life.records.version, logbook_of(life)
+    assert version is not None
+    parts = parts_of(life.records.states)
+    if is_fresh:
+        logbook.write_committed(version, parts)
+    else:
+        logbook.write_restored(version, parts)
+    if life.box is not None:
+        life.box.mark_version(version)
+        life.mark(Phase.STEP)
+
+
+def _announce(life: Life, holding: Holding) -> None:
+    """Tell others which part of the state this rank has."""
+    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
+        # All ranks are at this place.
+        texts = Agreement(life, "peers").gather(json.dumps([holding.shard_id, holding.shard]))
+        holding.peers = Peers(*zip(*map(json.loads, texts), strict=True))
+    shard = ";".join(
+        f"{name}={other.shard}"
+        for name, other in sorted(life.records.states.items())
+        if other.is_restored and other.shard
+    )
+    if shard != life.records.shard:
+        life.records.shard = shard
+        life.supervisor.tell(events.WorkerHolds, "restored", shard=shard)
+
+
+def _begin_saving(life: Life, holding: Holding) -> None:
+    saving, wanted = life.saving, holding.settings
+    if wanted.snapshot_every and saving.snapshots is None and saving.arenas is not None:
+        saving.snapshots = Snapshots(life, saving.arenas, wanted.snapshot_every)
+    if saving.snapshots is not None:
+        if wanted.snapshot_buddy:
+            saving.snapshots.has_peer = True
+            life.supervisor.tell(events.WorkerMirrors, "restored")
+        saving.snapshots.prepare(life.records.states)
+    if wanted.checkpoint_every and saving.periodic is None:
+        saving.periodic = Periodic(life, holding, wanted.checkpoint_every, wanted.checkpoint_keep)

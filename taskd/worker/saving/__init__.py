@@ -1,0 +1,1 @@
+"""Copies of the state that outlive the process: snapshots and checkpoints."""

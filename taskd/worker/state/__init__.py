@@ -1,0 +1,1 @@
+"""One TrainState in one entry of the function, and what follows its steps."""

@@ -1,0 +1,154 @@
+"""Whether data that a DataLoader of torch draws come in the same order again after a fault.
+
+`DataLoader(shuffle=True)` draws the order of a pass from a generator, when the pass begins. An
+entry that goes on in the middle of a pass draws another one. Owns the warning of it, which comes
+when steps are committed within such a pass: passes without a commit (a validation) begin anew in
+any case.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import dataloader, sampler
+
+from taskd.worker.life import current
+from taskd.worker.objects.roles import tensors_in
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
+
+_DRAWING = {
+    kind.__iter__
+    for kind in (sampler.RandomSampler, sampler.SubsetRandomSampler, sampler.WeightedRandomSampler)
+}
+_MARK = "_taskd_order"
+_is_said = False
+
+
+def install() -> None:
+    """Wrap the iterators of torch's DataLoader, those of torchdata among them."""
+    kind = dataloader._BaseDataLoaderIter
+    if getattr(kind.__init__, _MARK, False):
+        return
+    original_init, original_reset, original_next = kind.__init__, kind._reset, kind.__next__
+
+    @functools.wraps(original_init)
+    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        version = _version_if_drawn(loader)
+        original_init(self, loader, *args, **kwargs)
+        setattr(self, _MARK, version)
+
+    @functools.wraps(original_reset)
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:
+            setattr(self, _MARK, _version_if_drawn(loader))
+        original_reset(self, loader, first_iter)
+
+    @functools.wraps(original_next)
+    def following(self: Any) -> Any:
+        version = getattr(self, _MARK, None)
+        if version is not None:
+            _say_if_committed(self, version)
+        return original_next(self)
+
+    setattr(begin, _MARK, True)
+    kind.__init__, kind._reset, kind.__next__ = begin, reset, following  # type: ignore[method-assign,assignment]
+
+
+def _version_if_drawn(loader: Any) -> int | None:
+    """The version at which a pass begins whose order no later entry would have again.
+
+    None: it would, or that is nobody's concern.
+    """
+    life = current()
+    if (
+        _is_said
+        or life is None
+        or life.rank
+        or not life.interrupts.in_recoverable
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        return None
+    generator = _generator_of(loader)
+    if generator is None or _is_registered(life, loader):
+        return None
+    state = generator.get_state()
+    if _is_just_seeded(life, generator, state) or _is_kept(life, state):
+        return None
+    return life.records.version
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """What the loader draws its order from. None: it draws none, as far as is known here."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = (
+        getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    )
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    drawing = _DRAWING if module is None else {*_DRAWING, module.RandomSampler.__iter__}
+    if getattr(type(found), "__iter__", None) not in drawing:
+        return None
+    generator: torch.Generator | None = getattr(found, "generator", None)
+    return torch.default_generator if generator is None else generator
+
+
+def _is_registered(life: Life, loader: Any) -> bool:
+    """Whether a TrainState carries the loader, or what it is wrapped in."""
+    carried = [
+        value
+        for holding in life.records.states.values()
+        for value in holding.roles.positions.values()
+    ]
+    return any(
+        value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values())
+        for value in carried
+    )
+
+
+def _is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor) -> bool:
+    """Whether the order depends on a seed alone, which the script has set behind restore()."""
+    is_global = generator is torch.default_generator
+    if (
+        is_global
+        and life.records.random_at_restore is not None
+        and torch.equal(state, life.records.random_at_restore)
+    ):
+        return False
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(state, fresh.get_state())
+
+
+def _is_kept(life: Life, state: torch.Tensor) -> bool:
+    """Whether the script keeps the generator as it is now, to begin the pass with it again."""
+    return any(
+        tensor.dtype == state.dtype and torch.equal(tensor, state)
+        for holding in life.records.states.values()
+        for tensor in tensors_in(holding.roles.values)
+    )
+
+
+def _say_if_committed(iterator: Any, version: int) -> None:
+    global _is_said  # noqa: PLW0603
+    life = current()
+    if life is None or life.records.version == version:
+        return
+    setattr(iterator, _MARK, None)
+    if not _is_said:
+        _is_said = True
+        log.warning(
+            "rank %d: steps are committed within a pass of a DataLoader that draws its order "
+            "from a generator: after a fault the order is drawn anew, so that samples come twice "
+            "and others not at all. Take a DistributedSampler with set_epoch(state.epoch), or "
+            "seed the generator before each pass by the epoch, or keep generator.get_state() of "
+            "the beginning of the pass as a value of the TrainState, or give a "
+            "StatefulDataLoader of torchdata to the TrainState",
+            life.rank,
+        )

@@ -1,0 +1,199 @@
+"""What one TrainState holds in this process: its objects, its step count, its per-rank part.
+
+Owns the capture of the per-rank part, and the rolling back at parking. Knows neither plan nor
+collectives, and nothing of the process. `TrainState` is the user's face of it; what happens in a
+step is `taskd.worker.state.step`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from taskd.worker.objects import shards
+from taskd.worker.objects.identity import identity_of
+from taskd.worker.objects.named import Named
+from taskd.worker.objects.positions import Positions
+from taskd.worker.objects.rollback import Rollback
+from taskd.worker.state.extras import Part, encode_part
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from taskd.worker.objects.roles import Roles
+
+log = logging.getLogger(__name__)
+
+# Running statistics above this are not written to the black box at every commit (copying 4 MiB
+# takes about 1 ms).
+_MAX_BUFFER_BYTES = 4 * 1024 * 1024
+_BARE = encode_part({}, {}, {})
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The shard_id and the shard of each rank, by rank.
+
+    Empty: not asked for, as plain tensors are the same on all ranks.
+    """
+
+    ids: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
+
+
+@dataclass
+class Settings:
+    """What the user asked for, see `TrainState`."""
+
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 0
+    checkpoint_keep: int = 3
+    snapshot_every: int = 0
+    snapshot_buddy: bool = False
+
+
+class Holding:
+    """Objects of one TrainState in one entry of the recoverable function."""
+
+    def __init__(
+        self,
+        name: str,
+        roles: Roles,
+        shard_id: str | int | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self.name = name
+        self.roles = roles
+        self.settings = settings or Settings()
+        # of the plain tensors; what part of the state this is, "": all of it
+        self.shard_id, self.shard = identity_of(roles, shard_id)
+        self.peers = Peers()  # known once restore() is complete
+        self.on_dump: list[Callable[[Path], object]] = []
+        self.step = 0
+        # the state changes, or may have: an optimizer stepped since the last commit
+        self.began = False
+        self.is_restored = False  # restore() is complete
+        self.has_committed = False  # in this entry
+        self.part = b""  # the per-rank part as of the last commit, pickled
+        self.parked_versions: dict[int, int] = {}  # id(parameter) -> its version counter at parking
+        self.rollback = Rollback(roles)
+        self.positions = Positions(roles.positions)
+        self.removers: list[Callable[[], None]] = []  # of the hooks on the objects
+        self._is_large_reported = False
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether plain tensors differ between ranks.
+
+        Under a shard_id, in FSDP1, or in the memory of a ZeroRedundancyOptimizer.
+        """
+        return bool(self.shard_id or self.zeros())
+
+    def zeros(self) -> list[str]:
+        """The roles of the optimizers that have their memory divided among ranks."""
+        return [
+            role
+            for role, optimizer in self.roles.optimizers.items()
+            if shards.is_zero(optimizer) and optimizer.world_size > 1
+        ]  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------ the per-rank part
+
+    def encode(self, *, is_in_step: bool = True) -> bytes:
+        """The per-rank part as it is now.
+
+        `is_in_step` False: no step of this entry has begun, see `taskd.worker.objects.positions`.
+        """
+        roles = self.roles
+        positions = self.positions.read(is_in_step=is_in_step)
+        buffers = self._read_buffers() if self.rollback.has_moving else {}
+        return (
+            encode_part(roles.values, positions, buffers)
+            if roles.values or positions or buffers
+            else _BARE
+        )
+
+    def _read_buffers(self) -> dict[str, bytes]:
+        """Running statistics, which differ between ranks.
+
+        DDP spreads those of rank 0 in the next forward pass. Host memory only: asking a device
+        would make every step wait for it.
+        """
+        read: dict[str, bytes] = {}
+        total = 0
+        for name, tensor in self.rollback.moving_buffers():
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                continue
+            size = tensor.numel() * tensor.element_size()
+            total += size
+            if total > _MAX_BUFFER_BYTES:
+                if not self._is_large_reported:
+                    self._is_large_reported = True
+                    log.warning(
+                        "TrainState(%r): buffers that change in the forward pass take more than "
+                        "%d bytes; a replaced rank gets %s and those behind it from another rank",
+                        self.name,
+                        _MAX_BUFFER_BYTES,
+                        name,
+                    )
+                break
+            read[name] = ctypes.string_at(tensor.data_ptr(), size)
+        return read
+
+    def load_part(self, part: Part, named: Named, *, with_values: bool) -> None:
+        """Put the per-rank part into the objects.
+
+        `with_values` False: plain values are left as they are.
+        """
+        if with_values:
+            self.roles.values.clear()
+            self.roles.values.update(part.values)
+        self.positions.write(part.positions)
+        for name, data in part.buffers.items():
+            if name not in named.tensors:
+                continue
+            tensor = shards.local(named.tensors[name])
+            if tensor.numel() * tensor.element_size() == len(data):
+                with torch.no_grad():
+                    tensor.copy_(
+                        torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
+                    )
+
+    # ------------------------------------------------------------ parking
+
+    def park(self) -> str:
+        """Leave the entry: hooks off, gradients freed, mid-step changes rolled back.
+
+        Returns why the copy is inconsistent, or "".
+        """
+        self.detach()
+        reason = (
+            "between optimizer.step() and commit()" if self.began else self.rollback.roll_back()
+        )
+        self.parked_versions = {
+            id(tensor): tensor._version
+            for tensor in self.drop_gradients().tensors.values()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
+        return reason
+
+    def detach(self) -> None:
+        """Take the hooks off again: objects built outside the function live on."""
+        while self.removers:
+            self.removers.pop()()
+
+    def drop_gradients(self, named: Named | None = None) -> Named:
+        """Free the gradients of an interrupted step, which are no state. Returns the tensors."""
+        for module in self.roles.modules.values():
+            shards.drop_whole_gradients(module)
+        named = named or Named(self.roles)
+        for tensor in named.tensors.values():
+            if tensor.grad is not None:
+                tensor.grad = None
+        return named

@@ -1,0 +1,146 @@
+"""The extras of this process's last commits, in memory and in the black box.
+
+Owns the writing and finding of extras blobs by version. Knows nothing of modules, optimizers or the
+plan. A survivor finds its own in memory; a replacement finds what its predecessor left in the black
+box (`Records.inherited_extras`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from taskd.worker.state import extras
+from taskd.worker.state.randoms import RandomStates
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+    from taskd.worker.state.extras import Extras
+
+log = logging.getLogger(__name__)
+
+# survivors differ by one version at most, so the cut is the last commit or the one before
+_KEPT = 2
+
+
+class Logbook:
+    """One per life."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.randoms = RandomStates()
+        # By version: the generators, and the rest as pickled for the box.
+        self._committed: dict[int, tuple[bytes, bytes]] = {}
+        self._pending: tuple[int, bytes, bytes] | None = None
+        # Committed and pending: the last parts, and those as pickled. They seldom change.
+        self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {
+            False: ({}, b""),
+            True: ({}, b""),
+        }
+        self._is_full_reported = False
+
+    def write_committed(self, version: int, parts: dict[str, bytes]) -> None:
+        """At a commit: what belongs to `version`."""
+        generators = self.randoms.capture()
+        if self._written[False][0] != parts:
+            self._written[False] = parts, extras.encode(parts, is_pending=False)
+        blob = self._written[False][1]
+        self._committed[version] = generators, blob
+        if len(self._committed) > _KEPT:
+            del self._committed[min(self._committed)]
+        self._write(version, generators, blob, pending=False)
+
+    def write_restored(self, version: int, parts: dict[str, bytes]) -> None:
+        """After a restore.
+
+        The same extras again, so that another fault before the next commit finds them in this
+        process's box.
+
+        Parts of TrainStates that are restored later in this entry are kept from the blob that was
+        found.
+        """
+        found = self.find(version)
+        # What was captured beyond `version` belongs to steps that are done again.
+        self._committed = {
+            known: blob for known, blob in self._committed.items() if known <= version
+        }
+        self._pending = None
+        if found is None:
+            self.write_committed(version, parts)
+            return
+        generators, blob = (
+            self.randoms.capture(),
+            extras.encode({**found.parts, **parts}, is_pending=found.is_pending),
+        )
+        self._committed[version] = generators, blob
+        self._write(version, generators, blob, pending=False)
+
+    def write_pending(self, version: int, parts: dict[str, bytes]) -> None:
+        """Within a step.
+
+        What will belong to `version`, should others commit it and this rank not live to do so.
+        """
+        generators = self.randoms.capture()
+        if self._written[True][0] != parts:
+            self._written[True] = parts, extras.encode(parts, is_pending=True)
+        pending = (version, generators, self._written[True][1])
+        # the optimizer begins, and nothing was drawn since the forward pass
+        if self._pending == pending:
+            return
+        self._pending = pending
+        self._write(*pending, pending=True)
+
+    def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
+        box = self.life.box
+        if box is None or box.write_extras(version, blob, common=generators, pending=pending):
+            return
+        if not self._is_full_reported:
+            self._is_full_reported = True
+            log.warning(
+                "rank %d: the per-rank part of the training state (%d bytes) is larger than the "
+                "black box; if this process dies, its replacement takes sampler and RNG state as "
+                "the script starts them",
+                self.life.rank,
+                len(generators) + len(blob),
+            )
+
+    def find(self, version: int) -> Extras | None:
+        """The extras of `version`: committed before pending ones, own before inherited ones."""
+        found = self._committed.get(version)
+        if found is None and self._pending is not None and self._pending[0] == version:
+            found = self._pending[1:]
+        data = self.life.records.inherited_extras.get(version) if found is None else b"".join(found)
+        return None if data is None else extras.decode(data)
+
+    def blob(self, version: int) -> tuple[bytes, bytes] | None:
+        """What was committed with `version`, for `adopt`."""
+        return self._committed.get(version)
+
+    def adopt(self, version: int, generators: bytes, blob: bytes) -> None:
+        """A snapshot has it.
+
+        From an earlier commit than those that are remembered here, or of an earlier life.
+        """
+        self._committed = {version: (generators, blob)}
+        self._pending = None
+
+    def forget(self) -> None:
+        """Everybody starts afresh: what was captured belongs to no version any more."""
+        self._committed, self._pending = {}, None
+        self.life.records.inherited_extras = {}
+
+
+def logbook_of(life: Life) -> Logbook:
+    """The logbook of this life, made when first asked for."""
+    logbook: Logbook | None = life.records.logbook
+    if logbook is None:
+        logbook = life.records.logbook = Logbook(life)
+    return logbook
+
+
+def parts_of(states: dict[str, Any]) -> dict[str, bytes]:
+    """The per-rank parts of all TrainStates of this entry.
+
+    A blob describes the whole process, whichever of them commits.
+    """
+    return {name: holding.part for name, holding in states.items() if holding.part}

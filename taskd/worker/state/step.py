@@ -1,0 +1,87 @@
+"""The order of a training step, as far as the state is concerned.
+
+    forward pass     its end: what this rank's extras will be goes to the black box
+    backward pass
+    begin_update()   the copy of the last version is done; vote; interrupts are held off
+    optimizer        writes parameters: from here on this copy is inconsistent
+    commit()         what was written becomes a version; interrupts get through again
+
+Owns this order, and nothing that is done in it. Runs in the main thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from taskd.native.black_box import Phase
+from taskd.worker.state.logbook import logbook_of, parts_of
+from taskd.worker.state.vote import vote
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+    from taskd.worker.state.holding import Holding
+
+
+def capture_pending(life: Life, holding: Holding) -> None:
+    """Write what this rank's extras will be once the present step is committed."""
+    records = life.records
+    parts = parts_of(records.states)
+    parts[holding.name] = holding.encode()
+    logbook_of(life).write_pending((records.version or 0) + 1, parts)
+
+
+def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None:
+    """An optimizer begins to write: from here to commit() this copy is inconsistent.
+
+    `is_ours`: interrupts are held off by this step alone.
+
+    Raises: as `vote`.
+    """
+    interrupts, snapshots = life.interrupts, life.saving.snapshots
+    if snapshots is not None:
+        snapshots.wait()
+    if holding.shard and (is_ours or not interrupts.is_held) and life.world_size > 1:
+        agreed = vote(life, holding.name, agrees=snapshots is None or snapshots.may_replace())
+        if snapshots is not None:
+            snapshots.is_allowed = agreed
+    interrupts.is_held = True
+    capture_pending(life, holding)
+    holding.began = True
+    life.mark(Phase.OPTIMIZER)
+
+
+def commit(life: Life, holding: Holding) -> None:
+    """One version further, and the boundary between two steps.
+
+    Raises:
+        taskd.Interrupted: one was held back, and no further step is wanted.
+    """
+    interrupts, records, saving = life.interrupts, life.records, life.saving
+    interrupts.is_held = True
+    holding.began = True  # whatever fails in here leaves a copy that is neither version
+    life.mark(Phase.COMMIT)
+    holding.rollback.remember()
+    holding.step += 1
+    holding.part = holding.encode()
+    version = records.version = (records.version or 0) + 1
+    logbook_of(life).write_committed(version, parts_of(records.states))
+    if life.box is not None:
+        life.box.mark_version(version)
+        life.box.mark_step(is_first=not holding.has_committed)
+    profile = life.profiling.profile  # once: another thread takes it away
+    if profile is not None:
+        profile.step(version)
+    life.mark(Phase.STEP)
+    holding.began, holding.has_committed = False, True
+    if saving.snapshots is not None:
+        saving.snapshots.commit()
+    # Still held: the supervisor takes a lock, which an Interrupted in the middle could leave taken.
+    if life.plan.awaits_commit:
+        life.plan.awaits_commit = False
+        life.supervisor.report_recovery()
+    if interrupts.pending is not None and life.supervisor.wants_more():
+        interrupts.is_held = False
+    else:
+        interrupts.release()
+    if saving.periodic is not None:
+        saving.periodic.commit()
