@@ -164,7 +164,7 @@ class Records:
 
         Then there is no whole state to save.
         """
-        return any(holding.began for holding in self.states.values())
+        return any(holding.is_half_way for holding in self.states.values())
 
 
 @dataclass

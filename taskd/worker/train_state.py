@@ -137,7 +137,7 @@ class TrainState:
 
         Its closure, if it has one, comes before.
         """
-        return not self._holding.began
+        return not self._holding.is_half_way
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

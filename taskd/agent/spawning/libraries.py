@@ -32,6 +32,7 @@ PRELOAD = (
     # What each worker imports of ours: 50 ms of a recovery.
     "taskd.worker.process.runtime",
     "taskd.worker.recoverable",
+    "taskd.worker.restore.parking",
     "taskd.worker.train_state",
     "taskd.worker.state.phases",
 )

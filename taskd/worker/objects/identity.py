@@ -47,8 +47,8 @@ def identity_of(roles: Roles, shard_id: str | int | None = None) -> Identity:
         _note(name, tensor, places, details)
     for role, optimizer in roles.optimizers.items():
         if shards.is_zero(optimizer):
-            if optimizer.world_size > 1:  # type: ignore[attr-defined]
-                place = f"zero{optimizer.rank}/{optimizer.world_size}"  # type: ignore[attr-defined]
+            if optimizer.world_size > 1:
+                place = f"zero{optimizer.rank}/{optimizer.world_size}"
                 places[place] = None
                 details.append(f"{role} {place}")
             continue

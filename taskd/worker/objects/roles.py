@@ -295,7 +295,7 @@ def _checked_optimizer(
     if not shards.is_zero(optimizer):
         if hasattr(optimizer, "consolidate_state_dict"):
             what = f"{type(optimizer).__name__} shards its memory in a way that is not known here"
-    elif optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
+    elif optimizer._overlap_with_ddp:
         what = (
             "overlap_with_ddp=True writes parameters in the middle of the backward pass, where "
             "a fault would tear them"

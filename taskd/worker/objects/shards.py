@@ -65,7 +65,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     Neither waits nor records a gradient.
     """
     if is_distributed(tensor):
-        own: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        own: torch.Tensor = tensor._local_tensor
         return own
     return tensor
 
@@ -220,7 +220,7 @@ def is_zero(optimizer: Any) -> bool:
 
 def memory_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """The optimizer's memory by parameter, as this rank holds it."""
-    keeper = optimizer.optim if is_zero(optimizer) else optimizer  # type: ignore[attr-defined]
+    keeper = optimizer.optim if is_zero(optimizer) else optimizer
     memory: dict[Any, Any] = keeper.state
     return memory
 

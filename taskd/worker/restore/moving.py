@@ -97,7 +97,7 @@ def _move_tensors(old: Holding, new: Holding, named: Named, *, is_kept: bool) ->
                 raise StateError(message)
             elif shards.is_distributed(target) or shards.is_distributed(source):
                 _check_sharding(new.name, name, source, target)
-                meshes[source.device_mesh] = target.device_mesh  # type: ignore[attr-defined]
+                meshes[source.device_mesh] = target.device_mesh
                 if is_kept:
                     shards.local(target).copy_(shards.local(source))
             elif (
@@ -181,7 +181,7 @@ def _move_optimizer(
         raise StateError(message)
     if is_zero != shards.is_zero(old) or (
         is_zero and (new.rank, new.world_size) != (old.rank, old.world_size)
-    ):  # type: ignore[attr-defined]
+    ):
         message = (
             f"{label} is partitioned over other ranks than before the fault: build the same "
             "optimizer over the same group in every entry"

@@ -58,7 +58,7 @@ def _meshes_of(own: dict[str, torch.Tensor]) -> list[Any]:
     """The DeviceMeshes on which these tensors lie."""
     return list(
         {tensor.device_mesh: None for tensor in own.values() if shards.is_distributed(tensor)}
-    )  # type: ignore[attr-defined]
+    )
 
 
 def _find_mesh(meshes: list[Any], sharding: shards.Sharding) -> Any:
@@ -149,7 +149,7 @@ class Targets:
                 tensor = self._slots[packed.index] = self._room(meta, present, like)
             if meta.sharding is None:
                 return tensor
-            near = [like.device_mesh] if like is not None and shards.is_distributed(like) else []  # type: ignore[attr-defined]
+            near = [like.device_mesh] if like is not None and shards.is_distributed(like) else []
             return shards.wrap(
                 tensor, meta.sharding, _find_mesh([*near, *self._meshes], meta.sharding)
             )

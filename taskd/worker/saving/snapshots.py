@@ -194,7 +194,7 @@ class Snapshots:
     def _place(self, name: str, tensor: torch.Tensor, holders: tuple[int, ...]) -> Place:
         if not is_distributed(tensor):
             return Place(tuple(tensor.shape), (0,) * tensor.dim(), tensor.dtype, holders)
-        key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)  # type: ignore[attr-defined]
+        key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)
         # the mesh lives as long as the model, and this as long as the entry
         if key not in self._places:
             piece = Piece.of(tensor)

@@ -239,7 +239,7 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
     if layout is None:
         yield
         return
-    compute = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    compute = dist._compute_bucket_assignment_by_size
 
     @functools.wraps(compute)
     def answer(
@@ -258,11 +258,11 @@ def _prescribed(layout: Layout | None) -> Iterator[None]:
         limits = [layout.first_cap] + [layout.cap] * (len(layout.buckets) - 1)
         return layout.buckets[::-1], limits[::-1]
 
-    dist._compute_bucket_assignment_by_size = answer  # type: ignore[attr-defined]
+    dist._compute_bucket_assignment_by_size = answer
     try:
         yield
     finally:
-        dist._compute_bucket_assignment_by_size = compute  # type: ignore[attr-defined]
+        dist._compute_bucket_assignment_by_size = compute
 
 
 def _agree(life: Life, layout: Layout | None, group: Any) -> Layout | None:
@@ -369,7 +369,7 @@ class _FirstBackward:
             config.first_bucket_bytes_cap,
             config.bucket_bytes_cap,
         ]
-        buckets, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        buckets, _ = dist._compute_bucket_assignment_by_size(
             [self._parameters[index] for index in self._arrived],
             limits,
             [False] * len(self._arrived),

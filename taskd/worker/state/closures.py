@@ -29,7 +29,7 @@ _SAMPLED = 64  # elements of each parameter that are compared, where versions do
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is torch's: those call closures before they write, and raise version counters."""
-    if shards.is_zero(optimizer) and not is_known(optimizer.optim):  # type: ignore[attr-defined]
+    if shards.is_zero(optimizer) and not is_known(optimizer.optim):
         return False
     return inspect.unwrap(type(optimizer).step).__module__.startswith("torch.")
 
@@ -80,7 +80,7 @@ class Closure:
         if life is None or unwritten is None:
             return self._function(*args, **kwargs)
         if unwritten.is_still_so():
-            self._holding.began = False
+            self._holding.is_half_way = False
             life.interrupts.release()
         result = self._function(*args, **kwargs)
         if (life := current()) is not None:

@@ -251,7 +251,7 @@ def _memory(
 def _kept(holding: Holding, named: Named, role: str) -> list[str]:
     """The parameters whose memory is this rank's, in the optimizer's order."""
     optimizer = holding.roles.optimizers[role]
-    keeper = optimizer.optim if role in holding.zeros() else optimizer  # type: ignore[attr-defined]
+    keeper = optimizer.optim if role in holding.zeros() else optimizer
     return [named.names[id(parameter)] for parameter in parameters_of(keeper)]
 
 

@@ -76,8 +76,8 @@ class Holding:
         self.peers = Peers()  # known once restore() is complete
         self.on_dump: list[Callable[[Path], object]] = []
         self.step = 0
-        # the state changes, or may have: an optimizer stepped since the last commit
-        self.began = False
+        # between an optimizer's step and the commit: the state changes, or may have
+        self.is_half_way = False
         self.is_restored = False  # restore() is complete
         self.has_committed = False  # in this entry
         self.part = b""  # the per-rank part as of the last commit, pickled
@@ -101,7 +101,7 @@ class Holding:
             role
             for role, optimizer in self.roles.optimizers.items()
             if shards.is_zero(optimizer) and optimizer.world_size > 1
-        ]  # type: ignore[attr-defined]
+        ]
 
     # ------------------------------------------------------------ the per-rank part
 
@@ -174,7 +174,9 @@ class Holding:
         """
         self.detach()
         reason = (
-            "between optimizer.step() and commit()" if self.began else self.rollback.roll_back()
+            "between optimizer.step() and commit()"
+            if self.is_half_way
+            else self.rollback.roll_back()
         )
         self.parked_versions = {
             id(tensor): tensor._version

@@ -59,7 +59,7 @@ def _begin_step(holding: Holding, optimizer: torch.optim.Optimizer, args: Any, k
         return None
     if is_known:
         life.interrupts.is_held = True
-        holding.began = True
+        holding.is_half_way = True
     else:
         begin_update(life, holding)
     return closures.replaced(

@@ -107,7 +107,7 @@ class RandomStates:
     def __init__(self) -> None:
         self._python_mark = (
             _mark_at(id(random._inst) + _PYTHON_OFFSET) if _is_python_layout_known() else None
-        )  # type: ignore[attr-defined]
+        )
         self._torch_mark = _find_torch_mark()
         self._numpy: Any = None  # numpy.random.mtrand._rand, once somebody has imported it
         self._numpy_owner: Any = None

@@ -46,7 +46,7 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
             snapshots.is_allowed = agreed
     interrupts.is_held = True
     capture_pending(life, holding)
-    holding.began = True
+    holding.is_half_way = True
     life.mark(Phase.OPTIMIZER)
 
 
@@ -58,7 +58,7 @@ def commit(life: Life, holding: Holding) -> None:
     """
     interrupts, records, saving = life.interrupts, life.records, life.saving
     interrupts.is_held = True
-    holding.began = True  # whatever fails in here leaves a copy that is neither version
+    holding.is_half_way = True  # whatever fails in here leaves a copy that is neither version
     life.mark(Phase.COMMIT)
     holding.rollback.remember()
     holding.step += 1
@@ -72,7 +72,7 @@ def commit(life: Life, holding: Holding) -> None:
     if profile is not None:
         profile.step(version)
     life.mark(Phase.STEP)
-    holding.began, holding.has_committed = False, True
+    holding.is_half_way, holding.has_committed = False, True
     if saving.snapshots is not None:
         saving.snapshots.commit()
     # Still held: the supervisor takes a lock, which an Interrupted in the middle could leave taken.
