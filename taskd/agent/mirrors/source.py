@@ -2,7 +2,7 @@
 
 Owns what of them has a mirror, and the word in each arena that tells the rank so: while there is a
 mirror to wait for, ranks replace no snapshot before all of them have theirs
-(`taskd.worker.saving.snapshots`). A buddy that is not heard, or has no memory, is not waited for.
+(`taskd.worker.saving.snapshots`). A peer that is not heard, or has no memory, is not waited for.
 
 One snapshot at a time: offered, sent in pieces of which only a few are under way, verified by the
 peer node, kept. Runs in the thread of `taskd.agent.mirrors.mirroring`.
