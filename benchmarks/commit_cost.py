@@ -55,7 +55,7 @@ def median_us(
 def make_state(
     layers: int, *, norm: bool = False
 ) -> tuple[TrainState, torch.nn.Module, torch.optim.Optimizer]:
-    """A TrainState over a small network of `layers` layers, with AdamW and a scheduler, restored."""
+    """A restored TrainState over a network of `layers` layers, with AdamW and a scheduler."""
     life = Life(0, 1, 0, box=BlackBox.create(), interrupts=Interrupts(in_recoverable=True))
     life_module.set_current(life)
     parts = [

@@ -3,8 +3,8 @@
 Which communicators a worker has, how far each has come, and its last calls.
 
 The worker's side only arms libtaskd, which then records the calls of NCCL and HCCL by itself
-(csrc/collectives/collectives.c), and passes on what the runtime sees of backends that have no C functions to
-hook. Without libtaskd it does nothing.
+(csrc/collectives/collectives.c), and passes on what the runtime sees of backends that have no C
+functions to hook. Without libtaskd it does nothing.
 
 The reader copies the area three times. An entry counts if its mark is the same and complete in the
 first copy and in the last: then nobody has written to it while the one in between was made. What a

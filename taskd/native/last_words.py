@@ -7,8 +7,8 @@ stacks.
     start(box)     handlers (libtaskd) ----> read(box) after the death: LastWords
                    stacks on demand    <---- request(pid, box), then wait(box, ...)
 
-How they are written is in csrc/last_words/last_words.c. What a damaged box says is wrong, but reading it
-raises nothing. Knows no ranks.
+How they are written is in csrc/last_words/last_words.c. What a damaged box says is wrong, but
+reading it raises nothing. Knows no ranks.
 """
 
 from __future__ import annotations

@@ -275,6 +275,16 @@ def test_every_file_that_a_page_names_is_there(path: pathlib.Path) -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
+def test_the_pictures_of_the_ways_name_files_that_are_there() -> None:
+    named = re.findall(
+        r"(?m)^[ \w()]*?((?:csrc|agent|core|manager|native|worker)/[\w/]+\.(?:py|c))\b",
+        page("docs/design.md").partition("## 4.")[2],
+    )
+    assert {"core/job/settle.py", "worker/state/step.py"} <= set(named)
+    places = (ROOT, ROOT / "taskd")
+    assert not [name for name in named if not any((place / name).exists() for place in places)]
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: pathlib.Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):

@@ -108,8 +108,8 @@ def test_what_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("word", "is_one"), [
-    ("mirror", True), ("mirrors", True), ("mirroring", True), ("publisher", True), ("staging", True),
-    ("orphan", False), ("boundary", False),
+    ("mirror", True), ("mirrors", True), ("mirroring", True), ("publisher", True),
+    ("staging", True),     ("orphan", False), ("boundary", False),
 ])  # fmt: skip
 def test_forms_of_a_word_are_that_word(word: str, is_one: bool) -> None:
     assert is_known(word, {"mirror", "publish", "stage"}) is is_one

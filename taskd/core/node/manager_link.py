@@ -1,6 +1,7 @@
 """The manager as one node sees it: there, away or refusing; and what to do without one.
 
-How long that is, is `taskd.core.policy.patience`. A fault that nobody answers for too long ends in `FallBack`, plain torchrun behaviour.
+A fault that nobody answers for too long (`taskd.core.policy.patience`) ends in `FallBack`: plain
+torchrun behaviour.
 """
 
 from taskd.core import commands as do

@@ -1,6 +1,6 @@
 """How long a forkserver is waited for, and when another one is worth a try.
 
-Owns the limits, and counts silence and deaths. Knows no process: `taskd.agent.spawning.spawner` asks it.
+Owns the limits, and counts silence and deaths. Knows no process: the agent's `Spawner` asks it.
 
 - One that owes an answer (a start, or the end of a worker that has ended) and is stopped gives
   none. After a second that is no accident of the kernel's.

@@ -1,4 +1,4 @@
-"""RecoveryMachine: reports and agents that come while an emergency checkpoint is prepared or written."""
+"""RecoveryMachine: what comes while an emergency checkpoint is prepared or written."""
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_while_writers_come_to_an_end_only_those_that_have_not_count(saving) -> 
 
 
 def test_a_shard_that_no_writer_reaches_ends_the_job_without_a_checkpoint(manager) -> None:
-    """What is left of shard b is in the memory of node 1, whose only live rank has no whole copy."""
+    """Shard b is left in the memory of node 1 alone, whose only live rank has no whole copy."""
     job = manager(nodes=2, per_node=2, strategies="dump").joined()
     for rank in job.ranks:
         job.worker(ev.WorkerHolds, rank, "ab"[rank % 2])
