@@ -13,7 +13,7 @@ PAGE = (pathlib.Path(__file__).resolve().parents[3] / "docs" / "protocol.md").re
 
 
 def listed_messages() -> list[tuple[str, ...]]:
-    """Of each message: name, code, direction, fields, when. Lines: "- `A` (1), a → b: `c`. When"."""
+    """Of each message: name, code, direction, fields, when. As "- `A` (1), a → b: `c`. When"."""
     pattern = r"(?m)^- `(\w+)` \((\d+)\), ([^:]+): (`\w+`(?:, `\w+`)*)\. (.*)$"
     return re.findall(pattern, PAGE.replace("\n  ", " "))
 

@@ -231,7 +231,8 @@ def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"
         f"folder = {str(tmp_path)!r}\n"
-        "Profiler(life.profiling, None, 0, 'job', 0, folder, lambda status: said.set()).switch(710)\n"
+        "profiler = Profiler(life.profiling, None, 0, 'job', 0, folder, lambda _: said.set())\n"
+        "profiler.switch(710)\n"
         "said.wait(30)\n"
         "life.mark(Phase.FORWARD)\n"
     )
