@@ -337,7 +337,7 @@ def contents(roles):
 
 
 def identify(_member, kind, shard_id="", mesh_name="dp"):
-    """The identity before and after the first step of the optimizer, and what the rank holds then."""
+    """The identity before and after the optimizer's first step, and what the rank holds then."""
     model, optimizer, data = build(kind, mesh_name)
     roles = Roles.sort("train", {"model": model, "optimizer": optimizer})
     before = identity_of(roles, shard_id).shard

@@ -226,12 +226,13 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     code = (
-        "from taskd.worker.life import Life; from taskd.worker.profiling.profiler import Profiler; from "
-        "taskd.native.black_box import Phase\n"
+        "from taskd.worker.life import Life; from taskd.native.black_box import Phase\n"
+        "from taskd.worker.profiling.profiler import Profiler\n"
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"
-        f"Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, lambda status: said.set()).switch(710); "
-        "said.wait(30)\n"
+        f"profiler = Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, "
+        "lambda status: said.set())\n"
+        "profiler.switch(710); said.wait(30)\n"
         "life.mark(Phase.FORWARD)\n"
     )
     env = {
