@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from taskd.native.black_box import BlackBox, Phase
 
 
-class Supervisor(Protocol):
-    """Who follows the steps of this process, and speaks for it."""
+class Supervisor:
+    """Who follows the steps of this process, and speaks for it. This one: nobody."""
 
     def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
         """Report an event of this kind to the agent."""
@@ -40,26 +40,10 @@ class Supervisor(Protocol):
 
     def wants_more(self) -> bool:
         """An interrupt waits at the end of a step: whether another step is to be done first."""
-
-    def has_passed(self, error: RuntimeError) -> bool:
-        """The vote before a step ended with `error` here: whether it has passed for others."""
-
-
-class Unsupervised:
-    """Nobody: the process has no runtime."""
-
-    def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
-        """Nobody listens."""
-
-    def report_recovery(self) -> None:
-        """Nobody waits for it."""
-
-    def wants_more(self) -> bool:
-        """No."""
         return False
 
     def has_passed(self, error: RuntimeError) -> bool:  # noqa: ARG002
-        """No."""
+        """The vote before a step ended with `error` here: whether it has passed for others."""
         return False
 
 
@@ -196,7 +180,7 @@ class Life:
     records: Records = field(default_factory=Records)
     saving: Saving = field(default_factory=Saving)
     profiling: Switches = field(default_factory=Switches)
-    supervisor: Supervisor = field(default_factory=Unsupervised)
+    supervisor: Supervisor = field(default_factory=Supervisor)
     is_retired: bool = False  # TrainStates that are made from now on only count
 
     def mark(self, phase: Phase) -> None:

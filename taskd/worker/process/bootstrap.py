@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any
 
 from taskd.native.arenas import Arenas
@@ -29,32 +30,18 @@ class Bootstrap:
     gated: bool  # a recovery is going on: it replaces another process
     box_fd: int
     life_fd: int
-    channel_fd: int | None
-    previous_fd: int | None  # the predecessor's black box
-    arena_fds: tuple[int, ...]
+    channel_fd: int | None = None
+    previous_fd: int | None = None  # the predecessor's black box
+    arena_fds: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Bootstrap:
-        """As the agent made it for this incarnation."""
+        """As the agent made it for this incarnation. What is not known here is left out."""
+        known = {field.name for field in fields(cls)}
+        arenas = [name for name in sorted(given) if re.fullmatch("arena.*_fd", name)]
         return cls(
-            job_id=given["job_id"],
-            node_rank=given["node_rank"],
-            local_rank=given["local_rank"],
-            rank=given["rank"],
-            world_size=given["world_size"],
-            incarnation=given["incarnation"],
-            generation=given["generation"],
-            plain=given["plain"],
-            gated=given["gated"],
-            box_fd=given["box_fd"],
-            life_fd=given["life_fd"],
-            channel_fd=given.get("channel_fd"),
-            previous_fd=given.get("previous_fd"),
-            arena_fds=tuple(
-                given[name]
-                for name in sorted(given)
-                if name.startswith("arena") and name.endswith("_fd")
-            ),
+            **{name: value for name, value in given.items() if name in known},
+            arena_fds=tuple(given[name] for name in arenas),
         )
 
     def plain_life(self) -> Life:

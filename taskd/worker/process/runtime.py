@@ -23,7 +23,7 @@ from taskd.native import collectives, death_alarm, last_words
 from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
-from taskd.worker.life import of_process, set_current
+from taskd.worker.life import Supervisor, of_process, set_current
 from taskd.worker.process.bootstrap import Bootstrap, from_environment
 from taskd.worker.process.boundary import Boundary
 from taskd.worker.process.gate import Gate
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Runtime:
+class Runtime(Supervisor):
     """See the module. One per process; created in the main thread before the script runs."""
 
     def __init__(self, bootstrap: Bootstrap) -> None:
@@ -116,19 +116,19 @@ class Runtime:
     # ------------------------------------------------------------------ for a training step
 
     def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
-        """See `taskd.worker.life.Supervisor`."""
+        """See `Supervisor`."""
         self.uplink.tell(kind, cause, **fields)
 
     def report_recovery(self) -> None:
-        """See `taskd.worker.life.Supervisor`."""
+        """See `Supervisor`."""
         self.gate.report_recovery()
 
     def wants_more(self) -> bool:
-        """See `taskd.worker.life.Supervisor`."""
+        """See `Supervisor`."""
         return self._boundary.wants_more()
 
     def has_passed(self, error: RuntimeError) -> bool:
-        """See `taskd.worker.life.Supervisor`."""
+        """See `Supervisor`."""
         return self._boundary.has_passed(error)
 
     # ------------------------------------------------------------------ the runtime thread

@@ -19,10 +19,11 @@ import pytest
 
 from taskd.native.black_box import BlackBox, Phase
 from taskd.worker.life import Life
+from taskd.worker.profiling import files as profile_files
+from taskd.worker.profiling import marks
+from taskd.worker.profiling import profiler as profiling
 from taskd.worker.profiling.files import ProfileFiles, open_folder, part_of_path
-from taskd.worker.profiling.profiler import Profiler, marks
-from taskd.worker.profiling.profiler import files as profile_files
-from taskd.worker.profiling.profiler import profiler as profiling
+from taskd.worker.profiling.profiler import Profiler
 from tests.disks import small_disk
 from tests.unit.worker.rings import Ring
 
@@ -225,15 +226,13 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     code = (
-        "from taskd.worker.life import Life\n"
+        "from taskd.worker.life import Life; from taskd.native.black_box import Phase\n"
         "from taskd.worker.profiling.profiler import Profiler\n"
-        "from taskd.native.black_box import Phase\n"
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"
-        f"folder = {str(tmp_path)!r}\n"
-        "profiler = Profiler(life.profiling, None, 0, 'job', 0, folder, lambda _: said.set())\n"
-        "profiler.switch(710)\n"
-        "said.wait(30)\n"
+        f"profiler = Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, "
+        "lambda status: said.set())\n"
+        "profiler.switch(710); said.wait(30)\n"
         "life.mark(Phase.FORWARD)\n"
     )
     env = {

@@ -15,7 +15,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(WORKER.rglob("*.py"))
 }
-# From the lowest up. A room imports itself and those before it. Without a folder: a module.
+# From the lowest up: a room imports itself and those before it. Some are one module.
 ROOMS = (
     "exceptions",
     "profiling",
@@ -97,7 +97,7 @@ def test_a_function_fits_on_a_screen_and_a_file_has_one_noun() -> None:
 
 
 def test_a_process_has_one_singleton() -> None:
-    """What a module keeps and writes again later, but that something was said or installed."""
+    """Besides it, modules only remember that something was said or installed."""
     written = {
         f"{module}.{name}"
         for module, path in MODULES.items()
