@@ -20,22 +20,22 @@ PAGE = ROOT / "docs" / "glossary.md"
 # Parts whose names are promised to users (docs/compat.md) or are Python's own.
 _ELSEWHERE = ("taskd/api/", "taskd/python/")
 _PLAIN = """
-    accounting activity address agreement anew back base began binding bucket call callback
-    canonical channel child choice client clock closure codec collective command communication
-    config connection content context copier copy copying core ctypes data dcp detector
-    diagram domain elastic end ending error event examination exception exchange executor exit
-    explorer fail failed fall file finish flat folder give guarded hang heard held histories
-    history hold host inbox index interpreter invariant join kernel kill kind know known last
-    launcher layout leave leaving left libraries library link liveness load log loop loss lost
-    machine main may memory message metadata name native network no object order outbox outer
-    owner pair part patch path pause payload periodic permission piece policy position profile
-    profiler profiling program progress protocol quarantine raise random rang ready receive
-    recover reduced refuse register repeat replace replay report request restoration return
-    returned rollback rule run runtime save saver schema script send server service set
-    setting shell signal signature simulation small source spawn spawner speaker start stop
-    stopped store stream switch table tell test text timed torchrun trace train transition
-    translate transport uncaught unpickling upstream user value vitals wait warmth watch wire
-    world zeromq
+    abort accounting activity address anew back base began binding bucket call callback
+    canonical channel child choice chunk client clock closure codec collective command
+    communication config connection content context copier copy copying core course ctypes
+    data dcp detector diagram domain elastic encoder end ending error event examination
+    exception exchange executor exit explorer fail failed fall file finish flat folder give
+    guarded hang heard held histories history hold hook host inbox index interpreter
+    invariant join kernel kill kind know known last launcher layout leave leaving left
+    libraries library link liveness load log loop loss lost machine main may memory message
+    metadata name native network no object order outbox outer owner pair part patch path
+    pause payload periodic permission piece policy position profile profiler profiling
+    program progress protocol raise random rang ready receive recover reduced refuse
+    register repeat replace replay report request return returned rollback rule run runtime
+    save saver scaler schema script send server service set setting shell signal signature
+    simulation small source spawn spawner speaker start stop stopped store stream switch
+    table target target tell test text timed torchrun trace train transition translate transport uncaught
+    unpickling upstream user value vitals wait warmth watch wire world zeromq
 """
 PLAIN = frozenset(_PLAIN.split())
 _ENDINGS = ("", "s", "es", "d", "ed", "ped", "ing", "ning", "r", "er", "al", "ation")
