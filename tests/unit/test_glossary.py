@@ -34,8 +34,8 @@ _PLAIN = """
     register repeat replace replay report request return returned rollback rule run runtime
     save saver scaler schema script send server service set setting shell signal signature
     simulation small source spawn spawner speaker start stop stopped store stream switch
-    table target target tell test text timed torchrun trace train transition translate transport uncaught
-    unpickling upstream user value vitals wait warmth watch wire world zeromq
+    table target tell test text timed torchrun trace train transition translate transport
+    uncaught unpickling upstream user value vitals wait warmth watch wire world zeromq
 """
 PLAIN = frozenset(_PLAIN.split())
 _ENDINGS = ("", "s", "es", "d", "ed", "ped", "ing", "ning", "r", "er", "al", "ation")
