@@ -84,14 +84,8 @@ def main(args):
         optimizer.load_state_dict(checkpoint["optimizer"])
         scheduler.load_state_dict(checkpoint["scheduler"])
         print(f"=> loaded {args.resume} (epoch {args.start_epoch})", flush=True)
-    state = taskd.TrainState(
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        epoch=args.start_epoch,
-        batch=0,
-        best_acc1=best_acc1,
-    )
+    state = taskd.TrainState(model=model, optimizer=optimizer, scheduler=scheduler,
+                             epoch=args.start_epoch, batch=0, best_acc1=best_acc1)  # fmt: skip
     state.restore()
     train_sampler = DistributedSampler(TRAIN_SET, seed=args.seed) if dist.is_initialized() else None
     val_sampler = DistributedSampler(VAL_SET, shuffle=False) if dist.is_initialized() else None
