@@ -86,7 +86,7 @@ class Timeouts:
             restart_grace_s=min(5.0, t / 6),
             dump_s=60 * t,
             give_up_grace_s=t,
-            examine_s=0.25,
+            examine_s=1.0,  # 0.25 s was not enough on a machine with more to do than processors
             hang_floor_s=hang_floor_s,
             hang_wait_s=max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
             hang_busy_s=10 * max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),

@@ -194,7 +194,7 @@ class TestNode:
         self.kill(job)
         self.replace(job)
         deadline = job.machine.next_deadline()
-        assert deadline == pytest.approx(job.now - 0.01 + 0.25)
+        assert deadline == pytest.approx(job.now - 0.01 + job.timeouts.examine_s)
         assert kinds(job.send(ev.Tick, at=deadline)) == ["SignalWorker", "SpawnWorker"]
         assert job.worker(ev.WorkerExamined, 1, "too late", incarnation=0) == []
 
