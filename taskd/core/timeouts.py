@@ -43,9 +43,8 @@ class Timeouts:
     give_up_grace_s: float  # SIGTERM to SIGKILL when the job ends: users save in their handlers
     examine_s: float  # a rank that hangs has this long to write down its stacks before SIGKILL
     hang_floor_s: float  # nobody is taken for hanging sooner
-    hang_wait_s: (
-        float  # nor sooner than this if all wait for the network, or it does not run at all
-    )
+    # nor sooner than this if all wait for the network, or it does not run at all
+    hang_wait_s: float
     hang_busy_s: float  # ... nor sooner than this while something is going on in it
     hang_ceiling_s: float  # nor later, however long steps and checkpoints were
 

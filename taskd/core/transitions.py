@@ -4,6 +4,7 @@ Owns the look-up, and the loop from one event to everything that follows from it
 in no table is a bug, and the error carries the story.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ def settle(state: MachineState, follow_ups: Iterable[FollowUp]) -> Commands:
 State = TypeVar("State", bound=MachineState)
 
 
-class Machine(Generic[State]):
+class Machine(ABC, Generic[State]):
     """A state and its tables. The shell calls `handle` with every event.
 
     Args:
@@ -169,9 +170,9 @@ class Machine(Generic[State]):
         state.story.commands(commands)
         return commands
 
+    @abstractmethod
     def next_deadline(self) -> float | None:
         """When `Tick` is due, on the clock of the events; None: nothing is waited for."""
-        raise NotImplementedError
 
     def _answer(self, event: Event) -> Commands:
         """The move for this event, then everything that follows from the state."""

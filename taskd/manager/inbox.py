@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from taskd.core import events
-from taskd.core.speakers import objection
+from taskd.core.job.speakers import objection
 from taskd.errors import RemoteProtocolError
 from taskd.manager.guarded import SHOWN_CHARACTERS
 from taskd.manager.sessions import Session, show_peer

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from taskd.clock import MonotonicClock
 from taskd.core import events
-from taskd.core.leaving import Leaving
+from taskd.core.policy.leaving import Leaving
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.inbox import Inbox

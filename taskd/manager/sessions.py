@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from taskd.core.speakers import Quarantine
+from taskd.core.job.speakers import Quarantine
 from taskd.log import SayOnce
 
 log = logging.getLogger(__name__)

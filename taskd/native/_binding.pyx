@@ -1,5 +1,8 @@
 # cython: language_level=3
-"""libtaskd as Python functions: converts types and turns a negative errno into NativeLibraryError. No policy."""
+"""libtaskd as Python functions: converts types, raises NativeLibraryError for a negative errno.
+
+No policy.
+"""
 
 import os
 
@@ -100,11 +103,24 @@ def collectives_reset():
 
 
 def collectives_see(uint64_t communicator, str name not None, int64_t entered, int64_t left):
-    _check("taskd_collectives_see", c.taskd_collectives_see(communicator, name.encode(), entered, left))
+    _check(
+        "taskd_collectives_see",
+        c.taskd_collectives_see(communicator, name.encode(), entered, left),
+    )
 
 
-def collectives_add(uint64_t communicator, str name not None, int64_t number, int64_t size, int64_t enter_ns, int64_t leave_ns):
-    _check("taskd_collectives_add", c.taskd_collectives_add(communicator, name.encode(), number, size, enter_ns, leave_ns))
+def collectives_add(
+    uint64_t communicator,
+    str name not None,
+    int64_t number,
+    int64_t size,
+    int64_t enter_ns,
+    int64_t leave_ns,
+):
+    _check(
+        "taskd_collectives_add",
+        c.taskd_collectives_add(communicator, name.encode(), number, size, enter_ns, leave_ns),
+    )
 
 
 def names_numeric(str library not None):

@@ -18,7 +18,14 @@ cdef extern from "taskd.h" nogil:
     int taskd_collectives_start(int box_fd) noexcept
     int taskd_collectives_reset() noexcept
     int taskd_collectives_see(uint64_t id, const char *name, int64_t entered, int64_t left) noexcept
-    int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t bytes, int64_t enter_ns, int64_t leave_ns) noexcept
+    int taskd_collectives_add(
+        uint64_t id,
+        const char *name,
+        int64_t number,
+        int64_t bytes,
+        int64_t enter_ns,
+        int64_t leave_ns,
+    ) noexcept
     int taskd_names_numeric(const char *library) noexcept
     uint64_t taskd_copy_checksummed(void *destination, const void *source, size_t count) noexcept
     uint64_t taskd_checksum(const void *source, size_t count) noexcept

@@ -383,6 +383,27 @@ def test_modules_import_each_other_only_where_it_is_known(at_run_time, known) ->
     assert not gone, f"no such circle any more: take it from the list, or shorten it: {gone}"
 
 
+def room_of(name: str, package: str) -> str | None:
+    """The folder or the file of `package` that the module lies in, None outside of it."""
+    if name == package or not is_within(name, package):
+        return None
+    return name.removeprefix(package + ".").partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    "package", ["taskd", "taskd.core", "taskd.agent", "taskd.manager", "taskd.worker"]
+)
+def test_rooms_of_a_package_do_not_import_each_other_in_a_circle(package: str) -> None:
+    rooms: Imports = {}
+    for name, imported in imports_among_us(at_run_time=False).items():
+        room = room_of(name, package)
+        if room is not None:
+            seen = {other for each in imported if (other := room_of(each, package)) is not None}
+            rooms.setdefault(room, set()).update(seen - {room})
+    assert len(rooms) > 3
+    assert circles(rooms) == []
+
+
 def long_functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions of more lines than are allowed, from `def` to the end, docstring included."""
     return [

@@ -1,7 +1,7 @@
 """What `Interrupt` does to this process: groups are aborted, the main thread leaves the function.
 
 Owns when, and how often it is tried. Runs in the runtime's thread. Which step is finished first is
-decided by `taskd.core.unwinding`.
+decided by `taskd.core.policy.unwinding`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from taskd.core.unwinding import Course, course_of
+from taskd.core.policy.unwinding import Course, course_of
 from taskd.worker.process.orders import Where
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from taskd.core.leaving import GRACE_IS_OVER, Leaving
+from taskd.core.policy.leaving import GRACE_IS_OVER, Leaving
 
 
 def test_it_stays_once_for_sigterm_where_the_job_is_saved() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from taskd.core import events
+from taskd.core.job.speakers import HARM_LIMIT, Quarantine, objection
 from taskd.core.marks import Mark
-from taskd.core.speakers import HARM_LIMIT, Quarantine, objection
 
 MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from taskd.core.unwinding import Course, course_of
+from taskd.core.policy.unwinding import Course, course_of
 
 
 @pytest.mark.parametrize(
