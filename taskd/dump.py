@@ -1,7 +1,5 @@
 """`python -m taskd.dump ls|show|verify PATH`, also `taskd dump ...`: a look at checkpoints."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from datetime import datetime

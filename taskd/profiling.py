@@ -4,20 +4,15 @@ For jobs without a cluster service. Writes what the manager of the job reads onc
 (`taskd.manager.profiling_switch`), in one step, so that it never sees half a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
+import pathlib
 import sys
-from typing import TYPE_CHECKING
 
 from taskd.config import PROFILING_SWITCH_ENV, profiling_switch
 from taskd.core.profiling import COMMUNICATION, DEFAULT_DOMAIN, SWITCHES, asked_by, code_of
 from taskd.manager.profiling_switch import parse_switches, read_switches
 from taskd.replaced import replaced
-
-if TYPE_CHECKING:
-    import pathlib
 
 
 def write_switches(path: pathlib.Path, switches: dict[str, bool]) -> None:

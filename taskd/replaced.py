@@ -1,15 +1,11 @@
 """A file that another process reads: it is replaced as a whole, or stays as it is."""
 
-from __future__ import annotations
-
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from pathlib import Path
+from typing import TextIO
 
 _MODE = 0o644
 

@@ -1,15 +1,11 @@
 """Turns exceptions into False and a log line, as the documented functions promise."""
 
-from __future__ import annotations
-
 import functools
 import logging
-from typing import TYPE_CHECKING, ParamSpec
+from collections.abc import Callable
+from typing import ParamSpec
 
 from taskd.errors import ConfigError, TransportError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 

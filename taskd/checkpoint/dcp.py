@@ -1,8 +1,6 @@
 """DCP's description of a piece of a tensor or of a plain value that is to be written."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -11,9 +9,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def value_item(name: str) -> WriteItem:

@@ -10,16 +10,14 @@ Writers tell each other nothing but by these files, so that a writer's death can
 one. A part that is there belongs to the publisher. Knows nothing of tensors.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from taskd.checkpoint import files, manifest, owners
 from taskd.checkpoint.names import (
@@ -31,9 +29,6 @@ from taskd.checkpoint.names import (
     removed_name,
 )
 from taskd.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 

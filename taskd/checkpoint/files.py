@@ -3,21 +3,16 @@
 Knows nothing of what they hold, but refuses links and pipes in their place.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import hashlib
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from taskd.errors import CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _READ_BYTES = 4 << 20  # SHA-256 reaches its full rate far below
 _AT_FDCWD = -100

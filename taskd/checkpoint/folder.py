@@ -4,20 +4,15 @@ Needs no torch: what a file holds is the business of load.py. Never deletes anyt
 periodic checkpoints of the same job.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from taskd.checkpoint import files, manifest
 from taskd.checkpoint.draft import discard
+from taskd.checkpoint.manifest import Manifest
 from taskd.checkpoint.names import Kind, parse_final, parse_hidden
 from taskd.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from taskd.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True)

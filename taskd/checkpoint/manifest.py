@@ -6,20 +6,16 @@ Owns the format and its strict reading: nothing in a file is believed before its
 type of each value are right. Needs no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from taskd.checkpoint import files
 from taskd.checkpoint.names import MAX_VERSION, Kind
 from taskd.errors import CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORMAT = 1
 FILE_NAME = "taskd.json"

@@ -4,11 +4,10 @@ The unpickler knows the classes that DCP writes there and nothing else; what com
 checked value by value.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -16,13 +15,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
 from taskd.checkpoint import files
-from taskd.checkpoint.manifest import METADATA_NAME, is_count
+from taskd.checkpoint.manifest import METADATA_NAME, Manifest, is_count
 from taskd.errors import CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from taskd.checkpoint.manifest import Manifest
 
 _DCP_CLASSES = (
     "ChunkStorageMetadata",

@@ -10,8 +10,6 @@
 loaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

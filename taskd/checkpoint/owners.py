@@ -5,8 +5,6 @@ A process is named by the boot of its kernel, its namespace of process ids, its 
 so it counts as alive.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

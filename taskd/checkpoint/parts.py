@@ -3,18 +3,14 @@
 JSON, because nothing that comes from a file is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from taskd.checkpoint import files
 from taskd.checkpoint.manifest import MAX_BYTES, FileEntry
 from taskd.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ of bytes is cut into equal parts, at the beginning of a row. So the parts are ev
 to ask another one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 from taskd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
 
 # A piece is copied off its device, and read back, as a whole: this bounds the memory that saving
 # and loading need beside the state.
@@ -43,7 +39,7 @@ class Piece:
     tensor: torch.Tensor
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Piece:
+    def of(cls, tensor: torch.Tensor) -> "Piece":
         """What this rank holds of a tensor: the local shard of a DTensor, else all of it.
 
         Needs no process group.

@@ -3,15 +3,13 @@
 DCP's metadata, the manifest, and one rename that makes it exist.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
 import pickle
 import socket
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -30,9 +28,6 @@ from taskd.checkpoint.draft import Draft, sweep
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
 from taskd.checkpoint.names import Kind, final_name
 from taskd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

@@ -6,22 +6,18 @@ that is never published; the next one is another folder, and whoever publishes t
 former one: its writers have ended, or have said that they left it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from taskd.checkpoint.draft import Draft, leave_former
 from taskd.checkpoint.names import Kind
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import refuse, write
 from taskd.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

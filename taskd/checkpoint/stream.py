@@ -3,23 +3,19 @@
 And who says how far the writing is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import io
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from taskd.checkpoint.manifest import FileEntry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 

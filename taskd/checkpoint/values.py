@@ -6,19 +6,15 @@ Anything else is refused when it is saved, by name and type: what could not be l
 as if it had been saved.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from taskd.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 # Numbers and texts of other libraries (numpy's float64, enumerations) become the ones that they are

@@ -1,10 +1,7 @@
 """Addresses: host and port in one text, where the manager listens, where it is found."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
-from typing import TYPE_CHECKING
 
 from taskd.config.names import (
     BIND_ADDR_ENV,
@@ -13,10 +10,7 @@ from taskd.config.names import (
     POD_IP_ENV,
     PORT_ENV,
 )
-from taskd.config.values import refusal, switch
-
-if TYPE_CHECKING:
-    from taskd.config.values import Environment, Settings
+from taskd.config.values import Environment, Settings, refusal, switch
 
 DEFAULT_HOST = "127.0.0.1"
 MANAGER_PORT = 9601

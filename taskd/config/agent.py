@@ -1,7 +1,5 @@
 """The settings of the agent inside torchrun."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re
@@ -62,7 +60,7 @@ class AgentConfig:
         rendezvous_host: str | None = None,
         wait_for_exit: bool = False,
         own_address: str | None = None,
-    ) -> AgentConfig:
+    ) -> "AgentConfig":
         """From the environment.
 
         `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.

@@ -1,10 +1,7 @@
 """What several processes of one job are told alike: its name, secret, times, strategies."""
 
-from __future__ import annotations
-
 import os
 import pathlib
-from typing import TYPE_CHECKING
 
 from taskd.config.names import (
     FAULT_TIMEOUT_ENV,
@@ -15,12 +12,9 @@ from taskd.config.names import (
     SECRET_FILE_ENV,
     STRATEGY_ENV,
 )
-from taskd.config.values import listed, refusal, seconds
+from taskd.config.values import Environment, listed, refusal, seconds
 from taskd.core.policy.ladder import STRATEGY_NAMES
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
-
-if TYPE_CHECKING:
-    from taskd.config.values import Environment
 
 DEFAULT_JOB_ID = "default_job"
 DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s

@@ -1,17 +1,11 @@
 """Where log lines go, and from which level on."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from taskd.config.names import FILE_LOG_LEVEL_ENV, LOG_PATH_ENV, LOG_STDOUT_ENV, STD_LOG_LEVEL_ENV
-from taskd.config.values import choice
-
-if TYPE_CHECKING:
-    from taskd.config.values import Environment
+from taskd.config.values import Environment, choice
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 DEFAULT_LEVEL = "INFO"
@@ -28,7 +22,7 @@ class LogConfig:
     to_std: bool = True
 
     @classmethod
-    def load(cls, environment: Environment = os.environ) -> LogConfig:
+    def load(cls, environment: Environment = os.environ) -> "LogConfig":
         """From TASKD_LOG_PATH, TASKD_FILE_LOG_LEVEL, TASKD_STD_LOG_LEVEL, TASKD_LOG_STDOUT."""
         return cls(
             directory=pathlib.Path(environment.get(LOG_PATH_ENV) or DEFAULT_DIRECTORY),

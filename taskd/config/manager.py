@@ -1,10 +1,8 @@
 """The settings of the manager."""
 
-from __future__ import annotations
-
 import os
+import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from taskd.config.addresses import bind_address
 from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
@@ -16,13 +14,17 @@ from taskd.config.names import (
     PROCESS_ENABLE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
-from taskd.config.values import checked, count, refusal, seconds, switch, typed
+from taskd.config.values import (
+    Environment,
+    Settings,
+    checked,
+    count,
+    refusal,
+    seconds,
+    switch,
+    typed,
+)
 from taskd.core.timeouts import DEFAULT_HANG_CEILING_S, DEFAULT_HANG_FLOOR_S
-
-if TYPE_CHECKING:
-    import pathlib
-
-    from taskd.config.values import Environment, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class HangConfig:
     ceiling_s: float = DEFAULT_HANG_CEILING_S
 
     @classmethod
-    def load(cls, environment: Environment = os.environ) -> HangConfig:
+    def load(cls, environment: Environment = os.environ) -> "HangConfig":
         """From the environment."""
         floor_s = seconds(environment, HANG_FLOOR_ENV, DEFAULT_HANG_FLOOR_S)
         ceiling_s = seconds(environment, HANG_CEILING_ENV, DEFAULT_HANG_CEILING_S)
@@ -70,7 +72,7 @@ class ManagerConfig:
     @classmethod
     def load(
         cls, config: Settings | None = None, environment: Environment = os.environ
-    ) -> ManagerConfig:
+    ) -> "ManagerConfig":
         """From the dict of `init_taskd_manager` and the environment.
 
         plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.

@@ -1,10 +1,7 @@
 """Where checkpoints, profiles and the profiling switch are."""
 
-from __future__ import annotations
-
 import os
 import pathlib
-from typing import TYPE_CHECKING
 
 from taskd.config.names import (
     CHECKPOINT_ENV,
@@ -12,9 +9,7 @@ from taskd.config.names import (
     PROFILING_PATH_ENV,
     PROFILING_SWITCH_ENV,
 )
-
-if TYPE_CHECKING:
-    from taskd.config.values import Environment
+from taskd.config.values import Environment
 
 DEFAULT_CHECKPOINT_DIR = "./taskd_checkpoints"
 # What a cluster mounts into its pods; profiling goes there if it is there.

@@ -1,7 +1,5 @@
 """The settings of a relay, and of an agent that drives callbacks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class RelayConfig:
     @classmethod
     def load(
         cls, config: Settings | None = None, environment: Environment = os.environ
-    ) -> RelayConfig:
+    ) -> "RelayConfig":
         """From Listen-, UpstreamAddr, Listen-, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
@@ -49,7 +47,7 @@ class CallbackAgentConfig:
     @classmethod
     def load(
         cls, config: Settings | None = None, environment: Environment = os.environ
-    ) -> CallbackAgentConfig:
+    ) -> "CallbackAgentConfig":
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         framework = config.get("Framework")

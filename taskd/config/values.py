@@ -3,8 +3,6 @@
 Every error is a `ConfigError` that says what is accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TypeVar
 

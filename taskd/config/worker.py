@@ -1,7 +1,5 @@
 """The settings of a training process without agent."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 
@@ -35,7 +33,7 @@ class WorkerConfig:
         disk_limit_mb: object,
         framework: object,
         environment: Environment = os.environ,
-    ) -> WorkerConfig:
+    ) -> "WorkerConfig":
         """From the arguments of `init_taskd_worker` and the environment."""
         rank = natural("rank_id", rank_id)
         disk_limit = natural("upper_limit_of_disk_in_mb", disk_limit_mb)

@@ -5,20 +5,15 @@ Owns the reading of the file. What the switches mean and when a rank is told aga
 whatever is in it, nothing is raised.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
 import os
+import pathlib
 import stat
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from taskd.core.profiling import ALL_OFF, SWITCHES, Switchboard, asked_by, code_of
-
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Callable, Collection
 
 log = logging.getLogger(__name__)
 

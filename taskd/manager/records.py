@@ -4,23 +4,17 @@ Owns the files recoveries.jsonl and story-<generation>.jsonl in the log director
 cannot be written costs one warning, never the job.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
+import pathlib
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from taskd.clock import wall_time
+from taskd.core.commands import RecoveryRecord
+from taskd.core.faults import Fault
 from taskd.log import make_directory
-
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Callable, Iterable
-
-    from taskd.core.commands import RecoveryRecord
-    from taskd.core.faults import Fault
 
 log = logging.getLogger(__name__)
 

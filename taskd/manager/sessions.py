@@ -6,8 +6,6 @@ Owns the tie between a connection's identity, a position in the job and an incar
 nothing about recovery.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import dataclass, field

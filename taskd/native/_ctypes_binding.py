@@ -4,17 +4,13 @@ For machines with a C compiler but without Python's headers: Debian installs Pyt
 and nothing here is called often enough to need compiled code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from taskd.errors import NativeLibraryError
 from taskd.native.library import LIBRARY_PATH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BUILT_FOR_ABI = 2  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
 

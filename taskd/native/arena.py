@@ -15,8 +15,6 @@ does not fit does not exist, and `problems()` says why. Knows neither torch nor 
 due.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 
@@ -65,7 +63,7 @@ class Arena:
     # ------------------------------------------------------------ making one
 
     @classmethod
-    def create(cls, shard_bytes: int, file: int | None = None) -> Arena:
+    def create(cls, shard_bytes: int, file: int | None = None) -> "Arena":
         """A new, empty arena for a state of `shard_bytes`: twice that and 1 %, allocated at once.
 
         `file`: an empty memfd (`node_memory.empty_file`) to make it in; its descriptor then belongs
@@ -92,7 +90,7 @@ class Arena:
             ) from error
 
     @classmethod
-    def attach(cls, fd: int) -> Arena:
+    def attach(cls, fd: int) -> "Arena":
         """The arena behind a descriptor, which from now on belongs to the result.
 
         Never fails: one that is no arena holds no snapshots, and `problems()` says what it is.

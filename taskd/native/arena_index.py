@@ -10,8 +10,6 @@ msgpack maps and lists of plain values, nothing executable:
 neither torch nor shared memory.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

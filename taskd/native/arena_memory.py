@@ -18,8 +18,6 @@ covers that of the index, and the index those of the tensors. A tensor of more t
 has the checksum of its pieces' checksums.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -103,7 +101,7 @@ class Memory:
         self.damaged: dict[int, str] = {}
 
     @classmethod
-    def format(cls, fd: int, capacity: int, copier: Copier) -> Memory:
+    def format(cls, fd: int, capacity: int, copier: Copier) -> "Memory":
         """A file of the right size, made an empty arena. Raises OSError: it cannot be mapped."""
         memory = cls(fd, capacity, copier)
         with suppress(OSError, ValueError):

@@ -1,7 +1,5 @@
 """A snapshot in the making, in one of the two buffers of an arena."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from taskd.errors import ArenaError

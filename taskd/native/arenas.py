@@ -12,17 +12,12 @@ descriptors. An arena cannot grow: for a state that has, the next file is taken,
 the one before is given back when the new one holds two snapshots.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from taskd.errors import ArenaError
 from taskd.native import node_memory
 from taskd.native.arena import Arena
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _FILES = 3  # optimizer memory that is made in the first step, and one more change of the model
 
@@ -35,7 +30,7 @@ class Arenas:
         self._open: dict[int, Arena] = {}  # by descriptor
 
     @classmethod
-    def create(cls) -> Arenas:
+    def create(cls) -> "Arenas":
         """Empty files for a rank. Raises OSError: no descriptor is left."""
         found: list[int] = []
         try:

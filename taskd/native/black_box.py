@@ -13,8 +13,6 @@ once, and each payload is marked as incomplete while it is written. What the dea
 written is what the reader sees: the memory is the same.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct
@@ -105,7 +103,7 @@ _RANGES = (
 
 
 # Boxes that this process has open, for `_disarm_in_child` alone.
-_open_boxes: weakref.WeakSet[BlackBox] = weakref.WeakSet()
+_open_boxes: "weakref.WeakSet[BlackBox]" = weakref.WeakSet()
 
 
 class BlackBox(Payloads):
@@ -128,7 +126,7 @@ class BlackBox(Payloads):
         _open_boxes.add(self)
 
     @classmethod
-    def create(cls) -> BlackBox:
+    def create(cls) -> "BlackBox":
         """A new, empty box.
 
         Mode 0600, closed on exec, of fixed size (a shorter file would kill its readers by SIGBUS).
@@ -156,7 +154,7 @@ class BlackBox(Payloads):
         return box
 
     @classmethod
-    def attach(cls, fd: int) -> BlackBox:
+    def attach(cls, fd: int) -> "BlackBox":
         """The box behind an inherited descriptor, which from now on belongs to the result.
 
         Raises:

@@ -4,8 +4,6 @@ Knows nothing of what they mean. Each is marked as incomplete while it is writte
 checksum: what is damaged, or was being written when the process died, does not exist.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 

@@ -6,8 +6,6 @@ Knows addresses only; who calls answers for them. Both release the interpreter l
 A checksum says which of the two made it by its kind: readers need the same one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from typing import Protocol

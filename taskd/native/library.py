@@ -3,8 +3,6 @@
 Knows nothing of what they do.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shlex

@@ -5,8 +5,6 @@ answers that takes as long as the resolver's timeouts. Knows no stores: one call
 torch is loaded.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from functools import cache

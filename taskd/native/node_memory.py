@@ -16,21 +16,16 @@ at the same time. What limits a memfd:
 The size of /dev/shm does not: that is another mount.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from taskd.errors import ArenaError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE_BYTES = 4096  # of layouts; the kernel's may be larger
 

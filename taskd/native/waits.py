@@ -5,8 +5,6 @@ csrc/imports/waits.c says why and how. Without libtaskd, or with a torch that wa
 no groups: callers name threads.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -6,24 +6,18 @@ Owns which attributes decide nothing: the story, the clock and cause of the even
 only goes into records.
 """
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from taskd.core.events import Event
 from taskd.core.job.record import Attempt
 from taskd.core.policy.leases import Deadlines
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Machine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from taskd.core.events import Event
 
 AnyMachine = TypeVar("AnyMachine")
 _NO_DECISION = frozenset(

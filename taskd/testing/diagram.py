@@ -7,8 +7,6 @@ Owns the form of the picture alone. An arrow is named after what takes it: an ev
 deadline that has come (`clock.OVERDUE`).
 """
 
-from __future__ import annotations
-
 from taskd.core.events import AgentLeft
 from taskd.core.job.clock import OVERDUE
 from taskd.core.job.machine import TRANSITIONS

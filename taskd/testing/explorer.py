@@ -10,8 +10,6 @@ A scope has two nodes with one rank each where nothing else is said. Owns the se
 happen in a world is `taskd.testing.small`'s to say.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -11,8 +11,6 @@ what a history is and what must hold at its end. Whether a job is stuck is
 `taskd.testing.liveness`'s to say.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import random

@@ -5,14 +5,13 @@ All or none, once, and never at the price of a broken torchrun.
 Runs while torch.distributed.run is half imported: nothing here may import that module.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect
 import logging
+from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +20,6 @@ from taskd.config.launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ The parameters are compared by name before anything is changed. Sources that we 
 are pinned by hash in tests/compat/test_torch_seams.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))  # from, up to but not including: those that the tests run on

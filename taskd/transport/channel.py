@@ -4,8 +4,6 @@ It keeps message bounds. Owns the descriptor it is given. Nothing is named in th
 there is nothing to clean up and nobody else can connect. Must not know what the bytes mean.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 

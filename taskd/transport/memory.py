@@ -4,8 +4,6 @@ Owns no thread and no clock: `poll` never waits, it returns at once whatever the
 know messages.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 

@@ -8,15 +8,13 @@ it, and the router lets in only the client key of that secret (a ZAP handler tha
 `poll`). Must not know messages.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import ipaddress
 import logging
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import zmq
 from zmq.utils import z85
@@ -24,9 +22,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import TransportError
 from taskd.transport.base import MAX_FRAME_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +62,7 @@ def _endpoint(address: str) -> str:
 class _Socket:
     """What router and dealer share."""
 
-    def __init__(self, kind: int, address: str, beside: _Socket | None) -> None:
+    def __init__(self, kind: int, address: str, beside: "_Socket | None") -> None:
         self._owns_context = beside is None
         self._context: zmq.Context[zmq.Socket[bytes]] = (
             zmq.Context() if beside is None else beside._context  # noqa: SLF001

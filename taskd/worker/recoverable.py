@@ -5,24 +5,19 @@ tensors is `taskd.worker.restore.parking`. Outside a taskd job the decorator ret
 function returns and does nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from taskd.errors import Interrupted, StateError
 from taskd.worker.exceptions.text import drop_frames
-from taskd.worker.life import current
+from taskd.worker.life import Life, current
 from taskd.worker.process import runtime as runtime_module
 from taskd.worker.process.orders import Where
-
-if TYPE_CHECKING:
-    from taskd.worker.life import Life
-    from taskd.worker.process.runtime import Runtime
+from taskd.worker.process.runtime import Runtime
 
 log = logging.getLogger(__name__)
 

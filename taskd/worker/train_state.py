@@ -6,14 +6,15 @@ objects are held by `taskd.worker.state.holding`; the order of a commit is
 commit() counts and restore() finds nothing.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from taskd.errors import StateError
-from taskd.worker.life import current
+from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import Roles, is_plain
 from taskd.worker.restore.restoration import Restored, restore
 from taskd.worker.saving.contents import directory_of
@@ -21,13 +22,6 @@ from taskd.worker.saving.periodic import save
 from taskd.worker.state import step
 from taskd.worker.state.holding import Holding, Settings
 from taskd.worker.state.phases import checkpointing
-
-if TYPE_CHECKING:
-    import os
-    import pathlib
-    from collections.abc import Callable
-
-    from taskd.worker.life import Life
 
 
 class TrainState:

@@ -5,22 +5,15 @@ before it goes out, and said in its smallest form (`taskd.core.reduced`) if it b
 more so if the manager refuses it. Knows no sockets.
 """
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from taskd.core import events
 from taskd.core.reduced import reduced
 from taskd.errors import ProtocolError
 from taskd.log import SayOnce
 from taskd.wire import translate
-from taskd.wire.messages import MESSAGE_BY_CODE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from taskd.core import events
-    from taskd.wire.messages import Message, Rejected
+from taskd.wire.messages import MESSAGE_BY_CODE, Message, Rejected
 
 log = logging.getLogger(__name__)
 

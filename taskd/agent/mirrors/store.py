@@ -8,24 +8,18 @@ answered from a table under a lock that is never held for longer than a look at 
 Which mirrors may be begun is `taskd.core.policy.mirroring`'s business.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 from taskd.core.policy.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.log import SayOnce
+from taskd.native.arena import Arena
 from taskd.native.arena_copy import Incoming, Outline
 from taskd.native.arenas import Arenas
 from taskd.wire.mirroring import DAMAGED, GO, KEPT, LATER, REFUSED, TAKEN, Answer, Offer, Piece
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from taskd.native.arena import Arena
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ fresh interpreter. If it dies, the workers live on: the agent is subreaper, too.
 the end of the forkserver, and the choice between the two ways to start it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -20,17 +18,19 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import taskd
 from taskd.agent.spawning import processes, server
-from taskd.agent.spawning.protocol import Ready, Wire, reply_from, request_message
+from taskd.agent.spawning.protocol import (
+    Ready,
+    Reply,
+    SpawnRequest,
+    Wire,
+    reply_from,
+    request_message,
+)
 from taskd.errors import ForkserverError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from taskd.agent.spawning.protocol import Reply, SpawnRequest
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Forkserver:
         self._is_reaped = False
 
     @classmethod
-    def start(cls, mode: str = "auto", preload: Sequence[str] = ()) -> Forkserver:
+    def start(cls, mode: str = "auto", preload: Sequence[str] = ()) -> "Forkserver":
         """Start one; returns at once, it preloads while the caller goes on.
 
         Args:

@@ -3,18 +3,13 @@
 Imports neither torch nor numpy: it looks at what is already loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import logging
 import random
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,12 @@ Who holds threads or devices, pidfds, signals to a whole worker, how a process e
 Owns no process and keeps no state. Must not know torch, messages or policy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # of a process whose parent took the truth to its grave: most likely what killed it too
 UNKNOWN_STATUS = -signal.SIGKILL

@@ -4,8 +4,6 @@ Owns what happens from the start of the script to the end of the process: what a
 do with `python -u script.py` or `python -u -m module`, with the runtime around it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.machinery
 import os

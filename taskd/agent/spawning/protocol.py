@@ -4,8 +4,6 @@ Each message is a 4-byte big-endian length and a msgpack map; descriptors travel
 (SCM_RIGHTS). Knows neither processes nor torch.
 """
 
-from __future__ import annotations
-
 import array
 import os
 import socket

@@ -5,8 +5,6 @@ TASKD_PRELOAD), opens no device, starts no thread, and ends when the agent's end
 closes, taking the workers along. `taskd.agent.spawning.forkserver` starts it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging
@@ -15,12 +13,15 @@ import select
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 from taskd.agent.spawning import child, libraries, processes, warmth
 from taskd.agent.spawning.protocol import (
     Exited,
     Ready,
+    Reply,
+    SpawnRequest,
     Started,
     StartFailed,
     Wire,
@@ -29,11 +30,6 @@ from taskd.agent.spawning.protocol import (
 )
 from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from taskd.agent.spawning.protocol import Reply, SpawnRequest
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,6 @@ Its state, what it waits in, what it and everything it started have used up. Rea
 proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s business.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from contextlib import suppress
@@ -32,9 +30,9 @@ class Activity:
     others_s: float  # of the processes that it started, also of those that have ended
     main_io: int  # bytes read and written by the main thread
     threads_io: int  # ... by the other threads
-    threads: dict[int, Thread] = field(default_factory=dict)
+    threads: "dict[int, Thread]" = field(default_factory=dict)
 
-    def longest_runnable_s(self, earlier: Activity) -> float:
+    def longest_runnable_s(self, earlier: "Activity") -> float:
         """Seconds since `earlier` for which the busiest thread ran or waited for a processor."""
         elapsed_s = self.looked_at - earlier.looked_at
         found = [
@@ -55,7 +53,7 @@ class Thread:
     sleeps: int = 0  # how often it gave its processor up
     is_ready: bool = False  # it runs or waits for a processor now
 
-    def runnable_since(self, earlier: Thread, elapsed_s: float) -> float:
+    def runnable_since(self, earlier: "Thread", elapsed_s: float) -> float:
         """How many of the `elapsed_s` seconds since that look it ran or waited for a processor."""
         if self.is_ready and earlier.is_ready and self.sleeps == earlier.sleeps:
             return elapsed_s  # also where the wait is not over yet

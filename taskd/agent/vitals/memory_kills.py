@@ -5,8 +5,6 @@ memory: in the control group of this process (its workers share it), and on the 
 it names them in its log, if we may read that. Decides nothing, and must not know ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -4,15 +4,10 @@ Owns the rule, for both sides: the node that sends and the node that keeps. Plai
 threads of an agent can hand it to each other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from taskd.core import commands
-
-if TYPE_CHECKING:
-    from taskd.core.commands import Command
+from taskd.core.commands import Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +23,7 @@ class MirrorPermission:
     generation: int = 0
     version: int = 0
 
-    def after(self, command: Command) -> MirrorPermission:
+    def after(self, command: Command) -> "MirrorPermission":
         """What holds when the manager has given this command."""
         match command:
             case commands.Interrupt():

@@ -1,7 +1,5 @@
 """How a worker obeys `Interrupt`: whether it leaves its step at once, or ends it first."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -3,18 +3,14 @@
 Each has a number. What a machine answers is remembered, so that each question is asked once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.job.machine import RecoveryMachine
+from taskd.core.node import NodeMachine
 from taskd.testing.canonical import NO_STORY, fork, key
-
-if TYPE_CHECKING:
-    from taskd.core.job.machine import RecoveryMachine
-    from taskd.core.node import NodeMachine
 
 
 class Machines:

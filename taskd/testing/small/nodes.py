@@ -1,7 +1,5 @@
 """The agents and the manager of a small world, the channels between them, and its time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from taskd.core import commands as do

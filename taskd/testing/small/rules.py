@@ -1,7 +1,5 @@
 """What can happen next in a small world, faults among it, and how it begins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ How much may go wrong in it, its workers, and everything that tells two of its m
 What can happen is `taskd.testing.small.rules`'s to say.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

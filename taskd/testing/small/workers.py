@@ -5,18 +5,14 @@ A worker enters ("enter", a collective in which it gets its state), then votes o
 manager: who hears what a worker says is handed in.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.faults import Fault, FaultKind
 from taskd.testing.small.state import WAITING, Draft, Scope, State, Violation, Worker, place
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _GONE = "RuntimeError: Connection closed by peer"
 

@@ -3,8 +3,6 @@
 Whether an exception is what the death of somebody else looks like.
 """
 
-from __future__ import annotations
-
 from taskd.worker.exceptions.text import chain, text_of
 
 # What gloo, NCCL, HCCL and TCPStore say when a peer is gone (torch 2.13). Lower case; any one is

@@ -3,16 +3,12 @@
 Never their text, which may hold a time, an address, a pid.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from types import TracebackType
+from typing import Any
 
 # the innermost ones: who called whom further out says little, and differs where a function calls
 # itself

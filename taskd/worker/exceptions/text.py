@@ -6,13 +6,8 @@ Anything may be raised by a script: an exception whose str() raises or takes meg
 is no valid Unicode, whose causes form a circle, or whose traceback cannot be rendered.
 """
 
-from __future__ import annotations
-
 import traceback
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 _MAX_DETAIL_CHARS = 500
 _MAX_TRACEBACK_CHARS = 16_000  # a message must stay far below the frame limit

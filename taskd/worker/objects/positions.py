@@ -7,8 +7,6 @@ entry: asking some of them starts their processes, which fetch ahead at once, be
 set the epoch. Until then the state that was restored, or none, stands for it.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import random
@@ -103,7 +101,7 @@ class Positions:
                 self._restored[role] = copy.deepcopy(position)
                 write_position(self._objects[role], position)
 
-    def unknown_since(self, before: Positions) -> list[str]:
+    def unknown_since(self, before: "Positions") -> list[str]:
         """Roles whose object was used in the entry `before`, and whose state then is not known."""
         return sorted(
             role

@@ -11,11 +11,10 @@ Owns which object counts as what, and the names of its tensors. Knows neither bl
   box at every commit.
 """
 
-from __future__ import annotations
-
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +23,6 @@ from taskd.errors import StateError
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.positions import check_loader, walks_data
 from taskd.worker.objects.scalers import load_scaler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _PLAIN = (int, float, str, bool, bytes, complex, type(None))
 # A state_dict with more tensor bytes than this, or with a DTensor, is taken for a replica (an EMA),
@@ -50,7 +46,7 @@ class Roles:
     values: dict[str, Any] = field(default_factory=dict)  # plain values
 
     @classmethod
-    def sort(cls, state_name: str, objects: dict[str, Any]) -> Roles:
+    def sort(cls, state_name: str, objects: dict[str, Any]) -> "Roles":
         """Sort the arguments of `TrainState(...)`.
 
         Raises:

@@ -1,7 +1,5 @@
 """Gradient scalers: read without asking the device, and put back as if no step had begun."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,19 +11,15 @@ not survive a recovery: what is kept is the local tensor and a `Sharding`, and t
 again on the mesh of the new generation.
 """
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects import units
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)

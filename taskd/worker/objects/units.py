@@ -12,17 +12,13 @@ parts of that. What lasts is the local shard, to which all of them point between
 written by the optimizer alone, so a pass may be cut short anywhere.
 """
 
-from __future__ import annotations
-
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 _FLAT_NAME = "_flat_param"  # by which torch registers a flat parameter in the module within
 # memory that a pass fills and empties

@@ -1,14 +1,10 @@
 """Making every collective of an old generation raise, one way per backend."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Any
 
 log = logging.getLogger(__name__)
 

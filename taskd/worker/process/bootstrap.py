@@ -1,7 +1,5 @@
 """What the agent hands to the process that it starts (docs/protocol.md, "bootstrap")."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,7 +33,7 @@ class Bootstrap:
     arena_fds: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Bootstrap:
+    def of(cls, given: dict[str, Any]) -> "Bootstrap":
         """As the agent made it for this incarnation. What is not known here is left out."""
         known = {field.name for field in fields(cls)}
         arenas = [name for name in sorted(given) if re.fullmatch("arena.*_fd", name)]

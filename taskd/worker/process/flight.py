@@ -6,8 +6,6 @@ not keep when a gloo collective was complete: a call that is seen complete for t
 at the latest then.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

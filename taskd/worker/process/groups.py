@@ -13,23 +13,19 @@ for two further generations; by then its threads have long come to rest. An oper
 itself has lost is ended by `taskd.native.waits`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
 from taskd.worker.process.aborting import abort_groups, open_sockets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 

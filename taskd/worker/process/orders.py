@@ -3,8 +3,6 @@
 Owns the condition under which all of it is written. Decides nothing.
 """
 
-from __future__ import annotations
-
 import enum
 import threading
 import time

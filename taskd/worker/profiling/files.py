@@ -7,18 +7,13 @@ Symbolic links are refused from the base on: the folder may be writable for othe
 would let them choose what is written to or removed.
 """
 
-from __future__ import annotations
-
 import os
+import pathlib
 import re
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Callable
 
 MAX_FILE_BYTES = 10 * 1024 * 1024
 GROUPS_FILE = "parallel_group.json"

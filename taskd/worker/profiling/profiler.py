@@ -12,29 +12,24 @@ the deque is full, marks are dropped and counted. What goes wrong here is report
 "exception" and logged once: training goes on.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
+import pathlib
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from taskd.config import profiling_base
 from taskd.core.profiling import Domain, Domains, asked_by, status_of
 from taskd.native import library
+from taskd.native.black_box import BlackBox
 from taskd.worker.profiling.calls import CallReader
 from taskd.worker.profiling.encoder import Encoder
 from taskd.worker.profiling.files import ProfileFiles
 from taskd.worker.profiling.marks import Profile, Switches
-
-if TYPE_CHECKING:
-    import pathlib
-    from collections.abc import Callable
-
-    from taskd.native.black_box import BlackBox
 
 log = logging.getLogger(__name__)
 

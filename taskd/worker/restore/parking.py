@@ -4,17 +4,12 @@ Owns what becomes of the entry's hooks, savers and records. Putting the parked s
 next entry built is `taskd.worker.restore.moving`.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from taskd.worker.life import Life
 from taskd.worker.objects import shards
 from taskd.worker.state import buckets
-
-if TYPE_CHECKING:
-    from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
 

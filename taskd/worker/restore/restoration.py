@@ -5,20 +5,20 @@ then its steps are followed. Its tensors are named once and handed on. Moving, r
 and reading are `moving`, `exchange`, `taskd.worker.saving.stored` and `loading`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
+import pathlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from taskd.checkpoint.folder import Checkpoint
 from taskd.clock import MonotonicClock
 from taskd.core import events
 from taskd.core.commands import Move
 from taskd.native.black_box import Phase
+from taskd.worker.life import Life
 from taskd.worker.objects.named import Named
 from taskd.worker.restore import exchange, loading, moving
 from taskd.worker.saving import stored
@@ -27,15 +27,8 @@ from taskd.worker.saving.snapshots import Snapshots
 from taskd.worker.state import hooks
 from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import decode_part
-from taskd.worker.state.holding import Peers
+from taskd.worker.state.holding import Holding, Peers
 from taskd.worker.state.logbook import logbook_of, parts_of
-
-if TYPE_CHECKING:
-    import pathlib
-
-    from taskd.checkpoint.folder import Checkpoint
-    from taskd.worker.life import Life
-    from taskd.worker.state.holding import Holding
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,13 @@ and is copied inside commit(). Knows neither TrainState nor agent: whoever makes
 their descriptors on.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,9 +27,6 @@ from taskd.errors import ArenaError, StateError
 from taskd.native.arena import PIECE_BYTES, Arena, Held, Snapshot, Writer
 from taskd.native.arena_index import room_for, room_for_rest
 from taskd.worker.saving.staging import Staging, mark
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ What is in it is `taskd.worker.saving.contents`, files are `taskd.checkpoint`'s 
 is the manager's.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.names import Kind
@@ -23,16 +23,11 @@ from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
 from taskd.errors import ArenaError, NativeLibraryError, StateError, TaskdError
 from taskd.native.arena import Arena
 from taskd.native.black_box import BlackBox
+from taskd.worker.life import Life
 from taskd.worker.saving import contents
 from taskd.worker.saving.stored import StoredSnapshot
 from taskd.worker.saving.stored import find as snapshot_of
 from taskd.worker.state import extras
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
 

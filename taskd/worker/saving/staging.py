@@ -5,14 +5,10 @@ into two pinned buffers in turn: while one is being filled, the other is read by
 neither arenas nor when a copy is due.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Staging:

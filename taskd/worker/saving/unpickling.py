@@ -6,8 +6,6 @@ Only what a snapshot is made of is let through: its own two records, paths, plai
 arrays. Everything else is refused by name.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

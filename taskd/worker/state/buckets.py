@@ -15,28 +15,22 @@ Not covered: static_graph=True and a fault at version 1 exactly (DDP makes its l
 there); a warning says so.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
 import logging
 import weakref
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from taskd.worker.life import current
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from taskd.worker.life import Life
+from taskd.worker.life import Life, current
 
 log = logging.getLogger(__name__)
 
@@ -420,7 +414,7 @@ class _Confirmation:
                 self._order, Layout((self._life.records.version or 0) + 1, buckets, *caps)
             )
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _Confirmation:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "_Confirmation":
         return _Confirmation()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,22 +6,17 @@ when steps are committed within such a pass: passes without a commit (a validati
 any case.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import dataloader, sampler
 
-from taskd.worker.life import current
+from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import tensors_in
-
-if TYPE_CHECKING:
-    from taskd.worker.life import Life
 
 log = logging.getLogger(__name__)
 

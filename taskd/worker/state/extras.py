@@ -8,15 +8,11 @@ other rank. The blob is pickled: it never leaves the processes of one rank (the 
 box is an unnamed file that only the agent and this rank's lives hold).
 """
 
-from __future__ import annotations
-
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 PROTOCOL = 5  # fixed: a replacement reads what its predecessor wrote
 

@@ -8,18 +8,14 @@ each a wrapper around the original: what a DataLoader's iterator does for the ne
 another way can be said with `checkpointing` and `evaluating`.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from taskd.native.black_box import Phase
 from taskd.worker.life import current
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _CHECKPOINT_FUNCTIONS = ("save", "load", "save_state_dict", "load_state_dict")
 

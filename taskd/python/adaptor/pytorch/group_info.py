@@ -4,8 +4,6 @@ The process groups of this rank as <base>/<job>/<rank>/parallel_group.json, for 
 profiles.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
