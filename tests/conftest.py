@@ -7,6 +7,7 @@ import os
 import pathlib
 import secrets
 
+import hypothesis
 import pytest
 
 from tests import lanes
@@ -14,6 +15,24 @@ from tests import lanes
 # Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s
 # each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+# Examples have no limit of time: a busy machine is no reason to fail. CI runs the same ones each
+# time; HYPOTHESIS_PROFILE=fresh looks for new ones.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("fresh", deadline=None, max_examples=2000)
+# For tests/mutants.py: the same few examples each time, and no search for a smaller one that fails.
+hypothesis.settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    database=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "local")
+)
 
 # Fresh in each run. The processes of xdist inherit it.
 SEED = os.environ.setdefault("TASKD_TEST_SEED", str(secrets.randbits(32)))

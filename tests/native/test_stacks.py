@@ -202,7 +202,7 @@ def test_a_process_that_is_gone_or_not_armed_gives_no_stacks(box, crashes):
 # ---------------------------------------------------------------------- reading
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     head=st.binary(max_size=layout.LAST_WORDS_BYTES), text=st.binary(max_size=2000), data=st.data()
 )

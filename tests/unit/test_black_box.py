@@ -183,7 +183,7 @@ def test_a_torn_layout_is_no_layout(box, monkeypatch):
     assert box.read_layout() is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

@@ -69,7 +69,7 @@ def test_an_entry_that_changed_while_it_was_copied_is_left_out() -> None:
     assert Collectives(Box(gone, gone, area())).communicators() == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.randoms(use_true_random=False), st.integers(0, 4096), st.booleans())
 def test_garbage_is_read_without_a_word(random, damage: int, whole: bool) -> None:
     content = bytearray(

@@ -125,9 +125,8 @@ def _must_wait_for_status(job: JobState, dump: EmergencyDump) -> bool:
     if dump.has_waited or not (is_kill_ordered or is_unknown):
         return False
     dump.has_waited = True
-    times = job.timeouts
-    patience_s = times.lost_grace_s if is_kill_ordered else times.communication_grace_s
-    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + patience_s
+    # As long as its agent waits before it kills what is dead and has no exit status.
+    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + job.timeouts.lost_grace_s
     job.awaited.clear()
     return True
 

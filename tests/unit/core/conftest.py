@@ -3,10 +3,8 @@
 Events with time and cause filled in, short names for what tests say often.
 """
 
-import os
 from typing import Any
 
-import hypothesis
 import pytest
 
 from taskd.core import commands as do
@@ -15,24 +13,6 @@ from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.timeouts import Timeouts
-
-# CI runs the same examples each time; a separate job with HYPOTHESIS_PROFILE=fresh looks for new
-# ones.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("fresh", deadline=None, max_examples=2000)
-# For tests/mutants.py: the same few examples each time, and no search for a smaller one that fails.
-hypothesis.settings.register_profile(
-    "mutants",
-    derandomize=True,
-    deadline=None,
-    max_examples=50,
-    database=None,
-    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
-)
-hypothesis.settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "local")
-)
 
 
 def fault(

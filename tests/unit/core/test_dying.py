@@ -216,7 +216,7 @@ class TestTheReason:
         job.lose(1)
         assert pause_all(job) == []
         assert only(job.tick(), do.Dump).reason == "rank 1 ended at step 5"
-        assert job.now < 102
+        assert job.now < 101 + job.timeouts.lost_grace_s
 
     def test_nor_where_nothing_is_saved(self, manager, make_fault) -> None:
         job = manager(strategies="exit").joined()

@@ -159,6 +159,6 @@ class AnyNodeHistory(RuleBasedStateMachine):
 
 
 AnyNodeHistory.TestCase.settings = settings(
-    max_examples=settings.default.max_examples, stateful_step_count=40, deadline=None
+    max_examples=settings.default.max_examples, stateful_step_count=40
 )
 TestAnyNodeHistory = AnyNodeHistory.TestCase

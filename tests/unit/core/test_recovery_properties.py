@@ -408,6 +408,6 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 AnyHistory.TestCase.settings = settings(
-    max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40, deadline=None
+    max_examples=settings.default.max_examples * 3 // 2, stateful_step_count=40
 )
 TestAnyHistory = AnyHistory.TestCase
