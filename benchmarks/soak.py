@@ -37,7 +37,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.measuring import RANKS, conditions, load_1min, parser, save, spread
-from benchmarks.soak_plan import MEMORY, plan_kills, size_of
+from benchmarks.soak_plan import MEMORY, descriptors_of, plan_kills, size_of
 from testbed.job import Job
 from testbed.proc import parent_of
 
@@ -84,6 +84,8 @@ class Watch:
         self._job, self._path, self._read = job, job.log_dir / "recoveries.jsonl", 0
         self.records: list[dict] = []
         self.samples: dict[str, list[Sample]] = {"manager": [], "agent": [], "forkserver": []}
+        # of each process, what kinds of descriptors it had since SETTLED, by their number
+        self.kinds: dict[str, dict[int, Counter[str]]] = {}
         self._pids: dict[str, int] = {}
 
     def follow(self) -> None:
@@ -130,6 +132,15 @@ class Watch:
         for name, pid in self._pids.items():
             with contextlib.suppress(OSError):  # the job has just ended
                 self.samples[name].append((len(self.records), size_of(pid)))
+                if len(self.records) >= SETTLED:
+                    kinds = descriptors_of(pid)
+                    self.kinds.setdefault(name, {}).setdefault(kinds.total(), kinds)
+
+    def more_descriptors(self, name: str, grown: dict) -> str:
+        """What a process has at last and did not have when it had settled."""
+        kinds = self.kinds.get(name, {})
+        now, then = kinds.get(grown["last"]), kinds.get(grown["settled"])
+        return "" if now is None or then is None else f"; more of {dict(now - then)}"
 
     def _spared(self) -> int:
         return int(self._job.env["SPARED"])
@@ -198,7 +209,9 @@ def run(directory: pathlib.Path, name: str, kills: int, seed: str) -> dict:
     }
     problems = unplanned(facts, watch.records, plan_kills(kills, RANKS, layout.spared, seed))
     problems += [
-        f"{who}: {problem}" for who, grown in growth.items() for problem in grown.pop("problems")
+        f"{who}: {problem}{watch.more_descriptors(who, grown['fds'])}"
+        for who, grown in growth.items()
+        for problem in grown.pop("problems")
     ]
     if codes != (0, 0):
         problems.append(f"torchrun and manager ended with {codes}")

@@ -5,8 +5,11 @@ Drawn from a seed, the same for the driver and for every rank. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
+from collections import Counter
 from typing import NamedTuple
 
 from testbed.proc import status_of
@@ -70,3 +73,12 @@ def size_of(pid: int) -> dict[str, int]:
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(fields["Threads"]),
     }
+
+
+def descriptors_of(pid: int) -> Counter[str]:
+    """How many descriptors a process has of each kind. Raises OSError: it is gone."""
+    kinds: Counter[str] = Counter()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since the look at the directory
+            kinds[re.sub(r"\d+", "N", os.readlink(entry.path))] += 1
+    return kinds
