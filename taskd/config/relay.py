@@ -7,6 +7,7 @@ from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, literal_address
 from taskd.config.job import fault_timeout, job_id, secret
 from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
 from taskd.config.values import Environment, Settings, checked, refusal
+from taskd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,6 @@ class CallbackAgentConfig:
     """An agent that drives callbacks (`init_taskd_agent`)."""
 
     job_id: str
-    framework: str
     upstream_address: str
     node_rank: int
     fault_timeout_s: float
@@ -51,17 +51,19 @@ class CallbackAgentConfig:
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         framework = config.get("Framework")
-        if framework == "PyTorch":
-            rank_name = RANK_ENV
-        elif framework == "MindSpore":
-            rank_name = MS_NODE_RANK_ENV
-        else:
-            raise refusal("Framework", framework, '"PyTorch" or "MindSpore"')
+        if framework == "MindSpore":
+            # msrun takes False for "no taskd here" and goes on by itself. After True it would leave
+            # all processes to start_taskd_agent, and end with 0 without having started one.
+            raise ConfigError(
+                "Framework='MindSpore' is not supported yet: taskd drives PyTorch only; msrun "
+                "looks after its processes itself, as without taskd"
+            )
+        if framework != "PyTorch":
+            raise refusal("Framework", framework, '"PyTorch"')
         return cls(
             job_id=job_id(environment),
-            framework=framework,
             upstream_address=literal_address(config, "Upstream", RELAY_PORT),
-            node_rank=_server_rank(config, environment.get(rank_name)),
+            node_rank=_server_rank(config, environment.get(RANK_ENV)),
             fault_timeout_s=fault_timeout(environment),
             secret=secret(environment),
         )

@@ -6,6 +6,7 @@ Each role does its work.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import os
@@ -23,10 +24,10 @@ import pytest
 import taskd
 from taskd import api
 from taskd.agent.clients import callbacks
-from taskd.api import agent as agent_module
-from taskd.api import manager as manager_module
-from taskd.api import proxy as proxy_module
-from taskd.api import worker as worker_module
+from taskd.api import taskd_agent_api as agent_module
+from taskd.api import taskd_manager_api as manager_module
+from taskd.api import taskd_proxy_api as proxy_module
+from taskd.api import taskd_worker_api as worker_module
 from taskd.config import LogConfig, ManagerConfig
 from taskd.core import events
 from taskd.manager.service import Service
@@ -145,6 +146,15 @@ def test_the_package_has_a_version_and_exactly_the_ten_functions() -> None:
     assert isinstance(taskd.__version__, str)
     assert tuple(sorted(api.__all__)) == NAMES
     assert all(callable(getattr(api, name)) for name in NAMES)
+
+
+@pytest.mark.parametrize("role", ["manager", "worker", "agent", "proxy"])
+def test_each_function_can_be_imported_from_the_module_of_its_role(role: str) -> None:
+    module = importlib.import_module(f"taskd.api.taskd_{role}_api")
+    own = {name for name in NAMES if name.endswith(f"_taskd_{role}")}
+    own |= {"register_func"} if role == "agent" else set()
+    assert {name for name in own if getattr(module, name) is getattr(api, name)} == own
+    assert own
 
 
 def test_signatures_are_the_documented_ones() -> None:
@@ -490,10 +500,16 @@ def test_a_wrong_agent_config_is_false(config, cls) -> None:
     assert api.start_taskd_agent() is None
 
 
-def test_mindspore_is_configured_but_not_run(caplog) -> None:
-    assert api.init_taskd_agent({"Framework": "MindSpore", "ServerRank": "0"}) is True
-    assert api.start_taskd_agent() is None
-    assert "only PyTorch is supported" in caplog.text
+def test_mindspore_is_told_at_once_that_it_has_to_manage_without_us(caplog) -> None:
+    """As msrun asks: first the agent, then MSRunPlugin; if there is neither, it works alone."""
+    from taskd.api.taskd_agent_api import init_taskd_agent, register_func, start_taskd_agent
+
+    assert init_taskd_agent({"Framework": "MindSpore"}) is False
+    assert "Framework='MindSpore' is not supported yet" in caplog.text
+    assert register_func("MONITOR", print) is False
+    assert start_taskd_agent() is None
+    with pytest.raises(ImportError):
+        importlib.import_module("taskd.python.framework.agent.ms_mgr.msrun_plugin")
 
 
 def test_the_rank_of_the_environment_is_the_default(monkeypatch) -> None:

@@ -312,24 +312,19 @@ def test_wrong_relay_settings_are_named(key: str, value: object) -> None:
     refusal(lambda: RelayConfig.load({key: value}, {}), key, repr(value))
 
 
-def test_an_agent_of_callbacks_finds_its_rank_by_framework() -> None:
+def test_an_agent_of_callbacks_finds_its_rank_in_settings_or_environment() -> None:
     loaded = CallbackAgentConfig.load({"Framework": "PyTorch"}, {"RANK": "1"})
-    assert loaded == CallbackAgentConfig("default_job", "PyTorch", "127.0.0.1:9602", 1, 30.0, None)
+    assert loaded == CallbackAgentConfig("default_job", "127.0.0.1:9602", 1, 30.0, None)
     loaded = CallbackAgentConfig.load(
-        {"Framework": "MindSpore", "UpstreamAddr": "::1", "UpstreamPort": "9"},
-        {"MS_NODE_RANK": "2"},
+        {"Framework": "PyTorch", "ServerRank": "7", "UpstreamAddr": "::1", "UpstreamPort": "9"},
+        {"RANK": "1"},
     )
-    assert (loaded.framework, loaded.upstream_address, loaded.node_rank) == (
-        "MindSpore",
-        "[::1]:9",
-        2,
-    )
-    assert (
-        CallbackAgentConfig.load(
-            {"Framework": "PyTorch", "ServerRank": "7"}, {"RANK": "1"}
-        ).node_rank
-        == 7
-    )
+    assert (loaded.upstream_address, loaded.node_rank) == ("[::1]:9", 7)
+
+
+def test_mindspore_is_refused_whatever_else_is_said() -> None:
+    with pytest.raises(ConfigError, match="Framework='MindSpore' is not supported yet"):
+        CallbackAgentConfig.load({"Framework": "MindSpore", "ServerRank": "0"}, {"RANK": "0"})
 
 
 @pytest.mark.parametrize(
@@ -341,7 +336,6 @@ def test_an_agent_of_callbacks_finds_its_rank_by_framework() -> None:
         ({"Framework": "PyTorch", "UpstreamAddr": "host"}, "UpstreamAddr"),
         ({"Framework": "PyTorch", "UpstreamPort": 9602}, "UpstreamPort"),
         ({"Framework": "PyTorch", "ServerRank": "x"}, "ServerRank"),
-        ({"Framework": "MindSpore"}, "ServerRank"),
     ],
 )
 def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: str) -> None:
