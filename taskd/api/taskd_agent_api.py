@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from taskd.api.veneer import as_bool
+from taskd.api.veneer import as_bool, warn_of_unknown_keys
 from taskd.config import CallbackAgentConfig
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None
     msrun then looks after its processes itself.
     """
     loaded = CallbackAgentConfig.load(config)
+    warn_of_unknown_keys("init_taskd_agent", config, loaded.KEYS)
     from taskd.agent.clients.callbacks import CallbackAgent  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 

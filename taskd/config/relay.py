@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
-from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, literal_address
+from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, address_of
 from taskd.config.job import fault_timeout, job_id, secret
 from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
 from taskd.config.values import Environment, Settings, checked, refusal
@@ -13,6 +14,8 @@ from taskd.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class RelayConfig:
     """The relay of one node (`init_taskd_proxy`)."""
+
+    KEYS: ClassVar = ("ListenAddr", "ListenPort", "UpstreamAddr", "UpstreamPort", "ServerRank")
 
     listen_address: str
     upstream_address: str
@@ -27,8 +30,8 @@ class RelayConfig:
         config = checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
         return cls(
-            listen_address=literal_address(config, "Listen", RELAY_PORT),
-            upstream_address=literal_address(config, "Upstream", MANAGER_PORT),
+            listen_address=address_of(config, "Listen", RELAY_PORT),
+            upstream_address=address_of(config, "Upstream", MANAGER_PORT),
             node_rank=_server_rank(config, rank_text),
             secret=secret(environment),
         )
@@ -37,6 +40,8 @@ class RelayConfig:
 @dataclass(frozen=True, slots=True)
 class CallbackAgentConfig:
     """An agent that drives callbacks (`init_taskd_agent`)."""
+
+    KEYS: ClassVar = ("Framework", "UpstreamAddr", "UpstreamPort", "ServerRank")
 
     job_id: str
     upstream_address: str
@@ -62,7 +67,7 @@ class CallbackAgentConfig:
             raise refusal("Framework", framework, '"PyTorch"')
         return cls(
             job_id=job_id(environment),
-            upstream_address=literal_address(config, "Upstream", RELAY_PORT),
+            upstream_address=address_of(config, "Upstream", RELAY_PORT),
             node_rank=_server_rank(config, environment.get(RANK_ENV)),
             fault_timeout_s=fault_timeout(environment),
             secret=secret(environment),

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from taskd.api import taskd_agent_api as agent_module
 from taskd.api import taskd_manager_api as manager_module
 from taskd.api import taskd_proxy_api as proxy_module
 from taskd.api import taskd_worker_api as worker_module
-from taskd.config import LogConfig, ManagerConfig
+from taskd.config import CallbackAgentConfig, LogConfig, ManagerConfig, RelayConfig
 from taskd.core import events
 from taskd.manager.service import Service
 from taskd.transport import zeromq
@@ -231,6 +232,42 @@ def test_a_manager_is_initialised_once_with_all_documented_keys(monkeypatch) -> 
     assert api.init_taskd_manager(config) is False
 
 
+def test_a_key_that_nobody_reads_is_named_with_the_one_that_was_meant(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TASKD_PORT", free_port())
+    assert api.init_taskd_manager({"node_num": 2, "cluster_infos": {}}) is True
+    assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamAdr": "::1"}) is True
+    assert api.init_taskd_agent(
+        {"Framework": "PyTorch", "ServerRank": "0", "other": ""}, Launcher([])
+    )
+    said = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    expected = (
+        "init_taskd_manager: 'node_num' .* has no effect: did you mean node_nums\\?",
+        "init_taskd_proxy: 'UpstreamAdr' .* has no effect: did you mean UpstreamAddr\\?",
+        "init_taskd_agent: 'other' .* has no effect; it knows Framework, UpstreamAddr, ",
+    )
+    assert len(said) == len(expected)
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.search(pattern, line), line
+
+
+def test_the_documented_keys_are_those_that_are_read() -> None:
+    page = (ROOT / "docs/compat.md").read_text().partition("Keys of `init_taskd_manager`:")[2]
+    manager, _, others = page.partition("Operators of")[0].partition("Keys of `init_taskd_agent`")
+    items = re.findall(r"(?m)^- (`.*)", manager)
+    named = [name for item in items for name in re.findall(r"`([a-z_]+)`", item)]
+    assert set(named) == {*ManagerConfig.KEYS, "default_job"}
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| (`[^|]*)\|", others)))
+    assert set(named) == {*RelayConfig.KEYS, *CallbackAgentConfig.KEYS}
+
+
+def test_a_pod_ip_that_nobody_knows_is_named_with_a_way_on(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("POD_IP", "no.such.host")
+    assert api.init_taskd_manager({}) is False
+    said = capsys.readouterr().err
+    assert "no.such.host:9601 cannot be bound: this host knows no such name" in said
+    assert "set POD_IP or TASKD_BIND_ADDR to an IP address of this host" in said
+
+
 def test_a_manager_that_is_switched_off_has_nothing_to_do(monkeypatch) -> None:
     monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off")
     assert api.init_taskd_manager({}) is True
@@ -340,7 +377,7 @@ def test_a_worker_of_our_agent_is_attached_to_its_runtime(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"ListenAddr": "localhost"},
+        {"ListenAddr": "no.such.host"},
         {"ListenPort": 9602},
         {"UpstreamAddr": ""},
         {"UpstreamPort": "x"},
@@ -489,7 +526,7 @@ def init(launcher: Any, port: str = "1") -> bool:
         ({"Framework": "PyTorch", "ServerRank": "0"}, None),
         ({"Framework": "PyTorch", "ServerRank": "0"}, object()),
         ({"Framework": "PyTorch", "ServerRank": "x"}, Launcher([])),
-        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "host"}, Launcher([])),
+        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "a:b:c"}, Launcher([])),
         ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": 9602}, Launcher([])),
         ([], Launcher([])),
     ],
