@@ -6,10 +6,10 @@ Each module here holds what its functions have initialised; shells are imported 
 started, so a training process never loads the manager.
 """
 
-from taskd.api.agent import init_taskd_agent, register_func, start_taskd_agent
-from taskd.api.manager import init_taskd_manager, start_taskd_manager
-from taskd.api.proxy import destroy_taskd_proxy, init_taskd_proxy
-from taskd.api.worker import destroy_taskd_worker, init_taskd_worker, start_taskd_worker
+from taskd.api.taskd_agent_api import init_taskd_agent, register_func, start_taskd_agent
+from taskd.api.taskd_manager_api import init_taskd_manager, start_taskd_manager
+from taskd.api.taskd_proxy_api import destroy_taskd_proxy, init_taskd_proxy
+from taskd.api.taskd_worker_api import destroy_taskd_worker, init_taskd_worker, start_taskd_worker
 
 __all__ = [
     "destroy_taskd_proxy",

@@ -1,11 +1,19 @@
-"""Turns exceptions into False and a log line, as the documented functions promise."""
+"""What the documented functions have in common.
+
+Exceptions become False and a log line; settings that nobody reads are named.
+"""
+
+from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
+from taskd.config import unknown
 from taskd.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -30,3 +38,16 @@ def as_bool(function: Callable[P, bool]) -> Callable[P, bool]:
         return False
 
     return wrapped
+
+
+def warn_of_unknown_keys(
+    function: str, config: Mapping[str, object] | None, known: tuple[str, ...]
+) -> None:
+    """One line for each key of `config` that has no effect and was probably meant to have one."""
+    for key, near in unknown(config, known):
+        log.warning(
+            "%s: %r is no setting of it and has no effect%s",
+            function,
+            key,
+            f": did you mean {near}?" if near else f"; it knows {', '.join(known)}",
+        )

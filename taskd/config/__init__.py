@@ -34,6 +34,7 @@ from taskd.config.paths import (
     profiling_switch,
 )
 from taskd.config.relay import CallbackAgentConfig, RelayConfig
+from taskd.config.values import unknown
 from taskd.config.worker import WorkerConfig
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
@@ -64,4 +65,5 @@ __all__ = [
     "profiling_switch",
     "split_address",
     "strategies",
+    "unknown",
 ]

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 
 from taskd.config.names import (
     BIND_ADDR_ENV,
@@ -12,6 +13,7 @@ from taskd.config.names import (
 )
 from taskd.config.values import Environment, Settings, refusal, switch
 
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([\w.-]*\w)?", re.ASCII)
 DEFAULT_HOST = "127.0.0.1"
 MANAGER_PORT = 9601
 RELAY_PORT = 9602
@@ -65,8 +67,6 @@ def bind_address(environment: Environment) -> str:
         key, text = POD_IP_ENV, environment.get(POD_IP_ENV)
     host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
     host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104
-    if not _is_literal(host):
-        raise refusal(key, text, "an IP address of this host")
     return join_address(host, port)
 
 
@@ -84,17 +84,17 @@ def pod_ip(environment: Environment = os.environ) -> str:
     return environment.get(POD_IP_ENV, "")
 
 
+def address_of(config: Settings, side: str, default_port: int) -> str:
+    """`<side>Addr`, an IP address or the name of a host, and `<side>Port`, as text."""
+    host = config.get(f"{side}Addr", DEFAULT_HOST)
+    if not isinstance(host, str) or not (_HOST_NAME.fullmatch(host) or _is_literal(host)):
+        raise refusal(f"{side}Addr", host, "an IP address or the name of a host")
+    return join_address(host, _port(f"{side}Port", config.get(f"{side}Port", str(default_port))))
+
+
 def _is_literal(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
-
-
-def literal_address(config: Settings, side: str, default_port: int) -> str:
-    """`<side>Addr` and `<side>Port`: an IP address (no host name) and a port as text."""
-    host = config.get(f"{side}Addr", DEFAULT_HOST)
-    if not isinstance(host, str) or not _is_literal(host):
-        raise refusal(f"{side}Addr", host, "an IPv4 or IPv6 address")
-    return join_address(host, _port(f"{side}Port", config.get(f"{side}Port", str(default_port))))

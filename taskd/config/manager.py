@@ -3,6 +3,7 @@
 import os
 import pathlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 from taskd.config.addresses import bind_address
 from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
@@ -51,10 +52,20 @@ class HangConfig:
 
 @dataclass(frozen=True, slots=True)
 class ManagerConfig:
-    """The manager of one job.
+    """The manager of one job (`init_taskd_manager`).
 
     `node_count` and `ranks_per_node` None: the agents' registrations give them.
     """
+
+    IGNORED: ClassVar = ("plugin_dir", "fault_recover", "taskd_enable", "cluster_infos")
+    KEYS: ClassVar = (
+        "job_id",
+        "node_nums",
+        "proc_per_node",
+        "profiling_switch",
+        "recover_strategy",
+        *IGNORED,
+    )
 
     job_id: str
     bind_address: str
@@ -75,7 +86,7 @@ class ManagerConfig:
     ) -> "ManagerConfig":
         """From the dict of `init_taskd_manager` and the environment.
 
-        plugin_dir, fault_recover, taskd_enable and cluster_infos are accepted and decide nothing.
+        The keys of `IGNORED` are accepted and decide nothing.
         """
         config = checked(config)
         for key in ("plugin_dir", "fault_recover", "taskd_enable"):

@@ -2,16 +2,20 @@
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
-from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, literal_address
+from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, address_of
 from taskd.config.job import fault_timeout, job_id, secret
 from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
 from taskd.config.values import Environment, Settings, checked, refusal
+from taskd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class RelayConfig:
     """The relay of one node (`init_taskd_proxy`)."""
+
+    KEYS: ClassVar = ("ListenAddr", "ListenPort", "UpstreamAddr", "UpstreamPort", "ServerRank")
 
     listen_address: str
     upstream_address: str
@@ -26,8 +30,8 @@ class RelayConfig:
         config = checked(config)
         rank_text = environment.get(RANK_ENV) or environment.get(MS_NODE_RANK_ENV) or "0"
         return cls(
-            listen_address=literal_address(config, "Listen", RELAY_PORT),
-            upstream_address=literal_address(config, "Upstream", MANAGER_PORT),
+            listen_address=address_of(config, "Listen", RELAY_PORT),
+            upstream_address=address_of(config, "Upstream", MANAGER_PORT),
             node_rank=_server_rank(config, rank_text),
             secret=secret(environment),
         )
@@ -37,8 +41,9 @@ class RelayConfig:
 class CallbackAgentConfig:
     """An agent that drives callbacks (`init_taskd_agent`)."""
 
+    KEYS: ClassVar = ("Framework", "UpstreamAddr", "UpstreamPort", "ServerRank")
+
     job_id: str
-    framework: str
     upstream_address: str
     node_rank: int
     fault_timeout_s: float
@@ -51,17 +56,19 @@ class CallbackAgentConfig:
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         framework = config.get("Framework")
-        if framework == "PyTorch":
-            rank_name = RANK_ENV
-        elif framework == "MindSpore":
-            rank_name = MS_NODE_RANK_ENV
-        else:
-            raise refusal("Framework", framework, '"PyTorch" or "MindSpore"')
+        if framework == "MindSpore":
+            # msrun takes False for "no taskd here" and goes on by itself. After True it would leave
+            # all processes to start_taskd_agent, and end with 0 without having started one.
+            raise ConfigError(
+                "Framework='MindSpore' is not supported yet: taskd drives PyTorch only; msrun "
+                "looks after its processes itself, as without taskd"
+            )
+        if framework != "PyTorch":
+            raise refusal("Framework", framework, '"PyTorch"')
         return cls(
             job_id=job_id(environment),
-            framework=framework,
-            upstream_address=literal_address(config, "Upstream", RELAY_PORT),
-            node_rank=_server_rank(config, environment.get(rank_name)),
+            upstream_address=address_of(config, "Upstream", RELAY_PORT),
+            node_rank=_server_rank(config, environment.get(RANK_ENV)),
             fault_timeout_s=fault_timeout(environment),
             secret=secret(environment),
         )

@@ -3,6 +3,7 @@
 Every error is a `ConfigError` that says what is accepted.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -27,6 +28,15 @@ def checked(config: object) -> Settings:
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
         raise refusal("config", config, "a dict with strings as keys")
     return config
+
+
+def unknown(config: Settings | None, known: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Each key that nobody reads, with the known one that is most like it, or ""."""
+    folded = {name.lower(): name for name in known}
+    near = {key: difflib.get_close_matches(key.lower(), folded, 1) for key in config or {}}
+    return [
+        (key, folded[found[0]] if found else "") for key, found in near.items() if key not in known
+    ]
 
 
 def typed(config: Settings, key: str, kind: type[T], accepted: str) -> T | None:

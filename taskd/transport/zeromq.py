@@ -13,8 +13,10 @@ import hashlib
 import ipaddress
 import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Sequence
+from socket import SOCK_STREAM, gaierror, getaddrinfo
 
 import zmq
 from zmq.utils import z85
@@ -145,7 +147,7 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
 class Router(_Socket):
     """Binds `address` and talks to many peers, addressed by their identity.
 
-    `address`: "host:port"; port 0: any free one.
+    `address`: "host:port"; port 0: any free one. A name is resolved first, which ZeroMQ would not.
     """
 
     def __init__(
@@ -170,7 +172,14 @@ class Router(_Socket):
         try:
             if secret is not None:
                 self._require(secret)
-            self._socket.bind(_endpoint(address))
+            self._socket.bind(_endpoint(_resolved(address)))
+        except gaierror as error:
+            self.close()
+            raise TransportError(
+                f"{address} cannot be bound: this host knows no such name ({error.strerror}); set "
+                "POD_IP or TASKD_BIND_ADDR to an IP address of this host, or TASKD_BIND_ADDR to * "
+                "for all of them"
+            ) from error
         except zmq.ZMQError as error:
             self.close()
             raise TransportError(_bind_failure(address, error)) from error
@@ -307,6 +316,16 @@ def _is_local(address: str) -> bool:
         return True  # inproc, ipc
     host = address.rpartition(":")[0].strip("[]")
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _resolved(address: str) -> str:
+    """`address` with the IP address, IPv4 if there is one, of the name in it."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not re.search(r"[^\d.]", host) or ":" in host:
+        return address
+    found = getaddrinfo(host, None, type=SOCK_STREAM)
+    host = str(min(found)[4][0])  # AF_INET comes before AF_INET6
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:

@@ -6,10 +6,12 @@ Each role does its work.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import logging
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -23,11 +25,11 @@ import pytest
 import taskd
 from taskd import api
 from taskd.agent.clients import callbacks
-from taskd.api import agent as agent_module
-from taskd.api import manager as manager_module
-from taskd.api import proxy as proxy_module
-from taskd.api import worker as worker_module
-from taskd.config import LogConfig, ManagerConfig
+from taskd.api import taskd_agent_api as agent_module
+from taskd.api import taskd_manager_api as manager_module
+from taskd.api import taskd_proxy_api as proxy_module
+from taskd.api import taskd_worker_api as worker_module
+from taskd.config import CallbackAgentConfig, LogConfig, ManagerConfig, RelayConfig
 from taskd.core import events
 from taskd.manager.service import Service
 from taskd.transport import zeromq
@@ -147,6 +149,15 @@ def test_the_package_has_a_version_and_exactly_the_ten_functions() -> None:
     assert all(callable(getattr(api, name)) for name in NAMES)
 
 
+@pytest.mark.parametrize("role", ["manager", "worker", "agent", "proxy"])
+def test_each_function_can_be_imported_from_the_module_of_its_role(role: str) -> None:
+    module = importlib.import_module(f"taskd.api.taskd_{role}_api")
+    own = {name for name in NAMES if name.endswith(f"_taskd_{role}")}
+    own |= {"register_func"} if role == "agent" else set()
+    assert {name for name in own if getattr(module, name) is getattr(api, name)} == own
+    assert own
+
+
 def test_signatures_are_the_documented_ones() -> None:
     def parameters(function) -> dict[str, Any]:
         return {name: item.default for name, item in inspect.signature(function).parameters.items()}
@@ -219,6 +230,42 @@ def test_a_manager_is_initialised_once_with_all_documented_keys(monkeypatch) -> 
     }
     assert api.init_taskd_manager(config) is True
     assert api.init_taskd_manager(config) is False
+
+
+def test_a_key_that_nobody_reads_is_named_with_the_one_that_was_meant(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("TASKD_PORT", free_port())
+    assert api.init_taskd_manager({"node_num": 2, "cluster_infos": {}}) is True
+    assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamAdr": "::1"}) is True
+    assert api.init_taskd_agent(
+        {"Framework": "PyTorch", "ServerRank": "0", "other": ""}, Launcher([])
+    )
+    said = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    expected = (
+        "init_taskd_manager: 'node_num' .* has no effect: did you mean node_nums\\?",
+        "init_taskd_proxy: 'UpstreamAdr' .* has no effect: did you mean UpstreamAddr\\?",
+        "init_taskd_agent: 'other' .* has no effect; it knows Framework, UpstreamAddr, ",
+    )
+    assert len(said) == len(expected)
+    for line, pattern in zip(said, expected, strict=True):
+        assert re.search(pattern, line), line
+
+
+def test_the_documented_keys_are_those_that_are_read() -> None:
+    page = (ROOT / "docs/compat.md").read_text().partition("Keys of `init_taskd_manager`:")[2]
+    manager, _, others = page.partition("Operators of")[0].partition("Keys of `init_taskd_agent`")
+    items = re.findall(r"(?m)^- (`.*)", manager)
+    named = [name for item in items for name in re.findall(r"`([a-z_]+)`", item)]
+    assert set(named) == {*ManagerConfig.KEYS, "default_job"}
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"(?m)^\| (`[^|]*)\|", others)))
+    assert set(named) == {*RelayConfig.KEYS, *CallbackAgentConfig.KEYS}
+
+
+def test_a_pod_ip_that_nobody_knows_is_named_with_a_way_on(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("POD_IP", "no.such.host")
+    assert api.init_taskd_manager({}) is False
+    said = capsys.readouterr().err
+    assert "no.such.host:9601 cannot be bound: this host knows no such name" in said
+    assert "set POD_IP or TASKD_BIND_ADDR to an IP address of this host" in said
 
 
 def test_a_manager_that_is_switched_off_has_nothing_to_do(monkeypatch) -> None:
@@ -330,7 +377,7 @@ def test_a_worker_of_our_agent_is_attached_to_its_runtime(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"ListenAddr": "localhost"},
+        {"ListenAddr": "no.such.host"},
         {"ListenPort": 9602},
         {"UpstreamAddr": ""},
         {"UpstreamPort": "x"},
@@ -479,7 +526,7 @@ def init(launcher: Any, port: str = "1") -> bool:
         ({"Framework": "PyTorch", "ServerRank": "0"}, None),
         ({"Framework": "PyTorch", "ServerRank": "0"}, object()),
         ({"Framework": "PyTorch", "ServerRank": "x"}, Launcher([])),
-        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "host"}, Launcher([])),
+        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "a:b:c"}, Launcher([])),
         ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": 9602}, Launcher([])),
         ([], Launcher([])),
     ],
@@ -490,10 +537,16 @@ def test_a_wrong_agent_config_is_false(config, cls) -> None:
     assert api.start_taskd_agent() is None
 
 
-def test_mindspore_is_configured_but_not_run(caplog) -> None:
-    assert api.init_taskd_agent({"Framework": "MindSpore", "ServerRank": "0"}) is True
-    assert api.start_taskd_agent() is None
-    assert "only PyTorch is supported" in caplog.text
+def test_mindspore_is_told_at_once_that_it_has_to_manage_without_us(caplog) -> None:
+    """As msrun asks: first the agent, then MSRunPlugin; if there is neither, it works alone."""
+    from taskd.api.taskd_agent_api import init_taskd_agent, register_func, start_taskd_agent
+
+    assert init_taskd_agent({"Framework": "MindSpore"}) is False
+    assert "Framework='MindSpore' is not supported yet" in caplog.text
+    assert register_func("MONITOR", print) is False
+    assert start_taskd_agent() is None
+    with pytest.raises(ImportError):
+        importlib.import_module("taskd.python.framework.agent.ms_mgr.msrun_plugin")
 
 
 def test_the_rank_of_the_environment_is_the_default(monkeypatch) -> None:

@@ -44,6 +44,12 @@ def test_an_address_that_cannot_be_bound_is_named(address: str) -> None:
         zeromq.Router(address)
 
 
+def test_the_name_of_this_host_can_be_bound() -> None:
+    router = zeromq.Router("localhost:0")
+    assert router.address.startswith("127.0.0.1:")
+    router.close()
+
+
 def test_an_address_that_makes_no_sense_cannot_be_connected_to() -> None:
     with pytest.raises(TransportError, match="host:port"):
         zeromq.Dealer("nonsense", "a")

@@ -91,6 +91,7 @@ def test_a_manager_takes_its_settings_from_dict_and_environment() -> None:
         ({"TASKD_BIND_ADDR": "[::1]:77"}, "[::1]:77"),
         ({"TASKD_BIND_ADDR": "[::1]"}, "[::1]:9601"),
         ({"POD_IP": ""}, "127.0.0.1:9601"),
+        ({"POD_IP": "some.host"}, "some.host:9601"),
     ],
 )
 def test_where_the_manager_listens(environment: dict, address: str) -> None:
@@ -139,8 +140,7 @@ def test_settings_are_a_dict_with_strings_as_keys(settings: object) -> None:
         ("TASKD_LOG_STDOUT", "no"),
         ("TASKD_PROCESS_ENABLE", "yes"),
         ("LOCAL_PROXY_ENABLE", "1"),
-        ("POD_IP", "a.b.c"),
-        ("TASKD_BIND_ADDR", "some.host"),
+        ("POD_IP", "a b"),
         ("TASKD_BIND_ADDR", "1.2.3.4:x"),
         ("TASKD_BIND_ADDR", "[::1"),
         ("TASKD_BIND_ADDR", "[::1]x"),
@@ -297,9 +297,10 @@ def test_a_relay_without_settings_has_the_documented_defaults() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("ListenAddr", "localhost"),
+        ("ListenAddr", "some host"),
         ("ListenAddr", 5),
-        ("UpstreamAddr", "a.b"),
+        ("ListenAddr", ""),
+        ("UpstreamAddr", "a.b:1"),
         ("ListenPort", 9602),
         ("ListenPort", "x"),
         ("UpstreamPort", "0"),
@@ -312,24 +313,45 @@ def test_wrong_relay_settings_are_named(key: str, value: object) -> None:
     refusal(lambda: RelayConfig.load({key: value}, {}), key, repr(value))
 
 
-def test_an_agent_of_callbacks_finds_its_rank_by_framework() -> None:
+def test_a_relay_takes_names_of_hosts() -> None:
+    loaded = RelayConfig.load({"ListenAddr": "localhost", "UpstreamAddr": "job-master-0"}, {})
+    assert loaded.listen_address == "localhost:9602"
+    assert loaded.upstream_address == "job-master-0:9601"
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("node_num", "node_nums"),
+        ("Node_Nums", "node_nums"),
+        ("nproc_per_node", "proc_per_node"),
+        ("strategy", "recover_strategy"),
+        ("colour", ""),
+    ],
+)
+def test_a_key_that_nobody_reads_is_found_with_the_nearest_one(key: str, near: str) -> None:
+    assert config.unknown({key: 1, "job_id": "j"}, ManagerConfig.KEYS) == [(key, near)]
+
+
+def test_keys_that_are_known_or_ignored_are_not_spoken_of() -> None:
+    for kind in (ManagerConfig, RelayConfig, CallbackAgentConfig):
+        assert config.unknown(dict.fromkeys(kind.KEYS, ""), kind.KEYS) == []
+    assert config.unknown(None, ManagerConfig.KEYS) == []
+
+
+def test_an_agent_of_callbacks_finds_its_rank_in_settings_or_environment() -> None:
     loaded = CallbackAgentConfig.load({"Framework": "PyTorch"}, {"RANK": "1"})
-    assert loaded == CallbackAgentConfig("default_job", "PyTorch", "127.0.0.1:9602", 1, 30.0, None)
+    assert loaded == CallbackAgentConfig("default_job", "127.0.0.1:9602", 1, 30.0, None)
     loaded = CallbackAgentConfig.load(
-        {"Framework": "MindSpore", "UpstreamAddr": "::1", "UpstreamPort": "9"},
-        {"MS_NODE_RANK": "2"},
+        {"Framework": "PyTorch", "ServerRank": "7", "UpstreamAddr": "::1", "UpstreamPort": "9"},
+        {"RANK": "1"},
     )
-    assert (loaded.framework, loaded.upstream_address, loaded.node_rank) == (
-        "MindSpore",
-        "[::1]:9",
-        2,
-    )
-    assert (
-        CallbackAgentConfig.load(
-            {"Framework": "PyTorch", "ServerRank": "7"}, {"RANK": "1"}
-        ).node_rank
-        == 7
-    )
+    assert (loaded.upstream_address, loaded.node_rank) == ("[::1]:9", 7)
+
+
+def test_mindspore_is_refused_whatever_else_is_said() -> None:
+    with pytest.raises(ConfigError, match="Framework='MindSpore' is not supported yet"):
+        CallbackAgentConfig.load({"Framework": "MindSpore", "ServerRank": "0"}, {"RANK": "0"})
 
 
 @pytest.mark.parametrize(
@@ -338,10 +360,9 @@ def test_an_agent_of_callbacks_finds_its_rank_by_framework() -> None:
         ({}, "Framework"),
         ({"Framework": "TensorFlow"}, "Framework"),
         ({"Framework": 3}, "Framework"),
-        ({"Framework": "PyTorch", "UpstreamAddr": "host"}, "UpstreamAddr"),
+        ({"Framework": "PyTorch", "UpstreamAddr": "tcp://host"}, "UpstreamAddr"),
         ({"Framework": "PyTorch", "UpstreamPort": 9602}, "UpstreamPort"),
         ({"Framework": "PyTorch", "ServerRank": "x"}, "ServerRank"),
-        ({"Framework": "MindSpore"}, "ServerRank"),
     ],
 )
 def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: str) -> None:

@@ -7,8 +7,8 @@ The manager decides, callbacks do it.
                                           ▼
                                       the launcher's workers
 
-With "PyTorch" the launcher is a SimpleElasticAgent, and its own methods are the callbacks that are
-not registered. Its workers know nothing of taskd, so any fault restarts the group of all nodes.
+The launcher is a SimpleElasticAgent, and its own methods are the callbacks that are not
+registered. Its workers know nothing of taskd, so any fault restarts the group of all nodes.
 Without a manager it behaves as torch's own loop does. Owns no process; must not import torch: the
 launcher's objects are used by their documented attributes.
 """
@@ -52,9 +52,9 @@ class CallbackAgent:
     """See the module. `register` callbacks, then `run`."""
 
     def __init__(self, config: CallbackAgentConfig, launcher: Any, clock: Clock) -> None:
-        """Raises `ConfigError` if `launcher` is not what the framework needs."""
+        """Raises `ConfigError` if `launcher` is no SimpleElasticAgent."""
         missing = [name for name in _NEEDED if not hasattr(launcher, name)]
-        if config.framework == "PyTorch" and missing:
+        if missing:
             raise ConfigError(
                 f"cls={launcher!r} is not accepted: expected an instance of torch's "
                 "SimpleElasticAgent "
@@ -72,11 +72,6 @@ class CallbackAgent:
         self._reported: set[int] = set()  # ranks whose present process is known to have failed
         self._failed_at: float | None = None  # since when a failure waits for the manager's answer
         self._manager: ManagerConnection | None = None  # while `run` does
-
-    @property
-    def framework(self) -> str:
-        """PyTorch or MindSpore."""
-        return self._config.framework
 
     def register(self, operator: str, function: Callable[..., Any]) -> None:
         """Use this callback instead of the launcher's own method."""

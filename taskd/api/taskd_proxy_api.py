@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from taskd.api.veneer import as_bool
+from taskd.api.veneer import as_bool, warn_of_unknown_keys
 from taskd.config import RelayConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def init_taskd_proxy(config: Mapping[str, object]) -> bool:
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
     loaded = RelayConfig.load(config)
+    warn_of_unknown_keys("init_taskd_proxy", config, loaded.KEYS)
     if _held.relay is not None:
         log.error("init_taskd_proxy: this process has a relay already, at %s", _held.relay.address)
         return False

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from taskd.api.veneer import as_bool
+from taskd.api.veneer import as_bool, warn_of_unknown_keys
 from taskd.config import CallbackAgentConfig
 
 if TYPE_CHECKING:
@@ -31,12 +31,15 @@ _held = _Held()
 def init_taskd_agent(config: Mapping[str, object] | None = None, cls: Any = None) -> bool:
     """Check the configuration.
 
-    `cls`: with Framework "PyTorch" an instance of torch's SimpleElasticAgent.
+    `cls`: an instance of torch's SimpleElasticAgent. False with Framework "MindSpore": MindSpore's
+    msrun then looks after its processes itself.
     """
+    loaded = CallbackAgentConfig.load(config)
+    warn_of_unknown_keys("init_taskd_agent", config, loaded.KEYS)
     from taskd.agent.clients.callbacks import CallbackAgent  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
 
-    _held.agent = CallbackAgent(CallbackAgentConfig.load(config), cls, MonotonicClock())
+    _held.agent = CallbackAgent(loaded, cls, MonotonicClock())
     return True
 
 
@@ -63,19 +66,10 @@ def register_func(operator: str, func: Callable[..., Any]) -> bool:
 def start_taskd_agent() -> Any:
     """Run the workers until the job is over; returns the launcher's RunResult.
 
-    None: not initialised, or not possible.
-
-    Exceptions of the launcher and of its callbacks pass, as they do in torch's own loop: torchrun
-    knows what to do with them.
+    None: not initialised. Exceptions of the launcher and of its callbacks pass, as they do in
+    torch's own loop: torchrun knows what to do with them.
     """
     if _held.agent is None:
         log.error("start_taskd_agent: call init_taskd_agent first")
-        return None
-    if _held.agent.framework != "PyTorch":
-        log.error(
-            "start_taskd_agent: Framework=%r can be configured but not run: only PyTorch is "
-            "supported",
-            _held.agent.framework,
-        )
         return None
     return _held.agent.run()

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from taskd.api.veneer import as_bool
+from taskd.api.veneer import as_bool, warn_of_unknown_keys
 from taskd.config import ManagerConfig
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def init_taskd_manager(config: Mapping[str, object]) -> bool:
         log.error("init_taskd_manager: this process has a manager already")
         return False
     identity = log_setup.setup(loaded.log, job_id=loaded.job_id, role="manager")
+    warn_of_unknown_keys("init_taskd_manager", config, loaded.KEYS)
     _held.is_off = not loaded.is_enabled
     if loaded.is_enabled:
         _held.service = service.open_service(loaded, identity)
