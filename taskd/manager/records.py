@@ -23,10 +23,14 @@ _PHASES = ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_s
 
 
 def describe_fault(fault: Fault) -> str:
-    """Who died, how, at which step."""
-    where = "before its first step" if fault.version is None else f"in step {fault.version}"
-    phase = f", {fault.phase}" if fault.phase else ""
-    return f"rank {fault.rank} {fault.kind.value} ({fault.detail}) {where}{phase}"
+    """Who died, how, at which step. A script without taskd never tells its steps."""
+    if fault.version is not None:
+        where = f"in step {fault.version}" + (f", {fault.phase}" if fault.phase else "")
+    elif fault.phase in (None, "boot"):
+        where = "at an unknown step" + (", outside of taskd.recoverable" if fault.phase else "")
+    else:
+        where = f"before its first restore(), {fault.phase}"
+    return f"rank {fault.rank} {fault.kind.value} ({fault.detail}) {where}"
 
 
 def join_ranks(ranks: Iterable[int]) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from taskd.clock import MonotonicClock
 from taskd.core import events
+from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
@@ -101,6 +102,12 @@ class Service:
             self._link.address,
             os.getpid(),
         )
+        if is_unprotected(self._config.strategies):
+            log.warning(
+                "recover-strategy is %s, which is not built: the first fault ends the job; add "
+                "recover-in-place to TASKD_RECOVER_STRATEGY",
+                ",".join(self._config.strategies),
+            )
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
             signals = stack.enter_context(_signals())

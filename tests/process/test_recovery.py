@@ -503,6 +503,32 @@ def test_an_unmodified_script_that_always_fails_ends_soon(tmp_path: pathlib.Path
         assert job.leftovers() == set()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "no_dump"),
+    [
+        ("dump", "; and no dump: no live process uses taskd.recoverable"),
+        ("elastic-training", ""),
+    ],
+)
+def test_an_unmodified_script_that_may_not_be_restarted_ends_and_says_why(
+    tmp_path: pathlib.Path, strategy: str, no_dump: str
+) -> None:
+    example = harness.ROOT / "examples" / "unmodified.py"
+    with harness.job(tmp_path, TASKD_RECOVER_STRATEGY=strategy) as job:
+        manager = job.start_manager()
+        arguments = (str(example), str(tmp_path / "hurt.pt"))
+        finished = job.start_agent("hurt_unmodified.py", *arguments, nproc=2).wait(60)
+        assert finished.returncode == 1
+        assert len(job.facts("fault")) == 1
+        why = f"rank 1 ended with SIGKILL; no restart is allowed (recover-strategy){no_dump}"
+        assert finished.last_line == f"taskd: job test-job has ended: {why}"
+        assert manager.wait(60).returncode == 1
+        assert "rank 1 killed (SIGKILL) at an unknown step, outside of" in manager.text
+        warning = "recover-strategy is elastic-training, which is not built"
+        assert (warning in manager.text) == (strategy == "elastic-training")
+        assert job.leftovers() == set()
+
+
 def wait_for_step(job: harness.Job, step: int) -> None:
     """Until every rank has committed `step`."""
 

@@ -42,9 +42,10 @@ def end_job(
         return []
     dump = job.dump
     if dump is None:
-        is_possible = job.phase in _MAY_BEGIN and job.membership.is_declared
-        job.dump = dump = EmergencyDump(reason, fault, Strategy.DUMP in job.allowed and is_possible)
+        is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
+        job.dump = dump = EmergencyDump(reason, fault, is_allowed and not obstacle)
         if not dump.may_save:
+            dump.problem = obstacle if is_allowed else ""
             return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
         why = reason or "nothing milder is allowed"
         job.story.note(job.now, f"emergency checkpoint: {why}")
@@ -53,6 +54,13 @@ def end_job(
     elif dump.fault is not None and dump.fault.kind is FaultKind.COMMUNICATION:
         dump.reason = dump.reason or reason  # a lost node explains the broken communication
     return stop_for_dump(job, grace_s)
+
+
+def _obstacle(job: JobState) -> str:
+    """Why nothing can be saved now, if that is so."""
+    if job.phase not in _MAY_BEGIN:
+        return f"the job is {job.phase.value}"
+    return "" if job.membership.is_declared else "no live process uses taskd.recoverable"
 
 
 def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
@@ -262,7 +270,10 @@ def _fail(job: JobState, dump: EmergencyDump, problem: str) -> Commands:
 
 
 def _give_up(job: JobState, dump: EmergencyDump) -> Commands:
-    return give_up(job, _reason(job, dump), _fault(job, dump))
+    """Nothing may be saved, or nothing can be; the reason tells why no restart was tried either."""
+    barred = "" if dump.reason else "; no restart is allowed (recover-strategy)"
+    no_dump = f"; and no dump: {dump.problem}" if dump.problem else ""
+    return give_up(job, f"{_reason(job, dump)}{barred}{no_dump}", _fault(job, dump))
 
 
 def _reason(job: JobState, dump: EmergencyDump) -> str:

@@ -49,6 +49,8 @@ class Strategy(str, Enum):
     EXIT = "exit"
 
 
+# May be asked for and is not built: allows nothing by itself.
+NOT_BUILT = "elastic-training"
 WITHOUT_DUMP = frozenset(Strategy) - {Strategy.DUMP}
 
 # What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace
@@ -57,7 +59,7 @@ _ALLOWED_BY = {
     "retry": {Strategy.RETRY},
     "recover": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
     "recover-in-place": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
-    "elastic-training": set(),
+    NOT_BUILT: set(),
     "dump": {Strategy.DUMP},
     "exit": set(),
 }
@@ -71,6 +73,11 @@ def allowed(names: Iterable[str]) -> frozenset[Strategy]:
     """
     named = [_ALLOWED_BY[name] for name in names]
     return frozenset({Strategy.EXIT}.union(*named)) if named else WITHOUT_DUMP
+
+
+def is_unprotected(names: Iterable[str]) -> bool:
+    """Whether no fault can be answered because these names ask for what is not built."""
+    return NOT_BUILT in names and Strategy.RETRY not in allowed(names)
 
 
 @dataclass(frozen=True, slots=True)

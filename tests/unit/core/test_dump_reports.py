@@ -119,3 +119,39 @@ def test_a_node_that_leaves_before_all_have_stopped_is_not_the_reason(manager) -
     job.lose(1, FaultKind.KILLED, "SIGKILL")
     job.send(ev.AgentLeft, 1, "failed", "")
     assert only(job.pause(0), do.Dump).reason == "rank 1 ended with SIGKILL at step 5"
+
+
+BARRED = "; no restart is allowed (recover-strategy)"
+NO_DUMP = "; and no dump: no live process uses taskd.recoverable"
+
+
+@pytest.mark.parametrize(
+    ("strategies", "declared", "why"),
+    [
+        ("dump", False, BARRED + NO_DUMP),
+        ("exit", False, BARRED),
+        ("exit", True, BARRED),
+        ("elastic-training", True, BARRED),
+        ("retry,dump", False, BARRED + NO_DUMP),
+    ],
+)
+def test_an_end_without_restart_and_dump_says_why_there_was_neither(
+    manager, strategies: str, declared: bool, why: str
+) -> None:
+    job = manager(strategies=strategies).joined(declared=declared)
+    end = only(job.lose(2, FaultKind.KILLED, "SIGKILL", version=None), do.GiveUp)
+    assert end.reason == "rank 2 ended with SIGKILL" + why
+
+
+def test_a_job_that_has_no_restarts_left_says_why_it_is_not_saved(manager) -> None:
+    job = manager(strategies="recover,dump", max_restarts=0).joined(declared=False)
+    end = only(job.lose(2, FaultKind.KILLED, "SIGKILL", version=None), do.GiveUp)
+    assert end.reason.startswith("restart budget spent")
+    assert end.reason.endswith("when rank 2 ended with SIGKILL" + NO_DUMP)
+
+
+def test_a_job_that_ends_while_all_are_restarted_says_why_it_is_not_saved(manager) -> None:
+    job = manager(strategies="recover,dump", max_restarts=1).joined(declared=False)
+    only(job.lose(2, FaultKind.KILLED, "SIGKILL", version=None), do.RestartGroup)
+    end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", version=None), do.GiveUp)
+    assert end.reason.endswith("; and no dump: the job is restarting")

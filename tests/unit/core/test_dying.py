@@ -223,7 +223,9 @@ class TestTheReason:
         assert job.lose(1) == []
         how = make_fault(FaultKind.KILLED, 1, 0, "SIGKILL", version=5)
         end = only(job.worker(ev.WorkerExitKnown, 1, how), do.GiveUp)
-        assert end.reason == "rank 1 ended with SIGKILL at step 5"
+        assert end.reason == (
+            "rank 1 ended with SIGKILL at step 5; no restart is allowed (recover-strategy)"
+        )
         assert end.fault == how
 
     def test_another_one_dies_meanwhile(self, manager) -> None:

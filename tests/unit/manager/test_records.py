@@ -7,11 +7,13 @@ import json
 import logging
 from typing import TYPE_CHECKING
 
+import pytest
+
 from taskd import replay
 from taskd.core import commands, events
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault, FaultKind
-from taskd.manager.records import Records
+from taskd.manager.records import Records, describe_fault
 from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, types
 
@@ -25,6 +27,21 @@ def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> Non
     record = RecoveryRecord(**{**values, "strategy": "retry", "faults": (), "sources": ()})
     Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(record)
     assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
+
+
+@pytest.mark.parametrize(
+    ("version", "phase", "where"),
+    [
+        (3, "forward", "in step 3, forward"),
+        (3, None, "in step 3"),
+        (None, "entered", "before its first restore(), entered"),
+        (None, "boot", "at an unknown step, outside of taskd.recoverable"),
+        (None, None, "at an unknown step"),
+    ],
+)
+def test_no_line_says_more_of_a_step_than_is_known(version, phase, where: str) -> None:
+    fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL", version, phase)
+    assert describe_fault(fault) == f"rank 1 killed (SIGKILL) {where}"
 
 
 def recover(service: Service, agent: Peer, clock: FakeClock) -> None:
