@@ -52,7 +52,7 @@ while kill -0 "${training}" 2>/dev/null; do      # wait was ended by a signal: t
 done
 rm -f "${PID_FILE}"
 
-# The manager ends with the job. If torchrun never came so far as to join it, it would wait for ever; and a pod that is to end has no minute.
+# The manager ends with the job. If torchrun never came so far as to join it, it would wait for minutes; and a pod that is to end has no minute.
 if [[ -n "${manager}" ]]; then
     timeout "${patience}" tail --pid="${manager}" -f /dev/null || kill -TERM "${manager}" 2>/dev/null || true
     wait "${manager}" || true

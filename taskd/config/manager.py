@@ -12,6 +12,7 @@ from taskd.config.names import (
     HANG_CEILING_ENV,
     HANG_DETECTION_ENV,
     HANG_FLOOR_ENV,
+    JOIN_TIMEOUT_ENV,
     PROCESS_ENABLE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
@@ -26,6 +27,8 @@ from taskd.config.values import (
     typed,
 )
 from taskd.core.timeouts import DEFAULT_HANG_CEILING_S, DEFAULT_HANG_FLOOR_S
+
+DEFAULT_JOIN_TIMEOUT_S = 1800.0  # large images are pulled meanwhile, by nodes that come late
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class ManagerConfig:
     profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
     strategies: tuple[str, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
 
     @classmethod
     def load(
@@ -111,4 +115,5 @@ class ManagerConfig:
                 typed(config, "recover_strategy", str, "names separated by commas"),
             ),
             grace_s=grace(environment),
+            join_timeout_s=seconds(environment, JOIN_TIMEOUT_ENV, DEFAULT_JOIN_TIMEOUT_S),
         )

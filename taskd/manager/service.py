@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from taskd.clock import MonotonicClock
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
-from taskd.core.policy.leaving import Leaving
+from taskd.core.policy.leaving import Leaving, NotJoined
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.inbox import Inbox
@@ -65,6 +65,8 @@ class Service:
         self._refusals = Refusals()
         self._records = Records(config.log.directory, config.job_id)
         self._leaving = Leaving(config.strategies, config.grace_s)
+        self._not_joined = NotJoined(config.join_timeout_s, self._clock.now())
+        self._parent_pid = os.getppid()
         self._profiling = ProfilingSwitch(
             config.profiling_switch, self._clock.now(), self._sessions.ranks
         )
@@ -141,6 +143,7 @@ class Service:
             self._machine.next_deadline(),
             self._profiling.next_deadline,
             self._leaving.deadline,
+            self._not_joined.deadline,
         )
         next_deadline = min(deadline for deadline in deadlines if deadline is not None)
         ready = self._link.poll(
@@ -163,10 +166,31 @@ class Service:
         wanted = self._profiling.turn(now)
         if wanted is not None:
             self._executor.set_profiling(wanted)
+        self._leave_if_nobody_comes(now)
         overdue = self._leaving.overdue(now)
         if overdue is not None or signals is None or not ready:
             return overdue
         return signal.Signals(signals.recv(1)[0]).name
+
+    def _leave_if_nobody_comes(self, now: float) -> None:
+        if self._machine.membership.nodes or self._sessions.workers:
+            self._not_joined.joined()
+        elif os.getppid() != self._parent_pid or _is_group_without_leader():
+            self._not_joined.orphaned(now)
+        reason = self._not_joined.overdue(now)
+        if reason is not None:
+            log.error(
+                "the manager ends: %s (TASKD_JOIN_TIMEOUT). Look at what torchrun says: whether it "
+                "started, has TASKD_PROCESS_ENABLE=on, and where it looks for its manager",
+                reason,
+            )
+            self._executor.result = False
+
+
+def _is_group_without_leader() -> bool:
+    """Whether the script that started this process has ended, perhaps before this one was ready."""
+    leader = os.getpgrp()  # 0: it is outside of this container
+    return leader > 0 and not os.path.exists(f"/proc/{leader}")
 
 
 @contextlib.contextmanager

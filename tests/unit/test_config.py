@@ -61,6 +61,7 @@ def test_a_manager_takes_its_settings_from_dict_and_environment() -> None:
             "TASKD_PORT": "7000",
             "POD_IP": "10.0.0.7",
             "TASKD_FAULT_TIMEOUT": "2.5",
+            "TASKD_JOIN_TIMEOUT": "60",
             "TASKD_LOG_PATH": "/var/log/x",
             "TASKD_FILE_LOG_LEVEL": "DEBUG",
             "TASKD_STD_LOG_LEVEL": "ERROR",
@@ -74,6 +75,7 @@ def test_a_manager_takes_its_settings_from_dict_and_environment() -> None:
         2.5,
         False,
     )
+    assert (loaded.join_timeout_s, ManagerConfig.load({}, {}).join_timeout_s) == (60.0, 1800.0)
     assert loaded.log == LogConfig(pathlib.Path("/var/log/x"), "DEBUG", "ERROR", to_std=False)
     assert ManagerConfig.load({}, {"MINDX_TASK_ID": "m"}).job_id == "m"
 
@@ -130,6 +132,7 @@ def test_settings_are_a_dict_with_strings_as_keys(settings: object) -> None:
         ("TASKD_PORT", "65536"),
         ("TASKD_PORT", "-1"),
         ("TASKD_PORT", "٣"),
+        ("TASKD_JOIN_TIMEOUT", "0"),
         ("TASKD_FAULT_TIMEOUT", "0"),
         ("TASKD_FAULT_TIMEOUT", "-3"),
         ("TASKD_FAULT_TIMEOUT", "nan"),

@@ -1,15 +1,21 @@
-"""When a manager that a signal asks to end leaves.
+"""When a manager leaves that is not told so by the end of its job.
 
-SIGTERM comes to all containers of a pod. Where the job is saved on SIGTERM, the agent of this pod
-has got it as well, and the emergency checkpoint needs the manager: it stays until the job is over,
-at most for the grace period. Any other signal, or a second one, ends it at once: training goes on,
-and a manager that is started again takes over.
+A signal asks it to (`Leaving`). SIGTERM comes to all containers of a pod. Where the job is saved on
+SIGTERM, the agent of this pod has got it as well, and the emergency checkpoint needs the manager:
+it stays until the job is over, at most for the grace period. Any other signal, or a second one,
+ends it at once: training goes on, and a manager that is started again takes over.
+
+Nobody has ever joined it (`NotJoined`): torchrun could not start, or looks for its manager
+elsewhere. Pods of a slow cluster may start long after the first one, which has the manager. Whoever
+starts both in one script, and has ended, will start no torchrun any more.
 """
 
 from collections.abc import Iterable
 
 from taskd.core.policy.ladder import Strategy, allowed
 
+# 5 minutes of 30: a torchrun that was started elsewhere may import torch from a slow file system.
+ORPHAN_SHARE = 6
 GRACE_IS_OVER = "the grace period is over"
 
 
@@ -32,3 +38,34 @@ class Leaving:
     def overdue(self, now: float) -> str | None:
         """Why the manager leaves now, if its time has come."""
         return GRACE_IS_OVER if self.deadline is not None and now >= self.deadline else None
+
+
+class NotJoined:
+    """How long a manager waits for the first one to join. Whom somebody has joined stays."""
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        """`limit_s`: for others than orphans, which have a sixth of it."""
+        self._limit_s = limit_s
+        self._is_orphan = False
+        self.deadline: float | None = now + limit_s
+
+    def joined(self) -> None:
+        """Somebody is there, or was."""
+        self.deadline = None
+
+    def orphaned(self, now: float) -> None:
+        """The process that has started the manager is gone. May be told again."""
+        if self.deadline is not None and not self._is_orphan:
+            self._is_orphan = True
+            self.deadline = min(self.deadline, now + self._limit_s / ORPHAN_SHARE)
+
+    def overdue(self, now: float) -> str | None:
+        """Why the manager leaves now, if its time has come."""
+        if self.deadline is None or now < self.deadline:
+            return None
+        if self._is_orphan:
+            return (
+                f"nobody has joined it within {self._limit_s / ORPHAN_SHARE:g} s of the end of the "
+                "process that started it"
+            )
+        return f"nobody has joined it within {self._limit_s:g} s"

@@ -165,3 +165,36 @@ def test_a_worker_without_agent_is_known_and_the_newest_one_counts(service, netw
     service.turn()
     assert [message.known for message in first.heard()] == [False]
     assert second.heard()[1].known
+
+
+def test_a_manager_that_nobody_joins_ends_with_a_reason(service, network, clock, lines) -> None:
+    Peer(network).say(messages.Heartbeat())  # of somebody who is not registered
+    service.turn()
+    assert service.result is None
+    clock.advance(1800.0)
+    service.turn()
+    assert service.result is False
+    assert "the manager ends: nobody has joined it within" in lines.text
+
+
+def test_a_manager_whose_starter_is_gone_ends_sooner(service, clock, lines) -> None:
+    service._parent_pid = -1
+    service.turn()
+    clock.advance(299.0)
+    service.turn()
+    assert service.result is None
+    clock.advance(1.0)
+    service.turn()
+    assert service.result is False
+    assert "within 300 s of the end of the process that started it" in lines.text
+
+
+def test_a_manager_that_was_joined_waits_for_ever(service, network, clock) -> None:
+    worker = Peer(network, role="worker", rank=0)
+    worker.say(messages.RegisterWorker(0, 1, "pt"))
+    service.turn()
+    service._parent_pid = -1
+    for _ in range(3):
+        clock.advance(3600.0)
+        service.turn()
+    assert service.result is None
