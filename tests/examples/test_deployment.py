@@ -19,7 +19,6 @@ import pytest
 import torch.distributed
 
 from taskd.checkpoint import folder
-from taskd.core.timeouts import Timeouts
 from tests.examples.test_examples import EXAMPLES, KILL_ONCE, finals
 from tests.process import harness
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 START = EXAMPLES / "train_start.sh"
 PRE_STOP = EXAMPLES / "pre_stop.sh"
 DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
-POD = EXAMPLES / "kubernetes" / "job.yaml"
 SED_LINE = (
     "sed -i '/import os/i import taskd.python.adaptor.patch' "
     "$(pip3 show torch | grep Location | awk -F ' ' '{print $2}')/torch/distributed/run.py"
@@ -203,27 +201,6 @@ def test_the_hook_ends_nothing_that_is_no_training(tmp_path: pathlib.Path) -> No
             assert (hook.stdout, hook.stderr) == (f"pre_stop: no training runs here ({path})\n", "")
         other.stdin.close()
         assert other.wait(60) == 0
-
-
-def test_the_example_of_a_pod_fits_the_image_and_itself() -> None:
-    text = POD.read_text()
-    period = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
-    grace = re.search(r'name: TASKD_GRACE_S\n +value: "(\d+)"', text)
-    assert period
-    assert grace
-    assert int(grace[1]) + Timeouts.derive().give_up_grace_s < int(period[1])
-    directory = next(line.split()[1] for line in instructions() if line.startswith("WORKDIR"))
-    copied = {
-        word
-        for line in instructions()
-        if line.startswith("COPY") and "--from" not in line
-        for word in line.split()[1:-1]
-    }
-    assert {"examples/train_start.sh", "examples/pre_stop.sh", "examples"} <= copied
-    assert f'command: ["{directory}/pre_stop.sh"]' in text
-    assert 'command: ["./train_start.sh", "examples/char_gpt.py"' in text
-    assert "dump" in re.search(r"name: TASKD_RECOVER_STRATEGY\n +value: (\S+)", text)[1].split(",")
-    assert re.search(r"containerPort: 9601\n +name: taskd-port", text)
 
 
 def instructions() -> list[str]:
