@@ -59,7 +59,7 @@ def end_job(
 def _obstacle(job: JobState) -> str:
     """Why nothing can be saved now, if that is so."""
     if job.phase not in _MAY_BEGIN:
-        return f"the job is {job.phase.value}"
+        return f"its ranks are not training (phase {job.phase.value})"
     return "" if job.membership.is_declared else "no live process uses taskd.recoverable"
 
 

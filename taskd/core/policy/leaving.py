@@ -41,11 +41,12 @@ class Leaving:
 
 
 class NotJoined:
-    """How long a manager waits for the first one to join. Whom somebody has joined stays."""
+    """How long a manager waits for the first one to join. One that was joined stays."""
 
     def __init__(self, limit_s: float, now: float) -> None:
-        """`limit_s`: for others than orphans, which have a sixth of it."""
-        self._limit_s = limit_s
+        """`limit_s`: an orphan has a sixth of it, from then on."""
+        self._orphan_limit_s = limit_s / ORPHAN_SHARE
+        self._reason = f"nobody has joined it within {limit_s:g} s"
         self._is_orphan = False
         self.deadline: float | None = now + limit_s
 
@@ -55,17 +56,15 @@ class NotJoined:
 
     def orphaned(self, now: float) -> None:
         """The process that has started the manager is gone. May be told again."""
-        if self.deadline is not None and not self._is_orphan:
-            self._is_orphan = True
-            self.deadline = min(self.deadline, now + self._limit_s / ORPHAN_SHARE)
+        is_news, self._is_orphan = not self._is_orphan, True
+        sooner = now + self._orphan_limit_s
+        if is_news and self.deadline is not None and sooner < self.deadline:
+            self.deadline = sooner
+            self._reason = (
+                f"nobody has joined it within {self._orphan_limit_s:g} s of the end of the process "
+                "that started it"
+            )
 
     def overdue(self, now: float) -> str | None:
         """Why the manager leaves now, if its time has come."""
-        if self.deadline is None or now < self.deadline:
-            return None
-        if self._is_orphan:
-            return (
-                f"nobody has joined it within {self._limit_s / ORPHAN_SHARE:g} s of the end of the "
-                "process that started it"
-            )
-        return f"nobody has joined it within {self._limit_s:g} s"
+        return self._reason if self.deadline is not None and now >= self.deadline else None

@@ -154,4 +154,4 @@ def test_a_job_that_ends_while_all_are_restarted_says_why_it_is_not_saved(manage
     job = manager(strategies="recover,dump", max_restarts=1).joined(declared=False)
     only(job.lose(2, FaultKind.KILLED, "SIGKILL", version=None), do.RestartGroup)
     end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", version=None), do.GiveUp)
-    assert end.reason.endswith("; and no dump: the job is restarting")
+    assert end.reason.endswith("; and no dump: its ranks are not training (phase restarting)")

@@ -46,6 +46,7 @@ def test_a_manager_whose_limit_is_near_gets_no_longer_one_as_an_orphan() -> None
     waiting = NotJoined(1800.0, 100.0)
     waiting.orphaned(1800.0)
     assert waiting.deadline == 1900.0
+    assert waiting.overdue(1900.0) == "nobody has joined it within 1800 s"
 
 
 def test_a_manager_that_somebody_has_joined_never_leaves() -> None:
