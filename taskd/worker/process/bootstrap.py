@@ -28,6 +28,8 @@ class Bootstrap:
     gated: bool  # a recovery is going on: it replaces another process
     box_fd: int
     life_fd: int
+    # seconds from SIGTERM to the end, in which the job is saved; None: it is not
+    grace_s: float | None = None
     channel_fd: int | None = None
     previous_fd: int | None = None  # the predecessor's black box
     arena_fds: tuple[int, ...] = ()
