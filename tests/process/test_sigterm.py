@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.process import harness
 from tests.process.test_dump import checkpoints, resumed
-from tests.process.test_recovery import reference, wait_for_step  # noqa: F401
+from tests.process.test_recovery import reference, wait_for_step, wait_until  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib
@@ -40,6 +41,11 @@ def terminate(pids: Iterable[int]) -> set[int]:
 def workers(job: harness.Job) -> dict[int, int]:
     """The newest process of each rank that has noted anything."""
     return {fact["rank"]: fact["pid"] for fact in job.facts()}
+
+
+def wait_for(job: harness.Job, what: str, count: int) -> None:
+    """Until so many ranks have noted this."""
+    wait_until(job, lambda: len({fact["rank"] for fact in job.facts(what)}) >= count)
 
 
 def saved(job: harness.Job, finished: harness.Finished) -> Checkpoint:
@@ -129,4 +135,93 @@ def test_our_own_signal_ends_workers(tmp_path: pathlib.Path) -> None:
     ) as job:
         finished = job.run()
         assert finished.returncode == 2
+        assert job.leftovers() == set()
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: pathlib.Path) -> None:
+    """One rank is still busy, the others wait for it: nobody waits for the grace period."""
+    with harness.job(
+        tmp_path, FAULTS="1@0:boot:sleep", TASKD_RECOVER_STRATEGY=STRATEGY, TASKD_GRACE_S="120"
+    ) as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for(job, "entered", 3)
+        wait_for(job, "fault", 1)
+        terminate(job.leftovers())
+        finished = agent.wait(60)
+        assert finished.returncode == 1, job.story()
+        assert re.fullmatch(
+            r"taskd: job test-job has ended: node 0 is to end \(SIGTERM( to rank \d)?\); and no "
+            r"dump: rank 1 has not come to its function yet",
+            finished.last_line,
+        )
+        assert manager.wait(20).returncode == 1
+        assert not (tmp_path / "taskd_checkpoints").exists()
+        assert job.leftovers() == set()
+
+
+def test_twice_is_once(tmp_path: pathlib.Path) -> None:
+    """The hook of the pod signals everything, and then the platform does."""
+    with harness.job(
+        tmp_path, STEPS="40", SLEEP_S="0.3", TASKD_RECOVER_STRATEGY=STRATEGY
+    ) as job:
+        job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 2)
+        terminate(job.leftovers())
+        agent.wait_text("the job is to be saved first", 20)
+        assert terminate([agent.process.pid, job.manager.process.pid, *workers(job).values()])
+        saved(job, agent.wait(60))
+
+
+def test_within_a_recovery(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """A rank dies, and is being replaced when the signal comes."""
+    with harness.job(
+        tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY
+    ) as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        os.kill(workers(job)[1], signal.SIGKILL)
+        manager.wait_text("-> ReplaceWorker", 20)
+        terminate(job.leftovers())
+        checkpoint = saved(job, agent.wait(60))
+        resumed(job, checkpoint.manifest.version)
+        assert job.digests() == reference(STEPS="40")
+
+
+def test_within_a_dump(tmp_path: pathlib.Path) -> None:
+    """It is written to its end."""
+    with harness.job(
+        tmp_path, STEPS="40", SLEEP_S="0.05", HIDDEN="1500", TASKD_RECOVER_STRATEGY="dump"
+    ) as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        os.kill(workers(job)[1], signal.SIGKILL)
+        manager.wait_text("-> Dump", 20)
+        terminate(job.leftovers())
+        finished = agent.wait(60)
+        assert finished.returncode == 2, job.story()
+        assert manager.wait(20).returncode == 1
+        (checkpoint,) = checkpoints(job)
+        assert checkpoint.manifest.fault.startswith("rank 1 ended with SIGKILL at step")
+
+
+@pytest.mark.parametrize("fault", ["", "1@5:forward:sleep"])
+def test_a_grace_of_one_second(tmp_path: pathlib.Path, fault: str) -> None:
+    """Saved whole or not at all, also where a rank does not finish its step."""
+    env = {"STEPS": "400", "SLEEP_S": "0.05", "TASKD_RECOVER_STRATEGY": STRATEGY}
+    with harness.job(tmp_path, **env, TASKD_GRACE_S="1", FAULTS=fault) as job:
+        job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for(job, "fault", 1) if fault else wait_for_step(job, 5)
+        terminate(job.leftovers())
+        finished = agent.wait(40)
+        found = checkpoints(job) if (tmp_path / "taskd_checkpoints").exists() else []
+        assert (finished.returncode == 2) == bool(found), job.story()
+        if not found:
+            assert "ends without having saved: 1 s (TASKD_GRACE_S) are over" in finished.output
+        assert job.manager is not None
+        job.manager.wait(20)
         assert job.leftovers() == set()

@@ -60,7 +60,13 @@ def _obstacle(job: JobState) -> str:
     """Why nothing can be saved now, if that is so."""
     if job.phase not in _MAY_BEGIN:
         return f"its ranks are not training (phase {job.phase.value})"
-    return "" if job.membership.is_declared else "no live process uses taskd.recoverable"
+    if not job.membership.is_declared:
+        return "no live process uses taskd.recoverable"
+    live = (member for member in job.membership.live() if not member.replaced)
+    absent = [member.rank for member in live if not member.entered]
+    if absent and not job.membership.committed:  # nobody can do a step without it
+        return f"rank {absent[0]} has not come to its function yet"
+    return ""
 
 
 def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
