@@ -162,9 +162,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: pathlib.Path) 
 
 def test_twice_is_once(tmp_path: pathlib.Path) -> None:
     """The hook of the pod signals everything, and then the platform does."""
-    with harness.job(
-        tmp_path, STEPS="40", SLEEP_S="0.3", TASKD_RECOVER_STRATEGY=STRATEGY
-    ) as job:
+    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.3", TASKD_RECOVER_STRATEGY=STRATEGY) as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 2)
@@ -176,9 +174,7 @@ def test_twice_is_once(tmp_path: pathlib.Path) -> None:
 
 def test_within_a_recovery(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
     """A rank dies, and is being replaced when the signal comes."""
-    with harness.job(
-        tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY
-    ) as job:
+    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
@@ -225,3 +221,13 @@ def test_a_grace_of_one_second(tmp_path: pathlib.Path, fault: str) -> None:
         assert job.manager is not None
         job.manager.wait(20)
         assert job.leftovers() == set()
+
+
+def test_a_grace_that_is_too_short_for_a_checkpoint_is_said_once(tmp_path: pathlib.Path) -> None:
+    env = {"SAVE_EVERY": "3", "TASKD_RECOVER_STRATEGY": STRATEGY, "TASKD_GRACE_S": "0.002"}
+    with harness.job(tmp_path, **env) as job:
+        finished = job.run()
+        assert finished.returncode == 0, job.story()
+        said = [line for line in finished.output.splitlines() if "set TASKD_GRACE_S to" in line]
+        assert len(said) == 1
+        assert said[0].startswith("rank 0: a checkpoint took ")

@@ -58,7 +58,7 @@ class Bootstrap:
         """With its black box, begun anew, and what the predecessor has left."""
         life = self.plain_life()
         box = life.box = BlackBox.attach(self.box_fd)
-        life.saving = Saving(Arenas(list(self.arena_fds)))
+        life.saving = Saving(Arenas(list(self.arena_fds)), grace_s=self.grace_s)
         box.begin(os.getpid(), self.incarnation)
         box.mark_generation(self.generation)
         # else the whole group starts anew, from checkpoints
