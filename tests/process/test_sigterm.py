@@ -231,3 +231,28 @@ def test_a_grace_that_is_too_short_for_a_checkpoint_is_said_once(tmp_path: pathl
         said = [line for line in finished.output.splitlines() if "set TASKD_GRACE_S to" in line]
         assert len(said) == 1
         assert said[0].startswith("rank 0: a checkpoint took ")
+
+
+def test_after_a_fault_the_job_may_go_on_from_its_dump(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """TASKD_AFTER_DUMP: twice after a fault, but not after SIGTERM."""
+    env = {"TASKD_RECOVER_STRATEGY": "dump", "TASKD_AFTER_DUMP": "restart", "SLEEP_S": "0.05"}
+    faults = "1@5:forward:kill;0@9:backward:kill"
+    with harness.job(tmp_path, **env, FAULTS=faults, STEPS="40") as job:
+        manager = job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 12)
+        assert len(job.facts("fault")) == 2
+        terminate(job.leftovers())
+        finished = agent.wait(60)
+        assert finished.returncode == 2, job.story()
+        assert manager.wait(20).returncode == 1
+        found = [checkpoint.manifest for checkpoint in checkpoints(job)]
+        assert [manifest.version for manifest in found[1:]] == [9, 5]
+        assert found[0].fault.startswith("node 0 is to end (SIGTERM")
+        assert [record["strategy"] for record in job.recoveries()] == ["dump"] * 3
+        assert [record["steps_redone"] for record in job.recoveries()] == [0, 0, 0]
+        resumed(job, found[0].version)
+        assert job.digests() == reference(STEPS="40")
