@@ -345,11 +345,12 @@ class Service:
         step = state.step(now, has_manager=self._is_registered)
         if step is Step.TELL:
             log.warning(
-                "node %d is to end (SIGTERM): the job is to be saved first, within %.0f s",
+                "node %d is to end (%s): the job is to be saved first, within %.0f s",
                 node_rank,
+                state.detail,
                 state.grace_s,
             )
-            self._feed(events.AgentDraining(now, "drain", node_rank, "SIGTERM", state.grace_s))
+            self._feed(events.AgentDraining(now, "drain", node_rank, state.detail, state.grace_s))
         elif step is Step.END:
             log.error(
                 "node %d ends without having saved: %s",
@@ -370,6 +371,8 @@ class Service:
             case commands.SignalWorker():
                 self._endings.signalled((command.rank, command.incarnation), command.signal_number)
                 self._host.signal(command.rank, command.incarnation, command.signal_number)
+            case commands.Drain():
+                self._drain.state.hear(self._clock.now(), command.detail)
             case commands.ExamineWorker():
                 self._examinations.begin(command.rank, command.incarnation)
             case commands.TellWorker():

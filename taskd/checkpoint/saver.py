@@ -9,7 +9,7 @@ former one: its writers have ended, or have said that they left it.
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Saver:
         every: versions between two checkpoints.
         keep: how many periodic ones are left.
         limit_s: how long the publisher waits for the parts of others once its own is written.
+        told: gets the seconds that each took to write, on the rank that publishes.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Saver:
         keep: int,
         states: tuple[str, ...] = (),
         limit_s: float = _LIMIT_S,
+        told: Callable[[float], object] = lambda _: None,
     ) -> None:
         if every < 1 or keep < 1:
             raise CheckpointError(f"job {job}: every {every}, keep {keep}: expected at least 1")
@@ -69,6 +71,7 @@ class Saver:
             states=states,
         )
         self._rank, self._every, self._keep, self._limit_s = rank, every, keep, limit_s
+        self._told = told
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_left = False  # the drafts of the attempts before this one
@@ -129,6 +132,7 @@ class Saver:
         self._stop.set()
 
     def _run(self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        began = time.monotonic()
         try:
             if not self._has_left:
                 leave_former(draft, self._rank)
@@ -136,6 +140,7 @@ class Saver:
             write(draft, self._rank, state, own)
             if self._rank == draft.publisher:
                 self._publish(draft)
+                self._told(time.monotonic() - began)
             self.problem = ""
         # A user's tensors and a user's disk: whatever it is, training goes on.
         except Exception as error:

@@ -24,6 +24,7 @@ from taskd.config.names import (
     PROCESS_ENABLE_ENV,
 )
 from taskd.config.values import Environment, choice, listed, refusal, switch
+from taskd.core.policy.ladder import Strategy, allowed
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -49,6 +50,11 @@ class AgentConfig:
     grace_s: float = DEFAULT_GRACE_S
     own_address: str = DEFAULT_HOST
     host: str = ""
+
+    @property
+    def drain_s(self) -> float | None:
+        """Seconds from SIGTERM to the end, in which the job is saved; None: it is not saved."""
+        return self.grace_s if Strategy.DUMP in allowed(self.strategies) else None
 
     @classmethod
     def load(

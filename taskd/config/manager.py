@@ -9,6 +9,7 @@ from taskd.config.addresses import bind_address
 from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
 from taskd.config.log import LogConfig
 from taskd.config.names import (
+    AFTER_DUMP_ENV,
     HANG_CEILING_ENV,
     HANG_DETECTION_ENV,
     HANG_FLOOR_ENV,
@@ -20,6 +21,7 @@ from taskd.config.values import (
     Environment,
     Settings,
     checked,
+    choice,
     count,
     refusal,
     seconds,
@@ -83,6 +85,7 @@ class ManagerConfig:
     strategies: tuple[str, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    restarts_after_dump: bool = False
 
     @classmethod
     def load(
@@ -116,4 +119,6 @@ class ManagerConfig:
             ),
             grace_s=grace(environment),
             join_timeout_s=seconds(environment, JOIN_TIMEOUT_ENV, DEFAULT_JOIN_TIMEOUT_S),
+            restarts_after_dump=choice(environment, AFTER_DUMP_ENV, ("end", "restart"), "end")
+            == "restart",
         )

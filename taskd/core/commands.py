@@ -291,6 +291,13 @@ class SignalWorker(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Drain(Command):
+    """This node is to end, as if SIGTERM had come to the agent. `detail`: what has come."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExamineWorker(Command):
     """Let this incarnation write down its stacks; `WorkerExamined` follows if it does."""
 

@@ -294,6 +294,11 @@ class AgentDraining(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDraining(WorkerEvent):
+    """Worker to agent only: it got SIGTERM, and goes on. Its node is to end."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentMirrors(Event):
     """A rank of this node wants mirrors of its snapshots.
 

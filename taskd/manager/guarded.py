@@ -53,7 +53,12 @@ class GuardedMachine:
             hang_ceiling_s=config.hang.ceiling_s,
         )
         self.machine = RecoveryMachine(
-            config.job_id, timeouts, config.node_count, config.ranks_per_node, config.strategies
+            config.job_id,
+            timeouts,
+            config.node_count,
+            config.ranks_per_node,
+            config.strategies,
+            restarts_after_dump=config.restarts_after_dump,
         )
         self.incarnation = uuid.uuid4().hex
         self._story = replay.StoryWriter(self.machine)

@@ -14,7 +14,7 @@ import select
 import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from signal import SIG_BLOCK, SIGKILL, Signals, pthread_sigmask
+from signal import SIG_BLOCK, SIGKILL, SIGTERM, Signals, pthread_sigmask
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
@@ -159,12 +159,12 @@ class TaskdContext(PContext):
                 os.unlink(self.error_files[local_rank])
         return self._spawn(local_rank, bootstrap)
 
-    def signal(self, local_rank: int, signum: int) -> bool:
-        """Signal the worker and its process group. False: it is gone, or not there yet."""
-        worker = self.workers[local_rank]
-        if worker.pid is None or worker.is_over:
-            return False
-        return processes.signal_group(worker.pid, signum)
+    def signal(self, local_rank: int, incarnation: int, signum: int) -> bool:
+        """Signal this life and its process group. False: it is gone, or not there yet."""
+        life = (local_rank, incarnation)
+        lives = self._by_token.values()
+        found = (one for one in lives if (one.local_rank, one.incarnation) == life)
+        return any(_signal(worker, signum) for worker in found)
 
     def failure(self, local_rank: int) -> ProcessFailure:
         """What torchrun reports about a worker that ended, or was stopped."""
@@ -324,7 +324,7 @@ class TaskdContext(PContext):
                     worker.local_rank,
                     worker.pid,
                 )
-                processes.signal_group(worker.pid or 0, number)
+                _signal(worker, number)
             deadline = self._clock.now() + timeout
             while self._alive() and self._clock.now() < deadline:
                 self._wait(deadline)
@@ -354,3 +354,12 @@ class TaskdContext(PContext):
             for worker in self._by_token.values()
             if worker.pid is not None and not worker.is_over
         ]
+
+
+def _signal(worker: LocalWorker, signum: int) -> bool:
+    if worker.pid is None or worker.is_over:
+        return False
+    is_there = processes.signal_group(worker.pid, signum)
+    if signum == SIGTERM:
+        worker.channel.hang_up()  # so it knows that the signal is ours
+    return is_there

@@ -120,6 +120,7 @@ class TaskdElasticAgent(LocalElasticAgent):
             "generation": self.generation,
             "gated": gated,
             "fault_timeout_s": self._settings.fault_timeout_s,
+            "grace_s": self._settings.drain_s,
             "restarts_used": self.restarts_used,
             "plain": self._is_plain,
         }

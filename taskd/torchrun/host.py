@@ -57,9 +57,8 @@ class TorchrunHost:
         )
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
-        """Signal the process group of this incarnation, if it is the present one."""
-        if self._workers[rank].incarnation == incarnation:
-            self._context.signal(self._local_ranks[rank], signal_number)
+        """Signal the process group of this incarnation, the present one or a former."""
+        self._context.signal(self._local_ranks[rank], incarnation, signal_number)
 
     def local_ranks(self, ranks: set[int]) -> list[int]:
         """Local ranks of these ranks; of all if none of them is on this node."""

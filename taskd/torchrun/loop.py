@@ -14,7 +14,6 @@ from taskd import log as log_setup
 from taskd.agent.drain import Drain
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
-from taskd.core.policy.ladder import Strategy, allowed
 from taskd.torchrun.host import TorchrunHost
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> Run
     """The agent's work between the start of the workers and torchrun's result."""
     host = TorchrunHost(launcher, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
-    saves = Strategy.DUMP in allowed(settings.strategies)
-    with Drain(settings.grace_s if saves else None) as drain:
+    with Drain(settings.drain_s) as drain:
         service = Service(
             host,
             settings,

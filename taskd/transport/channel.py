@@ -6,6 +6,7 @@ there is nothing to clean up and nobody else can connect. Must not know what the
 
 import select
 import socket
+from contextlib import suppress
 
 from taskd.errors import TransportError
 from taskd.transport.base import MAX_FRAME_BYTES
@@ -77,6 +78,11 @@ class Channel:
                 break
             messages.append(data)
         return messages
+
+    def hang_up(self) -> None:
+        """Say nothing more. The peer sees the end of the channel, and can still be heard."""
+        with suppress(OSError):  # closed by us, or by the peer
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the descriptor. The peer sees the end of the channel."""

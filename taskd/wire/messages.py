@@ -36,6 +36,7 @@ EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     33: events.AgentDraining,
     34: events.WorkerHolds,
     35: events.WorkerMayAdvance,
+    36: events.WorkerDraining,
     40: events.WorkerProfiling,
     45: events.WorkerMirrors,
     46: events.AgentMirrors,

@@ -160,6 +160,9 @@ class Saving:
     periodic: Checkpointer | None = None
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
     stored: Any = None  # the snapshot from which this entry goes on
+    # seconds from SIGTERM to the end of the job, in which it is saved; None: it is not
+    grace_s: float | None = None
+    is_grace_doubted: bool = False  # and that has been said
 
     def versions(self) -> tuple[int, ...]:
         """Those of this rank's state that are whole in node memory."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from taskd.errors import Interrupted, StateError
 from taskd.worker.exceptions.text import drop_frames
-from taskd.worker.life import Life, current
+from taskd.worker.life import current
 from taskd.worker.process import runtime as runtime_module
 from taskd.worker.process.orders import Where
 from taskd.worker.process.runtime import Runtime
@@ -105,6 +105,8 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
         if error is None:
             if runtime.gate.await_release(parked.version):
                 return result
+        elif isinstance(error, SystemExit):
+            runtime.verdict.await_interrupt(error)
         elif not isinstance(error, Interrupted):
             runtime.verdict.await_on(error, clean=parked.clean)
         _rejoin(
@@ -130,7 +132,7 @@ def _rejoin(runtime: Runtime, **held: Any) -> None:
 def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """One entry into the user's function: its result, or what ended it.
 
-    SystemExit and KeyboardInterrupt pass through.
+    KeyboardInterrupt passes through; so does SystemExit, unless the job is to be saved first.
     """
     life, orders = runtime.life, runtime.orders
     with orders.condition:
@@ -142,7 +144,7 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
     # The signal handler raises wherever the main thread is while `in_recoverable` is set: also in
     # the handlers of the inner try. The outer one makes sure that this cannot leave the loop.
     try:
-        outcome = _call(life, call)
+        outcome = _call(runtime, call)
     except Interrupted as interrupt:
         outcome = None, interrupt
     finally:
@@ -153,7 +155,8 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
     return outcome
 
 
-def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _call(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    life = runtime.life
     try:
         life.interrupts.in_recoverable = True
         if life.interrupts.pending is not None:  # it came between INSIDE and the line above
@@ -163,6 +166,10 @@ def _call(life: Life, call: Callable[[], Any]) -> tuple[Any, BaseException | Non
             life.saving.periodic.wait()
     except Interrupted as interrupt:
         return None, interrupt
+    except SystemExit as error:
+        if not runtime.is_to_be_saved:
+            raise
+        return None, error
     except Exception as error:  # noqa: BLE001
         return None, error
     return result, None

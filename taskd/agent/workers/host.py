@@ -72,4 +72,4 @@ class Host(Protocol):
         """Start a process for this incarnation; `Started` or `StartFailed` follows."""
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
-        """Signal the process group of this incarnation, if it is the present one."""
+        """Signal the process group of this incarnation, the present one or a former."""

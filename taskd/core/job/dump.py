@@ -6,7 +6,8 @@ Owns what is written by whom, and how far that is. The phases of it:
     CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node:
                  wait briefly (milliseconds, as a rule) so that the reported reason is correct
     SAVING       the writers were told; each reports when its part is on disk
-    PUBLISHING   all parts are there; the first writer gives the checkpoint its name
+    PUBLISHING   all parts are there; the first writer gives the checkpoint its name; then the job
+                 ends, or starts anew from it, if the user wants that and nothing speaks against it
     DISCARDING   there will be none: the first writer removes what was written
 
 A writer that dies is done without if the others still hold everything: all parts are written anew,
@@ -18,7 +19,7 @@ from taskd.core import commands as do
 from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.ending import give_up
-from taskd.core.job.orders import interrupt
+from taskd.core.job.orders import interrupt, restart_group
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import EmergencyDump, JobState
 from taskd.core.phase import DUMPING, JobPhase
@@ -38,12 +39,16 @@ def end_job(
     `grace_s`: nothing is broken, so every rank finishes its step, for at most half of this time.
     The other half is for writing.
     """
+    dump = job.dump
+    if dump is not None:
+        dump.is_asked_for |= grace_s > 0
     if job.phase in DUMPING:
         return []
-    dump = job.dump
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
-        job.dump = dump = EmergencyDump(reason, fault, is_allowed and not obstacle)
+        job.dump = dump = EmergencyDump(
+            reason, fault, is_allowed and not obstacle, is_asked_for=grace_s > 0
+        )
         if not dump.may_save:
             dump.problem = obstacle if is_allowed else ""
             return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
@@ -60,7 +65,13 @@ def _obstacle(job: JobState) -> str:
     """Why nothing can be saved now, if that is so."""
     if job.phase not in _MAY_BEGIN:
         return f"its ranks are not training (phase {job.phase.value})"
-    return "" if job.membership.is_declared else "no live process uses taskd.recoverable"
+    if not job.membership.is_declared:
+        return "no live process uses taskd.recoverable"
+    live = (member for member in job.membership.live() if not member.replaced)
+    absent = [member.rank for member in live if not member.entered]
+    if absent and not job.membership.committed:  # nobody can do a step without it
+        return f"rank {absent[0]} has not come to its function yet"
+    return ""
 
 
 def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
@@ -190,8 +201,23 @@ def published(job: JobState, event: WorkerDumped) -> Commands:
         return []
     if event.stage == FAILED:
         return _fail(job, dump, f"rank {event.rank}: {event.detail}")
-    saved = f"{_reason(job, dump)}; step {dump.version} was saved in {event.detail}"
-    return give_up(job, saved, _fault(job, dump), dump=event.detail)
+    saved = f"step {dump.version} was saved in {event.detail}"
+    if _may_go_on(job, dump):
+        assert job.attempt is not None
+        job.dump, job.attempt.reason = None, f"{saved}: all processes go on from it"
+        return restart_group(job, job.attempt.reason, kept=dump.version)
+    return give_up(job, f"{_reason(job, dump)}; {saved}", _fault(job, dump), dump=event.detail)
+
+
+def _may_go_on(job: JobState, dump: EmergencyDump) -> bool:
+    """Whether the job starts anew from its dump.
+
+    Not if it has to end for a reason of its own: no restart is left, the failure came back, a node
+    is gone or is to go.
+    """
+    has_all_nodes = not job.membership.absent_nodes()
+    has_reason = dump.is_asked_for or bool(dump.reason)
+    return job.restarts_after_dump and has_all_nodes and not has_reason
 
 
 def discarded(job: JobState, event: WorkerDumped) -> Commands:

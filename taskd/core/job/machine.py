@@ -106,6 +106,7 @@ _TO_END = OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}
 _JOINED = {JobPhase.RUNNING, JobPhase.SUSPECTING}
 _SAVED = OVER | {JobPhase.SAVING}
 _WRITTEN = {JobPhase.PUBLISHING, JobPhase.DISCARDING}
+_PUBLISHED = OVER | {JobPhase.RESTARTING}
 _STOPPED = Rule(workers.stopped_when_called, follows=_the_last_stop)
 _HOLDS = Rule(workers.holds, follows=_nothing)
 _EXAMINED = Rule(hangs.examined, follows=_nothing)
@@ -150,6 +151,7 @@ _DUMPING: Rules = {
     ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping),
     ev.WorkerFinished: Rule(workers.finished),
     ev.WorkerHolds: _HOLDS,
+    ev.AgentDraining: Rule(nodes.drain, follows=_nothing),
 }
 _RULES: dict[JobPhase, Rules] = {
     JobPhase.JOINING: {
@@ -182,7 +184,10 @@ _RULES: dict[JobPhase, Rules] = {
         ev.WorkerExitKnown: Rule(workers.exit_known_while_dumping, _SAVED),
     },
     JobPhase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
-    JobPhase.PUBLISHING: {**_DUMPING, ev.WorkerDumped: Rule(dump.published, OVER)},
+    JobPhase.PUBLISHING: {
+        **_DUMPING,
+        ev.WorkerDumped: Rule(dump.published, OVER | {JobPhase.RESTARTING}),
+    },
     JobPhase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
     JobPhase.RELEASED: {
         **_ALWAYS,
@@ -199,7 +204,7 @@ for _phase, _rules in _RULES.items():
 
 _NO_DUMP = "no dump is under way"
 _IN_DUMP = dict.fromkeys(
-    (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised, ev.AgentDraining),
+    (*_IN_TRAINING, ev.WorkerExamined, ev.WorkerRaised),
     "the job is being saved, and then ends",
 )
 _IGNORED: dict[JobPhase, dict[type[ev.Event], str]] = {
@@ -228,6 +233,7 @@ class RecoveryMachine(Machine[JobState]):
     Args:
         job_id: for the shell's log; decides nothing.
         strategies: what the user allows (`recover-strategy`); nothing: all but a dump.
+        restarts_after_dump: a job that was saved because of a fault starts anew from that.
         node_count, ranks_per_node: what the user promised; registrations that contradict are
             refused.
     """
@@ -242,17 +248,20 @@ class RecoveryMachine(Machine[JobState]):
         node_count: int | None = None,
         ranks_per_node: int | None = None,
         strategies: Iterable[str] = (),
+        *,
+        restarts_after_dump: bool = False,
     ) -> None:
         self.job_id = job_id
         names = tuple(strategies)
         arguments = {
             "job_id": job_id, "timeouts": timeouts, "node_count": node_count,
             "ranks_per_node": ranks_per_node, "strategies": names,
+            "restarts_after_dump": restarts_after_dump,
         }  # fmt: skip
         members, leases = Membership(node_count, ranks_per_node), Leases(timeouts)
         job = JobState(
             timeouts=timeouts, membership=members, leases=leases, allowed=allowed(names),
-            hangs=HangDetector(timeouts),
+            hangs=HangDetector(timeouts), restarts_after_dump=restarts_after_dump,
         )  # fmt: skip
         super().__init__(arguments, job)
 

@@ -64,8 +64,8 @@ def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
     job.awaited.discard(fault.rank)
 
 
-def restart_group(job: JobState, reason: str) -> Commands:
-    """Nothing can be kept: all processes are replaced."""
+def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
+    """No process can be kept: all are replaced. `kept`: the version that was just saved."""
     assert job.attempt is not None
     job.phase = JobPhase.RESTARTING
     job.generation += 1
@@ -73,7 +73,7 @@ def restart_group(job: JobState, reason: str) -> Commands:
     job.awaited.clear()
     committed = job.membership.committed
     job.attempt.commanded(job.now)
-    job.attempt.restarted(job.members, committed)
+    job.attempt.restarted(job.members, max(0, (committed or 0) - kept))
     job.stagnation.answered(job.now, committed)
     job.membership.committed = None
     members = job.membership.ordered()

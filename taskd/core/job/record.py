@@ -79,9 +79,9 @@ class Attempt:
         self.redone += redone
         self.is_restart = False
 
-    def restarted(self, waiting: Iterable[int], committed: int | None) -> None:
+    def restarted(self, waiting: Iterable[int], redone: int) -> None:
         """All ranks are to start anew."""
-        self.resumed(None, (), waiting, committed or 0)
+        self.resumed(None, (), waiting, redone)
         self.is_restart = True
 
     def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:

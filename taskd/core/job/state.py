@@ -29,6 +29,7 @@ class EmergencyDump:
     reason: str  # why the job ends; "": because of the faults of the attempt
     fault: Fault | None
     may_save: bool  # False: nothing is written, only the reason is completed
+    is_asked_for: bool = False  # a node is to end
     has_waited: bool = False  # for the exit status, or for what a killed process leaves
     finish_step_by: float | None = None  # until then ranks may finish a step; None: they leave it
     version: int = 0
@@ -55,6 +56,7 @@ class JobState(MachineState):
     membership: Membership
     leases: Leases
     allowed: frozenset[Strategy] = WITHOUT_DUMP
+    restarts_after_dump: bool = False
     phase: JobPhase = JobPhase.JOINING
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended

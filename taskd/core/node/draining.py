@@ -1,10 +1,12 @@
 """How long a node that is to end (SIGTERM) waits for the job to be saved.
 
 Owns the rule: the manager is told as soon as there is one; the node ends by itself when there is
-none, when the grace period is over, or at the second signal.
+none, when the grace period is over, or when the agent is signalled again, later.
 """
 
 from enum import Enum
+
+from taskd.core.policy.leaving import SAME_SIGNAL_S
 
 
 class Step(Enum):
@@ -21,6 +23,7 @@ class Draining:
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self.is_told = False  # the manager knows
+        self.detail = ""  # what has come, and to whom
         self._asked_at: float | None = None
 
     @property
@@ -33,11 +36,18 @@ class Draining:
         """When the grace period is over; None: the node is not to end."""
         return None if self._asked_at is None else self._asked_at + self.grace_s
 
-    def ask(self, now: float) -> bool:
-        """A signal has come. False: the second one, the node ends at once."""
-        is_first = self._asked_at is None
-        self._asked_at = now if is_first else None
-        return is_first
+    def ask(self, now: float, detail: str = "SIGTERM") -> bool:
+        """The agent got a signal. False: it is another one, the node ends at once."""
+        if self._asked_at is None:
+            self._asked_at, self.detail = now, detail
+        elif now - self._asked_at >= SAME_SIGNAL_S:
+            self._asked_at = None
+        return self.is_asked
+
+    def hear(self, now: float, detail: str) -> None:
+        """A worker got the signal. That its agent or others get it as well says nothing new."""
+        if not self.is_asked:
+            self.ask(now, detail)
 
     def cancel(self) -> None:
         """The node ends without having saved."""

@@ -45,7 +45,7 @@ from taskd.core.node.processes import (
     start_failed,
     started,
 )
-from taskd.core.node.reports import declares, holds, recovers, stops
+from taskd.core.node.reports import declares, drains, holds, recovers, stops
 from taskd.core.node.state import NodeState
 from taskd.core.phase import NodePhase
 from taskd.core.timeouts import Timeouts
@@ -159,6 +159,7 @@ _RUNNING: dict[type[ev.Event], Rule] = {
     ev.WorkerRecovered: Rule(recovers),
     ev.WorkerHolds: Rule(holds),
     ev.WorkerDumped: Rule(NodeState.tell),
+    ev.WorkerDraining: Rule(drains),
     ev.AgentDraining: Rule(NodeState.tell),
     ev.ManagerJoined: Rule(manager_joined),
     ev.ManagerLost: Rule(manager_lost),

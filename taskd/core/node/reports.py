@@ -3,6 +3,7 @@
 Owns which report comes too late, from a life or a generation that is over.
 """
 
+from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.node.lives import StopReport
 from taskd.core.node.state import NodeState
@@ -36,6 +37,14 @@ def holds(node: NodeState, event: ev.WorkerHolds) -> Commands:
     if life is not None:
         life.holds = event
     return node.tell(event)
+
+
+def drains(node: NodeState, event: ev.WorkerDraining) -> Commands:
+    """It got SIGTERM. One that we are ending got ours."""
+    life = node.lives.of(event)
+    if life is None or not life.is_live:
+        return node.ignore("it is being ended", event.rank)
+    return [do.Drain(node.cause, node.generation, f"SIGTERM to rank {event.rank}")]
 
 
 def recovers(node: NodeState, event: ev.WorkerRecovered) -> Commands:

@@ -2,8 +2,8 @@
 
 A signal asks it to (`Leaving`). SIGTERM comes to all containers of a pod. Where the job is saved on
 SIGTERM, the agent of this pod has got it as well, and the emergency checkpoint needs the manager:
-it stays until the job is over, at most for the grace period. Any other signal, or a second one,
-ends it at once: training goes on, and a manager that is started again takes over.
+it stays until the job is over, at most for the grace period. Any other signal, or one that
+comes later, ends it at once: training goes on, and a manager that is started again takes over.
 
 Nobody has ever joined it (`NotJoined`): torchrun could not start, or looks for its manager
 elsewhere. Pods of a slow cluster may start long after the first one, which has the manager. Whoever
@@ -17,6 +17,9 @@ from taskd.core.policy.ladder import Strategy, allowed
 # 5 minutes of 30: a torchrun that was started elsewhere may import torch from a slow file system.
 ORPHAN_SHARE = 6
 GRACE_IS_OVER = "the grace period is over"
+# A platform may signal a process in several ways at once: by a hook of its pod, by its group, by
+# its parent. A person who wants the end now has waited for longer.
+SAME_SIGNAL_S = 5.0
 
 
 class Leaving:
@@ -30,10 +33,11 @@ class Leaving:
 
     def stays(self, reason: str, now: float) -> bool:
         """Whether the manager stays although `reason`, the name of a signal, asks it to end."""
-        if reason != "SIGTERM" or not self._saves or self.deadline is not None:
+        if reason != "SIGTERM" or not self._saves:
             return False
-        self.deadline = now + self.grace_s
-        return True
+        if self.deadline is None:
+            self.deadline = now + self.grace_s
+        return now < self.deadline - self.grace_s + SAME_SIGNAL_S
 
     def overdue(self, now: float) -> str | None:
         """Why the manager leaves now, if its time has come."""

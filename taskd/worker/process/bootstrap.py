@@ -28,6 +28,8 @@ class Bootstrap:
     gated: bool  # a recovery is going on: it replaces another process
     box_fd: int
     life_fd: int
+    # seconds from SIGTERM to the end, in which the job is saved; None: it is not
+    grace_s: float | None = None
     channel_fd: int | None = None
     previous_fd: int | None = None  # the predecessor's black box
     arena_fds: tuple[int, ...] = ()
@@ -56,7 +58,7 @@ class Bootstrap:
         """With its black box, begun anew, and what the predecessor has left."""
         life = self.plain_life()
         box = life.box = BlackBox.attach(self.box_fd)
-        life.saving = Saving(Arenas(list(self.arena_fds)))
+        life.saving = Saving(Arenas(list(self.arena_fds)), grace_s=self.grace_s)
         box.begin(os.getpid(), self.incarnation)
         box.mark_generation(self.generation)
         # else the whole group starts anew, from checkpoints

@@ -32,6 +32,7 @@ from taskd.worker.process.interrupt import MainThreadInterrupter
 from taskd.worker.process.orders import Orders
 from taskd.worker.process.outer_group import OuterGroup
 from taskd.worker.process.pulse import Pulse
+from taskd.worker.process.sigterm import Sigterm
 from taskd.worker.process.unwinding import Unwinding
 from taskd.worker.process.uplink import Uplink
 from taskd.worker.process.verdict import Verdict
@@ -72,6 +73,7 @@ class Runtime(Supervisor):
             life, self.orders, self.groups, self._boundary, MainThreadInterrupter(life.interrupts)
         )
         self._pulse = Pulse(life, self.groups)
+        self.sigterm = None if bootstrap.grace_s is None else Sigterm()
         self._declared = self._entered = False
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
@@ -103,6 +105,8 @@ class Runtime(Supervisor):
         buckets.install()
         phases.install()
         data_order.install()
+        if self.sigterm is not None:
+            self.sigterm.watch()
         self.uplink.tell(events.WorkerDeclared, "declared")
 
     def enter(self) -> None:
@@ -112,6 +116,12 @@ class Runtime(Supervisor):
             self._entered = True
             self.outer_group.note_entry()
             self.uplink.tell(events.WorkerDeclared, "entered", entered=True)
+
+    @property
+    def is_to_be_saved(self) -> bool:
+        """Whether SIGTERM has come to this process, and not from the agent: the job is saved."""
+        sigterm = self.sigterm
+        return sigterm is not None and sigterm.has_come and not self._channel.closed
 
     # ------------------------------------------------------------------ for a training step
 
@@ -136,6 +146,8 @@ class Runtime(Supervisor):
     def _listen(self) -> None:
         poller = select.poll()
         poller.register(self._channel.fd, select.POLLIN)
+        if self.sigterm is not None:
+            poller.register(self.sigterm.fd, select.POLLIN)
         while not self._channel.closed:
             wait_s, due_s = self._pulse.until_next_s(), self._unwinding.until_due_s()
             if due_s is not None:
@@ -151,7 +163,11 @@ class Runtime(Supervisor):
                     )
                     continue
                 self._obey(command)
+            if self.sigterm is not None and self.sigterm.read() and not self._channel.closed:
+                self.uplink.tell(events.WorkerDraining, "sigterm")
             self._unwinding.carry_out_if_due()
+        if self.sigterm is not None:
+            self.sigterm.step_aside()
         self.orders.lose_agent()
         if not self.guarded and os.getpid() == self._pid:
             death_alarm.end_own_process_group()

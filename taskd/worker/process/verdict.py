@@ -38,6 +38,11 @@ class Verdict:
                 log.info("rank %d: %s, while being interrupted", self._life.rank, describe(error))
                 return
         self._report(error, clean=clean, may_advance=may_advance)
+        self.await_interrupt(error)
+
+    def await_interrupt(self, error: BaseException) -> None:
+        """Return when a recovery, or the saving of the job, begins; raise it if it is given up."""
+        orders = self._orders
         with orders.condition:
             while not orders.must_gate:
                 if orders.gave_up is not None or orders.agent_gone:

@@ -9,6 +9,7 @@ is the manager's.
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from taskd.native.arena import Arena
 from taskd.native.black_box import BlackBox
 from taskd.worker.life import Life
 from taskd.worker.saving import contents
+from taskd.worker.saving.grace import check_grace
 from taskd.worker.saving.stored import StoredSnapshot
 from taskd.worker.saving.stored import find as snapshot_of
 from taskd.worker.state import extras
@@ -114,6 +116,7 @@ class Dumping:
         self._life = life
         self._job_id = job_id
         self._draft: Draft | None = None
+        self._began = 0.0  # monotonic time at which this rank began to write
 
     def obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
         """What to tell the manager: a stage of `taskd.core.events` and its detail.
@@ -134,7 +137,7 @@ class Dumping:
     def _write(self, order: commands.Dump) -> tuple[str, str]:
         life, saving = self._life, self._life.saving
         records = life.records
-        self._draft = None
+        self._draft, self._began = None, time.monotonic()
         if life.rank not in order.writers:
             return "", ""
         is_live = (
@@ -209,4 +212,6 @@ class Dumping:
             return WITHDRAWN, ""
         if draft is None:
             return FAILED, "it has written nothing"
-        return PUBLISHED, str(publish(draft))
+        path = publish(draft)
+        check_grace(self._life, time.monotonic() - self._began)
+        return PUBLISHED, str(path)

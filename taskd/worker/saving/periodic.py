@@ -10,6 +10,7 @@ given up.
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 from pathlib import Path
@@ -26,6 +27,7 @@ from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
 from taskd.errors import CheckpointError, StateError, TaskdError
 from taskd.worker.saving import contents
+from taskd.worker.saving.grace import check_grace
 from taskd.worker.state.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Periodic:
             every=every,
             keep=keep,
             states=tuple(sorted(life.records.states)),
+            told=functools.partial(check_grace, life),
         )
 
     def commit(self) -> None:

@@ -6,6 +6,8 @@ FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marke
         committed the step.
 STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
         knobs of the workload
+ON_SIGTERM  a handler of its own: "flag" and "exit" (sys.exit) before the function is decorated,
+        "late-exit" in the first step; "fork": none, but each step forks a child and terminates it
 """
 
 import collections
@@ -35,6 +37,7 @@ BATCH_NORM = os.environ.get("BATCH_NORM") == "1"
 CLOSURE = os.environ.get("CLOSURE") == "1"
 # "1": before the function is called; "above": before it is even decorated
 OUTER_INIT = os.environ.get("OUTER_INIT")
+ON_SIGTERM = os.environ.get("ON_SIGTERM", "")
 SAVE_EVERY = int(os.environ.get("SAVE_EVERY", "0"))
 ON_DUMP = os.environ.get("ON_DUMP") == "1"
 FAULTS = planned_faults(os.environ.get("FAULTS", ""))
@@ -210,6 +213,25 @@ def write_own(folder, model, step):
     torch.save(model.state_dict(), folder / f"iter_{step:07}" / f"mp_rank_{RANK:02}" / "model.pt")
 
 
+def on_sigterm(*_):
+    fact("handler")
+    if "exit" in ON_SIGTERM:
+        sys.exit(7)
+
+
+def terminate_child():
+    """A child gets SIGTERM within its first instructions; it is to die by that."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+
+
+if ON_SIGTERM in ("flag", "exit"):
+    signal.signal(signal.SIGTERM, on_sigterm)
+
 if OUTER_INIT == "above":
     init()
     here("above", 0)
@@ -242,6 +264,10 @@ def train():
     source = batches(state.step) if LOADER_WORKERS else None
     while state.step < STEPS:
         model.step = state.step
+        if ON_SIGTERM == "late-exit":
+            signal.signal(signal.SIGTERM, on_sigterm)
+        if ON_SIGTERM == "fork":
+            terminate_child()
         here("step", state.step)
         if source is None:
             generator = torch.Generator().manual_seed(1000 * state.step + RANK)

@@ -39,11 +39,11 @@ class ManagerDriver:
         max_restarts: int = 100,
         timeout: float = 30.0,
         strategies: str = "",
+        **options: bool,
     ) -> None:
         self.timeouts = Timeouts.derive(timeout)
-        self.machine = RecoveryMachine(
-            "job", self.timeouts, strategies=strategies.split(",") if strategies else ()
-        )
+        names = strategies.split(",") if strategies else ()
+        self.machine = RecoveryMachine("job", self.timeouts, strategies=names, **options)
         self.nodes, self.per_node, self.max_restarts = nodes, per_node, max_restarts
         self.now = 100.0
         self.count = 0

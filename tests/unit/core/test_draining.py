@@ -32,9 +32,20 @@ def test_another_manager_is_told_again() -> None:
     assert draining.step(126.0, has_manager=True) is Step.END
 
 
-def test_the_second_signal_ends_the_wait() -> None:
+def test_the_second_signal_ends_the_wait_unless_it_is_the_same() -> None:
     draining = Draining(25.0)
     assert draining.ask(100.0)
-    assert not draining.ask(101.0)
+    assert draining.ask(104.9), "the same one, in another way"
+    assert draining.deadline == 125.0
+    assert not draining.ask(105.0)
     assert not draining.is_asked
     assert draining.deadline is None
+
+
+def test_signals_to_workers_say_nothing_new() -> None:
+    draining = Draining(25.0)
+    draining.hear(100.0, "SIGTERM to rank 2")
+    assert (draining.deadline, draining.detail) == (125.0, "SIGTERM to rank 2")
+    assert draining.ask(101.0)
+    draining.hear(124.0, "SIGTERM to rank 0")
+    assert (draining.deadline, draining.detail) == (125.0, "SIGTERM to rank 2")

@@ -42,6 +42,61 @@ def pause_all(job, *versions: int) -> list[do.Command]:
     return commands
 
 
+class TestAfterIt:
+    """`restarts_after_dump`: the job goes on from what was saved because of a fault."""
+
+    @pytest.fixture
+    def saved(self, manager):
+        """Everything but the last word of the publisher."""
+
+        def until_then(**settings):
+            job = manager(strategies="dump", restarts_after_dump=True, **settings).joined()
+            job.lose(1, FaultKind.KILLED, "SIGKILL")
+            pause_all(job)
+            for rank in (0, 2, 3):
+                dumped(job, rank)
+            assert job.machine.phase is JobPhase.PUBLISHING
+            return job
+
+        return until_then
+
+    def test_all_processes_start_anew_and_no_step_is_redone(self, saved) -> None:
+        job = saved()
+        restart = only(dumped(job, 0, "published", "/c/dump-5"), do.RestartGroup)
+        assert restart.incarnations == tuple((rank, 1) for rank in range(4))
+        assert (restart.restarts_used, restart.generation) == (1, 2)
+        assert restart.reason == "step 5 was saved in /c/dump-5: all processes go on from it"
+        for rank in range(3):
+            assert job.worker(ev.WorkerStarted, rank, 4711) == []
+        record = only(job.worker(ev.WorkerStarted, 3, 4711), do.RecordRecovery).record
+        assert (record.strategy, record.steps_redone) == ("dump", 0)
+        assert job.machine.phase is JobPhase.RUNNING
+        end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", incarnation=1), do.GiveUp)
+        assert end.reason.endswith("; and no dump: no live process uses taskd.recoverable")
+
+    def test_not_if_a_node_is_to_end_meanwhile(self, saved) -> None:
+        job = saved()
+        assert job.send(ev.AgentDraining, 0, "SIGTERM", 30.0) == []
+        assert only(dumped(job, 0, "published", "/c/dump-5"), do.GiveUp).dump == "/c/dump-5"
+
+    def test_not_if_that_was_the_reason(self, manager) -> None:
+        job = manager(strategies="dump", restarts_after_dump=True).joined()
+        job.send(ev.AgentDraining, 0, "SIGTERM", 30.0)
+        pause_all(job)
+        for rank in range(4):
+            dumped(job, rank)
+        assert only(dumped(job, 0, "published", "/c/dump-5"), do.GiveUp)
+
+    def test_not_if_no_restart_is_left(self, manager) -> None:
+        job = manager(strategies="dump", restarts_after_dump=True, max_restarts=0).joined()
+        job.lose(1, FaultKind.KILLED, "SIGKILL")
+        pause_all(job)
+        for rank in (0, 2, 3):
+            dumped(job, rank)
+        end = only(dumped(job, 0, "published", "/c/dump-5"), do.GiveUp)
+        assert end.reason.startswith("restart budget spent")
+
+
 class TestWhoWrites:
     def test_those_who_are_left_write_and_one_publishes_and_then_the_job_ends(self, dying) -> None:
         dump = only(pause_all(dying), do.Dump)

@@ -58,6 +58,7 @@ def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
     own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
     agents = {
         do.SpawnWorker,
+        do.Drain,
         do.SignalWorker,
         do.ExamineWorker,
         do.TellWorker,

@@ -12,8 +12,10 @@ def test_it_stays_once_for_sigterm_where_the_job_is_saved() -> None:
     assert leaving.deadline == 125.0
     assert leaving.overdue(124.9) is None
     assert leaving.overdue(125.0) == GRACE_IS_OVER
+    assert leaving.stays("SIGTERM", 104.9), "the same one, in another way"
+    assert leaving.deadline == 125.0
     assert not leaving.stays(GRACE_IS_OVER, 125.0)
-    assert not leaving.stays("SIGTERM", 101.0)
+    assert not leaving.stays("SIGTERM", 105.0)
 
 
 def test_it_leaves_at_once_for_anything_else() -> None:

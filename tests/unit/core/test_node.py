@@ -260,6 +260,22 @@ class TestARecovery:
         assert agent.send(ev.CommandReceived, "nonsense") == []
 
 
+class TestSigtermToAWorker:
+    def test_the_node_is_to_end(self, node) -> None:
+        (drain,) = node().worker(ev.WorkerDraining, 1)
+        assert drain == do.Drain(drain.cause, 0, "SIGTERM to rank 1")
+
+    def test_one_that_is_being_ended_got_ours(self, node) -> None:
+        agent = node(declared=False)
+        agent.command(do.RestartGroup, 1, 1, "why", tuple((rank, 1) for rank in range(4)))
+        assert agent.worker(ev.WorkerDraining, 0, incarnation=0) == []
+        agent = node()
+        agent.command(do.KillWorker, 0, 0, 1, 0, "hangs")
+        assert agent.worker(ev.WorkerDraining, 1) == []
+        agent.command(do.GiveUp, 0, "why", None, None)
+        assert agent.worker(ev.WorkerDraining, 0) == []
+
+
 class TestRestartOfTheGroup:
     def restart(self, agent, generation=1, incarnation=1):
         lives = tuple((rank, incarnation) for rank in range(4))
