@@ -186,7 +186,7 @@ _RULES: dict[JobPhase, Rules] = {
     JobPhase.SAVING: {**_DUMPING, ev.WorkerDumped: Rule(dump.written, _WRITTEN)},
     JobPhase.PUBLISHING: {
         **_DUMPING,
-        ev.WorkerDumped: Rule(dump.published, OVER | {JobPhase.RESTARTING}),
+        ev.WorkerDumped: Rule(dump.published, _PUBLISHED),
     },
     JobPhase.DISCARDING: {**_DUMPING, ev.WorkerDumped: Rule(dump.discarded, OVER)},
     JobPhase.RELEASED: {
