@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from taskd.agent.drain import Drain
+    from taskd.agent.link.automatic import AutomaticManager
     from taskd.agent.workers.host import Host
     from taskd.clock import Clock
     from taskd.config import AgentConfig
@@ -76,11 +77,13 @@ class Service:
         generation: int,
         restarts_used: int,
         drain: Drain,
+        automatic: AutomaticManager,
     ) -> None:
         """`identity`: the log prefix, kept up to date.
 
         `generation` and `restarts_used`: not 0 after a restart without a manager.
         """
+        self._automatic = automatic
         incarnation = uuid.uuid4().hex
         self._identity, self._drain, self._host, self._config, self._clock = (
             identity,
@@ -146,6 +149,7 @@ class Service:
 
     def _turn(self) -> None:
         now = self._clock.now()
+        self._follow_automatic(now)
         if now >= self._manager.beat_at or self._sees_no_progress(now):
             self._beat(now)
         self._wait(now)
@@ -164,7 +168,12 @@ class Service:
             self._feed(events.Tick(now, "tick"))
 
     def _wait(self, now: float) -> None:
-        deadlines = [self._next_glance, self._machine.next_deadline(), self._drain.state.deadline]
+        deadlines = [
+            self._next_glance,
+            self._machine.next_deadline(),
+            self._drain.state.deadline,
+            self._automatic.next_deadline,
+        ]
         if self._examinations.look_s is not None:
             deadlines.append(now + self._examinations.look_s)
         fds = [
@@ -173,6 +182,7 @@ class Service:
             *self._mirroring.fds,
             *self._drain.fds,
             *self._deaths.fds,
+            *self._automatic.fds,
         ]
         first = min(deadline for deadline in deadlines if deadline is not None)
         self._manager.poll(max(0.0, first - now), fds)
@@ -270,8 +280,11 @@ class Service:
     def _hear(self, event: events.Event) -> None:
         """The manager's word, or that there is none any more."""
         match event:
+            case events.ManagerRefused() if self._automatic.moves(event.reason):
+                pass
             case events.ManagerJoined():  # it may be a new manager: it hears all that is known
                 self._is_manager_missed = False
+                self._automatic.joined()
                 self._drain.state.meet_manager()
                 self._feed(event)
                 for answer in self._profiling.answers(event.now):
@@ -286,6 +299,15 @@ class Service:
             case _:
                 self._feed(event)
 
+    def _follow_automatic(self, now: float) -> None:
+        """Start a manager if nobody else has one here, and register where it listens."""
+        stranger = self._manager.stranger
+        if stranger and not self._is_registered and self._automatic.moves(stranger):
+            self._manager.stranger = ""
+        address = self._automatic.turn(now)
+        if address is not None and not self._is_registered:
+            self._manager.redirect(address)
+
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life with what workers do, or another try to register."""
         self._mirroring.follow(self._host.workers)
@@ -294,7 +316,7 @@ class Service:
             log.warning(
                 "the manager at %s has been silent for %.0f s: training goes on, a fault "
                 "waits for it",
-                self._config.manager_address,
+                self._manager.address,
                 self._timeouts.manager_silence_s,
             )
             self._feed(event)
@@ -304,10 +326,12 @@ class Service:
             and now - self._started_at > self._timeouts.manager_silence_s
         ):
             self._is_manager_missed = True
+            if self._automatic.moves("nobody answers who speaks as a manager"):
+                return
             log.warning(
                 "no manager answers at %s: training goes on as with plain torchrun. "
                 "Start one there with `python manager.py`, or set TASKD_MANAGER_ADDR.",
-                self._config.manager_address,
+                self._manager.address,
             )
 
     @property
