@@ -92,7 +92,7 @@ class Service:
             config,
             clock,
         )
-        self._timeouts = timeouts = Timeouts.derive(config.fault_timeout_s)
+        self._timeouts = timeouts = _timeouts_of(config)
         self._machine = _machine_of(host, timeouts, incarnation, generation, restarts_used, config)
         self._manager = ManagerConnection(
             config.manager_address,
@@ -306,7 +306,7 @@ class Service:
             self._manager.stranger = ""
         address = self._automatic.turn(now)
         if address is not None and not self._is_registered:
-            self._manager.redirect(address)
+            self._manager.redirect(address or self._manager.address)
 
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life with what workers do, or another try to register."""
@@ -424,6 +424,14 @@ class Service:
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
                 )
             )
+
+
+def _timeouts_of(config: AgentConfig) -> Timeouts:
+    """Where a manager is started with the job, an early fault waits for that one, too."""
+    timeouts = Timeouts.derive(config.fault_timeout_s)
+    if not config.starts_manager:
+        return timeouts
+    return dataclasses.replace(timeouts, fallback_never_connected_s=timeouts.fallback_connected_s)
 
 
 def _machine_of(

@@ -235,6 +235,8 @@ def open_service(
     Not by a manager of this job that an agent has started: that one leaves, unless this is one,
     too (`starter`).
     """
+    if starter is not None:
+        starter.open(config.job_id, config.bind_address)
     try:
         link = zeromq.Router(config.bind_address, secret=config.secret)
     except AddressTakenError:
@@ -242,5 +244,5 @@ def open_service(
             raise
         link = zeromq.Router(config.bind_address, secret=config.secret)
     if starter is not None:
-        starter.listens(config.job_id, link.address)
+        starter.listens(link.address)
     return Service(config, link, identity=identity, starter=starter)

@@ -36,10 +36,8 @@ class Starter:
         self._door: socket.socket | None = None
         self._asking: socket.socket | None = None  # kept open to the end of this process
 
-    def listens(self, job_id: str, address: str) -> None:
-        """The manager has its port: say so, and let others ask for it."""
-        assert self._agent is not None
-        self._agent.sendall(address.encode())
+    def open(self, job_id: str, address: str) -> None:
+        """Let others ask for the port of this address, before it is taken."""
         self._door = socket.socket(socket.AF_UNIX)
         try:
             self._door.bind(_door_of(job_id, address))
@@ -48,6 +46,11 @@ class Starter:
             log.warning("a manager.py could not ask this manager for the port: %s", error)
             self._door.close()
             self._door = None
+
+    def listens(self, address: str) -> None:
+        """Tell the agent that the manager has its port."""
+        assert self._agent is not None
+        self._agent.sendall(address.encode())
 
     @property
     def fds(self) -> list[int]:

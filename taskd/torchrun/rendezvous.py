@@ -12,6 +12,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from taskd.config.rendezvous import take_settings
+from taskd.config.values import refusal
 from taskd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def resolved(config: LaunchConfig) -> LaunchConfig:
             f"; did you mean {like}?" if like else "",
         )
     made.rdzv_backend = _torch_backend(config.rdzv_endpoint, config.max_nodes, made.rdzv_configs)
+    if made.rdzv_backend == "static":
+        made.rdzv_configs["rank"] = _number(made.rdzv_configs["rank"])
     if not config.rdzv_endpoint:
         made.rdzv_endpoint = _ANY_PORT
         made.run_id = str(uuid.uuid4()) if config.run_id in _NO_ID else config.run_id
@@ -54,6 +57,13 @@ def _torch_backend(endpoint: str, max_nodes: int, settings: dict[str, Any]) -> s
             "address of the first node and a free port of it"
         )
     return "static" if endpoint and "rank" in settings else "c10d"
+
+
+def _number(rank: str) -> int:
+    try:
+        return int(rank)
+    except ValueError:
+        raise refusal("--rdzv-conf: rank", rank, "the number of this node") from None
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:

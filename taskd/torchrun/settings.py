@@ -63,7 +63,9 @@ def _own_literal(address: str) -> str | None:
     host, _, port = address.rpartition(":")
     if not _is_own(host):
         return None
-    literal = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0][4][0]
+    # As the agent's connection resolves it.
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    literal = socket.getaddrinfo(host.strip("[]"), 0, family, socket.SOCK_STREAM)[0][4][0]
     return join_address(str(literal), int(port))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.hosts import INTERFACE, hosts
 from tests.process import harness
 from tests.process.installation import install
 from tests.process.test_recovery import reference as reference  # noqa: PLC0414
@@ -24,6 +25,8 @@ from tests.process.test_recovery import wait_for_step, wait_until
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
+
+    from tests.hosts import Host
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +45,15 @@ def installed_job(directory: pathlib.Path, **env: str) -> Iterator[harness.Job]:
         yield job
 
 
-def start(job: harness.Job, *options: str, **env: str) -> harness.Output:
+def start(job: harness.Job, *options: str, host: Host | None = None, **env: str) -> harness.Output:
+    """Torchrun with 4 ranks, or, on one of two hosts, with 2."""
     return job.start_agent(
-        "train.py", options=("--rdzv-backend=taskd", *options), module=TORCHRUN, **env
+        "train.py",
+        nproc=4 if host is None else 2,
+        options=("--rdzv-backend=taskd", *options),
+        prefix=() if host is None else host.prefix,
+        module=TORCHRUN,
+        **env,
     )
 
 
@@ -163,3 +172,60 @@ def test_the_manager_does_not_outlive_a_killed_torchrun(tmp_path: pathlib.Path) 
         assert time.monotonic() - began < 5
         os.close(manager)
         wait_until(job, lambda: not job.leftovers())
+
+
+def test_of_two_hosts_that_of_the_endpoint_has_the_manager(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    """With c10d node 0 is the host of the lower address: here the other one."""
+    with (
+        hosts(tmp_path, 2) as (first, second),
+        installed_job(
+            tmp_path / "job",
+            FAULTS="1@5:forward:kill;3@8:forward:kill",
+            GLOO_SOCKET_IFNAME=INTERFACE,
+        ) as job,
+    ):
+        options = ("--nnodes=2", f"--rdzv-endpoint={second.address}:{job.master_port}")
+        agents = [
+            start(
+                job,
+                *options,
+                f"--rdzv-conf=is_host={is_host}",
+                f"--local-addr={host.address}",
+                host=host,
+            )
+            for host, is_host in ((second, 1), (first, 0))
+        ]
+        check(job, agents[0], reference(), faults=2)
+        assert agents[1].wait(LIMIT_S).returncode == 0
+        assert "agent-1 node 1 starts a manager" in agents[0].text
+        assert "starts a manager" not in agents[1].text
+        assert "can be reached by other hosts and no secret is set" in agents[0].text
+        assert {record["strategy"] for record in job.recoveries()} == {"recover-in-place"}
+
+
+def test_a_manager_py_takes_over_on_two_hosts(tmp_path: pathlib.Path, reference) -> None:
+    with (
+        hosts(tmp_path, 2) as (first, second),
+        installed_job(
+            tmp_path / "job",
+            FAULTS="1@5:forward:kill;3@70:forward:kill",
+            GLOO_SOCKET_IFNAME=INTERFACE,
+            STEPS="80",
+            SLEEP_S="0.05",
+        ) as job,
+    ):
+        options = ("--nnodes=2", f"--rdzv-endpoint={first.address}:{job.master_port}")
+        agents = [
+            start(job, *options, f"--rdzv-conf=rank={rank}", host=host, **env)
+            for rank, (host, env) in enumerate(((first, {"POD_IP": first.address}), (second, {})))
+        ]
+        agents[0].wait_text("recovered by", LIMIT_S)
+        manager = job.start_manager(prefix=first.prefix, POD_IP=first.address)
+        manager.wait_text("node 1 of 2 registered", LIMIT_S)
+        check(job, agents[0], reference(STEPS="80"), faults=2)
+        assert agents[1].wait(LIMIT_S).returncode == 0
+        assert manager.wait(LIMIT_S).returncode == 0
+        assert "recovered by recover-in-place" in manager.text
+        assert [record["generation"] for record in job.recoveries()] == [1, 2]

@@ -30,7 +30,9 @@ def test_an_endpoint_means_c10d_and_with_a_rank_static() -> None:
     assert (made.rdzv_backend, made.rdzv_endpoint) == ("c10d", "10.0.0.1:2222")
     assert made.run_id == "none", "all nodes must say the same"
     made = launch(**given, rdzv_configs={"rank": "1"})
-    assert (made.rdzv_backend, made.rdzv_configs["rank"]) == ("static", "1")
+    assert (made.rdzv_backend, made.rdzv_configs["rank"]) == ("static", 1)
+    with pytest.raises(ConfigError, match="rank='first' is not accepted"):
+        launch(**given, rdzv_configs={"rank": "first"})
 
 
 def test_several_nodes_without_an_endpoint_are_refused() -> None:

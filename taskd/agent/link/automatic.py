@@ -96,7 +96,10 @@ class AutomaticManager:
         return True
 
     def turn(self, now: float) -> str | None:
-        """Start it if it is time, and look after it. Returns where it listens, once it does."""
+        """Start it if it is time, and look after it.
+
+        Returns once when it listens: where, or "" for the address that agents have in any case.
+        """
         address = self._read(now) if self._link is not None else None
         if self._policy.due_at is not None and now >= self._policy.due_at:
             self._start()
@@ -137,7 +140,7 @@ class AutomaticManager:
             said = b""
         if said:
             self._place, self._is_up = said.decode(), True
-            return self._place
+            return self._place if self._is_alone else ""
         self._link.close()
         self._link = None
         status = self._process.wait()
