@@ -321,7 +321,7 @@ class Service:
             )
             self._feed(event)
         if (
-            not (self._is_registered or self._is_manager_missed)
+            not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._manager.session.is_refused
             and now - self._started_at > self._timeouts.manager_silence_s
         ):

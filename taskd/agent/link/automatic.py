@@ -78,6 +78,11 @@ class AutomaticManager:
         """When `turn` has something to do in any case."""
         return self._policy.due_at
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether it has been started, and does not listen yet."""
+        return self._process is not None and not self._is_up
+
     def joined(self) -> None:
         """A manager has accepted this node."""
         self._policy.joined()

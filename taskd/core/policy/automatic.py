@@ -38,7 +38,8 @@ class AutomaticManager:
 
     def moves(self, now: float) -> bool:
         """Who listens there does not serve this node. Whether ours is started elsewhere."""
-        if not self._is_wanted or not self._is_alone or self._is_running or self.is_elsewhere:
+        is_ours = self._is_running or self.due_at is not None  # nobody else listens there
+        if not self._is_wanted or not self._is_alone or is_ours or self.is_elsewhere:
             return False
         self.due_at, self.is_elsewhere = now, True
         return True

@@ -72,4 +72,8 @@ def test_it_moves_once_if_the_port_is_held_by_somebody_who_does_not_serve_this_j
 def test_it_does_not_move_while_it_runs_nor_where_others_have_to_find_it() -> None:
     running, one_of_many, unwanted = manager(), manager(is_alone=False), manager(is_wanted=False)
     running.started()
+    for policy in (one_of_many, unwanted):
+        policy.port_is_taken()
     assert not any(policy.moves(105) for policy in (running, one_of_many, unwanted))
+    running.ended(-9, 110)
+    assert not running.moves(110), "nobody else listens there: it is started again"
