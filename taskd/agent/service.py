@@ -118,7 +118,7 @@ class Service:
         self._examinations = Examinations(host, clock, timeouts.examine_s)
         self._deaths, self._vitals, self._endings = DeathWatch(), Vitals(), Endings()
         self._outcome: Outcome | None = None
-        self._started_at = self._next_glance = clock.now()
+        self._seeks_since = self._next_glance = clock.now()
         self._is_manager_missed = False  # that nobody answers has been said
 
     # ------------------------------------------------------------------ the loop
@@ -302,10 +302,11 @@ class Service:
     def _follow_automatic(self, now: float) -> None:
         """Start a manager if nobody else has one here, and register where it listens."""
         stranger = self._manager.stranger
-        if stranger and not self._is_registered and self._automatic.moves(stranger):
-            self._manager.stranger = ""
+        if stranger and not self._is_registered:
+            self._automatic.moves(f"somebody else answers, {stranger}")
         address = self._automatic.turn(now)
         if address is not None and not self._is_registered:
+            self._seeks_since = now
             self._manager.redirect(address or self._manager.address)
 
     def _beat(self, now: float) -> None:
@@ -323,7 +324,7 @@ class Service:
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._manager.session.is_refused
-            and now - self._started_at > self._timeouts.manager_silence_s
+            and now - self._seeks_since > self._timeouts.manager_silence_s
         ):
             self._is_manager_missed = True
             if self._automatic.moves("nobody answers who speaks as a manager"):

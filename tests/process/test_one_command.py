@@ -141,11 +141,12 @@ def test_a_port_that_is_taken_costs_nothing(tmp_path: pathlib.Path, reference, w
                 installed_job(tmp_path / "other", **port, MINDX_TASK_ID=name, STEPS="100000")
             )
             start(other).wait_text("joined the manager", LIMIT_S)
-            says = "serves job another-job" if who == "another job" else "refused us"
+            says = "from a manager of job another-job" if who == "another job" else "is taken by"
         agent = start(job)
         check(job, agent, reference(STEPS="120"), faults=1)
         assert "starts a manager of its own on a free port" in agent.text
         assert says in agent.text
+        assert "no manager answers" not in agent.text
         assert [record["strategy"] for record in job.recoveries()] == ["recover-in-place"]
 
 

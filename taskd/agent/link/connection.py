@@ -92,8 +92,11 @@ class ManagerConnection:
                 event = self._event_of(*codec.decode(data))
             except RemoteProtocolError as error:
                 if error.reason == "foreign":
+                    if str(error) != self.stranger:
+                        log.warning(
+                            "what answers at %s is no manager of ours: %s", self.address, error
+                        )
                     self.stranger = str(error)
-                    log.warning("what answers at %s is no manager of ours: %s", self.address, error)
                 else:
                     log.warning(
                         "the manager at %s sent something that is no message: %s",
