@@ -94,6 +94,10 @@ class TransportError(TaskdError):
     """A socket could not be opened. The text says which address, and which process to look for."""
 
 
+class AddressTakenError(TransportError):
+    """Another process listens there. The text says how to find it."""
+
+
 class ForkserverError(TaskdError):
     """The warm parent of workers is gone or refused. The agent starts another one."""
 

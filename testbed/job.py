@@ -44,6 +44,7 @@ class Job:
             FACTS=str(self.facts_dir),
             TASKD_PORT=str(self.port),
             TASKD_PROCESS_ENABLE="on",
+            TASKD_MANAGER="off",
             MINDX_TASK_ID="test-job",
             TASKD_LOG_PATH=str(self.log_dir),
         ) | {MARK_ENV: self.mark, **env}
@@ -65,9 +66,13 @@ class Job:
         options: tuple[str, ...] = (),
         prefix: tuple[str, ...] = (),
         warm: bool = True,
+        module: str = "taskd.run",
         **env: str,
     ) -> Output:
-        """A torchrun. `warm`: not an interpreter of its own, but a fork that has imported torch."""
+        """A torchrun. `warm`: not an interpreter of its own, but a fork that has imported torch.
+
+        `module`: torch's own is "torch.distributed.run".
+        """
         rendezvous = ("--standalone", "--rdzv", "--nnodes", "--master")
         if not any(option.startswith(rendezvous) for option in options):
             # torch's dynamic rendezvous would spend 1.5 s of processor time on its own stack
@@ -76,8 +81,9 @@ class Job:
         if self.manager is not None and self.manager.process.poll() is None:
             # a warm agent and its first fault would be there before a cold manager
             self.manager.wait_text("listens on", 60)
+        command = torchrun(str(SCRIPTS / script), *options, nproc=nproc, module=module)
         agent = Output(
-            [*prefix, *torchrun(str(SCRIPTS / script), *options, nproc=nproc), *script_args],
+            [*prefix, *command, *script_args],
             self.env | env,
             self.directory / f"agent{len(self.agents)}.out",
             self.directory,

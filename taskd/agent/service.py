@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from taskd.agent.drain import Drain
+    from taskd.agent.link.automatic import AutomaticManager
     from taskd.agent.workers.host import Host
     from taskd.clock import Clock
     from taskd.config import AgentConfig
@@ -76,11 +77,13 @@ class Service:
         generation: int,
         restarts_used: int,
         drain: Drain,
+        automatic: AutomaticManager,
     ) -> None:
         """`identity`: the log prefix, kept up to date.
 
         `generation` and `restarts_used`: not 0 after a restart without a manager.
         """
+        self._automatic = automatic
         incarnation = uuid.uuid4().hex
         self._identity, self._drain, self._host, self._config, self._clock = (
             identity,
@@ -89,7 +92,7 @@ class Service:
             config,
             clock,
         )
-        self._timeouts = timeouts = Timeouts.derive(config.fault_timeout_s)
+        self._timeouts = timeouts = _timeouts_of(config)
         self._machine = _machine_of(host, timeouts, incarnation, generation, restarts_used, config)
         self._manager = ManagerConnection(
             config.manager_address,
@@ -115,7 +118,7 @@ class Service:
         self._examinations = Examinations(host, clock, timeouts.examine_s)
         self._deaths, self._vitals, self._endings = DeathWatch(), Vitals(), Endings()
         self._outcome: Outcome | None = None
-        self._started_at = self._next_glance = clock.now()
+        self._seeks_since = self._next_glance = clock.now()
         self._is_manager_missed = False  # that nobody answers has been said
 
     # ------------------------------------------------------------------ the loop
@@ -146,6 +149,7 @@ class Service:
 
     def _turn(self) -> None:
         now = self._clock.now()
+        self._follow_automatic(now)
         if now >= self._manager.beat_at or self._sees_no_progress(now):
             self._beat(now)
         self._wait(now)
@@ -164,7 +168,12 @@ class Service:
             self._feed(events.Tick(now, "tick"))
 
     def _wait(self, now: float) -> None:
-        deadlines = [self._next_glance, self._machine.next_deadline(), self._drain.state.deadline]
+        deadlines = [
+            self._next_glance,
+            self._machine.next_deadline(),
+            self._drain.state.deadline,
+            self._automatic.next_deadline,
+        ]
         if self._examinations.look_s is not None:
             deadlines.append(now + self._examinations.look_s)
         fds = [
@@ -173,6 +182,7 @@ class Service:
             *self._mirroring.fds,
             *self._drain.fds,
             *self._deaths.fds,
+            *self._automatic.fds,
         ]
         first = min(deadline for deadline in deadlines if deadline is not None)
         self._manager.poll(max(0.0, first - now), fds)
@@ -270,8 +280,11 @@ class Service:
     def _hear(self, event: events.Event) -> None:
         """The manager's word, or that there is none any more."""
         match event:
+            case events.ManagerRefused() if self._automatic.moves(event.reason):
+                pass
             case events.ManagerJoined():  # it may be a new manager: it hears all that is known
                 self._is_manager_missed = False
+                self._automatic.joined()
                 self._drain.state.meet_manager()
                 self._feed(event)
                 for answer in self._profiling.answers(event.now):
@@ -286,6 +299,16 @@ class Service:
             case _:
                 self._feed(event)
 
+    def _follow_automatic(self, now: float) -> None:
+        """Start a manager if nobody else has one here, and register where it listens."""
+        stranger = self._manager.stranger
+        if stranger and not self._is_registered:
+            self._automatic.moves(f"somebody else answers, {stranger}")
+        address = self._automatic.turn(now)
+        if address is not None and not self._is_registered:
+            self._seeks_since = now
+            self._manager.redirect(address or self._manager.address)
+
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life with what workers do, or another try to register."""
         self._mirroring.follow(self._host.workers)
@@ -294,20 +317,22 @@ class Service:
             log.warning(
                 "the manager at %s has been silent for %.0f s: training goes on, a fault "
                 "waits for it",
-                self._config.manager_address,
+                self._manager.address,
                 self._timeouts.manager_silence_s,
             )
             self._feed(event)
         if (
-            not (self._is_registered or self._is_manager_missed)
+            not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._manager.session.is_refused
-            and now - self._started_at > self._timeouts.manager_silence_s
+            and now - self._seeks_since > self._timeouts.manager_silence_s
         ):
             self._is_manager_missed = True
+            if self._automatic.moves("nobody answers who speaks as a manager"):
+                return
             log.warning(
                 "no manager answers at %s: training goes on as with plain torchrun. "
                 "Start one there with `python manager.py`, or set TASKD_MANAGER_ADDR.",
-                self._config.manager_address,
+                self._manager.address,
             )
 
     @property
@@ -403,6 +428,14 @@ class Service:
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
                 )
             )
+
+
+def _timeouts_of(config: AgentConfig) -> Timeouts:
+    """Where a manager is started with the job, an early fault waits for that one, too."""
+    timeouts = Timeouts.derive(config.fault_timeout_s)
+    if not config.starts_manager:
+        return timeouts
+    return dataclasses.replace(timeouts, fallback_never_connected_s=timeouts.fallback_connected_s)
 
 
 def _machine_of(

@@ -60,12 +60,14 @@ def _is_local_proxy(environment: Environment) -> bool:
     return switch(environment, LOCAL_PROXY_ENV, default=False)
 
 
-def bind_address(environment: Environment) -> str:
-    """TASKD_BIND_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else POD_IP, else loopback."""
+def bind_address(environment: Environment = os.environ, otherwise: str = DEFAULT_HOST) -> str:
+    """TASKD_BIND_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else POD_IP, else `otherwise`."""
     key, text = BIND_ADDR_ENV, environment.get(BIND_ADDR_ENV)
-    if not text and not _is_local_proxy(environment):
+    if not text and _is_local_proxy(environment):
+        text = DEFAULT_HOST
+    elif not text:
         key, text = POD_IP_ENV, environment.get(POD_IP_ENV)
-    host, port = split_address(key, text or DEFAULT_HOST, _manager_port(environment))
+    host, port = split_address(key, text or otherwise, _manager_port(environment))
     host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104
     return join_address(host, port)
 

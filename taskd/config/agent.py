@@ -19,6 +19,7 @@ from taskd.config.names import (
     FORKSERVER_ENV,
     HOST_ENV,
     JOB_ID_ENV,
+    MANAGER_ENV,
     NATIVE_ENV,
     PRELOAD_ENV,
     PROCESS_ENABLE_ENV,
@@ -35,6 +36,7 @@ class AgentConfig:
     """The agent inside torchrun.
 
     `wait_for_exit`: a replacement starts only when the device of the dead one is free.
+    `starts_manager`: the agent of the first node may start one where nobody else has.
     """
 
     job_id: str
@@ -43,6 +45,7 @@ class AgentConfig:
     secret: bytes | None
     log: LogConfig
     wait_for_exit: bool = False
+    starts_manager: bool = True
     native: bool = True
     forkserver: str = "auto"
     preload: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ class AgentConfig:
             secret=secret(environment),
             log=LogConfig.load(environment),
             wait_for_exit=wait_for_exit,
+            starts_manager=choice(environment, MANAGER_ENV, ("auto", "off"), "auto") == "auto",
             native=switch(environment, NATIVE_ENV, default=True),
             forkserver=choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
             preload=preload,

@@ -1,6 +1,7 @@
 """Names of the environment variables. docs/operations.md says what each of them means."""
 
 PROCESS_ENABLE_ENV = "TASKD_PROCESS_ENABLE"
+MANAGER_ENV = "TASKD_MANAGER"
 PORT_ENV = "TASKD_PORT"
 BIND_ADDR_ENV = "TASKD_BIND_ADDR"
 MANAGER_ADDR_ENV = "TASKD_MANAGER_ADDR"

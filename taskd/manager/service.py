@@ -23,6 +23,7 @@ from taskd.clock import MonotonicClock
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
+from taskd.errors import AddressTakenError
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.inbox import Inbox
@@ -30,6 +31,7 @@ from taskd.manager.outbox import Outbox
 from taskd.manager.profiling_switch import ProfilingSwitch
 from taskd.manager.records import Records
 from taskd.manager.sessions import Refusals, Sessions
+from taskd.manager.starter import ask_to_leave
 from taskd.transport import zeromq
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from taskd.config import ManagerConfig
     from taskd.core.job.machine import RecoveryMachine
     from taskd.log import Identity
+    from taskd.manager.starter import Starter
     from taskd.transport.base import Listener
 
 log = logging.getLogger(__name__)
@@ -53,11 +56,13 @@ class Service:
         link: Listener,
         clock: Clock | None = None,
         identity: Identity | None = None,
+        starter: Starter | None = None,
     ) -> None:
         """`link`: bound and ready, closed by `run`.
 
-        `identity`: the log prefix, to be kept up to date.
+        `identity`: the log prefix, to be kept up to date. `starter`: if an agent has started it.
         """
+        self._starter = starter
         self._config = config
         self._link = link
         self._clock = clock or MonotonicClock()
@@ -146,9 +151,10 @@ class Service:
             self._not_joined.deadline,
         )
         next_deadline = min(deadline for deadline in deadlines if deadline is not None)
+        watched = [] if signals is None else [signals.fileno()]
         ready = self._link.poll(
             max(0.0, next_deadline - self._clock.now()),
-            [] if signals is None else [signals.fileno()],
+            [*watched, *(self._starter.fds if self._starter is not None else ())],
         )
         for peer, data in self._link.receive():
             self._inbox.take(peer, data)
@@ -167,8 +173,10 @@ class Service:
         if wanted is not None:
             self._executor.set_profiling(wanted)
         self._leave_if_nobody_comes(now)
+        if self._starter is not None and self._starter.ends(ready, self._sessions.agents):
+            self._executor.result = True
         overdue = self._leaving.overdue(now)
-        if overdue is not None or signals is None or not ready:
+        if overdue is not None or signals is None or signals.fileno() not in ready:
             return overdue
         return signal.Signals(signals.recv(1)[0]).name
 
@@ -219,8 +227,22 @@ def _signals() -> Iterator[socket.socket | None]:
                 signal.signal(number, handler)
 
 
-def open_service(config: ManagerConfig, identity: Identity | None = None) -> Service:
-    """A service on its port. Raises `TransportError` if that is taken."""
-    return Service(
-        config, zeromq.Router(config.bind_address, secret=config.secret), identity=identity
-    )
+def open_service(
+    config: ManagerConfig, identity: Identity | None = None, starter: Starter | None = None
+) -> Service:
+    """A service on its port. Raises `TransportError` if that is taken.
+
+    Not by a manager of this job that an agent has started: that one leaves, unless this is one,
+    too (`starter`).
+    """
+    if starter is not None:
+        starter.open(config.job_id, config.bind_address)
+    try:
+        link = zeromq.Router(config.bind_address, secret=config.secret)
+    except AddressTakenError:
+        if starter is not None or not ask_to_leave(config.job_id, config.bind_address):
+            raise
+        link = zeromq.Router(config.bind_address, secret=config.secret)
+    if starter is not None:
+        starter.listens(link.address)
+    return Service(config, link, identity=identity, starter=starter)

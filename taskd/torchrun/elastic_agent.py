@@ -96,6 +96,14 @@ class TaskdElasticAgent(LocalElasticAgent):
         return self._pcontext if isinstance(self._pcontext, TaskdContext) else None
 
     @property
+    def master_host(self) -> str:
+        """The host that torchrun was told to meet the others at; "": none."""
+        from taskd.torchrun.settings import master_host  # noqa: PLC0415
+
+        assert self.launch is not None
+        return master_host(self._worker_group.spec, self.launch.rendezvous_endpoint)
+
+    @property
     def worker_group(self) -> WorkerGroup:
         """Ranks, world size, group rank, master address, store: torch's own object."""
         return self._worker_group
@@ -188,8 +196,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         from taskd.torchrun import loop  # noqa: PLC0415
         from taskd.torchrun.settings import settings_of  # noqa: PLC0415
 
-        assert self.launch is not None
-        self._settings = settings_of(self._worker_group.spec, self.launch.rendezvous_endpoint)
+        self._settings = settings_of(self.master_host)
         self._initialize_workers(self._worker_group)
         self._workers_run = True
         if self.context is None:

@@ -20,6 +20,10 @@ class Launcher(Protocol):
     restarts_used: int
 
     @property
+    def master_host(self) -> str:
+        """The host that torchrun was told to meet the others at; "": none."""
+
+    @property
     def worker_group(self) -> WorkerGroup:
         """Ranks, world size, group rank, master address, store: torch's own object."""
 

@@ -10,11 +10,14 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+import taskd
 from taskd import log as log_setup
 from taskd.agent.drain import Drain
+from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Outcome, Service
 from taskd.clock import MonotonicClock
 from taskd.torchrun.host import TorchrunHost
+from taskd.torchrun.settings import manager_place
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -32,6 +35,27 @@ def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> Run
     """The agent's work between the start of the workers and torchrun's result."""
     host = TorchrunHost(launcher, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
+    log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
+    place = manager_place(
+        settings, launcher.master_host, node_rank=host.node_rank, node_count=host.node_count
+    )
+    with AutomaticManager(
+        MonotonicClock(),
+        place=place,
+        job_id=settings.job_id,
+        node_rank=host.node_rank,
+        node_count=host.node_count,
+    ) as automatic:
+        return _serve(launcher, host, settings, identity, automatic)
+
+
+def _serve(
+    launcher: Launcher,
+    host: TorchrunHost,
+    settings: AgentConfig,
+    identity: log_setup.Identity,
+    automatic: AutomaticManager,
+) -> RunResult:
     with Drain(settings.drain_s) as drain:
         service = Service(
             host,
@@ -41,6 +65,7 @@ def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> Run
             generation=launcher.generation,
             restarts_used=launcher.restarts_used,
             drain=drain,
+            automatic=automatic,
         )
         outcome = service.run()
     if outcome.kind == "fallback":

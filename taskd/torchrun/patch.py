@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from taskd.config import AgentConfig
+from taskd.config import AgentConfig, HangConfig
 from taskd.config.launcher import restart_limit
 from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
+from taskd.torchrun import rendezvous
 from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,10 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
                 "this Python interpreter",
             )
             return original(config, entrypoint, args, health_check_server=health_check_server)
+        config = rendezvous.resolved(config)
         settings = AgentConfig.load()  # first of all: a wrong value is told before anything runs
+        if settings.starts_manager:
+            HangConfig.load()
         use_numeric_names()  # the rendezvous is a store's client
         # Those that follow are fresh interpreters: by then torchrun has threads.
         spawner = Spawner(

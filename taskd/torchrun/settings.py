@@ -6,39 +6,71 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from taskd.config import AgentConfig, pod_ip
+from taskd.config import DEFAULT_HOST, AgentConfig, join_address, pod_ip
+from taskd.config.addresses import bind_address
 from taskd.config.launcher import master_address
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
 
+_EVERYWHERE = "0.0.0.0"  # noqa: S104
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
 
-def settings_of(spec: WorkerSpec, rendezvous_endpoint: str) -> AgentConfig:
-    """The agent's configuration, read before the workers start.
+def master_host(spec: WorkerSpec, rendezvous_endpoint: str) -> str:
+    """The host of the first node, as torchrun was told; "": it was not.
 
-    A mistake in it must not cost a running job.
-
-    Args:
-        spec: torch's description of the workers of this node.
-        rendezvous_endpoint: host or host:port, as torchrun was told; "": it was not.
-
-    Raises:
-        ConfigError: a value that cannot be used.
+    `rendezvous_endpoint`: host or host:port; "": there is none.
     """
     host, colon, _ = rendezvous_endpoint.rpartition(":")
     master = spec.master_addr or master_address()
-    master = master or (host if colon else rendezvous_endpoint)
+    return master or (host if colon else rendezvous_endpoint)
+
+
+def settings_of(master: str) -> AgentConfig:
+    """The agent's configuration, read before the workers start.
+
+    A mistake in it must not cost a running job. `master`: see `master_host`. Raises ConfigError.
+    """
     own_address = _towards(master) if master else ""
     if master and not pod_ip() and _is_own(master):
-        master = "127.0.0.1"  # a manager that was not told its address listens there, on this host
+        master = DEFAULT_HOST  # a manager that was not told its address listens there, on this host
     return AgentConfig.load(
         master_addr=master or None,
         # A dead process may still hold the device; on the CPU there is nothing to wait for.
         wait_for_exit=any(os.path.exists(path) for path in _DEVICE_FILES),
         own_address=own_address,
     )
+
+
+def manager_place(
+    settings: AgentConfig, master: str, *, node_rank: int, node_count: int
+) -> str | None:
+    """Where a manager that this agent starts would listen; None: it must not start one.
+
+    It listens where the agents look for it, on this host. Several nodes have one on the host of
+    `master`, which need not be the node of rank 0: with c10d any node may become that.
+    """
+    address = _own_literal(settings.manager_address)
+    is_master = node_rank == 0 or (_is_own(master) and not _is_loopback(master))
+    if not settings.starts_manager or address is None or not is_master:
+        return None
+    return address if node_count == 1 else bind_address(otherwise=_EVERYWHERE)
+
+
+def _own_literal(address: str) -> str | None:
+    """The address with an IP address in place of a name; None: this host has none such."""
+    host, _, port = address.rpartition(":")
+    if not _is_own(host):
+        return None
+    # As the agent's connection resolves it.
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    literal = socket.getaddrinfo(host.strip("[]"), 0, family, socket.SOCK_STREAM)[0][4][0]
+    return join_address(str(literal), int(port))
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host.strip("[]") == "::1"
 
 
 def _is_own(host: str) -> bool:

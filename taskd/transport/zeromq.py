@@ -22,7 +22,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from taskd.errors import TransportError
+from taskd.errors import AddressTakenError, TransportError
 from taskd.transport.base import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,9 @@ class Router(_Socket):
             ) from error
         except zmq.ZMQError as error:
             self.close()
-            raise TransportError(_bind_failure(address, error)) from error
+            is_taken = error.errno == errno.EADDRINUSE
+            kind = AddressTakenError if is_taken else TransportError
+            raise kind(_bind_failure(address, error)) from error
         if secret is None and not _is_local(self.address):
             log.warning(
                 "%s can be reached by other hosts and no secret is set: whoever reaches it "

@@ -55,7 +55,9 @@ WAITS = "import os, time\nprint('up', os.getpid(), flush=True)\ntime.sleep(600)\
 def start(command: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     mark = uuid.uuid4().hex
     environment = harness.environment(
-        TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()), **extra
+        TASKD_TEST_MARK=mark,
+        TASKD_PORT=str(harness.free_port()),
+        **({"TASKD_MANAGER": "off"} | extra),
     )
     done = subprocess.run(
         command,
@@ -294,7 +296,9 @@ def test_spent_budget_without_a_manager(tmp_path: Path) -> None:
 def test_no_orphans_when_torchrun_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     mark = uuid.uuid4().hex
-    environment = harness.environment(TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()))
+    environment = harness.environment(
+        TASKD_TEST_MARK=mark, TASKD_PORT=str(harness.free_port()), TASKD_MANAGER="off"
+    )
     command = [
         sys.executable,
         "-m",

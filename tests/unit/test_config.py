@@ -382,7 +382,13 @@ def test_the_patch_is_enabled_by_on_alone(value: str | None, is_on: bool) -> Non
 
 
 # Not settings: what torch says to its processes, and what an agent hands to those it starts.
-READERS_OF_OTHER_THINGS = ("taskd/agent/", "taskd/torchrun/", "taskd/worker/", "taskd/run.py")
+READERS_OF_OTHER_THINGS = (
+    "taskd/agent/",
+    "taskd/torchrun/",
+    "taskd/worker/",
+    "taskd/run.py",
+    "taskd/python/adaptor/handler.py",  # whether anything of taskd is to be loaded
+)
 
 
 def test_settings_are_read_from_the_environment_here_alone() -> None:

@@ -59,9 +59,11 @@ class ManagerConnection:
         self.beat_at = clock.now()  # when the next heartbeat is due
         self._sender = (job_id, role, node_rank, rank, incarnation)
         identity = "-".join(str(part) for part in self._sender[1:] if part is not None)
+        self._identity, self._secret = identity, secret
         self._dealer = zeromq.Dealer(address, identity, secret=secret)
         self._clock = clock
-        self._heartbeat_s = timeouts.heartbeat_s
+        self._timeouts = timeouts
+        self.stranger = ""  # what answers at the address if it is no manager of this job
         self._register = register
         # hears of messages that the manager has not taken in
         self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
@@ -90,7 +92,11 @@ class ManagerConnection:
                 event = self._event_of(*codec.decode(data))
             except RemoteProtocolError as error:
                 if error.reason == "foreign":
-                    log.warning("what answers at %s is no manager of ours: %s", self.address, error)
+                    if str(error) != self.stranger:
+                        log.warning(
+                            "what answers at %s is no manager of ours: %s", self.address, error
+                        )
+                    self.stranger = str(error)
                 else:
                     log.warning(
                         "the manager at %s sent something that is no message: %s",
@@ -111,7 +117,7 @@ class ManagerConnection:
             next_s: until the next heartbeat, if it is to be sooner than usual.
         """
         now = self._clock.now()
-        self.beat_at = now + (self._heartbeat_s if next_s is None else next_s)
+        self.beat_at = now + (self._timeouts.heartbeat_s if next_s is None else next_s)
         if self.session.is_refused:
             return
         if self.session.loses_manager(now):
@@ -136,6 +142,13 @@ class ManagerConnection:
         envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
         return codec.encode(envelope, message)
 
+    def redirect(self, address: str) -> None:
+        """Look for the manager there from now on, and at once. What was not sent yet is dropped."""
+        self._dealer.close()
+        self.address, self.stranger, self.beat_at = address, "", self._clock.now()
+        self.session = Registration(self._timeouts)
+        self._dealer = zeromq.Dealer(address, self._identity, secret=self._secret)
+
     def close(self) -> None:
         """Leave; last words get a moment to go out."""
         self._dealer.close()
@@ -156,7 +169,7 @@ class ManagerConnection:
             case messages.Refused():
                 self.session.refused()
                 log.error(
-                    "the manager at %s refused us: %s. This process goes on without a manager.",
+                    "the manager at %s refused us: %s",
                     self.address,
                     message.reason,
                 )

@@ -1,0 +1,187 @@
+"""The manager that this agent has started: a process, and the socket that ties the two together.
+
+      agent ── socket pair ──►  taskd.manager.automatic
+            ◄── where it listens ──        (ends when the agent's end is closed)
+
+When to start it is decided in `taskd.core.policy.automatic`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import taskd
+from taskd.config import DEFAULT_HOST, join_address
+from taskd.core.policy import automatic
+
+if TYPE_CHECKING:
+    from taskd.clock import Clock
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5.0  # it ends with the job; nobody waits for longer than this
+# The same taskd as the agent's, whatever lies in the working directory.
+_MAIN = "import sys; sys.path[0] = sys.argv[1]; from taskd.manager.automatic import main; main()"
+
+
+class AutomaticManager:
+    """See the module. A context: at its end the manager is given a moment, and then let go."""
+
+    def __init__(
+        self, clock: Clock, *, place: str | None, job_id: str, node_rank: int, node_count: int
+    ) -> None:
+        """`place`: the address that it is to listen on; None: it is never started here."""
+        self._clock, self._is_alone = clock, node_count == 1
+        self._policy = automatic.AutomaticManager(
+            clock.now(), is_wanted=place is not None, is_alone=self._is_alone
+        )
+        self._place = place or ""
+        self._job_id, self._node_rank = job_id, node_rank
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._is_up = False  # it has said where it listens
+
+    def __enter__(self) -> AutomaticManager:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None or self._link is None:
+            return
+        if not self._is_up:
+            self._process.kill()  # the job was over before it had begun to listen
+        elif self._is_alone and not self._ends_within(_CLOSE_S / 5):
+            self._link.shutdown(socket.SHUT_WR)  # it has not heard how the job ended
+            if not self._ends_within(_CLOSE_S):
+                self._process.kill()
+        self._link.close()  # the end of one that serves no other node
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    @property
+    def fds(self) -> list[int]:
+        """Readable when `turn` has something to do."""
+        return [] if self._link is None else [self._link.fileno()]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `turn` has something to do in any case."""
+        return self._policy.due_at
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it has been started, and does not listen yet."""
+        return self._process is not None and not self._is_up
+
+    def joined(self) -> None:
+        """A manager has accepted this node."""
+        self._policy.joined()
+
+    def moves(self, why: str) -> bool:
+        """Who listens at the address does not serve this node. Whether ours is started instead."""
+        if not self._policy.moves(self._clock.now()):
+            return False
+        log.warning(
+            "node %d starts a manager of its own on a free port: at %s %s",
+            self._node_rank,
+            self._place,
+            why,
+        )
+        self._place = join_address(DEFAULT_HOST, 0)
+        return True
+
+    def turn(self, now: float) -> str | None:
+        """Start it if it is time, and look after it.
+
+        Returns once when it listens: where, or "" for the address that agents have in any case.
+        """
+        address = self._read(now) if self._link is not None else None
+        if self._policy.due_at is not None and now >= self._policy.due_at:
+            self._start()
+        return address
+
+    def _start(self) -> None:
+        if _is_taken(self._place):
+            self._policy.port_is_taken()
+            return
+        ours, theirs = socket.socketpair()
+        words = [_root(), self._place, str(theirs.fileno()), self._job_id, str(self._node_rank)]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _MAIN, *words],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C is torchrun's
+                )
+            except OSError as error:
+                ours.close()
+                self._policy.port_is_taken()  # nothing to wait for: training goes on without one
+                log.warning("node %d cannot start a manager: %s", self._node_rank, error)
+                return
+        ours.setblocking(False)
+        self._link, self._is_up = ours, False
+        self._policy.started()
+        log.info("node %d starts a manager (pid %d)", self._node_rank, self._process.pid)
+
+    def _read(self, now: float) -> str | None:
+        assert self._link is not None
+        assert self._process is not None
+        try:
+            said = self._link.recv(256)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            said = b""
+        if said:
+            self._place, self._is_up = said.decode(), True
+            return self._place if self._is_alone else ""
+        self._link.close()
+        self._link = None
+        status = self._process.wait()
+        again = self._policy.ended(status, now)
+        if again:
+            log.warning(
+                "the manager of node %d (pid %d) ended with %d: it is started again (%d of %d)",
+                self._node_rank,
+                self._process.pid,
+                status,
+                self._policy.restarts,
+                automatic.MAX_RESTARTS,
+            )
+        elif status not in (automatic.EXIT_LEFT, automatic.EXIT_PORT_TAKEN):
+            log.error(
+                "the manager of node %d ended with %d and is not started again: training goes on "
+                "without one. manager.log says why it ended",
+                self._node_rank,
+                status,
+            )
+        self._process = None
+        return None
+
+
+def _is_taken(address: str) -> bool:
+    """Whether somebody listens there. Connecting would tell more, and trouble him."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), int(port)))
+        except OSError:
+            return True
+    return False
+
+
+def _root() -> str:
+    return os.path.dirname(os.path.abspath(taskd.__path__[0]))

@@ -1,0 +1,99 @@
+"""What a manager has to obey that an agent has started: its agent, and a manager of the user's.
+
+      agent ── socket pair ──►  automatic manager  ◄── abstract socket ──  python manager.py
+             closed: it is gone                         connected: it wants the port
+
+The manager that a user starts has precedence. It finds the port taken, connects to the socket whose
+name says job and port, and waits until the other end is closed: then the port is free. Abstract
+sockets live in a network namespace, as ports do. Decides nothing about recovery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+log = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0  # more than its last words take
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group: unix(7)
+
+
+class Starter:
+    """See the module."""
+
+    def __init__(self, agent: socket.socket, node_rank: int) -> None:
+        """`agent`: closed at the other end when the agent of `node_rank` is gone."""
+        self._agent: socket.socket | None = agent
+        self._node_rank = node_rank
+        self._door: socket.socket | None = None
+        self._asking: socket.socket | None = None  # kept open to the end of this process
+
+    def open(self, job_id: str, address: str) -> None:
+        """Let others ask for the port of this address, before it is taken."""
+        self._door = socket.socket(socket.AF_UNIX)
+        try:
+            self._door.bind(_door_of(job_id, address))
+            self._door.listen()
+        except OSError as error:
+            log.warning("a manager.py could not ask this manager for the port: %s", error)
+            self._door.close()
+            self._door = None
+
+    def listens(self, address: str) -> None:
+        """Tell the agent that the manager has its port."""
+        assert self._agent is not None
+        self._agent.sendall(address.encode())
+
+    @property
+    def fds(self) -> list[int]:
+        """Readable when `ends` has something to look at."""
+        return [end.fileno() for end in (self._agent, self._door) if end is not None]
+
+    def ends(self, ready: Iterable[int], nodes: Iterable[int]) -> bool:
+        """Whether the manager is to end now. `nodes`: whose agents are registered."""
+        ready = set(ready)
+        if self._agent is not None and self._agent.fileno() in ready:
+            self._agent.close()
+            self._agent = None
+            if not set(nodes) - {self._node_rank}:
+                log.info("torchrun of node %d has ended: the manager ends", self._node_rank)
+                return True
+        if self._door is None or self._door.fileno() not in ready:
+            return False
+        self._asking, _ = self._door.accept()
+        _, user, _ = _CREDENTIALS.unpack(
+            self._asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user not in (os.getuid(), 0):
+            log.warning("user %d may not end this manager: it stays", user)
+            self._asking.close()
+            return False
+        log.info("a manager.py of this job takes over: this manager ends, training goes on")
+        return True
+
+
+def ask_to_leave(job_id: str, address: str) -> bool:
+    """Whether a manager that an agent had started for this job has left the port of `address`."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_LEAVE_S)
+        try:
+            asking.connect(_door_of(job_id, address))
+            asking.recv(1)  # until it ends
+        except ConnectionResetError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _door_of(job_id: str, address: str) -> str:
+    port = address.rpartition(":")[2]
+    return f"\0taskd-manager-{port}-{hashlib.blake2b(job_id.encode(), digest_size=16).hexdigest()}"
