@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import sigterm
 from tests.process import harness
 from tests.process.test_dump import checkpoints, resumed
 from tests.process.test_recovery import reference, wait_for_step, wait_until  # noqa: F401
@@ -61,7 +62,9 @@ def saved(job: harness.Job, finished: harness.Finished) -> Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize("ranks", [(2,), (0, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    "ranks", [(2,), pytest.param((0, 3), marks=pytest.mark.extended), (0, 1, 2, 3)]
+)
 def test_to_workers_saves_the_step_that_is_under_way(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -93,7 +96,16 @@ def test_to_everything_at_once(tmp_path: pathlib.Path, reference) -> None:  # no
         assert job.digests() == reference(STEPS="40")
 
 
-@pytest.mark.parametrize("how", ["flag", "exit", "late-exit", "fork"])
+def test_to_everything_at_a_moment_of_the_benchmark(tmp_path: pathlib.Path) -> None:
+    """With sharded state. benchmarks/sigterm.py has 30 of them."""
+    expected = sigterm.undisturbed("sharded.py", tmp_path / "reference")
+    version, _ = sigterm.episode("hsdp", tmp_path / "job", 1.3, expected)
+    assert version > 0
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("flag", marks=pytest.mark.extended), "exit", "late-exit", "fork"]
+)
 def test_the_own_handler_of_the_script_is_called_and_the_job_is_saved(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -128,14 +140,15 @@ def test_without_dump_a_signalled_worker_is_replaced(
         assert job.digests() == reference(STEPS="40")
 
 
-def test_our_own_signal_ends_workers(tmp_path: pathlib.Path) -> None:
-    """All of a group that is given up, after another SIGTERM than ours or without one."""
-    with harness.job(
-        tmp_path, FAULTS="1@5:forward:kill", TASKD_RECOVER_STRATEGY="dump", STEPS="400"
-    ) as job:
-        finished = job.run()
-        assert finished.returncode == 2
-        assert job.leftovers() == set()
+def test_our_own_signal_is_not_the_platforms(tmp_path: pathlib.Path) -> None:
+    """A shard is lost, so that the agent ends all processes by SIGTERM and starts them anew."""
+    env = {"LAYOUT": "fsdp", "FAULTS": "1@5:forward:kill", "TASKD_RECOVER_STRATEGY": STRATEGY}
+    with harness.job(tmp_path, **env) as job:
+        finished = job.run("sharded.py")
+        assert finished.returncode == 0, job.story()
+        assert [record["strategy"] for record in job.recoveries()] == ["restart"]
+        assert "is to end" not in finished.output
+        assert len({fact["pid"] for fact in job.facts("entered")}) == 8
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: pathlib.Path) -> None:
