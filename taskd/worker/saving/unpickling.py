@@ -24,6 +24,7 @@ _NAMES = {
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
     "numpy.core.numeric": {"_frombuffer"},
     "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # where Python 3.13 has it
     "taskd.checkpoint.pieces": {"Held"},
     "taskd.worker.saving.stored": {"Place"},
     "torch": {"Size", "device"},
