@@ -45,11 +45,13 @@ def installed_job(directory: pathlib.Path, **env: str) -> Iterator[harness.Job]:
         yield job
 
 
-def start(job: harness.Job, *options: str, host: Host | None = None, **env: str) -> harness.Output:
-    """Torchrun with 4 ranks, or, on one of two hosts, with 2."""
+def start(
+    job: harness.Job, *options: str, nproc: int = 4, host: Host | None = None, **env: str
+) -> harness.Output:
+    """Torchrun, on this host or on `host`."""
     return job.start_agent(
         "train.py",
-        nproc=4 if host is None else 2,
+        nproc=nproc,
         options=("--rdzv-backend=taskd", *options),
         prefix=() if host is None else host.prefix,
         module=TORCHRUN,
@@ -219,7 +221,7 @@ def test_a_manager_py_takes_over_on_two_hosts(tmp_path: pathlib.Path, reference)
     ):
         options = ("--nnodes=2", f"--rdzv-endpoint={first.address}:{job.master_port}")
         agents = [
-            start(job, *options, f"--rdzv-conf=rank={rank}", host=host, **env)
+            start(job, *options, f"--rdzv-conf=rank={rank}", host=host, nproc=2, **env)
             for rank, (host, env) in enumerate(((first, {"POD_IP": first.address}), (second, {})))
         ]
         agents[0].wait_text("recovered by", LIMIT_S)
