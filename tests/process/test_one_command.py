@@ -81,7 +81,7 @@ def check(job: harness.Job, digests: dict[int, str], faults: int) -> None:
 
 def test_a_killed_rank_is_replaced_in_place(tmp_path: pathlib.Path, reference) -> None:
     with installed_job(tmp_path, FAULTS="1@5:forward:kill") as job:
-        agent = start(job)
+        start(job)
         check(job, reference(), faults=1)
         (record,) = job.recoveries()
         assert (record["strategy"], record["steps_redone"]) == ("recover-in-place", 0)
