@@ -124,6 +124,7 @@ bench: install ## every benchmark
 	$(PY) benchmarks/commit_cost.py
 	$(PY) benchmarks/hooks.py
 	$(PY) benchmarks/store_connects.py
+	$(PY) benchmarks/torchrun_start.py
 	$(PY) benchmarks/marks.py
 	$(PY) benchmarks/hangs.py
 

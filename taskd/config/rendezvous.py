@@ -12,18 +12,19 @@ from typing import Any
 from taskd.config import names
 from taskd.config.names import PRELOAD_ENV, PROCESS_ENABLE_ENV, STRATEGY_ENV
 
-_VARIABLES = {
-    name.removeprefix("TASKD_").lower(): name
-    for name in vars(names).values()
-    if isinstance(name, str) and name.startswith("TASKD_") and name != PROCESS_ENABLE_ENV
-}
-_LISTS = (PRELOAD_ENV, STRATEGY_ENV)  # commas separate settings: here "+" separates names
-# What torch's own rendezvous reads (static and c10d).
+# What torch's own rendezvous reads (static and c10d): these keep their meaning.
 _OF_TORCH = (
     "cas_backoff_max_seconds", "close_timeout", "heartbeat_timeout", "is_host", "join_timeout",
     "keep_alive_interval", "keep_alive_max_attempt", "last_call_timeout", "rank", "read_timeout",
     "store_type", "timeout",
 )  # fmt: skip
+_VARIABLES = {
+    key: name
+    for name in vars(names).values()
+    if isinstance(name, str) and name.startswith("TASKD_") and name != PROCESS_ENABLE_ENV
+    if (key := name.removeprefix("TASKD_").lower()) not in _OF_TORCH
+}
+_LISTS = (PRELOAD_ENV, STRATEGY_ENV)  # commas separate settings: here "+" separates names
 
 
 def take_settings(

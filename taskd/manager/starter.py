@@ -10,6 +10,7 @@ sockets live in a network namespace, as ports do. Decides nothing about recovery
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -37,7 +38,12 @@ class Starter:
         self._asking: socket.socket | None = None  # kept open to the end of this process
 
     def open(self, job_id: str, address: str) -> None:
-        """Let others ask for the port of this address, before it is taken."""
+        """Let others ask for the port of this address, before it is taken.
+
+        Port 0, any free one, is nobody's whom they could ask for.
+        """
+        if address.endswith(":0"):
+            return
         self._door = socket.socket(socket.AF_UNIX)
         try:
             self._door.bind(_door_of(job_id, address))
@@ -50,7 +56,8 @@ class Starter:
     def listens(self, address: str) -> None:
         """Tell the agent that the manager has its port."""
         assert self._agent is not None
-        self._agent.sendall(address.encode())
+        with contextlib.suppress(OSError):  # it is gone: `ends` will see that
+            self._agent.sendall(address.encode())
 
     @property
     def fds(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from taskd.config import DEFAULT_HOST, AgentConfig, join_address, pod_ip
 from taskd.config.addresses import bind_address
 from taskd.config.launcher import master_address
+from taskd.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
@@ -51,22 +53,23 @@ def manager_place(
     It listens where the agents look for it, on this host. Several nodes have one on the host of
     `master`, which need not be the node of rank 0: with c10d any node may become that.
     """
-    address = _own_literal(settings.manager_address)
-    is_master = node_rank == 0 or (_is_own(master) and not _is_loopback(master))
-    if not settings.starts_manager or address is None or not is_master:
+    host, _, port = settings.manager_address.rpartition(":")
+    is_first = node_rank == 0 or (bool(master) and _is_own(master) and not _is_loopback(master))
+    if not settings.starts_manager or not is_first or not _is_own(host):
         return None
-    return address if node_count == 1 else bind_address(otherwise=_EVERYWHERE)
+    if node_count == 1:
+        return join_address(_literal(host), int(port))
+    with contextlib.suppress(ConfigError):  # the manager says so itself
+        host = bind_address(otherwise=_EVERYWHERE).rpartition(":")[0]
+    return join_address(host.strip("[]"), int(port))
 
 
-def _own_literal(address: str) -> str | None:
-    """The address with an IP address in place of a name; None: this host has none such."""
-    host, _, port = address.rpartition(":")
-    if not _is_own(host):
-        return None
-    # As the agent's connection resolves it.
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    literal = socket.getaddrinfo(host.strip("[]"), 0, family, socket.SOCK_STREAM)[0][4][0]
-    return join_address(str(literal), int(port))
+def _literal(host: str) -> str:
+    """The IP address that the agent's connection takes a name for."""
+    try:
+        return host.strip("[]") if ":" in host else socket.gethostbyname(host)
+    except OSError:
+        return host
 
 
 def _is_loopback(host: str) -> bool:

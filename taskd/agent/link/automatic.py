@@ -25,8 +25,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0  # it ends with the job; nobody waits for longer than this
-# The same taskd as the agent's, whatever lies in the working directory.
-_MAIN = "import sys; sys.path[0] = sys.argv[1]; from taskd.manager.automatic import main; main()"
+# The same taskd as the agent's, and nothing else of the folder where that or its work lies.
+_MAIN = """import sys
+sys.path[0] = sys.argv[1]
+import taskd
+del sys.path[0]
+from taskd.manager.automatic import main
+main()"""
 
 
 class AutomaticManager:
