@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from taskd.errors import UnsupportedTorchError
-from taskd.torchrun.seams import SEAMS, TESTED_TORCH, Seam
+from taskd.torchrun.seams import KNOWN_TORCH, SEAMS, TESTED_TORCH, Seam
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +33,16 @@ class Found:
 
 
 def check(version: str) -> None:
-    """Warn where this torch is not one that the tests run on, though it looks like one of them.
+    """Warn where this torch is not one that jobs were tested on, though its seams are known.
 
     Raises UnsupportedTorchError if it looks like none: with what differs from the nearest.
     """
-    works = f"taskd works with torch {', '.join(TESTED_TORCH)}"
+    works = f"taskd works with torch {', '.join(KNOWN_TORCH)}"
     if not torch.distributed.is_available():
         raise UnsupportedTorchError(f"torch {version} is built without torch.distributed. {works}")
     found = [_look(seam) for seam in SEAMS]
     own = version.partition("+")[0]
-    newest_first = sorted(TESTED_TORCH, key=lambda tested: (tested == own, _number(tested)))[::-1]
+    newest_first = sorted(KNOWN_TORCH, key=lambda tested: (tested == own, _number(tested)))[::-1]
     differences = {tested: _differences(found, tested) for tested in newest_first}
     nearest = min(newest_first, key=lambda tested: len(differences[tested]))
     if differences[nearest]:
@@ -51,7 +51,7 @@ def check(version: str) -> None:
             f"{'; '.join(differences[nearest])}. {works}"
         )
     unseen = any(seam.sources and not here.source for seam, here in zip(SEAMS, found, strict=True))
-    if nearest != own or unseen:
+    if nearest != own or own not in TESTED_TORCH or unseen:
         log.warning(
             "torch %s is not one that taskd is tested with (%s). Going on: what taskd relies on "
             "looks as in torch %s%s",

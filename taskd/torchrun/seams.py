@@ -1,7 +1,7 @@
 """Where taskd touches torch, as a table.
 
-What is replaced, and what is relied upon, with what it looked like in each version of torch that
-the tests run on: the names of its parameters, and a hash of the source of what we rely on closely.
+What is replaced, and what is relied upon, with what it looks like in each version of torch that we
+have read: the names of its parameters, and a hash of the source of what we rely on closely.
 `taskd.torchrun.known` compares it with the torch that is installed, before anything is changed.
 
 A test that finds another hash: read the difference upstream, decide whether our override still
@@ -11,8 +11,8 @@ fits, then add the new one here.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Those that the tests run on, oldest first: `make test-torch`, docs/compat.md.
-TESTED_TORCH = (
+# Those whose seams are below, oldest first.
+KNOWN_TORCH = (
     "2.7.1",
     "2.8.0",
     "2.9.1",
@@ -23,13 +23,15 @@ TESTED_TORCH = (
     "2.14.1",
     "2.15.0",
 )
+# Those that jobs were run on: `make test-torch`, docs/measured/torch.
+TESTED_TORCH = ("2.7.1", "2.13.0", "2.15.0")
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
     """One attribute of torch.
 
-    `signatures`: from which tested version on it has which parameters, their names separated by
+    `signatures`: from which known version on it has which parameters, their names separated by
     spaces. `sources`: the same for the first 12 digits of the SHA-256 of its source; empty where we
     do not rely on how it works. `replacement` is "module:attribute" of ours, None where we only
     rely on it.
@@ -48,17 +50,17 @@ class Seam:
         return f"{self.module}.{self.attribute}"
 
     def parameters(self, version: str) -> tuple[str, ...]:
-        """The names of its parameters in this tested version."""
+        """The names of its parameters in this known version."""
         return tuple(_in_force(self.signatures, version).split())
 
     def source(self, version: str) -> str:
-        """The hash of its source in this tested version; "": any will do."""
+        """The hash of its source in this known version; "": any will do."""
         return _in_force(self.sources, version)
 
 
 def _in_force(since: Mapping[str, str], version: str) -> str:
     """The newest entry that is not newer than `version`; "": there is none."""
-    upto = TESTED_TORCH[: TESTED_TORCH.index(version) + 1]
+    upto = KNOWN_TORCH[: KNOWN_TORCH.index(version) + 1]
     return next((since[known] for known in reversed(upto) if known in since), "")
 
 
