@@ -4,6 +4,9 @@
 #   TORCH   what pip installs as torch. The default is a version on which taskd is tested; on a
 #           machine with an accelerator set your own, for example  make test
 #           TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+#           A fresh machine may take any version of docs/compat.md#torch; continuous integration
+#           keeps to the default.
+#   TORCH_VERSION  which torch `make test-torch` installs beside the others, for example 2.15.0
 #   PYTHON  the interpreter that the virtual environment is made from
 #   TESTS   what pytest is given, for example  make test TESTS="tests/process -k kill_of_any_rank"
 #   JOBS    how many processes run tests side by side
@@ -14,6 +17,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCH_VERSION ?= $(patsubst torch==%,%,$(firstword $(TORCH)))
 TESTS ?= tests
 JOBS ?= 4
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
@@ -23,8 +27,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help all install demo test test-all test-slice unit native-check format lint coverage \
-	mutants dist bench clean
+.PHONY: help all install demo test test-all test-slice test-torch unit native-check format lint \
+	coverage mutants dist bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -73,6 +77,21 @@ test-all: $(VENV)/tested ## also the extended tests: before a release (20 minute
 
 test-slice: $(VENV)/tested ## extended tests that SEED chooses, for SLICE_S seconds
 	$(PYTEST) -p no:randomly --slice "$(SEED)" --slice-seconds $(SLICE_S) $(TESTS)
+
+# An environment of its own, several GB, to be deleted at will; the libraries beside the sources are
+# built by it, too. Ends with a page in docs/measured/torch.
+TORCH_VENV = .venv-torch-$(TORCH_VERSION)
+$(TORCH_VENV)/ready:
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-cache-dir torch==$(TORCH_VERSION) \
+		$(wordlist 2,9,$(TORCH))
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-cache-dir setuptools "cython>=3.1" numpy \
+		"pyzmq>=25" "msgpack>=1" "pytest<9.2" hypothesis pytest-timeout pytest-xdist
+	@touch $@
+
+test-torch: $(TORCH_VENV)/ready ## 4 minutes on another torch: TORCH_VERSION=2.15.0 (or TORCH=2.15.0)
+	$(TORCH_VENV)/bin/python setup.py --quiet build_ext --inplace
+	PYTHONPATH=$(CURDIR) $(TORCH_VENV)/bin/python tests/torch_lane.py
 
 unit: $(VENV)/tested ## pure code, machines, simulation, wire, checkpoints (2 minutes)
 	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation \
@@ -129,4 +148,4 @@ bench: install ## every benchmark
 	$(PY) benchmarks/hangs.py
 
 clean: ## without .venv and what was built
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from taskd.checkpoint import files, folder, metadata, values
+from taskd.checkpoint.dcp import internal
 from taskd.checkpoint.pieces import Piece
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
@@ -129,7 +130,9 @@ def _items(path: Path, name: str, target: Piece | None, stored: Metadata) -> lis
         return []
     chunk = ChunkStorageMetadata(torch.Size(target.offsets), target.tensor.shape)
     found = (
-        create_read_items_for_chunk_list(name, stored.state_dict_metadata[name], [chunk])
+        internal(planner_helpers, "create_read_items_for_chunk_list")(
+            name, stored.state_dict_metadata[name], [chunk]
+        )
         if target.tensor.numel()
         else []
     )

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.serialization import _get_layout
 
 from taskd.checkpoint import files
+from taskd.checkpoint.dcp import internal
 from taskd.checkpoint.manifest import METADATA_NAME, Manifest, is_count
 from taskd.errors import CorruptCheckpointError
 
@@ -29,10 +29,17 @@ _DCP_CLASSES = (
     "_MEM_FORMAT_ENCODING",
 )
 _ADMITTED: dict[tuple[str, str], Any] = {
-    **{(dcp.__name__, name): getattr(dcp, name) for name in _DCP_CLASSES},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
+    **{
+        (module.__name__, name): getattr(module, name)
+        for module, names in (
+            (dcp, _DCP_CLASSES),
+            (filesystem, ("_StorageInfo",)),
+            (torch, ("Size",)),
+            (torch.serialization, ("_get_layout",)),
+        )
+        for name in names
+        if hasattr(module, name)
+    },
     **{
         ("torch", name): value
         for name, value in vars(torch).items()
@@ -90,7 +97,7 @@ def _problem(metadata: Any, sizes: dict[str, int]) -> str:
     for index, info in metadata.storage_data.items():
         if (
             type(index) is not dcp.MetadataIndex
-            or type(info) is not filesystem._StorageInfo
+            or type(info) is not internal(filesystem, "_StorageInfo")
             or info.transform_descriptors
         ):
             return f"{index!r} is stored in a way that is not known"

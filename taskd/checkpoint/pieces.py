@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.tensor import DTensor
 
+from taskd.checkpoint.dcp import internal
 from taskd.errors import CheckpointError
 
 # A piece is copied off its device, and read back, as a whole: this bounds the memory that saving
@@ -59,7 +60,7 @@ class Piece:
             )
         with torch.no_grad():
             local = tensor.detach().to_local()
-        (chunk,) = _create_chunk_list(tensor)
+        (chunk,) = internal(planner_helpers, "_create_chunk_list")(tensor)
         return cls(tuple(tensor.shape), tuple(chunk.offsets), local)
 
 
@@ -170,10 +171,11 @@ def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
 
     A slice of one needs the default group to say so, which a dump has no more.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() or not hasattr(mesh, "_layout"):  # torch before 2.10 knows the slice
         numbers: torch.Tensor = mesh.mesh
         return numbers
-    return mesh._get_mesh_tensor_from_full_mesh(mesh._layout.remap_to_tensor(mesh._rank_map), rank)  # type: ignore[no-any-return]
+    full = mesh._layout.remap_to_tensor(mesh._rank_map)
+    return full[0] if full.size(0) == 1 else full[(full == rank).nonzero()[0, 0]]  # type: ignore[no-any-return]
 
 
 def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tuple[str, Piece]]:

@@ -10,10 +10,10 @@ import pickle
 import socket
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import DefaultSavePlanner, filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 
 from taskd.checkpoint import files, folder, manifest, owners, parts, user_files
-from taskd.checkpoint.dcp import piece_item, value_item
+from taskd.checkpoint.dcp import internal, piece_item, value_item
 from taskd.checkpoint.draft import Draft, sweep
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
 from taskd.checkpoint.names import Kind, final_name
@@ -109,7 +109,8 @@ def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
 def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
     """What DCP needs to find every piece. Raises CheckpointError: the parts are no whole."""
     seen: dict[str, tuple[object, ...]] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    info = internal(filesystem, "_StorageInfo")
+    storage: dict[MetadataIndex, Any] = {}
     plans: list[SavePlan] = []
     for part in read:
         items = []
@@ -137,7 +138,7 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
                     "one rank need a name of their own"
                 )
             # Two ranks may have written the same piece: either will do.
-            storage[item.index] = _StorageInfo(entry.file, entry.offset_bytes, entry.length_bytes)
+            storage[item.index] = info(entry.file, entry.offset_bytes, entry.length_bytes)
             items.append(item)
         plans.append(SavePlan(items))
     try:
@@ -156,7 +157,9 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
                 )
     metadata.storage_data = storage
     metadata.storage_meta = StorageMeta()
-    metadata.version = CURRENT_DCP_VERSION
+    # torch before 2.9 has no version of the format, and does not ask for one
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+        metadata.version = filesystem.CURRENT_DCP_VERSION
     return metadata
 
 

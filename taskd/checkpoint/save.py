@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint import FileSystemWriter, filesystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 from taskd.checkpoint import parts, user_files, values
-from taskd.checkpoint.dcp import piece_item, value_item
+from taskd.checkpoint.dcp import internal, piece_item, value_item
 from taskd.checkpoint.files import remove
 from taskd.checkpoint.pieces import Piece, divide, own_memory
 from taskd.checkpoint.stream import HashedFiles, Progress
@@ -152,9 +151,10 @@ def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Dr
 def _write(draft: Draft, rank: int, plan: _Plan, files: HashedFiles) -> tuple[parts.Entry, ...]:
     writer = FileSystemWriter(draft.path, sync_files=False)  # our files sync themselves
     writer.fs = files
+    prefix = internal(filesystem, "_StoragePrefix")(f"__{rank}_")
     with torch.no_grad():
         results = writer.write_data(
-            SavePlan(list(plan.items.values()), storage_data=_StoragePrefix(f"__{rank}_")), plan
+            SavePlan(list(plan.items.values()), storage_data=prefix), plan
         ).wait()
     return tuple(_entry(plan.items[result.index], result.storage_data) for result in results)
 

@@ -34,7 +34,11 @@ def use_numeric_names() -> bool:
     try:
         binding.names_numeric(_TORCH_LIBRARY)
     except NativeLibraryError as error:
-        log.info("torch looks up the names of its peers: %s", error)
+        log.warning(
+            "torch looks up the names of its peers (%s): without a name server that takes seconds "
+            "for each connection",
+            error,
+        )
         return False
     log.info("torch's connections name their peers by number, no name server is asked")
     return True

@@ -26,7 +26,11 @@ class Waits:
         try:
             self._binding.waits_hook(_TORCH_LIBRARY)
         except NativeLibraryError as error:
-            log.info("gloo's waits cannot be ended early in this torch: %s", error)
+            log.warning(
+                "gloo's waits cannot be ended early in this torch (%s): a rank that gloo leaves "
+                "asleep when another dies is replaced after the pause timeout",
+                error,
+            )
             self._binding = None
 
     @property

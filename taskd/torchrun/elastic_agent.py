@@ -240,9 +240,10 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     def _start_processes(self, **arguments: Any) -> PContext:
         """In the place of torch's function of this name."""
-        if not is_supported(arguments["entrypoint"]) or arguments["numa_options"] is not None:
+        if not is_supported(arguments["entrypoint"]) or arguments.get("numa_options") is not None:
             return _start_processes(**arguments)
-        del arguments["start_method"], arguments["numa_options"]
+        for name in ("start_method", "numa_options"):  # no business of the context's
+            arguments.pop(name, None)
         assert self.launch is not None
         bootstraps = {
             local_rank: self.bootstrap(

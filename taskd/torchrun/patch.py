@@ -7,7 +7,6 @@ Runs while torch.distributed.run is half imported: nothing here may import that 
 
 import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Callable
 from copy import copy
@@ -17,10 +16,9 @@ import torch
 
 from taskd.config import AgentConfig, HangConfig
 from taskd.config.launcher import restart_limit
-from taskd.errors import UnsupportedTorchError
 from taskd.native.names import use_numeric_names
-from taskd.torchrun import rendezvous
-from taskd.torchrun.seams import SEAMS, SUPPORTED_TORCH, Seam
+from taskd.torchrun import known, rendezvous
+from taskd.torchrun.seams import SEAMS
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +33,11 @@ def is_applied() -> bool:
 def apply() -> None:
     """Put all replacements in place; once is enough.
 
-    Raises UnsupportedTorchError, having changed nothing.
+    Raises UnsupportedTorchError for a torch that is not known, having changed nothing.
     """
     if is_applied():
         return
-    problems = [problem for problem in (_version_problem(), *map(_problem, SEAMS)) if problem]
-    if problems:
-        raise UnsupportedTorchError(f"torch {torch.__version__}: {'; '.join(problems)}")
+    known.check(torch.__version__)
     made = {}
     for seam in SEAMS:
         if seam.replacement is not None:
@@ -61,30 +57,6 @@ def revert() -> None:
     _originals.clear()
 
 
-def _version_problem() -> str | None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    low, high = SUPPORTED_TORCH
-    if low <= version < high:
-        return None
-    return f"supported are {low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}"
-
-
-def _problem(seam: Seam) -> str | None:
-    try:
-        target: Any = importlib.import_module(seam.module)
-        for part in seam.attribute.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        return f"{seam.module}.{seam.attribute} is not there ({error})"
-    found = tuple(inspect.signature(target).parameters)
-    if found != seam.parameters:
-        return (
-            f"{seam.module}.{seam.attribute} takes ({', '.join(found)}), known is "
-            f"({', '.join(seam.parameters)})"
-        )
-    return None
-
-
 def make_agent_class(_original: type) -> type:
     """The replacement of LocalElasticAgent."""
     from taskd.torchrun.elastic_agent import TaskdElasticAgent  # noqa: PLC0415
@@ -100,15 +72,14 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
 
     @functools.wraps(original)
-    def launch_agent(
-        config: Any, entrypoint: Any, args: list[Any], health_check_server: Any = None
-    ) -> Any:
+    def launch_agent(config: Any, *others: Any, **named: Any) -> Any:
+        entrypoint = named["entrypoint"] if "entrypoint" in named else others[0]
         if not elastic_agent.is_supported(entrypoint):
             log.warning(
                 "taskd leaves this job to torchrun: its workers are not started by %s",
                 "this Python interpreter",
             )
-            return original(config, entrypoint, args, health_check_server=health_check_server)
+            return original(config, *others, **named)
         config = rendezvous.resolved(config)
         settings = AgentConfig.load()  # first of all: a wrong value is told before anything runs
         if settings.starts_manager:
@@ -126,7 +97,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             elastic_agent.Launch(spawner, config.rdzv_endpoint)
         )
         try:
-            return original(raised, entrypoint, args, health_check_server=health_check_server)
+            return original(raised, *others, **named)
         finally:
             elastic_agent.CURRENT_LAUNCH.reset(token)
             spawner.close()

@@ -1,9 +1,6 @@
-"""The torch that is installed is the torch that taskd knows.
+"""The torch that is installed is one that taskd knows, and one that it does not know is left alone.
 
-Signatures, and sources that we rely on closely.
-
-A failing hash means: read the difference upstream, decide whether our override still fits, then pin
-the new hash.
+`taskd/torchrun/seams.py` says what to do when a signature or a source has changed upstream.
 """
 
 from __future__ import annotations
@@ -11,75 +8,78 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.launcher import api
 
-from taskd.torchrun import patch
-from taskd.torchrun.seams import SEAMS, Seam
+from taskd.errors import UnsupportedTorchError
+from taskd.torchrun import known, patch
+from taskd.torchrun.seams import KNOWN_TORCH, SEAMS, TESTED_TORCH, Seam
 
-PINNED_TORCH = "2.13.0"
-_LOCAL_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
-SOURCES = {
-    "torch.distributed.launcher.api:launch_agent": (
-        "01534e5e0ad77098652dc3369f50648d3ac39115a4cdccb0b63e0259fef25e1d"
-    ),
-    f"{_LOCAL_AGENT}._start_workers": (
-        "3a15b68937f57e63dfb8170bdaf594549dc56834ba4044f0add822f4d9911d48"
-    ),
-    f"{_LOCAL_AGENT}._monitor_workers": (
-        "4ba1c04fe76bba956bd52714a1ef79e3f854cec44112b9a45fa2e1e03af2868b"
-    ),
-    f"{_LOCAL_AGENT}._shutdown": (
-        "615c6a545ee67bcfdfff7508e4b8cde6f724acf722e84e2a219d5d690fd85d22"
-    ),
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._invoke_run": (
-        "376e457facabbfbc2648caa55c2c35b8c39878cfe17bbb9b49a8afb5cc1cf3e0"
-    ),
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._initialize_workers": (
-        "14311253e222ba2ad1464493c0cba603e34e36ac6990f97ff448a45a1e1ea89f"
-    ),
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._exit_barrier": (
-        "a61566b289e570865d44ab4ab4374421670977db2fbabc3af3ed9ac04a62738e"
-    ),
-    "torch.distributed.elastic.multiprocessing.api:PContext.__init__": (
-        "43744303aecbb7530118637527509dc7bd8b96bb0d2989f5fba36b164d647671"
-    ),
-    "torch.distributed.elastic.multiprocessing.api:PContext.start": (
-        "72136724708b8574f4ce275bcb0bd30ed04bdbb7f9988098d2fe47b0fcfe2ffd"
-    ),
-    "torch.distributed.elastic.multiprocessing.api:PContext.close": (
-        "b77c260c4568f068fc903e8d93d231930b4d75701f98e25c543effdb454e7ecc"
-    ),
-}
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = str(torch.__version__).partition("+")[0]
+AGENT = local_elastic_agent.LocalElasticAgent
 
 
-def resolve(module: str, attribute: str) -> Any:
-    target: Any = importlib.import_module(module)
-    for part in attribute.split("."):
+def resolve(seam: Seam) -> Any:
+    target: Any = importlib.import_module(seam.module)
+    for part in seam.attribute.split("."):
         target = getattr(target, part)
-    return inspect.unwrap(target)
+    return target
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: f"{seam.module}.{seam.attribute}")
-def test_signature(seam: Seam) -> None:
-    assert (
-        tuple(inspect.signature(resolve(seam.module, seam.attribute)).parameters) == seam.parameters
+@pytest.fixture
+def untouched() -> Iterator[None]:
+    """Whatever happens, both replacements are torch's own again; here: nothing is replaced."""
+    before = (api.launch_agent, api.LocalElasticAgent)
+    yield
+    assert (api.launch_agent, api.LocalElasticAgent) == before
+    assert not patch.is_applied()
+
+
+@pytest.mark.skipif(HERE not in KNOWN_TORCH, reason="what differs is told by the test below")
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+def test_a_known_torch_looks_like_itself(seam: Seam) -> None:
+    target = resolve(seam)
+    assert tuple(inspect.signature(target).parameters) == seam.parameters(HERE)
+    if seam.sources:
+        assert known.source_hash(inspect.unwrap(target)) == seam.source(HERE), (
+            f"{seam.name} has changed upstream: read the difference"
+        )
+
+
+def test_nothing_is_said_about_a_tested_torch_and_an_untested_one_is_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    known.check(torch.__version__)
+    assert [record.getMessage()[:20] for record in caplog.records] == (
+        [] if HERE in TESTED_TORCH else [f"torch {torch.__version__}"[:20]]
     )
 
 
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.skipif(
-    torch.__version__.split("+")[0] != PINNED_TORCH,
-    reason=f"hashes are those of torch {PINNED_TORCH}",
-)
-def test_source(name: str) -> None:
-    module, _, attribute = name.partition(":")
-    source = inspect.getsource(resolve(module, attribute))
-    assert hashlib.sha256(source.encode()).hexdigest() == SOURCES[name], (
-        f"{name} has changed upstream: read the difference"
-    )
+def test_each_seam_is_known_from_the_first_version_on() -> None:
+    for seam in SEAMS:
+        assert next(iter(seam.signatures)) == KNOWN_TORCH[0]
+        assert not seam.sources or next(iter(seam.sources)) == KNOWN_TORCH[0]
+        assert {*seam.signatures, *seam.sources} <= set(KNOWN_TORCH)
+    assert set(TESTED_TORCH) <= set(KNOWN_TORCH)
+
+
+def test_a_hash_is_that_of_the_whole_function_and_of_nothing_else() -> None:
+    for seam in SEAMS:
+        if seam.sources:
+            function = inspect.unwrap(resolve(seam))
+            source = inspect.getsource(function).rstrip()
+            expected = hashlib.sha256(source.encode()).hexdigest()[:12]
+            assert known.source_hash(function) == expected
+    assert not known.source_hash(len)
 
 
 def test_run_py_has_one_place_for_the_import() -> None:
@@ -90,9 +90,7 @@ def test_run_py_has_one_place_for_the_import() -> None:
         assert [line for line in file if "import os" in line] == ["import os\n"]
 
 
-def test_apply_and_revert() -> None:
-    from torch.distributed.launcher import api
-
+def test_apply_and_revert(untouched: None) -> None:
     before = (api.launch_agent, api.LocalElasticAgent)
     try:
         patch.apply()
@@ -104,25 +102,74 @@ def test_apply_and_revert() -> None:
         assert issubclass(patched[1], before[1])
     finally:
         patch.revert()
-    assert (api.launch_agent, api.LocalElasticAgent) == before
-    assert not patch.is_applied()
 
 
-def test_unknown_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All or none: the last seam does not fit, so the first is not touched either."""
+# ---------------------------------------------------------------------- another torch
+
+
+def renamed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The last seam: all or none, so the first is not touched either."""
     from torch.distributed import distributed_c10d
-    from torch.distributed.launcher import api
 
-    before = (api.launch_agent, api.LocalElasticAgent)
     monkeypatch.setattr(distributed_c10d, "rendezvous", lambda url, something_new: None)
-    with pytest.raises(patch.UnsupportedTorchError, match="something_new"):
+    return "distributed_c10d.rendezvous takes (url, something_new), known is (url, rank"
+
+
+def gone(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delattr(AGENT, "_monitor_workers")
+    monkeypatch.delattr(AGENT.__mro__[1], "_monitor_workers")
+    return "LocalElasticAgent._monitor_workers is not there ("
+
+
+def changed(monkeypatch: pytest.MonkeyPatch) -> str:
+    def _shutdown(self, death_sig=None, timeout=30) -> None:
+        """Another body."""
+
+    _shutdown.__signature__ = inspect.signature(AGENT._shutdown)  # type: ignore[attr-defined]
+    monkeypatch.setattr(AGENT, "_shutdown", _shutdown)
+    return "the source of torch.distributed.elastic.agent.server.local_elastic_agent.Local"
+
+
+def without_distributed(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    return f"torch {torch.__version__} is built without torch.distributed"
+
+
+@pytest.mark.parametrize("change", [renamed, gone, changed, without_distributed])
+def test_what_differs_is_said_and_nothing_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, untouched: None, change: Any
+) -> None:
+    said = change(monkeypatch)
+    with pytest.raises(UnsupportedTorchError) as raised:
         patch.apply()
-    assert (api.launch_agent, api.LocalElasticAgent) == before
-    assert not patch.is_applied()
+    assert said in str(raised.value)
+    assert str(raised.value).endswith(f"taskd works with torch {', '.join(KNOWN_TORCH)}")
+    assert str(raised.value).count(";") == 0, "one difference is told, not those of other versions"
 
 
-def test_unknown_version_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_version_that_looks_like_a_tested_one_works_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, untouched: None, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch, "__version__", "3.0.1+cpu")
-    with pytest.raises(patch.UnsupportedTorchError, match=r"torch 3\.0\.1"):
+    caplog.set_level(logging.WARNING)
+    try:
         patch.apply()
-    assert not patch.is_applied()
+        assert patch.is_applied()
+    finally:
+        patch.revert()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("torch 3.0.1+cpu is not one that taskd is tested with")
+    assert "looks as in torch 2." in record.getMessage()
+
+
+def test_without_sources_the_parameters_decide_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(known.linecache, "getlines", lambda _name: [])
+    caplog.set_level(logging.WARNING)
+    known.check(torch.__version__)
+    (record,) = caplog.records
+    assert "by names of parameters alone: it is installed without sources" in record.getMessage()
+    renamed(monkeypatch)
+    with pytest.raises(UnsupportedTorchError, match="something_new"):
+        known.check(torch.__version__)

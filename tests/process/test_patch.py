@@ -177,11 +177,45 @@ def test_inert_import_loads_nothing() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_unknown_torch_is_said_and_left_alone(script: Path) -> None:
+# What another torch may look like, and what is said about it.
+OTHER_TORCHES = {
+    "parameter": (
+        "old = api.PContext.start\ndef start(self, soon=1): old(self)\napi.PContext.start = start",
+        "PContext.start takes (self, soon), known is (self)",
+    ),
+    "source": (
+        "old = api.PContext.start\ndef start(self): old(self)\napi.PContext.start = start",
+        "the source of torch.distributed.elastic.multiprocessing.api.PContext.start has changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_TORCHES)
+def test_unknown_torch_is_said_and_left_alone(script: Path, other: str) -> None:
+    change, said = OTHER_TORCHES[other]
+    program = script.parent / "other.py"  # a file: a function without source has none to compare
+    program.write_text(
+        f"import sys\nfrom torch.distributed.elastic.multiprocessing import api\n{change}\n"
+        "import taskd.python.adaptor.patch\nfrom torch.distributed import run\n"
+        "run.main(sys.argv[1:])"
+    )
+    done = start(
+        [sys.executable, str(program), "--standalone", "--nproc-per-node", "2", str(script)],
+        script.parent,
+        TASKD_PROCESS_ENABLE="on",
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    assert "taskd works with torch 2.7.1, " in done.stderr
+    assert done.stdout.count("of 2 parent") == 2
+    assert "taskd-forkserver" not in done.stdout
+
+
+def test_a_torch_that_is_not_tested_and_looks_like_one_that_is_works(script: Path) -> None:
     code = (
-        "import os, torch, sys\nreal, torch.__version__ = torch.__version__, '3.0.0'\n"
-        "import taskd.python.adaptor.patch\ntorch.__version__ = real\nfrom torch.distributed "
-        "import run\nrun.main(sys.argv[1:])"
+        "import torch, sys\nreal, torch.__version__ = torch.__version__, '3.0.0'\n"
+        "import taskd.python.adaptor.patch\ntorch.__version__ = real\n"
+        "from torch.distributed import run\nrun.main(sys.argv[1:])"
     )
     done = start(
         [sys.executable, "-c", code, "--standalone", "--nproc-per-node", "2", str(script)],
@@ -189,8 +223,8 @@ def test_unknown_torch_is_said_and_left_alone(script: Path) -> None:
         TASKD_PROCESS_ENABLE="on",
     )
     assert done.returncode == 0, done.stderr
-    assert "UnsupportedTorchError: torch 3.0.0" in done.stderr
-    assert "taskd-forkserver" not in done.stdout
+    assert done.stderr.count("torch 3.0.0 is not one that taskd is tested with") == 1
+    assert done.stdout.count("parent taskd-forkserver") == 2
 
 
 @pytest.mark.parametrize("way", ["no python", "other python", "function"])

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from taskd.errors import StateError
+from taskd.worker import internals
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.positions import check_loader, walks_data
 from taskd.worker.objects.scalers import load_scaler
@@ -274,7 +275,10 @@ def _checked_optimizer(
     state_name: str, role: str, optimizer: torch.optim.Optimizer
 ) -> torch.optim.Optimizer:
     what = ""
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") and internals.has(
+        "whether an optimizer is complete",
+        (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), "_optimizer_step_pre_hooks"),
+    ):
         inner = getattr(optimizer, "optimizer", None)
         within = (
             (f" ({role}.optimizer, a {type(inner).__qualname__})")
@@ -291,7 +295,7 @@ def _checked_optimizer(
     if not shards.is_zero(optimizer):
         if hasattr(optimizer, "consolidate_state_dict"):
             what = f"{type(optimizer).__name__} shards its memory in a way that is not known here"
-    elif optimizer._overlap_with_ddp:
+    elif getattr(optimizer, "_overlap_with_ddp", False):
         what = (
             "overlap_with_ddp=True writes parameters in the middle of the backward pass, where "
             "a fault would tear them"

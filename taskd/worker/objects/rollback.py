@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from taskd.worker import internals
 from taskd.worker.objects import shards
 from taskd.worker.objects.scalers import read_scaler, write_scaler
 
 if TYPE_CHECKING:
     from taskd.worker.objects.roles import Roles
 
-# torch's batch norm writes its running statistics without raising their version counter (torch
-# 2.13): always copied.
-_SILENT = nn.modules.batchnorm._NormBase
+
+def _silent_kinds() -> tuple[type[nn.Module], ...]:
+    """Batch norm writes its running statistics without raising their version counter.
+
+    Until torch 2.15 at least: they are always copied.
+    """
+    if internals.has("the buffers of batch norm", (nn.modules.batchnorm, "_NormBase")):
+        return (nn.modules.batchnorm._NormBase,)
+    return nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class _Buffer:
@@ -73,7 +80,9 @@ class Rollback:
                     name = ".".join(word for word in (role, path, key) if word)
                     buffer = _Buffer(name, part, key, tensor)
                     buffer.copy = shards.local(tensor).detach().clone()
-                    (self._moving if isinstance(part, _SILENT) else self._still).append(buffer)
+                    (self._moving if isinstance(part, _silent_kinds()) else self._still).append(
+                        buffer
+                    )
         self._remember_small()
         self._probes = []  # DDP may still broadcast its first weights into the parameters
 
@@ -135,7 +144,13 @@ class Rollback:
             tensors.append(own)
         if copies:
             with torch.no_grad():
-                torch._foreach_copy_(copies, tensors)  # one call for all
+                if internals.has(
+                    "the copies of several tensors at once", (torch, "_foreach_copy_")
+                ):
+                    torch._foreach_copy_(copies, tensors)  # one call for all
+                    return
+                for copy, own in zip(copies, tensors, strict=True):
+                    copy.copy_(own)
 
     @property
     def has_moving(self) -> bool:

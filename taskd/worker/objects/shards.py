@@ -12,13 +12,14 @@ again on the mesh of the new generation.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from taskd.errors import StateError
+from taskd.worker import internals
 from taskd.worker.objects import units
 
 
@@ -60,10 +61,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
     Neither waits nor records a gradient.
     """
-    if is_distributed(tensor):
-        own: torch.Tensor = tensor._local_tensor
+    if not is_distributed(tensor):
+        return tensor
+    own: torch.Tensor
+    if internals.has("the local tensor of a DTensor", (tensor, "_local_tensor")):
+        own = tensor._local_tensor
         return own
-    return tensor
+    with torch.no_grad():
+        own = tensor.to_local()  # type: ignore[attr-defined]
+        return own
 
 
 def sharding_of(tensor: torch.Tensor, name: str = "a tensor") -> Sharding | None:
@@ -106,11 +112,10 @@ def spans(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = tuple(tensor.shape)
     if not is_distributed(tensor):
         return shape, (0,) * len(shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
-    local_shape, offsets = compute_local_shape_and_global_offset(
-        shape, tensor.device_mesh, tensor.placements
-    )
+    found = internals.attempt("the place of a local tensor", lambda: _place_of(tensor))
+    if found is None:
+        raise StateError(f"where a part of {sharding_of(tensor)} lies cannot be said on this torch")
+    local_shape, offsets = found
     own = tuple(local(tensor).shape)
     if own != tuple(local_shape) and local(tensor).numel():
         message = (
@@ -119,6 +124,14 @@ def spans(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         )
         raise StateError(message)
     return shape, tuple(offsets) if offsets else shape
+
+
+def _place_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    return compute_local_shape_and_global_offset(  # type: ignore[no-any-return]
+        tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    )
 
 
 def wrap(own: torch.Tensor, sharding: Sharding, mesh: Any) -> torch.Tensor:
@@ -228,6 +241,9 @@ def reshard(module: torch.nn.Module) -> None:
     `FSDPModule.reshard()` would leave them there in the middle of a forward pass, and trusts in a
     state that an interrupt may have left half changed.
     """
+    if problem_of(module):
+        for part in _parts_of(module):
+            part.reshard()
     for group in _groups_of(module):
         group._to_sharded()
         for parameter in group.fsdp_params:
@@ -243,29 +259,60 @@ def drop_whole_gradients(module: torch.nn.Module) -> None:
     for group in _groups_of(module):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch before 2.15 adds up there
+                parameter.unsharded_accumulated_grad = None
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
     units.drop_gradients(module)
 
 
-def _groups_of(module: torch.nn.Module) -> Iterator[Any]:
-    """FSDP2's parameter groups in the module and those within."""
+def problem_of(module: torch.nn.Module) -> str:
+    """Why an interrupted pass cannot be undone in the module; "": it can. Looks at one part."""
+    part = next(_parts_of(module), None)
+    if part is None or _is_known(part):
+        return ""
+    return "this torch does not let taskd see the parameter groups of FSDP2"
+
+
+def _is_known(part: Any) -> bool:
+    def has(*places: tuple[object, str]) -> bool:
+        return internals.has("the parameter groups of FSDP2", *places)
+
+    if not has((part, "_get_fsdp_state")):
+        return False
+    state = part._get_fsdp_state()
+    if not hasattr(state, "_fsdp_param_groups") and not has((state, "_fsdp_param_group")):
+        return False
+    names = ("_to_sharded", "fsdp_params", "_partial_reduce_output")
+    return all(
+        has(*((group, name) for name in names))
+        and has(*((parameter, "to_sharded") for parameter in group.fsdp_params))
+        for group in _groups_in(part)
+    )
+
+
+def _parts_of(module: torch.nn.Module) -> Iterator[Any]:
+    """The module and those within that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = None if fsdp is None else getattr(fsdp, "FSDPModule", None)
-    if kind is None:
-        return
-    for part in module.modules():
-        if isinstance(part, kind):
-            state: Any = part._get_fsdp_state()
-            # one, `_fsdp_param_group`, before torch 2.11
-            groups = getattr(state, "_fsdp_param_groups", None)
-            yield from (
-                [state._fsdp_param_group]
-                if groups is None and state._fsdp_param_group is not None
-                else groups or []
-            )
+    if kind is not None:
+        yield from (part for part in module.modules() if isinstance(part, kind))
+
+
+def _groups_of(module: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's parameter groups in the module and those within; none if they are not known."""
+    if not problem_of(module):
+        for part in _parts_of(module):
+            yield from _groups_in(part)
+
+
+def _groups_in(part: Any) -> Iterable[Any]:
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12 there is one
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups  # type: ignore[no-any-return]
 
 
 def forget_meshes() -> None:
@@ -275,15 +322,19 @@ def forget_meshes() -> None:
     groups.
     """
     if "torch.distributed.tensor" in sys.modules:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
-        from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
+        internals.attempt("the caches of DTensor", _empty_caches)
 
-        # Not under every release of torch. Groups have the same names in every generation, so that
-        # most results work all the same. The shapes that results are computed from go with them:
-        # each generation would add its own, 160 kB.
-        for owner, name in (
-            (debug, "_clear_sharding_prop_cache"),
-            (_redistribute._gen_transform_infos, "cache_clear"),
-            (FakeTensorMode, "cache_clear"),
-        ):
-            getattr(owner, name, lambda: None)()
+
+def _empty_caches() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
+
+    # Not under every release of torch. Groups have the same names in every generation, so that
+    # most results work all the same. The shapes that results are computed from go with them:
+    # each generation would add its own, 160 kB.
+    for owner, name in (
+        (debug, "_clear_sharding_prop_cache"),
+        (_redistribute._gen_transform_infos, "cache_clear"),
+        (FakeTensorMode, "cache_clear"),
+    ):
+        getattr(owner, name, lambda: None)()

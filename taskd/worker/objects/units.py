@@ -20,7 +20,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from taskd.worker import internals
+
 _FLAT_NAME = "_flat_param"  # by which torch registers a flat parameter in the module within
+# What is read of a unit's handle and of its flat parameter.
+_OF_HANDLE = (
+    "flat_param",
+    "process_group",
+    "_training_state",
+    "_prefetched",
+    "_use_orig_params",
+    "_use_sharded_views",
+    "_offload_params",
+    "_fsdp_extension",
+)
+_OF_FLAT = (
+    "_fqns",
+    "_numels_with_padding",
+    "_param_extensions",
+    "_param_infos",
+    "_params",
+    "_shapes",
+    "_sharded_size",
+    "_shared_param_infos",
+    "_shared_params",
+)
 # memory that a pass fills and empties
 _WHOLE = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
 
@@ -185,12 +209,25 @@ def is_place(text: str) -> bool:
 def problem_of(module: torch.nn.Module) -> str:
     """Why the units in the module cannot be carried, or ""."""
     for path, unit in module.named_modules():
-        if not _is_wrapper(unit) or unit._handle is None:
+        if not _is_wrapper(unit):
+            continue
+        if not _is_known(unit):
+            return "is one that taskd does not know in this torch: use fully_shard"
+        if unit._handle is None:
             continue
         problem = _problem(unit)
         if problem:
             return f"the FullyShardedDataParallel {path or 'module'} {problem}"
     return ""
+
+
+def _is_known(unit: Any) -> bool:
+    what = "the units of FSDP1"
+    if not internals.has(what, (unit, "_handle")) or unit._handle is None:
+        return hasattr(unit, "_handle")
+    return internals.has(what, *((unit._handle, name) for name in _OF_HANDLE)) and internals.has(
+        what, *((unit._handle.flat_param, name) for name in _OF_FLAT)
+    )
 
 
 def _problem(unit: Any) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from taskd.worker import internals
+
 log = logging.getLogger(__name__)
 
 _ITEM_BYTES = {
@@ -99,7 +101,10 @@ def calls(after: int = -1) -> list[FlightCall]:
 
 
 def _function(name: str) -> Any:
-    return getattr(sys.modules.get("torch._C._distributed_c10d"), name, None)
+    module = sys.modules.get("torch._C._distributed_c10d")
+    if module is None or not internals.has("the flight recorder", (module, name)):
+        return None
+    return getattr(module, name)
 
 
 def _call(entry: dict[str, Any], offset_ns: int) -> FlightCall:

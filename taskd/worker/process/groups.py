@@ -25,6 +25,7 @@ from typing import Any
 
 from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
+from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, open_sockets
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,6 @@ class Groups:
         self._waits = Waits()
         use_numeric_names()
         original_rendezvous = c10d.rendezvous
-        original_helper = c10d._new_process_group_helper
         original_init = c10d.init_process_group
 
         @functools.wraps(original_rendezvous)
@@ -98,27 +98,6 @@ class Groups:
                     self.opened.store_sockets.update(_newer(now, before))
                 yield c10d.PrefixStore(f"taskd/{self.generation}", store), rank, world_size
 
-        @functools.wraps(original_helper)
-        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                opened = self.opened
-                outermost = opened.before is None
-                if outermost:
-                    opened.before, opened.creator = open_sockets(), threading.get_native_id()
-            threads = _threads()
-            try:
-                created = original_helper(*args, **kwargs)
-            finally:
-                if outermost:
-                    self._finish_creation(opened)
-            with self._lock:
-                opened.threads |= _threads() - threads  # they name themselves a moment later
-                group = created[0] if isinstance(created, tuple) else created
-                opened.groups.append(group)
-                self._number(group)
-            self.created_at = time.monotonic()
-            return created
-
         @functools.wraps(original_init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             def make() -> None:
@@ -128,9 +107,39 @@ class Groups:
             around_init(make)
 
         self._replace(c10d, "rendezvous", rendezvous)
-        self._replace(c10d, "_new_process_group_helper", new_process_group_helper)
+        if internals.has("the creation of process groups", (c10d, "_new_process_group_helper")):
+            helper = self._watched(c10d._new_process_group_helper)
+            self._replace(c10d, "_new_process_group_helper", helper)
         self._replace(c10d, "init_process_group", init_process_group)
         self._replace(dist, "init_process_group", init_process_group)
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`_new_process_group_helper`, which remembers the group and what its creation opened."""
+        from torch.distributed import GroupMember  # noqa: PLC0415
+
+        @functools.wraps(original)
+        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                opened = self.opened
+                outermost = opened.before is None
+                if outermost:
+                    opened.before, opened.creator = open_sockets(), threading.get_native_id()
+            threads = _threads()
+            try:
+                created = original(*args, **kwargs)
+            finally:
+                if outermost:
+                    self._finish_creation(opened)
+            with self._lock:
+                opened.threads |= _threads() - threads  # they name themselves a moment later
+                group = created[0] if isinstance(created, tuple) else created
+                if group != GroupMember.NON_GROUP_MEMBER:
+                    opened.groups.append(group)
+                    self._number(group)
+            self.created_at = time.monotonic()
+            return created
+
+        return new_process_group_helper
 
     def _take_hook_off(self) -> None:
         """Each creation prefixes tracebacks by a hook around the one before.
@@ -215,9 +224,7 @@ class Groups:
             dist.destroy_process_group()
         # A creation that was aborted half-way leaves its name and count behind; names must agree on
         # all ranks.
-        world = dist.distributed_c10d._world
-        world.pg_names.clear()
-        world.group_count = 0
+        internals.attempt("the numbers of process groups", _number_anew)
 
     def begin(self, generation: int) -> None:
         """A new generation: stores get its prefix from now on; what is old enough is freed."""
@@ -235,6 +242,14 @@ class Groups:
             old.groups.clear()  # frees them: joins their threads
             self._waits.forgive(threads)
         self._retired = kept
+
+
+def _number_anew() -> None:
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+    world = c10d._world
+    world.pg_names.clear()
+    world.group_count = 0
 
 
 def _threads() -> set[int]:
@@ -263,7 +278,11 @@ def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:
 def _backends(groups: list[Any]) -> list[Any]:
     found = []
     for group in groups:
-        for device in getattr(group, "_device_types", ()):
+        if not internals.has(
+            "the backends of process groups", (group, "_device_types"), (group, "_get_backend")
+        ):
+            break
+        for device in group._device_types:
             try:
                 found.append(group._get_backend(device))
             except RuntimeError as error:  # a device type without a backend of its own

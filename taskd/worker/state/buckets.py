@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from taskd.worker import internals
 from taskd.worker.life import Life, current
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ def recorded(life: Life) -> bytes:
 
 def reinstate(life: Life, data: bytes) -> None:
     """Let the DDPs of this entry, built already or not, use the layouts that a checkpoint holds."""
+    if not _is_known():
+        return
     layouts = _layouts_of(life)
     while layouts.hooks:  # nothing is to be learnt any more
         layouts.hooks.pop()()
@@ -175,6 +178,23 @@ def uninstall() -> None:
         _original_init = None
 
 
+def _is_known() -> bool:
+    """Whether DDP still makes and tells its buckets in the way that this module knows."""
+    return internals.has(
+        "the buckets of DDP",
+        (dist, "_compute_bucket_assignment_by_size"),
+        *(
+            (DistributedDataParallel, name)
+            for name in (
+                "_build_params_for_reducer",
+                "_ddp_init_helper",
+                "_build_debug_param_to_name_mapping",
+                "_get_ddp_logging_data",
+            )
+        ),
+    )
+
+
 def _build(
     life: Life,
     ddp: DistributedDataParallel,
@@ -187,6 +207,11 @@ def _build(
     plan, records = life.plan, life.records
     is_restored = any(holding.is_restored for holding in records.states.values())
     version = records.version if is_restored else None
+    if not _is_known():
+        if plan.version is not None and version is None:
+            bound.arguments["init_sync"] = False  # as below
+        original(*bound.args, **bound.kwargs)
+        return
     if plan.version is None:
         if (
             order in layouts.by_order
@@ -358,11 +383,10 @@ class _FirstBackward:
 
     def _finish(self, ddp: DistributedDataParallel) -> None:
         self._remove()
-        life, config = self._life, ddp._bucket_config
-        limits = list(config.per_bucket_bytes_caps) or [
-            config.first_bucket_bytes_cap,
-            config.bucket_bytes_cap,
-        ]
+        life = self._life
+        limits = internals.attempt("the buckets of DDP", functools.partial(_limits_of, ddp))
+        if limits is None:
+            return
         buckets, _ = dist._compute_bucket_assignment_by_size(
             [self._parameters[index] for index in self._arrived],
             limits,
@@ -377,6 +401,21 @@ class _FirstBackward:
         )
         _layouts_of(life).record(self._order, layout)
         _confirm(life, ddp, self._order)
+
+
+def _limits_of(ddp: DistributedDataParallel) -> list[int]:
+    """How many bytes of gradients go into each bucket; the last is that of all further ones."""
+    config = getattr(ddp, "_bucket_config", None)
+    if config is None:  # before torch 2.12
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES
+        return list(getattr(ddp, "bucket_bytes_cap_list", ())) or [
+            first if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap,
+            ddp.bucket_bytes_cap,
+        ]
+    return list(config.per_bucket_bytes_caps) or [
+        config.first_bucket_bytes_cap,
+        config.bucket_bytes_cap,
+    ]
 
 
 class _Confirmation:

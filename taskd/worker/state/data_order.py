@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader, sampler
 
+from taskd.worker import internals
 from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import tensors_in
 
@@ -30,7 +31,10 @@ _is_said = False
 
 def install() -> None:
     """Wrap the iterators of torch's DataLoader, those of torchdata among them."""
-    kind = dataloader._BaseDataLoaderIter
+    kind = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if not internals.has("the iterators of a DataLoader", (kind, "__next__"), (kind, "_reset")):
+        return
+    assert kind is not None
     if getattr(kind.__init__, _MARK, False):
         return
     original_init, original_reset, original_next = kind.__init__, kind._reset, kind.__next__
@@ -55,7 +59,7 @@ def install() -> None:
         return original_next(self)
 
     setattr(begin, _MARK, True)
-    kind.__init__, kind._reset, kind.__next__ = begin, reset, following  # type: ignore[method-assign,assignment]
+    kind.__init__, kind._reset, kind.__next__ = begin, reset, following
 
 
 def _version_if_drawn(loader: Any) -> int | None:

@@ -178,6 +178,8 @@ class Holding:
             if self.is_half_way
             else self.rollback.roll_back()
         )
+        for module in self.roles.modules.values():
+            reason = reason or shards.problem_of(module)
         self.parked_versions = {
             id(tensor): tensor._version
             for tensor in self.drop_gradients().tensors.values()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from taskd.native.black_box import Phase
+from taskd.worker import internals
 from taskd.worker.life import current
 
 _CHECKPOINT_FUNCTIONS = ("save", "load", "save_state_dict", "load_state_dict")
@@ -75,7 +76,9 @@ def install() -> None:
     from torch.distributed import checkpoint  # noqa: PLC0415
     from torch.utils.data import dataloader  # noqa: PLC0415
 
-    _wrap(dataloader._BaseDataLoaderIter, "__next__", Phase.DATA)
+    kind = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if internals.has("the iterators of a DataLoader", (kind, "__next__")):
+        _wrap(kind, "__next__", Phase.DATA)
     for name in ("save", "load"):
         _wrap(torch, name, Phase.CHECKPOINT)
     for name in _CHECKPOINT_FUNCTIONS:

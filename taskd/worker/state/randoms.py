@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from taskd.worker import internals
 from taskd.worker.state.extras import PROTOCOL
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ class RandomStates:
             _mark_at(id(random._inst) + _PYTHON_OFFSET) if _is_python_layout_known() else None
         )
         self._torch_mark = _find_torch_mark()
+        if self._torch_mark is None:
+            internals.lose("the memory of torch's generator", "not where it was")
         self._numpy: Any = None  # numpy.random.mtrand._rand, once somebody has imported it
         self._numpy_owner: Any = None
         self._numpy_mark: _Mark | None = None
