@@ -37,6 +37,7 @@ class AgentConfig:
 
     `wait_for_exit`: a replacement starts only when the device of the dead one is free.
     `starts_manager`: the agent of the first node may start one where nobody else has.
+    `preload`: modules for the forkserver; `learns_preload`: and those that the script imports.
     """
 
     job_id: str
@@ -49,6 +50,7 @@ class AgentConfig:
     native: bool = True
     forkserver: str = "auto"
     preload: tuple[str, ...] = ()
+    learns_preload: bool = True
     strategies: tuple[str, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
     own_address: str = DEFAULT_HOST
@@ -77,12 +79,7 @@ class AgentConfig:
         `own_address`: of this node for others, if POD_IP does not say it.
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
-        preload = listed(environment.get(PRELOAD_ENV))
-        for name in preload:
-            if _MODULE.fullmatch(name) is None:
-                raise refusal(
-                    PRELOAD_ENV, environment[PRELOAD_ENV], "module names, separated by commas"
-                )
+        preload, learns_preload = _preload(environment)
         return cls(
             job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
             manager_address=manager_address(
@@ -96,11 +93,24 @@ class AgentConfig:
             native=switch(environment, NATIVE_ENV, default=True),
             forkserver=choice(environment, FORKSERVER_ENV, ("auto", "fork", "exec"), "auto"),
             preload=preload,
+            learns_preload=learns_preload,
             strategies=strategies(environment),
             grace_s=grace(environment),
             own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
             host=environment.get(HOST_ENV) or _name_of_host(),
         )
+
+
+def _preload(environment: Environment) -> tuple[tuple[str, ...], bool]:
+    """The modules that are named, and whether the forkserver finds out by itself instead."""
+    text = environment.get(PRELOAD_ENV, "").strip()
+    if text in ("", "auto"):
+        return (), True
+    names = listed(text) if text != "off" else ()
+    for name in names:
+        if _MODULE.fullmatch(name) is None:
+            raise refusal(PRELOAD_ENV, text, "auto, off, or module names, separated by commas")
+    return names, False
 
 
 def _name_of_host() -> str:

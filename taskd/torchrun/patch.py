@@ -86,11 +86,10 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             HangConfig.load()
         use_numeric_names()  # the rendezvous is a store's client
         # Those that follow are fresh interpreters: by then torchrun has threads.
-        spawner = Spawner(
-            Forkserver.start(settings.forkserver, settings.preload),
-            MonotonicClock(),
-            lambda: Forkserver.start("exec", settings.preload),
+        start = functools.partial(
+            Forkserver.start, preload=settings.preload, learns=settings.learns_preload
         )
+        spawner = Spawner(start(settings.forkserver), MonotonicClock(), lambda: start("exec"))
         raised = copy(config)
         raised.max_restarts = restart_limit(config.max_restarts)
         token = elastic_agent.CURRENT_LAUNCH.set(

@@ -2,26 +2,86 @@
 
 The child of tests/process/test_spawn.py.
 
-Usage: spawn_driver.py fork|exec JOBS.json RESULTS.json. A process of its own, because "fork" copies
-the process itself.
+Usage: spawn_driver.py fork|exec|preloaded JOBS.json RESULTS.json. A process of its own, because
+"fork" copies the process itself. "preloaded": forks of a preloaded process; a first worker makes a
+step for it before.
 """
 
 import json
+import logging
 import os
 import select
+import socket
 import sys
+import tempfile
 import time
 
 from taskd.agent.spawning import processes
 from taskd.agent.spawning.forkserver import Forkserver
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started
+from taskd.native.black_box import BlackBox
+
+STEP = """
+import time
+import colorsys, torch
+from taskd.worker.process import runtime
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.zeros(1)
+torch.optim.SGD([parameter]).step()
+while runtime.current()._imports._descriptor >= 0:
+    time.sleep(0.01)
+"""
+WORKER = {
+    "job_id": "test",
+    **dict.fromkeys(["node_rank", "local_rank", "rank", "incarnation", "generation"], 0),
+    "world_size": 1,
+    "plain": False,
+    "gated": False,
+}
+
+
+class Said(logging.Handler):
+    """What the forkserver has to log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def preloaded(jobs: list[dict], said: Said) -> Forkserver:
+    """A forkserver with a preloaded process. A first worker has made a step, and ended."""
+    server = Forkserver.start("exec", learns=True)
+    box, (life, life_end) = BlackBox.create(), os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.TemporaryDirectory() as folder, ours, theirs:
+        script = f"{folder}/step.py"
+        with open(script, "w", encoding="utf-8") as file:
+            file.write(STEP)
+        fds = {"channel": theirs.fileno(), "box": box.fd, "life": life}
+        argv = ("-u", script)
+        server.spawn(SpawnRequest(-1, argv, jobs[0]["env"], fds=fds, worker=WORKER))
+        status = None
+        while status is None or len(said.lines) < 2:
+            assert select.select([server.fd], [], [], 60)[0], said.lines
+            for reply in server.read():
+                status = reply.status if isinstance(reply, Exited) else status
+    assert status == 0
+    assert "are preloaded" in said.lines[1], said.lines
+    processes.close_all((life, life_end))
+    return server
 
 
 def main(mode: str, jobs_path: str, results_path: str) -> None:
-    server = Forkserver.start(mode)
     results = []
+    said = Said()
+    logging.getLogger("taskd").addHandler(said)
+    logging.getLogger("taskd").setLevel(logging.INFO)
     with open(jobs_path, encoding="utf-8") as file:
         jobs = json.load(file)
+    server = preloaded(jobs, said) if mode == "preloaded" else Forkserver.start(mode)
     for token, job in enumerate(jobs):
         server.spawn(
             SpawnRequest(
@@ -47,6 +107,8 @@ def main(mode: str, jobs_path: str, results_path: str) -> None:
                     status = reply.status
         results.append({"status": status, "note": note})
     server.close()
+    if mode == "preloaded":
+        assert len(said.lines) == 2, said.lines  # nothing was forked in another way
     with open(results_path, "w", encoding="utf-8") as file:
         json.dump(results, file)
 

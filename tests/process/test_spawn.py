@@ -303,7 +303,7 @@ def plain(folders: dict[str, Path]) -> dict[str, Outcome]:
     }
 
 
-@pytest.fixture(scope="module", params=["fork", "exec"])
+@pytest.fixture(scope="module", params=["fork", "exec", "preloaded"])
 def ours(
     request: pytest.FixtureRequest,
     folders: dict[str, Path],

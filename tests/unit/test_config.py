@@ -177,6 +177,7 @@ def test_an_agent_without_settings_has_the_documented_defaults() -> None:
         native=True,
         forkserver="auto",
         preload=(),
+        learns_preload=True,
         own_address="127.0.0.1",
         host=BOOT,
     )
@@ -247,6 +248,20 @@ def test_an_agent_takes_its_settings_from_the_environment() -> None:
 )
 def test_wrong_agent_variables_are_named(key: str, value: str) -> None:
     refusal(lambda: AgentConfig.load({key: value}), key, repr(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ((), True)),
+        ("auto", ((), True)),
+        ("off", ((), False)),
+        ("numpy, a.b", (("numpy", "a.b"), False)),
+    ],
+)
+def test_what_is_preloaded(value: str, expected: tuple[tuple[str, ...], bool]) -> None:
+    loaded = AgentConfig.load({"TASKD_PRELOAD": value})
+    assert (loaded.preload, loaded.learns_preload) == expected
 
 
 def test_a_worker_finds_its_node_by_framework() -> None:

@@ -25,7 +25,7 @@ _PLAIN = """
     communication config connection content context copier copy copying core course ctypes
     data dcp detector diagram domain elastic encoder end ending error event examination
     exception exchange executor exit explorer fail failed fall file finish flat folder give
-    guarded hang heard held histories history hold hook host inbox index interpreter
+    guarded hang heard held histories history hold hook host import inbox index interpreter
     invariant join kernel kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message
     metadata name native network no object order outbox outer owner pair part patch path

@@ -5,6 +5,9 @@ import pytest
 
 from taskd.agent.spawning.protocol import (
     Exited,
+    Forked,
+    Note,
+    PreloadedLost,
     Ready,
     SpawnRequest,
     Started,
@@ -47,7 +50,16 @@ def test_a_request_whose_descriptors_are_missing_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    [Ready(), Started(1, 2, 7, "cold"), Started(1, 2, 7), StartFailed(3, "no"), Exited(1, 2, -9)],
+    [
+        Ready(),
+        Note("x"),
+        PreloadedLost("x"),
+        Forked(1, 2),
+        Started(1, 2, 7, "cold"),
+        Started(1, 2, 7),
+        StartFailed(3, "no"),
+        Exited(1, 2, -9),
+    ],
 )
 def test_a_reply_arrives_as_it_was_said(reply) -> None:
     message, descriptors = reply_message(reply)

@@ -33,7 +33,7 @@ def become(
         blas: what `libraries.quiet_blas` gave.
         warm: keep this interpreter; else a fresh one is executed.
     """
-    _keep_only(tuple(request.fds.values()))
+    keep_only(tuple(request.fds.values()))
     _restore_signals(request)
     for path, target in ((request.stdout, 1), (request.stderr, 2)):
         if path:
@@ -51,7 +51,7 @@ def become(
     assert script is not None  # why_not_warm said so
     processes.set_title([sys.executable, *request.argv])
     sys.orig_argv[:] = [sys.executable, *request.argv]
-    _fresh_streams()
+    fresh_streams()
     libraries.refresh(request.env, blas)
     libraries.skip_inherited_destructors()
     program.run(script, search_path, worker)
@@ -66,7 +66,8 @@ def _execute(request: SpawnRequest, worker: dict[str, Any] | None) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *request.argv], environment)
 
 
-def _keep_only(wanted: tuple[int, ...]) -> None:
+def keep_only(wanted: tuple[int, ...]) -> None:
+    """Close every descriptor above 2 but these."""
     for descriptor in processes.open_descriptors():
         if descriptor > 2 and descriptor not in wanted:
             with suppress(OSError):
@@ -93,7 +94,7 @@ def _restore_signals(request: SpawnRequest) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
 
 
-def _fresh_streams() -> None:
+def fresh_streams() -> None:
     """Make stdin buffered, stdout and stderr as `-u` makes them.
 
     Encodings as this interpreter chose them.

@@ -23,6 +23,9 @@ from collections.abc import Sequence
 import taskd
 from taskd.agent.spawning import processes, server
 from taskd.agent.spawning.protocol import (
+    Forked,
+    Note,
+    PreloadedLost,
     Ready,
     Reply,
     SpawnRequest,
@@ -64,13 +67,16 @@ class Forkserver:
         self._is_reaped = False
 
     @classmethod
-    def start(cls, mode: str = "auto", preload: Sequence[str] = ()) -> "Forkserver":
+    def start(
+        cls, mode: str = "auto", preload: Sequence[str] = (), *, learns: bool = False
+    ) -> "Forkserver":
         """Start one; returns at once, it preloads while the caller goes on.
 
         Args:
             mode: "fork" this process, "exec" a fresh interpreter, or "auto": fork where that is
                 safe.
             preload: modules to import in addition to torch and what it loads lazily.
+            learns: import for replacements what the first worker has imported (`preloading`).
         """
         processes.become_subreaper()
         reason = "asked for"
@@ -85,7 +91,7 @@ class Forkserver:
         ours.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0)
         )
-        names = ",".join(preload)
+        names = ",".join((*preload, *([server.LEARN] if learns else [])))
         if mode == "fork":
             process: subprocess.Popen[bytes] | int = _fork(ours, theirs, names)
         else:
@@ -125,10 +131,20 @@ class Forkserver:
         replies: list[Reply] = []
         while messages := self._wire.receive(wait=False):
             for reply in (reply_from(message, descriptors) for message, descriptors in messages):
-                if isinstance(reply, Ready):
-                    self.is_ready = True
-                else:
-                    replies.append(reply)
+                match reply:
+                    case Ready():
+                        self.is_ready = True
+                    case Note(text=text):
+                        log.info("%s", text)
+                    case PreloadedLost(reason=reason):
+                        log.warning(
+                            "the preloaded process %s: replacements import what the script imports",
+                            reason,
+                        )
+                    case Forked():
+                        pass  # between the forkserver and its preloaded process
+                    case _:
+                        replies.append(reply)
         if messages is None:
             self.alive = False
         return replies

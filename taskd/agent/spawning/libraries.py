@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 
+from taskd.agent.spawning import known
+
 log = logging.getLogger(__name__)
 
 # What torch imports lazily at the first optimizer, DDP or FSDP: without it a recovery took 2.4 s
@@ -69,7 +71,8 @@ def warm_optimizers() -> None:
 
 
 def refresh(environment: dict[str, str], blas: dict[str, int]) -> None:
-    """Give this fork random states of its own, and thread pools of the size that it is to have."""
+    """Give this fork a rank and random states of its own, and thread pools of the right size."""
+    known.mend(environment)
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

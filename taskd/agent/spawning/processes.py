@@ -14,6 +14,7 @@ from contextlib import suppress
 
 # of a process whose parent took the truth to its grave: most likely what killed it too
 UNKNOWN_STATUS = -signal.SIGKILL
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _COMM_BYTES = 16  # TASK_COMM_LEN, with the final NUL
@@ -90,6 +91,11 @@ def become_subreaper() -> None:
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(error)}")
+
+
+def end_with_parent() -> None:
+    """This process, but none that it forks, is killed when its parent ends."""
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def set_title(arguments: list[str]) -> None:

@@ -26,7 +26,7 @@ class SpawnRequest:
     """What a worker is to become.
 
     `argv` has no interpreter: ["-u", script, ...] or ["-u", "-m", module, ...]. `env` is the whole
-    environment. `fds` maps the names "channel", "box", "previous", "life" to descriptors; the
+    environment. `fds` maps names ("channel", "box", "previous", "life", …) to descriptors; the
     sender keeps its own copies. `worker` is the bootstrap of the runtime without the descriptor
     numbers; None starts the script without a runtime. `ignored` and `blocked` are the signals that
     torchrun ignores and blocks: what a fresh interpreter would inherit of it.
@@ -56,6 +56,28 @@ class SpawnRequest:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The forkserver has imported what it is to import: from now on it answers at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """For the log of the agent."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreloadedLost:
+    """The forkserver's preloaded process is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """From the preloaded process to the forkserver: the worker waits at its gate."""
+
+    token: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,10 @@ class Exited:
 
 
 Reply = Started | StartFailed | Exited
-_REPLIES = {cls.__name__: cls for cls in (Ready, Started, StartFailed, Exited)}
+Word = Reply | Ready | Note | PreloadedLost | Forked  # whatever is not a request
+_WORDS = {
+    cls.__name__: cls for cls in (Ready, Note, PreloadedLost, Forked, Started, StartFailed, Exited)
+}
 
 
 class Wire:
@@ -203,16 +228,16 @@ def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnReques
     return SpawnRequest(**{**message, **tuples, "fds": fds})
 
 
-def reply_message(reply: Reply | Ready) -> tuple[dict[str, Any], tuple[int, ...]]:
+def reply_message(reply: Word) -> tuple[dict[str, Any], tuple[int, ...]]:
     """As a message and its descriptors."""
     values = asdict(reply)
     descriptors = (values.pop("pidfd"),) if isinstance(reply, Started) else ()
     return {**values, "reply": type(reply).__name__}, descriptors
 
 
-def reply_from(message: dict[str, Any], descriptors: list[int]) -> Reply | Ready:
+def reply_from(message: dict[str, Any], descriptors: list[int]) -> Word:
     """The other way round; the descriptor is the receiver's."""
     kind = message.pop("reply")
     if kind == Started.__name__:
         message["pidfd"] = descriptors[0] if descriptors else -1
-    return _REPLIES[kind](**message)
+    return _WORDS[kind](**message)

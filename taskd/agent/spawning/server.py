@@ -17,14 +17,17 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from taskd.agent.spawning import child, libraries, processes, warmth
+from taskd.agent.spawning.preloading import Preloaded, Report, Setting
 from taskd.agent.spawning.protocol import (
     Exited,
+    Note,
+    PreloadedLost,
     Ready,
-    Reply,
     SpawnRequest,
     Started,
     StartFailed,
     Wire,
+    Word,
     reply_message,
     request_from,
 )
@@ -33,6 +36,7 @@ from taskd.errors import ForkserverError
 
 log = logging.getLogger(__name__)
 
+LEARN = "*"  # among the names of modules: import for replacements what the first worker imports
 TERM_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL, as the guard in the worker does it
 
 
@@ -51,11 +55,13 @@ def serve(
     Args:
         connection: to the agent.
         search_path: `sys.path` of its workers, behind the entry of their script's directory.
-        preload: modules to import besides the usual, separated by commas.
+        preload: modules to import besides the usual, separated by commas; LEARN.
         directory: descriptor of the directory to work in, -1: this process is in it.
     """
     server = _Server(Wire(connection), search_path)
-    server.prepare([name for name in preload.split(",") if name])
+    names = [name for name in preload.split(",") if name]
+    server.learns = LEARN in names
+    server.prepare([name for name in names if name != LEARN])
     if directory >= 0:
         os.fchdir(directory)
         os.close(directory)
@@ -76,6 +82,9 @@ class _Server:
         self._blas: dict[str, int] = {}  # OpenBLAS libraries and the threads that they would use
         self._cold_reason: str | None = None  # why no worker may be forked warm
         self._wake_read, self._wake_write = socket.socketpair()
+        self.learns = False
+        self._report: Report | None = None  # awaited
+        self._preloaded: Preloaded | None = None
 
     def prepare(self, extra: Iterable[str]) -> None:
         """Become a quiet process, import, and freeze what is there.
@@ -110,13 +119,15 @@ class _Server:
 
     def loop(self) -> None:
         """Serve until the agent is gone."""
-        poll = select.poll()
-        poll.register(self._wire.fileno(), select.POLLIN)
-        poll.register(self._wake_read.fileno(), select.POLLIN)
         while True:
+            poll = select.poll()
+            for source in (self._wire.fileno(), self._wake_read.fileno(), *self._preload_fds()):
+                poll.register(source, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wake_read.fileno() in ready:
                 self._reap()
+            if not ready.isdisjoint(self._preload_fds()):
+                self._follow_preloading()
             if self._wire.fileno() in ready:
                 messages = self._wire.receive(wait=True)
                 if messages is None:
@@ -129,11 +140,15 @@ class _Server:
         try:
             request = request_from(message, descriptors)
             note = self._cold_reason or warmth.why_not_warm(request, self._environment)
+            if self.learns and note is None and request.worker and not request.worker.get("plain"):
+                self._ask_for_report(request)
             self._spawn(request, note)
         except (OSError, ForkserverError) as error:
             self._reply(StartFailed(message["token"], str(error)))
         finally:
             processes.close_all(descriptors)
+            if self._report is not None:
+                self._report.hand_over()
 
     def _spawn(self, request: SpawnRequest, note: str | None) -> None:
         """The worker begins when its start has been told, and ends if that never happens.
@@ -142,13 +157,9 @@ class _Server:
         """
         gate_read, gate_write = os.pipe()
         try:
-            former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            try:
-                pid = os.fork()
-                if pid == 0:
-                    self._become(request, gate_read, gate_write, warm=note is None)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            pid = self._fork_preloaded(request, gate_read) if note is None else None
+            if pid is None:
+                pid = self._fork(request, gate_read, gate_write, warm=note is None)
             pidfd = os.pidfd_open(pid)
             try:
                 self._reply(Started(request.token, pid, pidfd, note))
@@ -158,6 +169,16 @@ class _Server:
             os.write(gate_write, b".")
         finally:
             processes.close_all((gate_read, gate_write))
+
+    def _fork(self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool) -> int:
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become(request, gate_read, gate_write, warm=warm)
+            return pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
     def _become(
         self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool
@@ -195,17 +216,86 @@ class _Server:
                 # it.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(found.si_pid, signal.SIGKILL)
+            if self._preloaded is not None and found.si_pid == self._preloaded.pid:
+                self._lose_preloaded()
+                continue
             os.waitpid(found.si_pid, 0)
             if token is not None:
                 self._reply(Exited(token, found.si_pid, processes.status_of(found)))
 
-    def _reply(self, reply: Reply | Ready) -> None:
+    # ------------------------------------------------------------------ the preloaded process
+
+    def _preload_fds(self) -> list[int]:
+        return [part.fd for part in (self._report, self._preloaded) if part is not None]
+
+    def _ask_for_report(self, request: SpawnRequest) -> None:
+        """The worker says later what it has imported, if nobody has yet."""
+        if self._report is None and self._preloaded is None:
+            with contextlib.suppress(OSError):  # no descriptors are left: it starts all the same
+                self._report = Report(request)
+                request.fds["imports"] = self._report.writer
+
+    def _follow_preloading(self) -> None:
+        if self._preloaded is not None:
+            notes = self._preloaded.read()
+            if notes is None:
+                self._lose_preloaded()
+            for note in notes or ():
+                self._reply(note)
+        elif self._report is not None:
+            try:
+                self._begin_preloading(self._report)
+            except (OSError, ValueError) as error:
+                self.learns = False
+                self._forget_report()
+                self._reply(PreloadedLost(f"could not be started ({error})"))
+
+    def _begin_preloading(self, report: Report) -> None:
+        found = report.read()
+        if found is None:
+            return
+        self._forget_report()
+        if found:  # else the worker ended too early: the next one is asked
+            setting = Setting(self._search_path, self._environment, self._blas)
+            self._preloaded = Preloaded(report.request, found, setting)
+
+    def _forget_report(self) -> None:
+        if self._report is not None:
+            self._report.close()
+        self._report = None
+
+    def _fork_preloaded(self, request: SpawnRequest, gate: int) -> int | None:
+        """None: there is no such process, or it cannot."""
+        if self._preloaded is None or not self._preloaded.is_ready:
+            return None
+        try:
+            found = self._preloaded.fork(request, gate)
+        except OSError as error:
+            self._lose_preloaded(str(error))
+            return None
+        if isinstance(found, int):
+            return found
+        self._reply(Note(f"a replacement is not forked from the preloaded process: {found}"))
+        return None
+
+    def _lose_preloaded(self, reason: str | None = None) -> None:
+        """It has ended, or is of no use. Once is enough: there is no other one."""
+        assert self._preloaded is not None
+        status = self._preloaded.close()
+        self._preloaded, self.learns = None, False
+        if status != 0:
+            ended = f"has ended ({processes.describe_status(status)})"
+            self._reply(PreloadedLost(reason or ended))
+
+    def _reply(self, reply: Word) -> None:
         # the next read sees the end
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._wire.send(*reply_message(reply))
 
     def end(self) -> None:
         """The agent is gone: end the workers that still live."""
+        if self._preloaded is not None:
+            self._preloaded.close()
         clock = MonotonicClock()
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in sorted(self._tokens):

@@ -33,6 +33,7 @@ class Bootstrap:
     channel_fd: int | None = None
     previous_fd: int | None = None  # the predecessor's black box
     arena_fds: tuple[int, ...] = ()
+    imports_fd: int | None = None  # where the forkserver waits for what it imports
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "Bootstrap":

@@ -28,6 +28,7 @@ from taskd.worker.process.bootstrap import Bootstrap, from_environment
 from taskd.worker.process.boundary import Boundary
 from taskd.worker.process.gate import Gate
 from taskd.worker.process.groups import Groups
+from taskd.worker.process.imports import Imports
 from taskd.worker.process.interrupt import MainThreadInterrupter
 from taskd.worker.process.orders import Orders
 from taskd.worker.process.outer_group import OuterGroup
@@ -74,6 +75,7 @@ class Runtime(Supervisor):
         )
         self._pulse = Pulse(life, self.groups)
         self.sigterm = None if bootstrap.grace_s is None else Sigterm()
+        self._imports = None if bootstrap.imports_fd is None else Imports(bootstrap.imports_fd)
         self._declared = self._entered = False
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
@@ -82,6 +84,8 @@ class Runtime(Supervisor):
         if self.life.box is not None:
             collectives.start(self.life.box)
         self.groups.install(self.outer_group.around_init)
+        if self._imports is not None:
+            self._imports.watch()
         os.register_at_fork(after_in_child=self._disarm)
         self._thread.start()
         self.uplink.tell(events.WorkerReady, "ready", guarded=self.guarded)
@@ -154,6 +158,8 @@ class Runtime(Supervisor):
                 wait_s = min(wait_s, due_s)
             poller.poll(math.ceil(wait_s * 1000))
             self._pulse.beat()
+            if self._imports is not None:
+                self._imports.report_if_due()
             for data in self._channel.receive():
                 try:
                     command = translate.message_to_command(*codec.decode(data))
