@@ -202,6 +202,7 @@ def test_of_two_hosts_that_of_the_endpoint_has_the_manager(
                 f"--rdzv-conf=is_host={is_host}",
                 f"--local-addr={host.address}",
                 host=host,
+                nproc=2,
             )
             for host, is_host in ((second, 1), (first, 0))
         ]
