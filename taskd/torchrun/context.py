@@ -360,6 +360,6 @@ def _signal(worker: LocalWorker, signum: int) -> bool:
     if worker.pid is None or worker.is_over:
         return False
     is_there = processes.signal_group(worker.pid, signum)
-    if signum == SIGTERM:
+    if signum == SIGTERM and worker.bootstrap.get("grace_s") is not None:
         worker.channel.hang_up()  # so it knows that the signal is ours
     return is_there
