@@ -30,6 +30,7 @@ from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.core import commands, events
 from taskd.core.node import NodeMachine
 from taskd.core.node.draining import Step
+from taskd.core.phase import NodePhase
 from taskd.core.timeouts import Timeouts
 from taskd.errors import TaskdError
 
@@ -376,6 +377,9 @@ class Service:
                 state.grace_s,
             )
             self._feed(events.AgentDraining(now, "drain", node_rank, state.detail, state.grace_s))
+        elif step is Step.END and self._machine.phase is NodePhase.STOPPING:
+            state.cancel()  # what came of the job is known
+            self._feed(events.AgentDraining(now, "drain", node_rank, state.detail, 0.0))
         elif step is Step.END:
             log.error(
                 "node %d ends without having saved: %s",

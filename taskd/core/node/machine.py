@@ -38,12 +38,14 @@ from taskd.core.node.manager_link import (
 )
 from taskd.core.node.orders import obey
 from taskd.core.node.processes import (
+    IS_ENDING,
     alarm_rang,
     examined,
     exited,
     spawn_after_kill,
     start_failed,
     started,
+    time_is_over,
 )
 from taskd.core.node.reports import declares, drains, holds, recovers, stops
 from taskd.core.node.state import NodeState
@@ -166,11 +168,11 @@ _RUNNING: dict[type[ev.Event], Rule] = {
     ev.ManagerRefused: Rule(manager_refused),
     ev.CommandReceived: Rule(obey, {NodePhase.STOPPING}),
 }
-_IS_ENDING = "the job is being ended"
+_STOPPING: dict[type[ev.Event], Rule] = {**_PROCESSES, ev.AgentDraining: Rule(time_is_over)}
 RULES = TransitionTable(
-    {NodePhase.RUNNING: _RUNNING, NodePhase.STOPPING: _PROCESSES},
+    {NodePhase.RUNNING: _RUNNING, NodePhase.STOPPING: _STOPPING},
     {
-        NodePhase.STOPPING: dict.fromkeys(_RUNNING.keys() - _PROCESSES.keys(), _IS_ENDING),
+        NodePhase.STOPPING: dict.fromkeys(_RUNNING.keys() - _STOPPING.keys(), IS_ENDING),
         NodePhase.DONE: dict.fromkeys(_RUNNING, "the run is over"),
     },
 )

@@ -12,6 +12,8 @@ from taskd.core.phase import NodePhase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
+IS_ENDING = "the job is being ended"
+
 
 def started(node: NodeState, event: ev.WorkerStarted) -> Commands:
     """There is a process. A signal that it should have got before is sent now."""
@@ -66,6 +68,13 @@ def examined(node: NodeState, event: ev.WorkerExamined) -> Commands:
         return node.ignore("nobody asked for its stacks", event.rank)
     life.is_examined, life.kill_at = False, node.now + node.timeouts.lost_grace_s
     return [node.signal(life, SIGKILL), *node.tell(event), *spawn_after_kill(node, life)]
+
+
+def time_is_over(node: NodeState, event: ev.AgentDraining) -> Commands:
+    """STOPPING: this node may not wait any longer for those that have not ended."""
+    if event.grace_s > 0:
+        return node.ignore(IS_ENDING)
+    return [node.signal(life, SIGKILL) for life in node.lives.all() if life.has_process]
 
 
 def spawn_after_kill(node: NodeState, killed: Life) -> Commands:

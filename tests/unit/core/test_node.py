@@ -370,6 +370,15 @@ class TestTheEnd:
         assert [signal.signal_number for signal in agent.tick()] == [SIGKILL]
         assert kinds(agent.exit(0, -9)) == ["FinishRun"]
 
+    def test_who_has_not_stopped_when_the_time_of_the_node_is_over_is_killed(self, node) -> None:
+        agent = node(2)
+        agent.command(do.GiveUp, 0, "why", None, None)
+        agent.exit(1, -15)
+        assert agent.send(ev.AgentDraining, 0, "SIGTERM", 25.0) == []  # it has begun only now
+        (signal,) = agent.send(ev.AgentDraining, 0, "SIGTERM", 0.0)
+        assert (signal.rank, signal.signal_number) == (0, SIGKILL)
+        assert kinds(agent.exit(0, -9)) == ["FinishRun"]
+
     def test_nobody_is_left_to_be_stopped(self, node) -> None:
         agent = node(1)
         agent.exit(0, 3)
