@@ -368,7 +368,7 @@ class Service:
     def _read_drain(self) -> None:
         """This node is to end."""
         now, node_rank, state = self._clock.now(), self._host.node_rank, self._drain.state
-        step = state.step(now, has_manager=self._is_registered)
+        step = state.step(now, self._machine.waits_for_manager_until(state.asked_at or now))
         if step is Step.TELL:
             log.warning(
                 "node %d is to end (%s): the job is to be saved first, within %.0f s",

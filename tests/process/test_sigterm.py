@@ -271,3 +271,18 @@ def test_after_a_fault_the_job_may_go_on_from_its_dump(
         assert [record["steps_redone"] for record in job.recoveries()] == [0, 0, 0]
         resumed(job, found[0].version)
         assert job.digests() == reference(STEPS="40")
+
+
+def test_the_manager_that_an_agent_started_stays_too(tmp_path: pathlib.Path) -> None:
+    """It is signalled with everything else, and not started once more."""
+    with harness.job(
+        tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY, TASKD_MANAGER="auto"
+    ) as job:
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        terminate(job.leftovers())
+        finished = agent.wait(60)
+        assert finished.returncode == 2, job.story()
+        (checkpoint,) = checkpoints(job)
+        assert f"was saved in {checkpoint.path}" in finished.last_line
+        assert job.leftovers() == set()

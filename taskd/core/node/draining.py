@@ -1,7 +1,7 @@
 """How long a node that is to end (SIGTERM) waits for the job to be saved.
 
 Owns the rule: the manager is told as soon as there is one; the node ends by itself when there is
-none, when the grace period is over, or when the agent is signalled again, later.
+none in time, when the grace period is over, or when the agent is signalled again, later.
 """
 
 from enum import Enum
@@ -24,24 +24,24 @@ class Draining:
         self.grace_s = grace_s
         self.is_told = False  # the manager knows
         self.detail = ""  # what has come, and to whom
-        self._asked_at: float | None = None
+        self.asked_at: float | None = None  # when the signal came; None: it has not
 
     @property
     def is_asked(self) -> bool:
         """Whether this node is to end."""
-        return self._asked_at is not None
+        return self.asked_at is not None
 
     @property
     def deadline(self) -> float | None:
         """When the grace period is over; None: the node is not to end."""
-        return None if self._asked_at is None else self._asked_at + self.grace_s
+        return None if self.asked_at is None else self.asked_at + self.grace_s
 
     def ask(self, now: float, detail: str = "SIGTERM") -> bool:
         """The agent got a signal. False: it is another one, the node ends at once."""
-        if self._asked_at is None:
-            self._asked_at, self.detail = now, detail
-        elif now - self._asked_at >= SAME_SIGNAL_S:
-            self._asked_at = None
+        if self.asked_at is None:
+            self.asked_at, self.detail = now, detail
+        elif now - self.asked_at >= SAME_SIGNAL_S:
+            self.asked_at = None
         return self.is_asked
 
     def hear(self, now: float, detail: str) -> None:
@@ -51,18 +51,24 @@ class Draining:
 
     def cancel(self) -> None:
         """The node ends without having saved."""
-        self._asked_at = None
+        self.asked_at = None
 
     def meet_manager(self) -> None:
         """A manager has accepted this node: it may be another one, which has not been told."""
         self.is_told = False
 
-    def step(self, now: float, *, has_manager: bool) -> Step:
-        """What is to be done. TELL is said once to each manager."""
+    def step(self, now: float, patience_ends_at: float | None) -> Step:
+        """What is to be done. TELL is said once to each manager.
+
+        `patience_ends_at`: of a node that needs its manager since `asked_at`
+        (`taskd.core.policy.patience`); None: there is a manager.
+        """
         deadline = self.deadline
         if deadline is None:
             return Step.WAIT
-        if not self.is_told and has_manager:
+        if not self.is_told and patience_ends_at is None:
             self.is_told = True
             return Step.TELL
-        return Step.END if not self.is_told or now >= deadline else Step.WAIT
+        if not self.is_told and patience_ends_at is not None:
+            deadline = min(deadline, patience_ends_at)
+        return Step.END if now >= deadline else Step.WAIT

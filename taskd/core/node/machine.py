@@ -50,6 +50,7 @@ from taskd.core.node.processes import (
 from taskd.core.node.reports import declares, drains, holds, recovers, stops
 from taskd.core.node.state import NodeState
 from taskd.core.phase import NodePhase
+from taskd.core.policy import patience
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Commands, FollowUp, Machine, Rule, TransitionTable, take
 
@@ -256,6 +257,11 @@ class NodeMachine(Machine[NodeState]):
         deadlines = [patience_ends_at(node), node.lives.spacing.next_at()]
         deadlines += [life.kill_at for life in node.lives.all()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def waits_for_manager_until(self, since: float) -> float | None:
+        """When a node that needs its manager since then stops to wait; None: it is there."""
+        node = self._state
+        return patience.patience_ends_at(node.manager, node.manager_lost_at, since, node.timeouts)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""
