@@ -82,7 +82,8 @@ def page(outcomes: dict[str, str], row: dict, load: float, took_s: float) -> str
     others = []
     for name, outcome in outcomes.items():
         kind, _, why = outcome.partition(": ")
-        count["failed" if kind == "error" else kind] += 1
+        kind = {"failure": "failed", "error": "failed"}.get(kind, kind)
+        count[kind] += 1
         if kind != "passed":
             others.append(f"- {kind}: {name}\n  {' '.join(why.split())[:300]}")
     lines = [
