@@ -15,6 +15,7 @@ MAX_COMMON_PAYLOAD_BYTES = layout.COMMON_BYTES - layout.SLOT_HEADER_BYTES
 # of versions, generations, incarnations: what others believe (`taskd.wire.schema.MAX_CLAIM`; a test
 # compares)
 MAX_COUNT = (1 << 53) - 1
+TAKEN_OVER = 2  # versions that a life takes over from the one before it, the newest
 
 # Places as indices of the box's words: slots are written through a view of signed 64-bit words.
 _WORD = 8

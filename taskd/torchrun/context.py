@@ -26,6 +26,7 @@ from taskd.clock import MonotonicClock
 from taskd.errors import ForkserverError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
+from taskd.native.box_payloads import TAKEN_OVER
 from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LocalWorker:
     box: BlackBox
     arenas: Arenas  # the same in all lives of the rank
     channel: Channel  # the agent's end
+    previous: BlackBox | None  # from which this life takes over what was the rank's alone
     pid: int | None = None
     status: int | None = None
     error: str | None = None
@@ -65,6 +67,16 @@ class LocalWorker:
     def is_over(self) -> bool:
         """No process, and there will be none."""
         return self.status is not None or self.error is not None
+
+    @property
+    def left(self) -> BlackBox:
+        """The black box that has what the rank leaves: not this life's until it has taken over."""
+        if self.previous is None:
+            return self.box
+        extras, layout = self.previous.read_extras(), self.previous.read_layout()
+        has_extras = len(self.box.read_extras()) >= min(TAKEN_OVER, len(extras))
+        has_layout = layout is None or self.box.read_layout() is not None
+        return self.box if has_extras and has_layout else self.previous
 
 
 class TaskdContext(PContext):
@@ -209,6 +221,7 @@ class TaskdContext(PContext):
     def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> LocalWorker:
         """Raises OSError, and has changed nothing then: no descriptors, no memory."""
         former = self.workers.get(local_rank)
+        previous = former.left if former is not None and bootstrap["gated"] else None
         # all start anew, and what was is not to be believed
         if not bootstrap["gated"] and local_rank in self._arenas:
             self._arenas.pop(local_rank).close()
@@ -230,23 +243,20 @@ class TaskdContext(PContext):
                     box,
                     arenas,
                     channel,
+                    previous,
                 )
-                self.spawner.spawn(
-                    self._request(
-                        worker, theirs.fileno(), None if former is None else former.box.fd
-                    )
-                )
+                self.spawner.spawn(self._request(worker, theirs.fileno()))
             undo.pop_all()
         self.workers[local_rank] = self._by_token[worker.token] = worker
         if former is not None:
             self._retire(former)
         return worker
 
-    def _request(self, worker: LocalWorker, channel: int, previous: int | None) -> SpawnRequest:
+    def _request(self, worker: LocalWorker, channel: int) -> SpawnRequest:
         local_rank = worker.local_rank
         descriptors = {"channel": channel, "life": self._life_fd, "box": worker.box.fd}
-        if previous is not None:
-            descriptors["previous"] = previous
+        if worker.previous is not None:
+            descriptors["previous"] = worker.previous.fd
         descriptors.update(
             (f"arena{number}", descriptor)
             for number, descriptor in enumerate(worker.arenas.descriptors)
@@ -267,8 +277,9 @@ class TaskdContext(PContext):
         """Keep a former life while somebody may still look at it; free the oldest that is over."""
         worker.channel.close()
         lives = [life for life in self._by_token.values() if life.local_rank == worker.local_rank]
+        needed = self.workers[worker.local_rank].previous
         for life in lives[: -_KEPT_LIVES - 1]:
-            if life.is_over:
+            if life.is_over and life.box is not needed:
                 del self._by_token[life.token]
                 life.box.close()
 

@@ -36,6 +36,10 @@ class Worker(Protocol):
         """The page that outlives the process."""
 
     @property
+    def left(self) -> BlackBox:
+        """The page with what the rank leaves: its predecessor's, until it has taken that over."""
+
+    @property
     def arenas(self) -> Arenas:
         """Its snapshots, which outlive it, too."""
 

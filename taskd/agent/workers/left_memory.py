@@ -50,7 +50,7 @@ def with_left_memory(
     return dataclasses.replace(
         order,
         arenas=tuple((other, _path(fd)) for other, fd in found if fd is not None),
-        legacies=tuple((other, _path(workers[other].box.fd)) for other in gone),
+        legacies=tuple((other, _path(workers[other].left.fd)) for other in gone),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
+from taskd.native.box_payloads import TAKEN_OVER
 from taskd.worker.life import Life, Plan, Records, Saving
 
 WORKER_ENV = "TASKD_WORKER"  # JSON of the bootstrap, for workers that were started by exec
@@ -75,7 +76,7 @@ def _inherit(previous: BlackBox, own: BlackBox) -> Records:
     """
     extras, layout = previous.read_extras(), previous.read_layout()
     previous.close()
-    for version, payload in sorted(extras.items())[-2:]:
+    for version, payload in sorted(extras.items())[-TAKEN_OVER:]:
         own.write_extras(version, payload)
     if layout is not None:
         own.write_layout(layout)

@@ -45,12 +45,15 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_former_life_that_starts_after_its_successor_was_asked_for(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
-    spawner = Slow()
+@pytest.fixture
+def spawner() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def context(spawner: Slow) -> Iterator[TaskdContext]:
     life_fd, other = os.pipe()
-    context = TaskdContext(
+    made = TaskdContext(
         spawner=spawner,  # type: ignore[arg-type]
         bootstraps={},
         life_fd=life_fd,
@@ -60,19 +63,41 @@ def test_a_former_life_that_starts_after_its_successor_was_asked_for(
         envs={0: {}},
         logs_specs=DefaultLogsSpecs(),
     )
-    context.stdouts, context.stderrs, context.error_files = {0: ""}, {0: ""}, {0: os.devnull}
-    try:
-        context.respawn(0, {"incarnation": 0, "gated": True})
-        context.respawn(0, {"incarnation": 1, "gated": True})
-        assert not context.signal(0, 0, signal.SIGTERM), "there is no process yet"
-        spawner.replies.append(Started(spawner.asked[0].token, sleeper.pid, -1, None))
-        ((worker, _),) = context.read()
-        assert worker.incarnation == 0
-        assert context.signal(0, worker.incarnation, signal.SIGKILL)
-        assert sleeper.wait(20) == -signal.SIGKILL
-        assert not context.signal(0, 1, signal.SIGTERM)
-        assert not context.signal(0, 2, signal.SIGTERM), "it was never asked for"
-    finally:
-        context.close(timeout=0)
-        os.close(life_fd)
-        os.close(other)
+    made.stdouts, made.stderrs, made.error_files = {0: ""}, {0: ""}, {0: os.devnull}
+    yield made
+    made.close(timeout=0)
+    os.close(life_fd)
+    os.close(other)
+
+
+def test_a_former_life_that_starts_after_its_successor_was_asked_for(
+    sleeper: subprocess.Popen[bytes], context: TaskdContext, spawner: Slow
+) -> None:
+    context.respawn(0, {"incarnation": 0, "gated": True})
+    context.respawn(0, {"incarnation": 1, "gated": True})
+    assert not context.signal(0, 0, signal.SIGTERM), "there is no process yet"
+    spawner.replies.append(Started(spawner.asked[0].token, sleeper.pid, -1, None))
+    ((worker, _),) = context.read()
+    assert worker.incarnation == 0
+    assert context.signal(0, worker.incarnation, signal.SIGKILL)
+    assert sleeper.wait(20) == -signal.SIGKILL
+    assert not context.signal(0, 1, signal.SIGTERM)
+    assert not context.signal(0, 2, signal.SIGTERM), "it was never asked for"
+
+
+def test_what_a_rank_leaves_is_in_the_box_of_the_last_life_that_had_it(
+    context: TaskdContext, spawner: Slow
+) -> None:
+    """A life that dies while it begins leaves nothing, and its successor needs what was before."""
+    first = context.respawn(0, {"incarnation": 0, "gated": False})
+    for version in (4, 5):
+        first.box.write_extras(version, b"generators")
+    lives = [context.respawn(0, {"incarnation": n, "gated": True}) for n in range(1, 9)]
+    assert {life.left.fd for life in lives} == {first.box.fd}
+    assert {request.fds["previous"] for request in spawner.asked[1:]} == {first.box.fd}
+    lives[-1].box.write_extras(4, b"generators")
+    assert lives[-1].left is first.box, "it has taken over one of two versions"
+    lives[-1].box.write_extras(5, b"generators")
+    assert lives[-1].left is lives[-1].box
+    anew = context.respawn(0, {"incarnation": 9, "gated": False})
+    assert anew.left is anew.box, "all start anew: what was is not to be believed"
