@@ -237,7 +237,8 @@ def test_exit_is_no_dump(tmp_path: pathlib.Path) -> None:
         finished = job.run()
         assert finished.returncode == 1
         assert finished.last_line == (
-            "taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5"
+            "taskd: job test-job has ended: rank 1 ended with SIGKILL at step 5; no restart is "
+            "allowed (recover-strategy)"
         )
         assert not (tmp_path / "taskd_checkpoints").exists()
 
