@@ -73,8 +73,9 @@ def run(title: str, kills: dict[int, int], directory: pathlib.Path) -> str:  # n
     pids: dict[int, int] = {}
     pending, final = dict(kills), ""
     for line in training.stdout or ():
-        if found := re.search(r"rank (\d+) \(pid (\d+)\) starts", line):
-            pids[int(found[1])] = int(found[2])
+        # Ranks that write at the same moment may share a line.
+        for rank, pid in re.findall(r"rank (\d+) \(pid (\d+)\) starts", line):
+            pids[int(rank)] = int(pid)
         if found := re.search(r"step +(\d+)  loss", line):
             victim = pending.pop(int(found[1]), None)
             if victim is not None:
