@@ -36,9 +36,11 @@ sys.argv[:] = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 UNKNOWN_TORCH = """
-import sys, torch
+import sys
 from torch.distributed import run
-torch.__version__ = "3.0.0"
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+original = LocalElasticAgent._monitor_workers
+LocalElasticAgent._monitor_workers = lambda self, renamed: original(self, renamed)
 run.main(sys.argv[1:])
 """
 

@@ -17,6 +17,7 @@ MODULES = {
 }
 # From the lowest up: a room imports itself and those before it. Some are one module.
 ROOMS = (
+    "internals",
     "exceptions",
     "profiling",
     "objects",
