@@ -38,6 +38,10 @@ _HANGS = "tests/process/test_hangs.py::"
 _PROFILING = "tests/process/test_profiling.py::"
 _PATCH = "tests/process/test_patch.py::"
 _EXCHANGE = "tests/process/test_exchange.py::"
+_SIGTERM = "tests/process/test_sigterm.py::"
+_ONE_COMMAND = "tests/process/test_one_command.py::"
+_PRELOADING = "tests/process/test_preloading.py::"
+_ENTRY_POINT = "tests/process/test_entry_point.py::"
 _CHECKPOINTS = "tests/unit/worker/test_sharded_checkpoints.py::"
 _STATE = "tests/unit/worker/test_sharded_state.py::"
 _UNITS = "tests/unit/worker/test_units.py::"
@@ -227,6 +231,38 @@ EXTENDED: tuple[tuple[str, str], ...] = (
             "tests/unit/worker/test_periodic.py; "
             "test_periodic_checkpoints_survive_the_death_of_everything"
         ),
+    ),
+    (_SIGTERM + "test_to_workers_saves_the_step_that_is_under_way[[]ranks1]", "[ranks0], [ranks2]"),
+    (
+        _SIGTERM + "test_to_everything_at_a_moment_of_the_benchmark",
+        "test_to_everything_at_once; benchmarks/sigterm.py has 30 moments",
+    ),
+    (
+        _SIGTERM + "test_the_own_handler_of_the_script_is_called_and_the_job_is_saved[[][fl]*",
+        "[exit]; tests/unit/worker/test_sigterm.py",
+    ),
+    (_SIGTERM + "test_twice_is_once", "tests/unit/core/test_draining.py"),
+    (_SIGTERM + "test_a_grace_of_one_second[[]]", "[1@5:forward:sleep]"),
+    (
+        _ONE_COMMAND + "test_a_port_that_is_taken_costs_nothing[[][tn]*",
+        "[another job]; tests/unit/core/test_automatic.py",
+    ),
+    (
+        _ONE_COMMAND + "test_no_manager_is_started_where_that_is_off[[]-*",
+        "[TASKD_MANAGER]; tests/unit/test_rendezvous.py",
+    ),
+    (
+        _ONE_COMMAND + "test_a_manager_py_takes_over_on_two_hosts",
+        "test_a_manager_py_that_comes_late_takes_over",
+    ),
+    (
+        _PRELOADING + "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*[[]crashes]",
+        "[hangs]; test_a_preloaded_process_that_dies_costs_the_warm_start_alone",
+    ),
+    (_PRELOADING + "test_a_list_is_exact_and_off_is_off[[]off*", "tests/unit/test_config.py"),
+    (
+        _ENTRY_POINT + "test_it_is_there_once_however_it_is_asked_for[[][sb]?[!c]*",
+        "[backend], [all and the patch]",
     ),
     (_HANGS + "test_a_rank_that_stands_still_is_replaced[[]step-sp*", "[forward-spin-*]"),
     (
