@@ -309,13 +309,13 @@ class _Process:
         reasons = [f"{name} {reason}" for name, reason in self._left_out.items()]
         more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         left_out = f"; left out: {', '.join(reasons[:_SHOWN])}{more}" if reasons else ""
+        self._say(Ready())  # before the line that promises it
         self._say(
             Note(
                 f"{count} modules of {self._program.target} are preloaded after {elapsed_s:.1f} s, "
                 f"replacements start with them{left_out}"
             )
         )
-        self._say(Ready())
 
     def _say(self, reply: Note | Ready | Forked | StartFailed) -> None:
         self._wire.send(*reply_message(reply))
