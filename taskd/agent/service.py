@@ -395,6 +395,9 @@ class Service:
     def _execute(self, command: commands.Command) -> None:
         log.debug("command %s", command)
         match command:
+            case commands.OpenStore():
+                with contextlib.suppress(OSError):  # tried, and told of, again by `spawn`
+                    self._host.open_store(command.generation)
             case commands.SpawnWorker():
                 self._spawn(command)
             case commands.SignalWorker():
@@ -426,7 +429,7 @@ class Service:
                 gated=command.gated,
                 restarts_used=command.restarts_used,
             )
-        except OSError as error:  # no descriptors, no memory
+        except OSError as error:  # no descriptors, no memory, no store
             self._feed(
                 events.WorkerStartFailed(
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)

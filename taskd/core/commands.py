@@ -268,6 +268,11 @@ class EndJob(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenStore(Command):
+    """All start anew in this generation: their store is needed (node 0 hosts it)."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpawnWorker(Command):
     """Start a process for this incarnation.
 

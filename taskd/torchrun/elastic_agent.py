@@ -3,7 +3,7 @@
 What `launch_agent` builds in place of torch's LocalElasticAgent.
 
 Owns what the node's workers have in common: the spawner, the life pipe, incarnation numbers, the
-store that trainers use. torch's rendezvous, environment and log handling are called, not copied.
+stores at which they meet. torch's rendezvous, environment and log handling are called, not copied.
 The loop is `taskd.agent.service`; without it, or when that falls back, torch's own loop runs over
 the same workers.
 """
@@ -11,7 +11,6 @@ the same workers.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import logging
 import os
 import sys
@@ -19,7 +18,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,6 +27,7 @@ from taskd.core.exits import exit_fault
 from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
 from taskd.torchrun.context import TaskdContext
+from taskd.torchrun.stores import TrainerStores, generation_of_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from taskd.config import AgentConfig
 
 log = logging.getLogger(__name__)
-
-# generations that agents count without a manager: above all that a manager gave out
-FALLBACK_GENERATION = 1 << 20
-_STORE_TIMEOUT = dt.timedelta(minutes=5)  # torchrun's own default for a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +73,11 @@ class TaskdElasticAgent(LocalElasticAgent):
         self.generation = 0
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}  # last one given out, by global rank
-        self._starts = 0
         self._started_at = 0.0
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
-        self._hosted_store: TCPStore | None = None
+        self._stores = TrainerStores()
         # Readable end: in every worker. At its end of file the agent is gone. Writable end: here
         # only.
         self.life_fd, self._life_write_fd = os.pipe()
@@ -126,12 +120,21 @@ class TaskdElasticAgent(LocalElasticAgent):
             "world_size": worker.world_size,
             "incarnation": incarnation,
             "generation": self.generation,
+            "store_generation": self._stores.generation,
             "gated": gated,
             "fault_timeout_s": self._settings.fault_timeout_s,
             "grace_s": self._settings.drain_s,
             "restarts_used": self.restarts_used,
             "plain": self._is_plain,
         }
+
+    def open_store(self, generation: int) -> dict[str, str]:
+        """What the workers of this start have in their environment: where they meet.
+
+        Raises OSError: nowhere.
+        """
+        self._stores.open(self._worker_group, generation)
+        return self._stores.environment
 
     def succeeded(self) -> RunResult:
         """The result when every worker has finished.
@@ -225,12 +228,15 @@ class TaskdElasticAgent(LocalElasticAgent):
         if not self.is_supported:
             return super()._start_workers(worker_group)
         self._started_at = MonotonicClock().now()
-        self._agree_on_generation(worker_group)
-        agent_store = self._host_store(worker_group)
+        self.generation = generation_of_start(worker_group)
+        if self.generation == 0:
+            self._stores.open_first(worker_group)
+        else:
+            self.open_store(self.generation)
 
         def start(**arguments: Any) -> PContext:
             for environment in arguments["envs"].values():
-                environment["TORCHELASTIC_USE_AGENT_STORE"] = str(agent_store)
+                environment.update(self._stores.environment)
             return self._start_processes(**arguments)
 
         with _replaced(local_elastic_agent, "start_processes", start):
@@ -270,60 +276,6 @@ class TaskdElasticAgent(LocalElasticAgent):
                 f"not be started: {error}"
             ) from error
         return context
-
-    def _agree_on_generation(self, worker_group: WorkerGroup) -> None:
-        """The store prefix of a start that no manager ordered.
-
-        The same on all nodes, and never used before.
-
-        torch >= 2.6 keeps one store for all attempts, where a second attempt meets the addresses of
-        the first. The first start of every agent is generation 0. Later ones are counted in the
-        store; agents restart in step, by rendezvous (c10d) or because the loss of one breaks the
-        others (static).
-        """
-        self._starts += 1
-        base = worker_group.store
-        while isinstance(base, PrefixStore):
-            base = base.underlying_store
-        key = f"taskd/starts/{worker_group.spec.rdzv_handler.get_run_id()}"
-        if worker_group.spec.rdzv_handler.get_backend() == "static":
-            round_number = (base.add(key, 1) - 1) // worker_group.group_world_size
-        elif worker_group.group_rank == 0:
-            round_number = base.add(key, 1) - 1
-            # this store is prefixed by round
-            worker_group.store.set("taskd/round", str(round_number))
-        else:
-            round_number = int(worker_group.store.get("taskd/round"))
-        self.generation = FALLBACK_GENERATION + round_number if round_number else 0
-
-    def _host_store(self, worker_group: WorkerGroup) -> bool:
-        """Let the agents host the trainers' store in any case.
-
-        The death of rank 0 must not take it along.
-        """
-        if worker_group.spec.rdzv_handler.use_agent_store:
-            return True
-        if worker_group.group_rank != 0:
-            return True
-        try:
-            self._hosted_store = TCPStore(
-                worker_group.master_addr,
-                int(worker_group.master_port),
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=_STORE_TIMEOUT,
-            )
-        except RuntimeError as error:
-            log.warning(
-                "the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its "
-                "death will cost a restart of all",
-                worker_group.master_addr,
-                worker_group.master_port,
-                error,
-            )
-            return False
-        return True
 
 
 _start_processes = local_elastic_agent.start_processes

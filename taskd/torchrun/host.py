@@ -45,16 +45,22 @@ class TorchrunHost:
         ranks = [worker.global_rank for worker in self._launcher.worker_group.workers]
         return [(ranks[worker.local_rank], worker, reply) for worker, reply in self._context.read()]
 
+    def open_store(self, generation: int) -> None:
+        """The store at which all workers meet that start anew in this generation."""
+        if self.node_rank == 0:
+            self._launcher.open_store(generation)
+
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
     ) -> None:
         """Start a process for this incarnation; `Started` or `StartFailed` follows from `read`."""
         self._launcher.generation, self._launcher.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
+        environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}
+        if not gated:  # all start anew
+            environment |= self._launcher.open_store(generation)
         bootstrap = self._launcher.bootstrap(local_rank, incarnation, gated=gated)
-        self._workers[rank] = self._context.respawn(
-            local_rank, bootstrap, {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}
-        )
+        self._workers[rank] = self._context.respawn(local_rank, bootstrap, environment)
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
         """Signal the process group of this incarnation, the present one or a former."""

@@ -35,6 +35,12 @@ class Launcher(Protocol):
         `generation` and `restarts_used` are those of the launcher at that time.
         """
 
+    def open_store(self, generation: int) -> dict[str, str]:
+        """What the workers of this start have in their environment: where they meet.
+
+        Raises OSError: nowhere.
+        """
+
     def succeeded(self) -> RunResult:
         """The result when every worker has finished."""
 

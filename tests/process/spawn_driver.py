@@ -33,7 +33,8 @@ while runtime.current()._imports._descriptor >= 0:
 """
 WORKER = {
     "job_id": "test",
-    **dict.fromkeys(["node_rank", "local_rank", "rank", "incarnation", "generation"], 0),
+    **dict.fromkeys(["node_rank", "local_rank", "rank", "incarnation"], 0),
+    **dict.fromkeys(["generation", "store_generation"], 0),
     "world_size": 1,
     "plain": False,
     "gated": False,

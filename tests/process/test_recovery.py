@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
+import tarfile
 import time
 from typing import TYPE_CHECKING, TypeVar
 
@@ -492,6 +494,37 @@ def test_an_unmodified_script_is_restarted_warm(
         assert record["strategy"] == "restart"
         assert "starts at step 20" in finished.output
         assert job.leftovers() == set()
+
+
+def test_forks_and_fresh_interpreters_meet_after_a_restart(tmp_path: pathlib.Path) -> None:
+    """Of an unmodified script: the second node's has a module of its own beside it.
+
+    Plain torchrun >= 2.6 fails here: the first attempt's addresses are in the store.
+    """
+    shutil.copy(harness.SCRIPTS / "hurt_unmodified.py", tmp_path)
+    shutil.copy(tarfile.__file__, tmp_path)
+    example = harness.ROOT / "examples" / "unmodified.py"
+    with harness.job(tmp_path) as job:
+        job.start_manager()
+        options = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={job.master_port}")
+        agents = [
+            job.start_agent(
+                script,
+                str(example),
+                str(tmp_path / "hurt.pt"),
+                nproc=1,
+                options=(*options, f"--node-rank={node_rank}"),
+            )
+            for node_rank, script in enumerate(
+                ["hurt_unmodified.py", str(tmp_path / "hurt_unmodified.py")]
+            )
+        ]
+        finished = [agent.wait(90) for agent in agents]
+        assert [one.returncode for one in finished] == [0, 0], finished[0].output[-6000:]
+        assert len(job.facts("fault")) == 1
+        assert [record["strategy"] for record in job.recoveries()] == ["restart"]
+        cold = "local rank 0 is not forked from the warm process"
+        assert [cold in one.output for one in finished] == [False, True]
 
 
 def test_an_unmodified_script_that_always_fails_ends_soon(tmp_path: pathlib.Path) -> None:

@@ -28,7 +28,7 @@ _PLAIN = """
     guarded hang heard held histories history hold hook host import inbox index interpreter
     invariant join kernel kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message
-    metadata name native network no object order outbox outer owner pair part patch path
+    metadata name native network no object open order outbox outer owner pair part patch path
     pause payload periodic permission piece policy position profile profiler profiling
     program progress protocol raise random rang ready receive recover reduced refuse
     register repeat replace replay report request return returned rollback rule run runtime

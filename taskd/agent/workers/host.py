@@ -70,10 +70,19 @@ class Host(Protocol):
         Former incarnations are told of, too.
         """
 
+    def open_store(self, generation: int) -> None:
+        """The store at which all workers meet that start anew in this generation.
+
+        Hosted by node 0, on the others nothing happens. Raises OSError.
+        """
+
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
     ) -> None:
-        """Start a process for this incarnation; `Started` or `StartFailed` follows."""
+        """Start a process for this incarnation; `Started` or `StartFailed` follows.
+
+        Raises OSError: no descriptors, no memory, or no store to meet the others at.
+        """
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
         """Signal the process group of this incarnation, the present one or a former."""

@@ -111,11 +111,18 @@ def resume(node: NodeState, command: do.Resume) -> Commands:
 def restart_group(node: NodeState, command: do.RestartGroup) -> Commands:
     """All processes end, and start anew when they are gone."""
     _adopt_restarts(node, command)
-    commands: Commands = []
-    for rank, incarnation in command.incarnations:
-        life = node.lives.present.get(rank)
-        if life is None or incarnation <= life.incarnation:
-            continue
+    present = node.lives.present
+    new = [
+        (rank, incarnation)
+        for rank, incarnation in command.incarnations
+        if rank in present and incarnation > present[rank].incarnation
+    ]
+    if not new:
+        return []
+    # before the processes end: other nodes may be sooner to need it
+    commands: Commands = [do.OpenStore(command.cause, command.generation)]
+    for rank, incarnation in new:
+        life = present[rank]
         if life.has_process:
             commands.append(node.signal(life, SIGTERM))
         spawn = _spawn(command, rank, incarnation, gated=False)

@@ -27,6 +27,7 @@ class Bootstrap:
     generation: int
     plain: bool  # the agent goes on without a manager
     gated: bool  # a recovery is going on: it replaces another process
+    store_generation: int  # of the start for which the store was opened
     box_fd: int
     life_fd: int
     # seconds from SIGTERM to the end, in which the job is saved; None: it is not

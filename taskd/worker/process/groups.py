@@ -2,8 +2,9 @@
 
 Their store prefix, what their creation opened, and their retirement.
 
-torch is changed in three places, each a wrapper around the original: `rendezvous` (every store gets
-the prefix taskd/<generation>, so that no generation meets the keys of an earlier one),
+torch is changed in three places, each a wrapper around the original: `rendezvous` (in a generation
+for which no store was opened, the store gets the prefix taskd/<generation>, so that it does not
+meet the keys of an earlier one),
 `_new_process_group_helper` (remembers the group and the sockets that its creation opened) and
 `init_process_group` (waits at the gate when called outside the recoverable function).
 
@@ -60,9 +61,14 @@ class Opened:
 class Groups:
     """Owns what torch.distributed has open in this process."""
 
-    def __init__(self, generation: int) -> None:
-        """`generation`: the one that this process starts in."""
+    def __init__(self, generation: int, store_generation: int) -> None:
+        """`generation`: the one that this process starts in.
+
+        `store_generation`: the one for whose start the store was opened. It has no prefix there:
+        workers without this runtime, which all start with it, must meet the others.
+        """
         self.generation = generation
+        self._store_generation = store_generation
         # monotonic; collectives that began before are those of earlier generations
         self.began_ns = 0
         self.created_at: float | None = None  # when the default group of this generation was ready
@@ -96,7 +102,7 @@ class Groups:
                 with self._lock:
                     now = open_sockets()
                     self.opened.store_sockets.update(_newer(now, before))
-                yield c10d.PrefixStore(f"taskd/{self.generation}", store), rank, world_size
+                yield self._prefixed(store), rank, world_size
 
         @functools.wraps(original_init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -112,6 +118,13 @@ class Groups:
             self._replace(c10d, "_new_process_group_helper", helper)
         self._replace(c10d, "init_process_group", init_process_group)
         self._replace(dist, "init_process_group", init_process_group)
+
+    def _prefixed(self, store: Any) -> Any:
+        from torch.distributed import PrefixStore  # noqa: PLC0415
+
+        if self.generation == self._store_generation:
+            return store
+        return PrefixStore(f"taskd/{self.generation}", store)
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`_new_process_group_helper`, which remembers the group and what its creation opened."""

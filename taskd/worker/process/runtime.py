@@ -63,7 +63,7 @@ class Runtime(Supervisor):
         self._channel = Channel(bootstrap.channel_fd)
         self.orders = Orders(bootstrap.generation, must_gate=bootstrap.gated)
         self.uplink = Uplink(self._channel, life, self.orders, bootstrap.node_rank)
-        self.groups = Groups(bootstrap.generation)
+        self.groups = Groups(bootstrap.generation, bootstrap.store_generation)
         self.gate = Gate(life, self.orders, self.uplink, self.groups)
         self.verdict = Verdict(life, self.orders, self.uplink)
         self._boundary = Boundary(life, self.orders, self.uplink, self.verdict)
@@ -239,7 +239,7 @@ def start(given: dict[str, Any]) -> Runtime | None:
     bootstrap = Bootstrap.of(given)
     if bootstrap.plain:
         death_alarm.guard(BlackBox.attach(bootstrap.box_fd), bootstrap.life_fd)
-        Groups(bootstrap.generation).install(lambda call: call())
+        Groups(bootstrap.generation, bootstrap.store_generation).install(lambda call: call())
         set_current(bootstrap.plain_life())
         return None
     runtime = Runtime(bootstrap)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from taskd.worker.process.groups import Groups
 
 rank, directory = int(sys.argv[1]), sys.argv[2]
-groups = Groups(0)
+groups = Groups(0, 0)
 groups.install(lambda call: call())
 dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
 other = dist.new_group([0, 1])

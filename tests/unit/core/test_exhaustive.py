@@ -57,6 +57,7 @@ def test_every_ignored_event_has_a_reason() -> None:
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
     own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
     agents = {
+        do.OpenStore,
         do.SpawnWorker,
         do.Drain,
         do.SignalWorker,

@@ -284,7 +284,8 @@ class TestRestartOfTheGroup:
     def test_processes_end_and_new_ones_follow(self, node) -> None:
         agent = node(declared=False)
         agent.exit(1, 1)
-        *signals, spawn = self.restart(agent)
+        store, *signals, spawn = self.restart(agent)
+        assert store == do.OpenStore("c", 1)
         assert [(signal.rank, signal.signal_number) for signal in signals] == [(0, SIGTERM)]
         assert (spawn.rank, spawn.incarnation, spawn.gated, spawn.generation) == (1, 1, False, 1)
         assert self.restart(agent) == []
@@ -301,7 +302,7 @@ class TestRestartOfTheGroup:
     def test_a_second_restart_before_the_first_is_done(self, node) -> None:
         agent = node(1, declared=False)
         self.restart(agent)
-        assert self.restart(agent, 2, 2) == []
+        assert self.restart(agent, 2, 2) == [do.OpenStore("c", 2)]
         (spawn,) = agent.exit(0, -15, incarnation=0)
         assert (spawn.incarnation, spawn.generation) == (2, 2)
 

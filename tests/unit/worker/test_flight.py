@@ -28,7 +28,7 @@ rank = int(sys.argv[1])
 box = BlackBox.create()
 box.begin(os.getpid(), 0)
 collectives.start(box)
-groups = Groups(0)
+groups = Groups(0, 0)
 groups.install(lambda call: call())
 pulse = Pulse(Life(rank=rank, world_size=2, incarnation=0, box=box), groups)
 

@@ -23,7 +23,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @pytest.fixture
 def groups():
-    groups = Groups(0)
+    groups = Groups(0, 0)
     groups.install(lambda call: call())
     yield groups
     groups.uninstall()
@@ -51,6 +51,16 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
     assert later[1].recv(1) == b"x"
     for end in (*made, *later):
         end.close()
+
+
+@pytest.mark.parametrize(("generation", "key"), [(3, "x"), (4, "taskd/4/x")])
+def test_a_store_that_serves_a_later_generation_has_a_prefix(generation: int, key: str) -> None:
+    import torch.distributed as dist
+
+    base = dist.HashStore()
+    groups = Groups(generation, 3)
+    groups._prefixed(base).set("x", "1")
+    assert base.check([key])
 
 
 def test_tracebacks_have_one_prefix_however_often_the_group_was_made(groups, monkeypatch) -> None:

@@ -153,7 +153,7 @@ def _found(places):
 
 def test_without_the_creation_of_process_groups(monkeypatch, said) -> None:
     monkeypatch.delattr(c10d, "_new_process_group_helper")
-    groups = groups_module.Groups(0)
+    groups = groups_module.Groups(0, 0)
     groups.install(lambda call: call())
     try:
         assert hasattr(c10d.rendezvous, "__wrapped__"), "stores are prefixed all the same"
@@ -170,7 +170,7 @@ def test_without_the_backends_of_process_groups(said) -> None:
 
 def test_without_the_numbers_of_process_groups(monkeypatch, said) -> None:
     monkeypatch.setattr(c10d, "_world", types.SimpleNamespace(default_pg=None))
-    groups_module.Groups(0).retire()
+    groups_module.Groups(0, 0).retire()
     assert said() == ["the numbers of process groups"]
 
 

@@ -34,7 +34,7 @@ RANK = """if True:
     box = BlackBox.create()
     box.begin(os.getpid(), 0)
     collectives.start(box)
-    groups = Groups(0)
+    groups = Groups(0, 0)
     groups.install(lambda call: call())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     groups.retire()                # a recovery: torch goes on numbering

@@ -1,0 +1,122 @@
+"""The store at which the trainers of the job meet: a new one for each start of all of them.
+
+    base store, that of the rendezvous: taskd/starts/<run>              count of torch's own starts
+                                        taskd/store/<run>/<generation>  port of that start's store
+
+torch >= 2.6 keeps one store for all attempts, where the processes of a second attempt meet the
+addresses of the first, and connect to processes that are gone. So the agent of node 0 hosts another
+store for each start, and the death of rank 0 takes none along. A generation without a new start (a
+recovery in place) keeps the store, and has a prefix of its own there (`worker.process.groups`).
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore, TCPStore
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+# generations that agents count without a manager: above all that a manager gave out
+FALLBACK_GENERATION = 1 << 20
+_TIMEOUT = timedelta(minutes=5)  # torchrun's own for its stores
+# Node 0 opens it when it hears of the restart, the others need it when a former worker has ended.
+_PORT_TIMEOUT = timedelta(seconds=5)
+_KEPT = 2  # processes of the start before may not have ended yet on other nodes
+
+
+class TrainerStores:
+    """Owns the stores that this agent hosts."""
+
+    def __init__(self) -> None:
+        self.generation = 0  # of the last start
+        self.environment: dict[str, str] = {}  # of the workers, beyond what torchrun gives them
+        self._hosted: list[TCPStore] = []
+
+    def open_first(self, group: WorkerGroup) -> None:
+        """For the start of generation 0, at torchrun's own address."""
+        is_hosted = group.spec.rdzv_handler.use_agent_store or group.group_rank != 0
+        if not is_hosted:
+            try:
+                self._host(group.master_addr, int(group.master_port), multi_tenant=True)
+                is_hosted = True
+            except RuntimeError as error:
+                log.warning(
+                    "the agent cannot host the store on %s:%s (%s): rank 0 hosts it, and its "
+                    "death will cost a restart of all",
+                    group.master_addr,
+                    group.master_port,
+                    error,
+                )
+        self.environment = {"TORCHELASTIC_USE_AGENT_STORE": str(is_hosted)}
+
+    def open(self, group: WorkerGroup, generation: int) -> None:
+        """For the start of this generation. Twice is once.
+
+        Raises OSError: there is no such store.
+        """
+        if generation == self.generation:
+            return
+        base, key = _base(group), f"taskd/store/{_run(group)}/{generation}"
+        try:
+            if group.group_rank == 0:
+                port = self._host(group.master_addr, 0)
+                base.set(key, str(port))
+            else:
+                base.wait([key], _PORT_TIMEOUT)
+                port = int(base.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise OSError(
+                f"node {group.group_rank}: no store for the start of generation {generation}, "
+                f"which node 0 ({group.master_addr}) hosts: {error}"
+            ) from error
+        self.generation = generation
+        self.environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+
+    def _host(self, host: str, port: int, *, multi_tenant: bool = False) -> int:
+        """Returns the port. Raises RuntimeError."""
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=multi_tenant,
+            timeout=_TIMEOUT,
+        )
+        self._hosted = [*self._hosted[1 - _KEPT :], store]
+        return int(store.port)
+
+
+def generation_of_start(group: WorkerGroup) -> int:
+    """Of a start that no manager ordered: the same on all nodes, and never used before.
+
+    The first start of every agent is generation 0. Later ones are counted in the store; agents
+    restart in step, by rendezvous (c10d) or because the loss of one breaks the others (static).
+    """
+    base, key = _base(group), f"taskd/starts/{_run(group)}"
+    if group.spec.rdzv_handler.get_backend() == "static":
+        number = (base.add(key, 1) - 1) // group.group_world_size
+    elif group.group_rank == 0:
+        number = base.add(key, 1) - 1
+        group.store.set("taskd/round", str(number))  # this store is prefixed by round
+    else:
+        number = int(group.store.get("taskd/round"))
+    return FALLBACK_GENERATION + number if number else 0
+
+
+def _run(group: WorkerGroup) -> str:
+    return str(group.spec.rdzv_handler.get_run_id())
+
+
+def _base(group: WorkerGroup) -> Store:
+    """The store beneath torch's prefixes."""
+    store = group.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
