@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WORKLOAD = str(ROOT / "benchmarks" / "workload.py")
 PLACES = ("step", "forward", "backward", "optimizer", "before-commit")
-SPACING = 12  # steps between kills, so that one is over when the next comes
+SPACING = 120  # steps between kills: a second or more, and then what a recovery used is there again
 LIMIT_S = 1800
 
 Commits = dict[int, list[tuple[int, int]]]  # by rank: when (monotonic ns), which step

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WORKLOAD = ROOT / "benchmarks" / "sharded_workload.py"
 PLACES = ("step", "forward", "backward-begin", "backward-end", "before-vote")
-SPACING = 12  # steps between kills, so that one is over when the next comes
+SPACING = 40  # steps between kills: a second or more, and then what a recovery used is there again
 RUN_S = 300
 TARGET_S = 1.0
 

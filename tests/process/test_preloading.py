@@ -5,6 +5,7 @@ Modules tell who has run their code: the preloaded process, the forkserver, or a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 90.0
-PRELOADED, FORKSERVER = "taskd-preloaded", "taskd-forkserve"
+PRELOADED, FORKSERVER, STANDBY = "taskd-preloaded", "taskd-forkserve", "taskd-standby"
 WHO = 'WHO = open("/proc/self/comm").read().strip()\n'
 IF_TRIED = f'if WHO == "{PRELOADED}":\n    '
 # What a module does at its import, and why it is left out.
@@ -109,6 +110,27 @@ def end_well(job: harness.Job, agent: harness.Output) -> str:
     assert job.manager.wait(20).returncode == 0
     assert job.leftovers() == set()
     return finished.output
+
+
+def named(job: harness.Job, name: str) -> set[int]:
+    """Processes of the job with this name."""
+    found = set()
+    for pid in job.leftovers():
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/comm") as file:
+            if file.read().strip() == name:
+                found.add(pid)
+    return found
+
+
+def settled(job: harness.Job, agent: harness.Output) -> tuple[int, set[int]]:
+    """The preloaded process, and those that it has forked beforehand."""
+    agent.wait_text("are preloaded", DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(standbys := named(job, STANDBY)) < 2 or len(found := named(job, PRELOADED)) > 1:
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.02)
+    (pid,) = found
+    return pid, standbys
 
 
 @pytest.fixture(scope="module")
@@ -214,13 +236,43 @@ def test_nothing_is_preloaded_behind_what_changes_torch_and_is_left_out(
         assert {name for name, who in fact["who"].items() if who == PRELOADED} == {"good"}
 
 
+def test_replacements_were_forked_beforehand_and_others_are_for_the_next_fault(
+    tmp_path: pathlib.Path, library: pathlib.Path
+) -> None:
+    with harness.job(tmp_path) as job:
+        agent = started(job, library, *GOOD)
+        _, first = settled(job, agent)
+        kill_rank(job, 1)
+        facts = await_facts(job, "imported", 4)
+        assert {fact["pid"] for fact in facts[2:]} == first
+        _, second = settled(job, agent)
+        os.kill(facts[2]["pid"], signal.SIGKILL)
+        facts = await_facts(job, "imported", 6)
+        assert {fact["pid"] for fact in facts[4:]} == second
+        end_well(job, agent)
+
+
+def test_a_process_that_was_forked_beforehand_may_be_killed(
+    tmp_path: pathlib.Path, library: pathlib.Path
+) -> None:
+    with harness.job(tmp_path) as job:
+        agent = started(job, library, *GOOD)
+        _, standbys = settled(job, agent)
+        for pid in standbys:
+            os.kill(pid, signal.SIGKILL)
+        kill_rank(job, 1)
+        facts = await_facts(job, "imported", 4)
+        end_well(job, agent)
+    for fact in facts[2:]:
+        assert {name for name, who in fact["who"].items() if who == PRELOADED} == set(GOOD)
+
+
 def test_a_preloaded_process_that_dies_costs_the_warm_start_alone(
     tmp_path: pathlib.Path, library: pathlib.Path
 ) -> None:
     with harness.job(tmp_path) as job:
         agent = started(job, library, *GOOD)
-        agent.wait_text("are preloaded", DEADLINE_S)
-        (pid,) = named(job, PRELOADED)
+        pid, _ = settled(job, agent)
         os.kill(pid, signal.SIGKILL)
         agent.wait_text("the preloaded process has ended (SIGKILL)", DEADLINE_S)
         kill_rank(job, 1)
@@ -234,8 +286,7 @@ def test_a_preloaded_process_that_hangs_is_not_waited_for(
 ) -> None:
     with harness.job(tmp_path) as job:
         agent = started(job, library, *GOOD)
-        agent.wait_text("are preloaded", DEADLINE_S)
-        (pid,) = named(job, PRELOADED)
+        pid, _ = settled(job, agent)
         os.kill(pid, signal.SIGSTOP)
         kill_rank(job, 1)
         facts = await_facts(job, "imported", 4)
@@ -248,10 +299,9 @@ def test_workers_of_the_preloaded_process_outlive_it_and_their_ends_are_told(
 ) -> None:
     with harness.job(tmp_path) as job:
         agent = started(job, library, *GOOD)
-        agent.wait_text("are preloaded", DEADLINE_S)
+        pid, _ = settled(job, agent)
         kill_rank(job, 1)
         facts = await_facts(job, "imported", 4)
-        (pid,) = named(job, PRELOADED)
         os.kill(pid, signal.SIGKILL)
         agent.wait_text("the preloaded process has ended (SIGKILL)", DEADLINE_S)
         os.kill(facts[2]["pid"], signal.SIGSEGV)
@@ -277,13 +327,3 @@ def test_a_list_is_exact_and_off_is_off(
         assert not fact["asked"]
         by_forkserver = {name for name, who in fact["who"].items() if who == FORKSERVER}
         assert by_forkserver == expected
-
-
-def named(job: harness.Job, name: str) -> set[int]:
-    """Processes of the job with this name."""
-    found = set()
-    for pid in job.leftovers():
-        with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
-            if file.read().strip() == name:
-                found.add(pid)
-    return found

@@ -46,6 +46,7 @@ from taskd.agent.spawning.protocol import (
     request_from,
     request_message,
 )
+from taskd.agent.spawning.standby import Standbys, fork_for_parent
 from taskd.agent.spawning.trial import Own, Trial, change_of_torch
 from taskd.clock import MonotonicClock
 
@@ -61,6 +62,7 @@ _TRIAL_NICENESS = 10
 # An import that trains nobody must not take a core from those who do: the process rests three times
 # as long as it has worked. (A niceness would go on to the workers, which may not lower it.)
 _REST = 3.0
+_RECOVERY_S = 1.0  # after a worker was needed: until the next one is forked beforehand
 _ANSWER_S = 3.0  # a fork takes milliseconds; then the forkserver does it itself
 _PIPE_BYTES = 1 << 20  # what an unprivileged process may ask for; a report has some 30 KB
 _LENGTH = struct.Struct(">I")
@@ -206,6 +208,7 @@ class _Process:
         )
         self._threads_wanted = request.env.get("OMP_NUM_THREADS")
         self._left_out: dict[str, str] = {}
+        self._standbys = Standbys(int(request.env.get("LOCAL_WORLD_SIZE", "1")), self._become)
 
     def run(self) -> NoReturn:
         """Import, then fork for the forkserver until that is gone."""
@@ -321,9 +324,21 @@ class _Process:
         self._wire.send(*reply_message(reply))
 
     def _serve(self) -> None:
-        while (messages := self._wire.receive(wait=True)) is not None:
+        """Recoveries have the processors first: a fork takes its time from those who train."""
+        rest_s = 0.0
+        while True:
+            wait_s = None if self._standbys.is_full else rest_s
+            if not select.select([self._wire], [], [], wait_s)[0]:
+                began = self._clock.now()
+                self._standbys.add()
+                rest_s = _REST * (self._clock.now() - began)
+                continue
+            messages = self._wire.receive(wait=True)
+            if messages is None:
+                return
             for message, descriptors in messages:
                 self._answer(request_from(message, descriptors))
+            rest_s = _RECOVERY_S
 
     def _answer(self, request: SpawnRequest) -> None:
         gate = request.fds.pop("gate")
@@ -332,27 +347,24 @@ class _Process:
             if reason is not None:
                 self._say(StartFailed(request.token, reason))
                 return
-            former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            try:
-                pid = _fork_for_parent(lambda: self._become(request, gate))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            pid = self._standbys.start(request, gate)
+            if pid is None:
+                pid = fork_for_parent(lambda: self._begin(request, gate))
             self._say(Forked(request.token, pid))
         except OSError as error:
             self._say(StartFailed(request.token, str(error)))
         finally:
             processes.close_all((gate, *request.fds.values()))
 
-    def _become(self, request: SpawnRequest, gate: int) -> NoReturn:
-        try:
-            os.setsid()
-            self._wire.detach()  # closed below by its number
-            if os.read(gate, 1):
-                child.become(request, self._setting.search_path, self._blas, warm=True)
-        except BaseException:  # the top of a process
-            log.exception("a worker could not be started")
-        finally:
-            os._exit(1)
+    def _begin(self, request: SpawnRequest, gate: int) -> NoReturn:
+        if os.read(gate, 1):
+            self._become(request)
+        os._exit(1)
+
+    def _become(self, request: SpawnRequest) -> NoReturn:
+        self._wire.detach()  # closed by its number
+        self._standbys.leave()
+        child.become(request, self._setting.search_path, self._blas, warm=True)
 
 
 def _throw_away(count: int, tell: Callable[[socket.socket], None]) -> tuple[int, str | None]:
@@ -396,24 +408,3 @@ def _outcome(connection: socket.socket, count: int) -> tuple[int, str | None]:
         position, reason = msgpack.unpackb(data)
         if reason is not None:
             return position, reason
-
-
-def _fork_for_parent(become: Callable[[], NoReturn]) -> int:
-    """A process whose parent is the nearest subreaper, the forkserver: its parent here ends."""
-    reader, writer = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        try:
-            pid = os.fork()
-            if pid == 0:
-                become()
-            os.write(writer, str(pid).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    text = os.read(reader, 32)
-    os.close(reader)
-    os.waitpid(middle, 0)
-    if not text:
-        raise OSError("no process could be forked")
-    return int(text)

@@ -37,6 +37,7 @@ from taskd.errors import ForkserverError
 log = logging.getLogger(__name__)
 
 LEARN = "*"  # among the names of modules: import for replacements what the first worker imports
+_ENDED_S = 1.0  # for processes that waited to become workers, and end by themselves
 TERM_TIMEOUT_S = 5.0  # between SIGTERM and SIGKILL, as the guard in the worker does it
 
 
@@ -199,17 +200,17 @@ class _Server:
         finally:
             os._exit(1)
 
-    def _reap(self) -> None:
-        """Take what woke us, and every child that has ended."""
+    def _reap(self) -> bool:
+        """Take what woke us, and every child that has ended. Whether there are others."""
         with contextlib.suppress(BlockingIOError):
             self._wake_read.recv(4096)
         while True:
             try:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                return
+                return False
             if found is None:
-                return
+                return True
             token = self._tokens.pop(found.si_pid, None)
             if token is not None:
                 # Before the number is free again: nothing of the worker (data loaders) may outlive
@@ -302,5 +303,11 @@ class _Server:
                 processes.signal_group(pid, number)
             deadline = clock.now() + TERM_TIMEOUT_S
             while self._tokens and clock.now() < deadline:
-                select.select([self._wake_read], [], [], max(0.0, deadline - clock.now()))
+                self._await_child(deadline - clock.now())
                 self._reap()
+        deadline = clock.now() + _ENDED_S
+        while self._reap() and clock.now() < deadline:
+            self._await_child(deadline - clock.now())
+
+    def _await_child(self, timeout_s: float) -> None:
+        select.select([self._wake_read], [], [], max(0.0, timeout_s))
