@@ -265,6 +265,7 @@ class TaskdContext(PContext):
             token=worker.token,
             argv=tuple(str(argument) for argument in self.args[local_rank]),
             env={**os.environ, **self.envs[local_rank]},
+            own=tuple(self.envs[local_rank]),
             stdout=self.stdouts[local_rank] or None,
             stderr=self.stderrs[local_rank] or None,
             fds=descriptors,

@@ -81,11 +81,13 @@ def library(tmp_path: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def started(job: harness.Job, library: pathlib.Path, *imports: str, **env: str) -> harness.Output:
+def started(
+    job: harness.Job, library: pathlib.Path, *imports: str, nproc: int = 2, **env: str
+) -> harness.Output:
     job.start_manager()
     paths = os.pathsep.join([str(library), job.env["PYTHONPATH"]])
     return job.start_agent(
-        "importing.py", nproc=2, warm=False, PYTHONPATH=paths, IMPORTS=",".join(imports), **env
+        "importing.py", nproc=nproc, warm=False, PYTHONPATH=paths, IMPORTS=",".join(imports), **env
     )
 
 
@@ -200,6 +202,16 @@ def test_what_must_not_be_preloaded_is_left_out_with_the_reason_in_the_log(
     assert "odd_package.part" not in output  # its package is imported first
     for fact in facts[2:]:
         assert {name for name, who in fact["who"].items() if who == PRELOADED} == set(GOOD)
+
+
+def test_a_rank_in_the_environment_of_torchrun_itself_hides_nobody_who_reads_his(
+    tmp_path: pathlib.Path, library: pathlib.Path
+) -> None:
+    """A pod of Kubernetes has RANK, as rank 0 has it, which may be the one that is asked."""
+    with harness.job(tmp_path) as job:
+        agent = started(job, library, "reads_rank", *GOOD, nproc=1, RANK="0")
+        agent.wait_text("are preloaded", DEADLINE_S)
+        assert "reads_rank reads RANK" in end_well(job, agent)
 
 
 @pytest.mark.parametrize("name", BROKEN)

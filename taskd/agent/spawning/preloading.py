@@ -207,6 +207,7 @@ class _Process:
             os.getcwd() if parsed.is_module else os.path.dirname(os.path.realpath(parsed.target))
         )
         self._threads_wanted = request.env.get("OMP_NUM_THREADS")
+        self._own = frozenset(request.own)
         self._left_out: dict[str, str] = {}
         self._standbys = Standbys(int(request.env.get("LOCAL_WORLD_SIZE", "1")), self._become)
 
@@ -279,9 +280,9 @@ class _Process:
 
     def _try(self, names: list[str], connection: socket.socket) -> NoReturn:
         theirs, ours = self._report["environment"], dict(os.environ)
-        # of each rank: a worker has them and this process has not, or differently
-        hidden = {name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)}
-        Trial(connection, hidden, Own(self._folder)).run(names)
+        differing = {name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)}
+        # torchrun's own environment may have a RANK, that of its pod, and rank 0 has the same
+        Trial(connection, differing | self._own, Own(self._folder)).run(names)
 
     def _look_at(self, name: str, connection: socket.socket) -> None:
         os.environ.update(self._report["environment"])

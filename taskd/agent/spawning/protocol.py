@@ -26,15 +26,17 @@ class SpawnRequest:
     """What a worker is to become.
 
     `argv` has no interpreter: ["-u", script, ...] or ["-u", "-m", module, ...]. `env` is the whole
-    environment. `fds` maps names ("channel", "box", "previous", "life", …) to descriptors; the
-    sender keeps its own copies. `worker` is the bootstrap of the runtime without the descriptor
-    numbers; None starts the script without a runtime. `ignored` and `blocked` are the signals that
-    torchrun ignores and blocks: what a fresh interpreter would inherit of it.
+    environment, `own` the variables of it that torchrun sets for this worker. `fds` maps names
+    ("channel", "box", "previous", "life", …) to descriptors; the sender keeps its own copies.
+    `worker` is the bootstrap of the runtime without the descriptor numbers; None starts the script
+    without a runtime. `ignored` and `blocked` are the signals that torchrun ignores and blocks: what
+    a fresh interpreter would inherit of it.
     """
 
     token: int
     argv: tuple[str, ...]
     env: dict[str, str]
+    own: tuple[str, ...] = ()
     # None: where torchrun was when it started the forkserver, even if that was removed since
     cwd: str | None = None
     kind: str = "python"  # or "exec": a fresh interpreter, always
@@ -223,7 +225,7 @@ def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnReques
         raise ForkserverError(
             "too many open files in the forkserver: the descriptors of a worker did not fit"
         )
-    tuples = {name: tuple(message[name]) for name in ("argv", "ignored", "blocked")}
+    tuples = {name: tuple(message[name]) for name in ("argv", "own", "ignored", "blocked")}
     fds = dict(zip(message["fds"], descriptors, strict=True))
     return SpawnRequest(**{**message, **tuples, "fds": fds})
 

@@ -35,7 +35,7 @@ class Trial:
     """
 
     def __init__(self, connection: socket.socket, hidden: Collection[str], own: Own) -> None:
-        """`hidden`: variables that a worker has and this process has not, or differently."""
+        """`hidden`: variables that each worker has for itself, or differently from this process."""
         self._connection = connection
         self._hidden = hidden
         self._own = own
