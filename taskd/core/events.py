@@ -205,7 +205,10 @@ class WorkerRaised(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecovered(WorkerEvent):
-    """First commit after a resume. Durations in seconds from the worker's receipt of `Resume`."""
+    """First commit after a resume. Durations in seconds from the worker's receipt of `Resume`.
+
+    After a restart of the group: first step of an optimizer, seconds from the start of the runtime.
+    """
 
     generation: int
     version: int

@@ -492,6 +492,7 @@ def test_an_unmodified_script_is_restarted_warm(
         assert len(job.facts("fault")) == 1
         (record,) = job.recoveries()
         assert record["strategy"] == "restart"
+        assert record["total_s"] > record["first_step_s"] > 0, record
         assert "starts at step 20" in finished.output
         assert job.leftovers() == set()
 

@@ -24,7 +24,7 @@ _PLAIN = """
     canonical channel child choice chunk client clock closure codec collective command
     communication config connection content context copier copy copying core course ctypes
     data dcp detector diagram domain elastic encoder end ending error event examination
-    exception exchange executor exit explorer fail failed fall file finish flat folder give
+    exception exchange executor exit explorer fail failed fall file finish first flat folder give
     guarded hang heard held histories history hold hook host import inbox index interpreter
     invariant join kernel kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message

@@ -29,8 +29,8 @@ class SpawnRequest:
     environment, `own` the variables of it that torchrun sets for this worker. `fds` maps names
     ("channel", "box", "previous", "life", …) to descriptors; the sender keeps its own copies.
     `worker` is the bootstrap of the runtime without the descriptor numbers; None starts the script
-    without a runtime. `ignored` and `blocked` are the signals that torchrun ignores and blocks: what
-    a fresh interpreter would inherit of it.
+    without a runtime. `ignored` and `blocked` are the signals that torchrun ignores and blocks: a
+    fresh interpreter would inherit that.
     """
 
     token: int

@@ -7,10 +7,13 @@ recovery is one generation.
 from taskd.core import commands as do
 from taskd.core.events import WorkerRecovered
 from taskd.core.faults import TimedFault, describe
-from taskd.core.job.record import Attempt
+from taskd.core.job.record import Attempt, StartedAnew, duration_of
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
+
+# A model is loaded and its first batch is read; then the record goes out without the first step.
+FIRST_STEP_S = 600.0
 
 
 def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, Attempt]:
@@ -30,8 +33,9 @@ def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, At
 
 def close_attempt(job: JobState, not_completed: str) -> Commands:
     """The record of a recovery that does not come to its end. Nothing if none is under way."""
+    records = close_restart(job)
     attempt, job.attempt = job.attempt, None
-    return [] if attempt is None else [_record(job, attempt, not_completed)]
+    return records if attempt is None else [*records, _record(job, attempt, not_completed)]
 
 
 def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None = None) -> Commands:
@@ -45,7 +49,47 @@ def count_recovered(job: JobState, rank: int, report: WorkerRecovered | None = N
     if job.phase in (JobPhase.RESUMED, JobPhase.RESTARTING):
         job.phase = JobPhase.RUNNING
         job.awaited.clear()
-    return [_record(job, attempt)]
+    if not attempt.is_restart:
+        return [_record(job, attempt)]
+    live = {member.rank for member in job.membership.ordered() if member.is_live}
+    job.restarted = StartedAnew(
+        attempt, job.generation, job.budget.used, job.now, job.now + FIRST_STEP_S, live
+    )
+    return []
+
+
+def count_first_step(job: JobState, report: WorkerRecovered) -> Commands:
+    """A rank of a group that was started anew has made a step. The last one's completes it."""
+    restarted = job.restarted
+    if restarted is None or report.rank not in restarted.waiting:
+        return []
+    restarted.waiting.discard(report.rank)
+    slowest = restarted.attempt.slowest
+    restarted.attempt.slowest = max(slowest or report, report, key=duration_of)
+    if restarted.waiting:
+        return []
+    restarted.complete_at = job.now
+    return close_restart(job)
+
+
+def close_restart(job: JobState) -> Commands:
+    """The record of a restart whose first steps were seen, or will not be. Nothing: there is none.
+
+    Where not all were seen, it counts until the processes had started.
+    """
+    restarted, job.restarted = job.restarted, None
+    if restarted is None:
+        return []
+    if restarted.waiting:
+        restarted.attempt.slowest = None
+    attempt = restarted.attempt
+    record = attempt.record(
+        restarted.complete_at,
+        restarted.generation,
+        restarted.restarts_used,
+        job.membership.max_restarts,
+    )
+    return [do.RecordRecovery(attempt.cause, restarted.generation, record)]
 
 
 def _record(job: JobState, attempt: Attempt, not_completed: str = "") -> do.RecordRecovery:

@@ -6,6 +6,7 @@ come at once.
 
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
+from taskd.core.job.attempts import close_restart
 from taskd.core.job.dump import overdue_writers, proceed_with_status, stop_for_dump
 from taskd.core.job.ending import end_after_release
 from taskd.core.job.joining import join_overdue
@@ -85,6 +86,10 @@ OVERDUE = (
     FollowUp(
         "nobody says how it died", {JobPhase.CONFIRMING},
         lambda job: job.is_past(job.status_by), proceed_with_status, _SAVED,
+    ),
+    FollowUp(
+        "first steps were not seen", {JobPhase.RUNNING, JobPhase.SUSPECTING},
+        lambda job: job.restarted is not None and job.is_past(job.restarted.until), close_restart,
     ),
     FollowUp(
         "processes have not ended", {JobPhase.RELEASED},

@@ -37,6 +37,8 @@ def check(job: JobState) -> None:
     if job.phase in (JobPhase.RUNNING, JobPhase.RESUMED):
         stopped = (WorkerState.LOST, WorkerState.PAUSED)
         assert not any(member.state in stopped for member in members), members
+    if job.restarted is not None:
+        assert job.phase in (JobPhase.RUNNING, JobPhase.SUSPECTING)
     if job.phase in OVER:
         assert job.attempt is None
         assert job.dump is None

@@ -9,6 +9,9 @@ leaves a record each time.
     death | detect | manager learned | decide | commands | quiesce | last survivor paused
                                                           | respawn | last replacement at the gate
     resume | groups | state | first step |
+
+A restart of the group waits for starts. Its record comes later, when every rank has made its first
+step, where that can be seen, and counts until then: until the starts otherwise.
 """
 
 from collections.abc import Iterable
@@ -90,7 +93,7 @@ class Attempt:
             return False
         self.waiting.discard(rank)
         if event is not None:
-            self.slowest = max(self.slowest or event, event, key=_duration)
+            self.slowest = max(self.slowest or event, event, key=duration_of)
         return not self.waiting
 
     def victims_of(self, death: TimedFault) -> list[TimedFault]:
@@ -149,5 +152,18 @@ class Attempt:
         return "kept" if move.snapshot is None else "snapshot"
 
 
-def _duration(event: WorkerRecovered) -> float:
+@dataclass(slots=True)
+class StartedAnew:
+    """A restart of the group after all processes have started: a first step may be reported."""
+
+    attempt: Attempt
+    generation: int
+    restarts_used: int
+    complete_at: float  # when the last one had started, or had made its step
+    until: float  # no report is waited for any longer
+    waiting: set[int]  # ranks that have not reported one
+
+
+def duration_of(event: WorkerRecovered) -> float:
+    """From `Resume`, or from the start of the process, to the first step; seconds."""
     return event.groups_s + event.state_s + event.first_step_s

@@ -10,7 +10,7 @@ from taskd.core import commands as do
 from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job import dump, orders
 from taskd.core.job.accounting import count_fault, warn
-from taskd.core.job.attempts import begin_attempt, count_recovered
+from taskd.core.job.attempts import begin_attempt, close_restart, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
@@ -107,6 +107,14 @@ def _are_back(job: JobState) -> bool:
     return any(_is_back(members[rank], attempt) for rank in attempt.waiting if rank in members)
 
 
+def _is_last_seen(job: JobState) -> bool:
+    """No rank is left that could report its first step, or the job goes another way."""
+    if job.restarted is None:
+        return False
+    waiting = (job.members[rank] for rank in job.restarted.waiting)
+    return job.phase not in _TRAINS or not any(member.is_live for member in waiting)
+
+
 def _count_back(job: JobState) -> Commands:
     commands: Commands = []
     for member in job.membership.ordered():
@@ -130,11 +138,13 @@ def _release(job: JobState) -> Commands:
 
 # ---------------------------------------------------------------------- the order
 
+_TRAINS = {JobPhase.RUNNING, JobPhase.SUSPECTING}
 _ENDS = OVER | {JobPhase.CONFIRMING}
 _STOPPING = {JobPhase.PAUSING, JobPhase.RESTARTING}
 _GOING_ON = {JobPhase.RUNNING, JobPhase.RESUMED, JobPhase.RESTARTING, JobPhase.SAVING}
 _SUSPECTED = "all are back, and another fault is suspected"
 FOLLOW_UPS = (
+    FollowUp("the record of a restart", set(JobPhase), _is_last_seen, close_restart),
     FollowUp(
         "a writer is gone", {JobPhase.SAVING, JobPhase.PUBLISHING},
         dump.has_lost_writer, dump.do_without_writer, _ENDS | {JobPhase.SAVING},

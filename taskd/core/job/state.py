@@ -11,7 +11,7 @@ from taskd.core import commands as do
 from taskd.core.events import AgentMirrors
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.membership import Member, Membership
-from taskd.core.job.record import Attempt
+from taskd.core.job.record import Attempt, StartedAnew
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
 from taskd.core.policy.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
@@ -72,6 +72,7 @@ class JobState(MachineState):
     restart_cause: TimedFault | None = None  # of the last restart of the group, as far as known
     # The recovery, or the end, that is under way.
     attempt: Attempt | None = None
+    restarted: StartedAnew | None = None  # the last recovery, whose record has not gone out yet
     dump: EmergencyDump | None = None
     awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     # Deadlines of the job as a whole. None: nothing is waited for.
@@ -95,7 +96,9 @@ class JobState(MachineState):
     @property
     def deadlines(self) -> tuple[float | None, ...]:
         """When something is waited for no longer, leases aside."""
-        return self.awaited.next(), self.join_by, self.suspect_until, self.status_by, self.end_by
+        seen_by = None if self.restarted is None else self.restarted.until
+        whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by
+        return self.awaited.next(), *whole
 
     def is_past(self, deadline: float | None) -> bool:
         """Whether this deadline has come."""

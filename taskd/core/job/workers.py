@@ -7,7 +7,7 @@ is done about it follows in `taskd.core.job.settle`.
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
-from taskd.core.job.attempts import count_recovered
+from taskd.core.job.attempts import count_first_step, count_recovered
 from taskd.core.job.dump import end_job, proceed_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
@@ -291,8 +291,10 @@ def _take_exception(job: JobState, event: ev.WorkerRaised) -> list[TimedFault]:
 
 
 def recovered(job: JobState, event: ev.WorkerRecovered) -> Commands:
-    """First new commit of a rank."""
+    """First new commit of a rank; after a restart of the group, its first step."""
     attempt = job.attempt
+    if event.generation == job.generation and job.restarted is not None:
+        return count_first_step(job, event)
     if event.generation != job.generation or attempt is None or attempt.is_restart:
         return _ignore(job, event, "recovered in")
     job.membership.note_version(event.version)

@@ -52,5 +52,5 @@ def recovers(node: NodeState, event: ev.WorkerRecovered) -> Commands:
     life = node.lives.of(event)
     if life is None or event.generation != life.resumed:
         return node.ignore(_LATE, event.rank)
-    life.recovered, life.version = event, event.version
+    life.recovered, life.version = event, event.version or life.version
     return node.tell(event)

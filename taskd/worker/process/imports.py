@@ -32,14 +32,8 @@ class Imports:
         self._descriptor = descriptor
         self._is_due = False
 
-    def watch(self) -> None:
-        """Wait for the first step of any optimizer. Main thread."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
-
-        # It stays: a hook must not be taken out while torch goes through them.
-        register_optimizer_step_post_hook(self._stepped)
-
-    def _stepped(self, *_: Any) -> None:
+    def note_step(self) -> None:
+        """The first step of any optimizer is done: the report is due. Main thread."""
         self._is_due = True
 
     def report_if_due(self) -> None:

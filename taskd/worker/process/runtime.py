@@ -15,6 +15,7 @@ import math
 import os
 import select
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from taskd.core import commands, events
@@ -24,6 +25,7 @@ from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker.life import Supervisor, of_process, set_current
+from taskd.worker.process import first_step
 from taskd.worker.process.bootstrap import Bootstrap, from_environment
 from taskd.worker.process.boundary import Boundary
 from taskd.worker.process.gate import Gate
@@ -76,6 +78,9 @@ class Runtime(Supervisor):
         self._pulse = Pulse(life, self.groups)
         self.sigterm = None if bootstrap.grace_s is None else Sigterm()
         self._imports = None if bootstrap.imports_fd is None else Imports(bootstrap.imports_fd)
+        # all processes were: the manager waits to hear of the first step
+        self._is_restarted = bootstrap.generation > 0 and not bootstrap.gated
+        self._began_at = time.monotonic()
         self._declared = self._entered = False
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
@@ -84,11 +89,26 @@ class Runtime(Supervisor):
         if self.life.box is not None:
             collectives.start(self.life.box)
         self.groups.install(self.outer_group.around_init)
-        if self._imports is not None:
-            self._imports.watch()
+        if self._is_restarted or self._imports is not None:
+            first_step.watch(self._note_first_step)
         os.register_at_fork(after_in_child=self._disarm)
         self._thread.start()
         self.uplink.tell(events.WorkerReady, "ready", guarded=self.guarded)
+
+    def _note_first_step(self) -> None:
+        if self._imports is not None:
+            self._imports.note_step()
+        if self._is_restarted:
+            now, groups_at = time.monotonic(), self.groups.created_at or self._began_at
+            self.uplink.tell(
+                events.WorkerRecovered,
+                "first step",
+                generation=self.life.plan.generation,
+                version=self.life.records.version or 0,
+                groups_s=groups_at - self._began_at,
+                state_s=0.0,
+                first_step_s=now - groups_at,
+            )
 
     def _disarm(self) -> None:
         """In a forked child (a data loader's process): no worker, no channel, no interrupts."""

@@ -62,7 +62,7 @@ def test_a_report_arrives_once_after_the_first_step(
     imports.report_if_due()
     with pytest.raises(BlockingIOError):
         os.read(report.fd, 1)  # no step yet
-    imports._stepped()
+    imports.note_step()
     imports.report_if_due()
     imports.report_if_due()
     found = report.read()

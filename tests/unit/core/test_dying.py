@@ -66,9 +66,9 @@ class TestAfterIt:
         assert restart.incarnations == tuple((rank, 1) for rank in range(4))
         assert (restart.restarts_used, restart.generation) == (1, 2)
         assert restart.reason == "step 5 was saved in /c/dump-5: all processes go on from it"
-        for rank in range(3):
+        for rank in range(4):
             assert job.worker(ev.WorkerStarted, rank, 4711) == []
-        record = only(job.worker(ev.WorkerStarted, 3, 4711), do.RecordRecovery).record
+        record = only(job.recover_all(), do.RecordRecovery).record
         assert (record.strategy, record.steps_redone) == ("dump", 0)
         assert job.machine.phase is JobPhase.RUNNING
         end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", incarnation=1), do.GiveUp)

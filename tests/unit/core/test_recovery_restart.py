@@ -15,9 +15,9 @@ class TestUndeclared:
         assert restart == do.RestartGroup(
             "e2", 1, 1, "no live worker uses taskd.recoverable", ((0, 1), (1, 1), (2, 1), (3, 1))
         )
-        for rank in (0, 1, 2):
+        for rank in job.ranks:
             assert job.worker(ev.WorkerStarted, rank, 1) == []
-        record = only(job.worker(ev.WorkerStarted, 3, 1), do.RecordRecovery).record
+        record = only(job.recover_all(0), do.RecordRecovery).record
         assert (record.strategy, record.version, record.sources, record.steps_redone) == (
             "restart",
             None,
@@ -25,6 +25,35 @@ class TestUndeclared:
             0,
         )
         assert record.respawn_s == pytest.approx(0.04)
+        assert record.total_s == pytest.approx(0.081)  # until the last rank's first step
+        assert record.first_step_s > 0
+
+    def restarted(self, manager):
+        job = manager().joined(declared=False)
+        job.lose(1, version=None)
+        for rank in job.ranks:
+            assert job.worker(ev.WorkerStarted, rank, 1) == []
+        return job
+
+    def test_first_steps_that_cannot_be_seen_are_waited_for_in_vain(self, manager) -> None:
+        job = self.restarted(manager)
+        assert job.recover(2, 0) == []
+        for moment in range(110, 700, 10):
+            job.hear_all_until(moment)
+        record = only(job.tick(at=job.now + 15), do.RecordRecovery).record
+        assert record.total_s == pytest.approx(0.041)  # until the last start
+        assert record.first_step_s == 0.0
+
+    @pytest.mark.parametrize("how", ["a fault", "the end"])
+    def test_the_record_goes_out_before_what_comes_next(self, manager, how: str) -> None:
+        job = self.restarted(manager)
+        if how == "a fault":
+            commands = job.lose(0, version=None)
+        else:
+            commands = [c for rank in job.ranks for c in job.worker(ev.WorkerFinished, rank)]
+        record = only(commands, do.RecordRecovery).record
+        assert (record.generation, record.restarts_used) == (1, 1)
+        assert record.total_s == pytest.approx(0.041)
 
     def test_a_failure_during_the_restart_restarts_again(self, manager) -> None:
         job = manager().joined(declared=False)
@@ -86,8 +115,8 @@ class TestUndeclared:
             how = make_fault(FaultKind.KILLED, 1, cause, "SIGKILL")
             assert job.worker(ev.WorkerLost, 1, how, 0.2, incarnation=cause) == []
             for rank in job.ranks:
-                commands = job.worker(ev.WorkerStarted, rank, 1)
-            record = only(commands, do.RecordRecovery).record
+                job.worker(ev.WorkerStarted, rank, 1)
+            record = only(job.recover_all(0), do.RecordRecovery).record
             assert [fault.detail for fault in record.faults] == ["SIGKILL"]
             assert record.followers == 1
 
@@ -141,8 +170,8 @@ class TestUndeclared:
         job.lose(1, version=None)
         job.worker(ev.WorkerStarted, 0, 1)
         assert job.raise_(0, kind=FaultKind.COMMUNICATION, version=None) == []
-        assert kinds(job.worker(ev.WorkerStarted, 1, 1)) == ["RecordRecovery"]
-        assert kinds(job.tick()) == ["Interrupt"]
+        assert kinds(job.worker(ev.WorkerStarted, 1, 1)) == []
+        assert kinds(job.tick()) == ["Interrupt", "RecordRecovery"]
         assert only(job.pause(1, None), do.Resume).version is None
 
     def test_ranks_that_are_not_restarted_in_time_are_restarted_again(self, manager) -> None:
