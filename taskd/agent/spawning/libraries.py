@@ -8,6 +8,7 @@ import ctypes
 import gc
 import importlib
 import logging
+import os
 import random
 import sys
 from collections.abc import Iterable
@@ -43,8 +44,21 @@ _BLAS_NAMES = (
 )
 
 
+# What torchrun sets for each worker. A pod may have variables of these names, with other values.
+OF_A_WORKER = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
 def preload(extra: Iterable[str]) -> None:
-    """Import what workers need, and `extra` modules. One that fails costs a log line."""
+    """Import what workers need, and `extra` modules. One that fails costs a log line.
+
+    None finds a rank in the environment, from now on: those that follow get their own.
+    """
+    for name in OF_A_WORKER:
+        os.environ.pop(name, None)
     for name in (*PRELOAD, *extra):
         try:
             importlib.import_module(name)

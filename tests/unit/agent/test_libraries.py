@@ -1,9 +1,17 @@
 """What a fork of the warm process does about libraries that are loaded."""
 
+from __future__ import annotations
+
 import sys
 import types
+from typing import TYPE_CHECKING
 
 from taskd.agent.spawning import libraries
+
+if TYPE_CHECKING:
+    import pathlib
+
+    import pytest
 
 
 def test_what_nanobind_counts_is_given_back_at_the_end(monkeypatch) -> None:
@@ -21,3 +29,14 @@ def test_what_nanobind_counts_is_given_back_at_the_end(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton._C.libtriton", binding)
     libraries.refresh({}, {})
     assert registered == [libraries.gc.unfreeze]
+
+
+def test_a_module_that_is_preloaded_finds_no_rank_of_the_pod(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "takes_a_rank.py").write_text("import os\nRANK = os.environ.get('RANK')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in libraries.OF_A_WORKER:
+        monkeypatch.setenv(name, "0")
+    libraries.preload(["takes_a_rank"])
+    assert sys.modules.pop("takes_a_rank").RANK is None
