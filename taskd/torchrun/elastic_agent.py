@@ -26,8 +26,8 @@ from taskd.clock import MonotonicClock
 from taskd.core.exits import exit_fault
 from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
+from taskd.torchrun import stores
 from taskd.torchrun.context import TaskdContext
-from taskd.torchrun.stores import TrainerStores, generation_of_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -77,7 +77,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
-        self._stores = TrainerStores()
+        self._stores = stores.TrainerStores()
         # Readable end: in every worker. At its end of file the agent is gone. Writable end: here
         # only.
         self.life_fd, self._life_write_fd = os.pipe()
@@ -133,7 +133,7 @@ class TaskdElasticAgent(LocalElasticAgent):
 
         Raises OSError: nowhere.
         """
-        self._stores.open(self._worker_group, generation)
+        self._stores.open(self._worker_group, generation, stores.ORDERED_S)
         return self._stores.environment
 
     def succeeded(self) -> RunResult:
@@ -228,11 +228,11 @@ class TaskdElasticAgent(LocalElasticAgent):
         if not self.is_supported:
             return super()._start_workers(worker_group)
         self._started_at = MonotonicClock().now()
-        self.generation = generation_of_start(worker_group)
+        self.generation = stores.generation_of_start(worker_group)
         if self.generation == 0:
             self._stores.open_first(worker_group)
         else:
-            self.open_store(self.generation)
+            self._stores.open(worker_group, self.generation, stores.NOT_ORDERED_S)
 
         def start(**arguments: Any) -> PContext:
             for environment in arguments["envs"].values():

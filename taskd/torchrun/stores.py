@@ -12,10 +12,13 @@ recovery in place) keeps the store, and has a prefix of its own there (`worker.p
 from __future__ import annotations
 
 import logging
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore, TCPStore
+
+from taskd.clock import MonotonicClock
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -26,8 +29,13 @@ log = logging.getLogger(__name__)
 # generations that agents count without a manager: above all that a manager gave out
 FALLBACK_GENERATION = 1 << 20
 _TIMEOUT = timedelta(minutes=5)  # torchrun's own for its stores
-# Node 0 opens it when it hears of the restart, the others need it when a former worker has ended.
-_PORT_TIMEOUT = timedelta(seconds=5)
+# A manager tells all nodes at the same time: node 0 opens it when it hears of the restart, the
+# others need it when a former worker has ended.
+ORDERED_S = 5.0
+# Without a manager node 0 restarts when its own workers fail: perhaps at the end of a collective's
+# time (30 minutes is torch's default).
+NOT_ORDERED_S = 2100.0
+_LOOK_S = 0.02
 _KEPT = 2  # processes of the start before may not have ended yet on other nodes
 
 
@@ -56,10 +64,10 @@ class TrainerStores:
                 )
         self.environment = {"TORCHELASTIC_USE_AGENT_STORE": str(is_hosted)}
 
-    def open(self, group: WorkerGroup, generation: int) -> None:
+    def open(self, group: WorkerGroup, generation: int, patience_s: float) -> None:
         """For the start of this generation. Twice is once.
 
-        Raises OSError: there is no such store.
+        `patience_s`: seconds for which other nodes wait for node 0. Raises OSError: there is none.
         """
         if generation == self.generation:
             return
@@ -69,7 +77,7 @@ class TrainerStores:
                 port = self._host(group.master_addr, 0)
                 base.set(key, str(port))
             else:
-                base.wait([key], _PORT_TIMEOUT)
+                _await(base, key, patience_s)
                 port = int(base.get(key))
         except (RuntimeError, ValueError) as error:
             raise OSError(
@@ -108,6 +116,16 @@ def generation_of_start(group: WorkerGroup) -> int:
     else:
         number = int(group.store.get("taskd/round"))
     return FALLBACK_GENERATION + number if number else 0
+
+
+def _await(store: Store, key: str, patience_s: float) -> None:
+    """Until it is there; signals are handled meanwhile. Raises RuntimeError."""
+    clock = MonotonicClock()
+    deadline = clock.now() + patience_s
+    while not store.check([key]):
+        if clock.now() >= deadline:
+            raise RuntimeError(f"not named within {patience_s:.0f} s")
+        time.sleep(_LOOK_S)
 
 
 def _run(group: WorkerGroup) -> str:

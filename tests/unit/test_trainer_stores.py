@@ -1,0 +1,63 @@
+"""TrainerStores: where the workers of one start meet, on each node."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from taskd.torchrun.stores import TrainerStores
+
+
+@pytest.fixture
+def base() -> dist.TCPStore:
+    """The store of the rendezvous."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def group(base: dist.TCPStore, node_rank: int) -> SimpleNamespace:
+    handler = SimpleNamespace(get_run_id=lambda: "run", use_agent_store=True)
+    store = dist.TCPStore("127.0.0.1", base.port, timeout=dt.timedelta(seconds=30))
+    return SimpleNamespace(
+        store=dist.PrefixStore(f"round {node_rank}", store),
+        group_rank=node_rank,
+        master_addr="127.0.0.1",
+        master_port=base.port,
+        spec=SimpleNamespace(rdzv_handler=handler),
+    )
+
+
+def meet(stores: TrainerStores) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", int(stores.environment["MASTER_PORT"]))
+
+
+def test_all_nodes_meet_at_a_new_store_for_each_start(base: dist.TCPStore) -> None:
+    first, second = TrainerStores(), TrainerStores()
+    groups = [group(base, 0), group(base, 1)]
+    ports = set()
+    for generation in (1, 2, 5):
+        later = threading.Thread(target=second.open, args=(groups[1], generation, 30.0))
+        later.start()  # sooner than node 0
+        first.open(groups[0], generation, 0.0)
+        later.join(30)
+        meet(first).set("who", str(generation))
+        assert meet(second).get("who") == str(generation).encode()
+        assert (first.generation, second.generation) == (generation, generation)
+        ports.add(first.environment["MASTER_PORT"])
+    assert len(ports) == 3
+    assert str(base.port) not in ports
+    before = dict(first.environment)
+    first.open(groups[0], 5, 0.0)
+    assert first.environment == before
+
+
+def test_a_node_whose_first_node_opens_none_says_so(base: dist.TCPStore) -> None:
+    stores = TrainerStores()
+    stores.open_first(group(base, 1))
+    before = dict(stores.environment)
+    with pytest.raises(OSError, match="node 1: no store for the start of generation 3"):
+        stores.open(group(base, 1), 3, 0.0)
+    assert (stores.generation, stores.environment) == (0, before)
