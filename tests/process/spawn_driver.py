@@ -18,6 +18,7 @@ import time
 
 from taskd.agent.spawning import processes
 from taskd.agent.spawning.forkserver import Forkserver
+from taskd.agent.spawning.preloading import TRIAL_S
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started
 from taskd.native.black_box import BlackBox
 
@@ -66,7 +67,8 @@ def preloaded(jobs: list[dict], said: Said) -> Forkserver:
         server.spawn(SpawnRequest(-1, argv, jobs[0]["env"], fds=fds, worker=WORKER))
         status = None
         while status is None or len(said.lines) < 2:
-            assert select.select([server.fd], [], [], 60)[0], said.lines
+            # a trial is nice: it waits for whoever wants the processor
+            assert select.select([server.fd], [], [], TRIAL_S)[0], said.lines
             for reply in server.read():
                 status = reply.status if isinstance(reply, Exited) else status
     assert status == 0
