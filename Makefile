@@ -145,6 +145,7 @@ bench: install ## every benchmark
 	$(PY) benchmarks/store_connects.py
 	$(PY) benchmarks/torchrun_start.py
 	$(PY) benchmarks/marks.py
+	$(PY) benchmarks/fleet.py
 	$(PY) benchmarks/hangs.py
 
 clean: ## without .venv and what was built

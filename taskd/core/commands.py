@@ -84,12 +84,18 @@ class Move:
     source: int | None = None
     snapshot: int | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the live copy is kept."""
+        return self.source is None and self.snapshot is None
+
 
 @dataclass(frozen=True, slots=True)
 class Resume(Command):
     """To every agent and worker: enter the function again under store prefix taskd/<generation>.
 
-    `version` None: nobody holds state, everybody starts afresh.
+    `version` None: nobody holds state, everybody starts afresh. A rank without a move keeps its
+    copy: messages leave these out, so that they are small however large the job is.
     """
 
     version: int | None

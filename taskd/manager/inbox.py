@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from taskd.core import events
 from taskd.core.job.speakers import objection
+from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
 from taskd.manager.guarded import SHOWN_CHARACTERS
 from taskd.manager.sessions import Session, show_peer
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EACH_IS_ANSWERED = 256  # agents: of more than these not each heartbeat is answered
 _REGISTRATION = messages.MESSAGE_BY_RECORD[events.AgentRegistered]
 
 
@@ -46,6 +48,8 @@ class Inbox:
     ) -> None:
         self._job_id = config.job_id
         self._takes_marks = config.hang.is_on
+        timeouts = Timeouts.derive(config.fault_timeout_s)
+        self._answer_every_s = timeouts.manager_silence_s / 4  # three may be lost
         self._clock = clock
         self._sessions = sessions
         self._refusals = refusals
@@ -157,7 +161,9 @@ class Inbox:
         _check_speaker(heard, node_rank, session)
         self._executor.feed(heard)
         if is_heartbeat:
-            self._outbox.acknowledge(peer, known=not session.is_doubtful)
+            is_large = len(self._sessions.agents) > _EACH_IS_ANSWERED
+            if session.answers(now, self._answer_every_s if is_large else 0.0):
+                self._outbox.acknowledge(peer, known=not session.is_doubtful)
             return
         event = translate.message_to_event(envelope, message, now)
         _check_speaker(event, node_rank, session)

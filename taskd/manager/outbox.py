@@ -35,6 +35,10 @@ class Outbox:
 
     def send(self, peer: bytes, message: messages.Message, cause: str) -> bool:
         """Whether the transport has taken the message."""
+        return self._link.send(peer, self._encode(message, cause))
+
+    def _encode(self, message: messages.Message, cause: str) -> bytes:
+        """The next message. What goes to many is encoded once, and has one number."""
         self._sequence += 1
         envelope = codec.Envelope(
             job_id=self._job_id,
@@ -46,7 +50,7 @@ class Outbox:
             sequence=self._sequence,
             cause=cause,
         )
-        return self._link.send(peer, codec.encode(envelope, message))
+        return codec.encode(envelope, message)
 
     def welcome(self, peer: bytes, cause: str) -> None:
         """Accept a registration."""
@@ -71,14 +75,14 @@ class Outbox:
 
     def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:
         """Send a command to the agents of these nodes, or of all."""
-        log.info("%.*s", SHOWN_CHARACTERS, describe(command).strip())
-        message = translate.command_to_message(command)
+        data = self._encode(translate.command_to_message(command), command.cause)
         for node_rank in sorted(self._sessions.agents) if node_ranks is None else node_ranks:
             session = self._sessions.agents.get(node_rank)
-            if session is None or self.send(session.peer, message, command.cause):
+            if session is None or self._link.send(session.peer, data):
                 continue
             # its connection is down; when it is back it registers and hears it again
             session.is_doubtful = True
             log.warning(
                 "node %d cannot be reached now: %s waits for it", node_rank, type(command).__name__
             )
+        log.info("%.*s", SHOWN_CHARACTERS, describe(command).strip())

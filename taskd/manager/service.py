@@ -162,8 +162,7 @@ class Service:
             self._refusals.add(
                 b"(connecting)", "connection", f"a connection was not let in: {reason}"
             )
-        if self._link.take_disconnects():
-            self._sessions.doubt()
+        self._sessions.doubt(self._link.take_disconnected())
         now = self._clock.now()
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:

@@ -8,6 +8,7 @@ nothing about recovery.
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from taskd.core.job.speakers import Quarantine
@@ -27,11 +28,20 @@ class Session:
     incarnation: str | int | None
     sequence: int
     ranks: frozenset[int]
+    answered_at: float | None = None  # its last heartbeat that was answered
     is_doubtful: bool = False  # a message to it may have been lost: it is asked to register again
 
     def is_of(self, peer: bytes, incarnation: str | int | None) -> bool:
         """Whether it is this connection and this life that was accepted."""
         return (self.peer, self.incarnation) == (peer, incarnation)
+
+    def answers(self, now: float, every_s: float) -> bool:
+        """Whether its heartbeat is answered: if all is well, so many seconds after the last one."""
+        is_early = self.answered_at is not None and now - self.answered_at < every_s
+        if is_early and not self.is_doubtful:
+            return False
+        self.answered_at = now
+        return True
 
     def advance(self, sequence: int) -> bool:
         """Take note of a message by its number. False: it was there before."""
@@ -60,10 +70,10 @@ class Sessions:
         """All ranks of agents that are present."""
         return frozenset[int]().union(*(session.ranks for session in self.agents.values()))
 
-    def doubt(self) -> None:
-        """A connection broke; which one is not known."""
-        for session in self.agents.values():
-            session.is_doubtful = True
+    def doubt(self, peers: Collection[bytes]) -> None:
+        """Their connections broke: what was on its way may be lost."""
+        for session in self.agents.values() if peers else ():
+            session.is_doubtful = session.is_doubtful or session.peer in peers
 
 
 class Refusals:

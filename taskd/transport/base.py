@@ -52,8 +52,8 @@ class Listener(Link, Protocol):
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
 
-    def take_disconnects(self) -> int:
-        """How many connections ended since the last call.
+    def take_disconnected(self) -> set[bytes]:
+        """Whose connections ended since the last call.
 
-        What was on its way on them may be lost.
+        What was on its way on them may be lost. Those that never said anything are left out.
         """

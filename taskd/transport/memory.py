@@ -67,9 +67,9 @@ class MemoryRouter(_MemoryLink):
         """Nobody is turned away here."""
         return []
 
-    def take_disconnects(self) -> int:
+    def take_disconnected(self) -> set[bytes]:
         """Nor does a connection break; lose messages with the network's filter."""
-        return 0
+        return set()
 
     def close(self) -> None:
         """See `Link`."""

@@ -144,6 +144,25 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
             return {fd for fd in fds if fd in ready}
 
 
+class Arrivals:
+    """Which of thousands of dealers have something to read."""
+
+    def __init__(self, links: Iterable["Dealer"]) -> None:
+        self._link_by_socket = {link._socket: link for link in links}  # noqa: SLF001
+        self._poller = zmq.Poller()
+        for socket in self._link_by_socket:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def forget(self, link: "Dealer") -> None:
+        """This one will be closed."""
+        self._poller.unregister(link._socket)  # noqa: SLF001
+
+    def wait(self, timeout_s: float) -> list["Dealer"]:
+        """Wait for any of them, at most so many seconds."""
+        ready = self._poller.poll(math.ceil(timeout_s * 1000))
+        return [self._link_by_socket[socket] for socket, _ in ready]
+
+
 class Router(_Socket):
     """Binds `address` and talks to many peers, addressed by their identity.
 
@@ -159,7 +178,8 @@ class Router(_Socket):
         """
         super().__init__(zmq.ROUTER, address, beside)
         self._refused: list[str] = []
-        self._disconnects = 0
+        self._peer_by_connection: dict[int, bytes] = {}  # by descriptor: who spoke there last
+        self._disconnected: set[bytes] = set()
         # A send to a peer that is gone must say so, and a peer that comes back before TCP has
         # noticed its loss must get in.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -202,7 +222,30 @@ class Router(_Socket):
 
         What is not one frame is handed on as an empty one, for the reader to refuse.
         """
-        return [(frames[0], frames[1] if len(frames) == 2 else b"") for frames in self._frames()]
+        found = []
+        for _ in range(_BATCH):
+            try:
+                peer = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            frame = self._socket.recv(copy=False, track=False)
+            data = frame.bytes
+            self._note_connection(peer, frame)
+            while frame.more:
+                frame, data = self._socket.recv(copy=False, track=False), b""
+            found.append((peer, data))
+        return found
+
+    def _note_connection(self, peer: bytes, frame: zmq.Frame) -> None:
+        """ZeroMQ says of a connection that ends no more than its descriptor."""
+        try:
+            connection = int(frame.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return  # inproc: it ends with its process
+        before = self._peer_by_connection.setdefault(connection, peer)
+        if before != peer:  # a new connection with the number of one whose end was not told yet
+            self._disconnected.add(before)
+            self._peer_by_connection[connection] = peer
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
@@ -213,13 +256,13 @@ class Router(_Socket):
         refused, self._refused = self._refused, []
         return refused
 
-    def take_disconnects(self) -> int:
-        """How many connections ended since the last call.
+    def take_disconnected(self) -> set[bytes]:
+        """Whose connections ended since the last call.
 
-        What was on its way on them may be lost.
+        What was on its way on them may be lost. Those that never said anything are left out.
         """
-        disconnects, self._disconnects = self._disconnects, 0
-        return disconnects
+        disconnected, self._disconnected = self._disconnected, set()
+        return disconnected
 
     def close(self) -> None:
         """See `Link`."""
@@ -241,9 +284,11 @@ class Router(_Socket):
 
     def _serve(self) -> None:
         while self._monitor.poll(0):
-            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            told = recv_monitor_message(self._monitor)
+            event = zmq.Event(told["event"])
             if event == zmq.Event.DISCONNECTED:
-                self._disconnects += 1
+                peer = self._peer_by_connection.pop(int(told["value"]), None)
+                self._disconnected.update(() if peer is None else (peer,))
             else:
                 self._refused.append(_FAILED_HANDSHAKES[event])
         while self._zap is not None and self._zap.poll(0):

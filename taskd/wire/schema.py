@@ -85,6 +85,7 @@ class Record:
             (item.name, *_converters(hints[item.name], item.name, is_order=is_order))
             for item in fields(cls)
         ]
+        self._unpacks = [unpack for _, _, unpack in self._fields]
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
 
     def pack(self, value: Any) -> dict[str, Any] | list[Any]:
@@ -102,10 +103,7 @@ class Record:
             if not isinstance(data, list) or len(data) < self._needed:
                 raise wrong(where, f"a list of {self._needed}", data)
             return self._cls(
-                *(
-                    unpack(item, where)
-                    for item, (_, _, unpack) in zip(data, self._fields, strict=False)
-                )
+                *[unpack(item, where) for item, unpack in zip(data, self._unpacks, strict=False)]
             )
         if not isinstance(data, dict):
             raise wrong(where, "a map", data)
@@ -179,6 +177,8 @@ def _boolean(value: Any, where: str) -> bool:
 
 
 def _number(value: Any, where: str) -> float:
+    if type(value) is float and 0.0 <= value <= MAX_SECONDS:
+        return value
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong(where, "a number", value)
     if not math.isfinite(value):
@@ -211,13 +211,25 @@ def _converters(hint: Any, name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
     if is_dataclass(hint):
         return record(hint).pack, record(hint).unpack  # type: ignore[arg-type]
     if hint is str:
-        # what a peer did not cut is cut here
-        cut = cut_traceback if name == "traceback" else cut_text
-        return cut, lambda value, where: cut(text(value, where))
+        return _text_converters(name)
     if issubclass(hint, Enum):
         return lambda value: hint(value).value, _enum_unpacker(hint)
     unpackers = {bool: _boolean, float: _number, int: _integer_unpacker(name, is_order=is_order)}
     return _same, unpackers[hint]
+
+
+def _text_converters(name: str) -> tuple[Pack, Unpack]:
+    """What a peer did not cut is cut here."""
+    is_traceback = name == "traceback"
+    cut = cut_traceback if is_traceback else cut_text
+    fits = (MAX_TRACEBACK_BYTES if is_traceback else MAX_TEXT_BYTES) // 4  # characters, surely
+
+    def unpack(value: Any, where: str) -> str:
+        if type(value) is str and len(value) <= fits:
+            return value
+        return cut(text(value, where))
+
+    return cut, unpack
 
 
 def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
@@ -227,7 +239,7 @@ def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> t
         def unpack_all(value: Any, where: str) -> tuple[Any, ...]:
             if not isinstance(value, list):
                 raise wrong(where, "a list", value)
-            return tuple(unpack(item, where) for item in value)
+            return tuple([unpack(item, where) for item in value])
 
         return lambda values: [pack(value) for value in values], unpack_all
     packs, unpacks = zip(
@@ -253,7 +265,14 @@ def _integer_unpacker(name: str, *, is_order: bool) -> Unpack:
         high = MAX_RANK
     elif name in _CLAIMS and not is_order:
         high = MAX_CLAIM
-    return lambda value, where: integer(value, where, low, high)
+
+    def unpack(value: Any, where: str) -> int:
+        # most are right: a second call for each number of each mark would cost as much again
+        if type(value) is int and low <= value <= high:
+            return value
+        return integer(value, where, low, high)
+
+    return unpack
 
 
 def _enum_unpacker(kind: type[Enum]) -> Unpack:

@@ -4,10 +4,10 @@ A message has the fields of its record (`taskd.wire.messages`), so translation i
 is the receiver's: an event happened when its message was read (durations say the rest).
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from taskd.core.commands import Command
+from taskd.core.commands import Command, Resume
 from taskd.core.events import Event, WorkerEvent
 from taskd.errors import LocalProtocolError, RemoteProtocolError
 from taskd.wire import schema
@@ -31,6 +31,8 @@ def event_to_message(event: object) -> Message:
 
 def command_to_message(command: object) -> Message:
     """The message for a command. Raises `LocalProtocolError` if this command does not travel."""
+    if isinstance(command, Resume):
+        command = replace(command, moves=tuple(move for move in command.moves if not move.keeps))
     return _to_message(command)
 
 

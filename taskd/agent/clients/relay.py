@@ -94,7 +94,7 @@ class Relay:
         ]:
             self._forget(peer)
         self._router.take_refused()
-        self._router.take_disconnects()
+        self._router.take_disconnected()
         return True
 
     def _pass_up(self, peer: bytes, data: bytes, now: float) -> None:

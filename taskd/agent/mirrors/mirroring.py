@@ -259,7 +259,7 @@ class Mirroring:
                     self._node_rank,
                     reason,
                 )
-        router.take_disconnects()
+        router.take_disconnected()
 
     def _connect(self, pair: commands.Pair) -> None:
         if self._dealer is not None:

@@ -22,6 +22,10 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     heard_elsewhere(job, event)
     if not event.marks:
         return []
+    return _judge(job, event) if job.hangs.is_due(job.now) else _report_slow_ones(job, event)
+
+
+def _judge(job: JobState, event: AgentHeard) -> Commands:
     members = [member for member in job.membership.ordered() if member.state is WorkerState.RUNNING]
     if not members:
         return []
@@ -32,13 +36,7 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
     lives = _lives([member for member in members if member.entered])
     verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
-        slow_ones = job.stragglers.note(job.now, event.marks)
-        return [
-            do.ReportStraggler(
-                job.cause, job.generation, one.rank, one.phase, one.own_s, one.others_s
-            )
-            for one in slow_ones
-        ]
+        return _report_slow_ones(job, event)
     if verdict.culprits:
         return _kill(job, verdict.culprits)
     rank, incarnation = lives[0]
@@ -51,7 +49,7 @@ def heard_in_step(job: JobState, event: AgentHeard) -> Commands:
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:
     """PAUSING: a process that does not run cannot stop, and is killed before its time is over."""
     heard_elsewhere(job, event)
-    if not event.marks:
+    if not event.marks or not job.hangs.is_due(job.now):
         return []
     live = job.membership.live()
     called = [member for member in live if member.rank in job.awaited and not member.replaced]
@@ -74,6 +72,16 @@ def examined(job: JobState, event: WorkerExamined) -> Commands:
         if timed.fault.kind is FaultKind.HANG and timed.fault.life == life:
             timed.fault = replace(timed.fault, traceback=event.traceback)
     return []
+
+
+def _report_slow_ones(job: JobState, event: AgentHeard) -> Commands:
+    slow_ones = job.stragglers.note(job.now, event.marks)
+    if slow_ones and not job.membership.is_declared:
+        return []
+    return [
+        do.ReportStraggler(job.cause, job.generation, one.rank, one.phase, one.own_s, one.others_s)
+        for one in slow_ones
+    ]
 
 
 def _lives(members: list[Member]) -> list[tuple[int, int]]:

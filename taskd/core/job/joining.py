@@ -4,6 +4,8 @@ Owns the phase JOINING: of a job that begins, and of a manager that was restarte
 rank is new.
 """
 
+from collections.abc import Iterable
+
 from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.ending import end, give_up
 from taskd.core.job.membership import Member
@@ -16,10 +18,13 @@ _SHOWN_RANKS = 16
 
 
 def wait_for_others(job: JobState) -> None:
-    """Not complete yet. Workers that cannot go on are no reason to wait for ever."""
-    _take_over_lost(job)
-    ends = (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
-    if any(member.state in ends for member in job.members.values()):
+    """Not complete yet. Workers that cannot go on are no reason to wait for ever.
+
+    O(1) while all work: it is asked for each node that comes.
+    """
+    members = [job.members[rank] for rank in sorted(job.membership.stopped_early)]
+    _take_over_lost(job, members)
+    if any(member.has_stopped for member in members):
         defer_faults(job)
     else:
         job.join_by = None
@@ -38,7 +43,7 @@ def complete(job: JobState) -> None:
     working = {member.rank for member in members if not member.is_done}
     job.unanswered = [timed for timed in job.unanswered if timed.fault.rank in working]
     job.suspects = [timed for timed in job.suspects if timed.fault.rank in working]
-    _take_over_lost(job)
+    _take_over_lost(job, members)
     suspected = {timed.fault.rank for timed in job.suspects}
     stopped = {member.rank for member in members if member.state is WorkerState.PAUSED}
     nodes = job.membership.nodes.values()
@@ -88,8 +93,9 @@ def lose_unreported(job: JobState, member: Member) -> None:
     job.unanswered.append(timed)
 
 
-def _take_over_lost(job: JobState) -> None:
+def _take_over_lost(job: JobState, members: Iterable[Member]) -> None:
     counted = {timed.fault.life for timed in job.unanswered}
-    for member in job.membership.lost():
-        if (member.rank, member.incarnation) not in counted:
+    for member in members:
+        is_lost = member.state is WorkerState.LOST
+        if is_lost and (member.rank, member.incarnation) not in counted:
             lose_unreported(job, member)

@@ -45,6 +45,11 @@ class Member:
         """Whether it has nothing more to train."""
         return self.state in (WorkerState.RETURNED, WorkerState.FINISHED)
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether it cannot go on before all others are known."""
+        return self.state in (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
+
     def enter(self) -> None:
         """It has come to its recoverable function."""
         self.declared = self.entered = True
@@ -134,6 +139,7 @@ class Membership:
     committed: int | None = None  # the newest version that anybody is known to have committed
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
+    stopped_early: set[int] = field(default_factory=set)  # ranks: before all were known
     ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
     witness: int = -1  # a rank that has something to do, when that was last looked at
     mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node

@@ -52,6 +52,8 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is JobPhase.ENDING:
         return _repeat_order(job)
     missed = _compare(job, event) if is_known else []
+    stops = (member for member in job.membership.on_node(event.node_rank) if member.has_stopped)
+    job.membership.stopped_early.update(member.rank for member in stops)
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)

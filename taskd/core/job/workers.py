@@ -66,6 +66,7 @@ def lost(job: JobState, event: ev.WorkerLost) -> Commands:
 def lost_while_joining(job: JobState, event: ev.WorkerLost) -> Commands:
     """JOINING: its fault waits until every rank is known."""
     commands = lost(job, event)
+    job.membership.stopped_early.add(event.rank)
     defer_faults(job)
     return commands
 
@@ -176,6 +177,7 @@ def stopped_while_joining(job: JobState, event: Stop) -> Commands:
     is_offer = isinstance(event, ev.WorkerMayAdvance)
     member, clean = job.members[event.rank], isinstance(event, ev.WorkerMayAdvance) or event.clean
     member.pause(event.version, clean, event.snapshots, may_advance=is_offer)
+    job.membership.stopped_early.add(event.rank)
     return []
 
 
@@ -243,6 +245,7 @@ def raised_while_joining(job: JobState, event: ev.WorkerRaised) -> Commands:
     if is_kept or not member.is_live:
         return _ignore(job, event, "raised in", _ANSWERED)
     _take_exception(job, event)
+    job.membership.stopped_early.add(event.rank)
     defer_faults(job)
     return []
 
@@ -312,6 +315,7 @@ def returned_while_joining(job: JobState, event: ev.WorkerReturned) -> Commands:
     """JOINING: the same; the others are not all known."""
     if not _take_return(job, event):
         return _ignore(job, event, "returned in", _ANSWERED)
+    job.membership.stopped_early.add(event.rank)
     wait_for_others(job)
     return []
 

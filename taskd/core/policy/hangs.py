@@ -33,6 +33,8 @@ from taskd.core.timeouts import Timeouts
 
 STEP_FACTOR = 3.0  # limits are so many times what was seen
 AGAIN_FACTOR = 8.0  # ... and longer by this for each hang before at the same version
+SMALL_JOB = 256  # ranks: up to so many are judged with each heartbeat
+RANK_S = 1.5e-5  # of a larger job: seconds from one judgement to the next, for each rank
 LOCKED_S = 1.0  # the runtime's thread runs four times a second
 FRESH_HEARTBEATS = 2.0  # a mark older than so many heartbeats proves nothing
 
@@ -84,18 +86,97 @@ class _Observation:
         return self.mark.is_waiting and not self.is_locked and self.mark.frozen_s < LOCKED_S
 
 
+@dataclass(frozen=True, slots=True)
+class _Longest:
+    """What was seen to take how long.
+
+    `step_s`: what a step may take; None: some rank has not done two steps yet. `long_s`: the
+    longest of each of the phases that take long.
+    """
+
+    step_s: float | None
+    long_s: dict[str, float]
+
+    @classmethod
+    def of(cls, seen: Sequence[_Observation]) -> "_Longest":
+        shortest_s = min((one.mark.slowest_s for one in seen), default=0.0)
+        long_s = {
+            phase: max((getattr(one.mark, name) for one in seen), default=0.0)
+            for phase, name in _LONG.items()
+        }
+        return cls(shortest_s if shortest_s > 0 else None, long_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How many collectives were begun in each communicator: spares comparing all ranks with all.
+
+    `least`: by those that do not wait; `most`: by those whose word is fresh. `is_awaited`: one of
+    these waits.
+    """
+
+    least: dict[int, int]
+    most: dict[int, int]
+    is_awaited: bool
+
+    @classmethod
+    def of(cls, seen: Sequence[_Observation]) -> "_Begun":
+        least: dict[int, int] = {}
+        most: dict[int, int] = {}
+        for one in seen:
+            for group in one.mark.groups:
+                if not one.is_waiting:
+                    least[group.id] = min(least.get(group.id, group.entered), group.entered)
+                if one.is_fresh:
+                    most[group.id] = max(most.get(group.id, group.entered), group.entered)
+        return cls(least, most, any(one.is_fresh and one.is_waiting for one in seen))
+
+    def has_laggard(self, one: _Observation) -> bool:
+        """Whether a rank that does not wait has not begun what this one has."""
+        return any(
+            group.entered > self.least.get(group.id, group.entered) for group in one.mark.groups
+        )
+
+    def may_be_awaited(self, one: _Observation) -> bool:
+        """Whether anybody can wait for this one."""
+        return self.is_awaited or any(
+            self.most.get(group.id, 0) > group.entered for group in one.mark.groups
+        )
+
+
 class HangDetector:
     """The newest mark of each rank. Knows nothing of members: callers say who is to be judged."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         self._seen: dict[int, tuple[float, Mark]] = {}
+        self._still: set[int] = set()  # ranks whose newest mark a verdict could be about
+        self._judged_at = 0.0
         self._hangs: dict[int | None, int] = {}  # version -> verdicts so far
 
     def note(self, now: float, marks: Iterable[Mark]) -> None:
         """An agent looked at its workers."""
         for mark in marks:
             self._seen[mark.rank] = (now, mark)
+            if max(mark.still_s, mark.frozen_s) >= self._timeouts.hang_floor_s:
+                self._still.add(mark.rank)
+            else:
+                self._still.discard(mark.rank)
+
+    def is_due(self, now: float) -> bool:
+        """Whether a verdict is possible, and not so soon after the last one was looked for.
+
+        To look costs O(n), and heartbeats come n times a second: while all ranks move it is not
+        done at all, and a large job that stands (it writes a checkpoint) is looked at now and then.
+        """
+        if not self._still:
+            return False
+        ranks = len(self._seen)
+        pause_s = min(RANK_S * ranks, self._timeouts.heartbeat_s / 2) if ranks > SMALL_JOB else 0.0
+        if now - self._judged_at < pause_s:
+            return False
+        self._judged_at = now
+        return True
 
     def count(self, rank: int) -> int | None:
         """A hang of this rank is being answered. Returns the version that the rank was at."""
@@ -127,11 +208,10 @@ class HangDetector:
         patience_s: float | None = None,
     ) -> tuple[Culprit, ...]:
         """Those of these lives that do not run at all, whatever they were doing."""
-        wanted = list(lives)
         seen = [
-            self._observation(now, seen_at, mark)
-            for seen_at, mark in (self._seen[rank] for rank, _ in wanted if rank in self._seen)
-            if (mark.rank, mark.incarnation) in wanted and mark.generation <= generation
+            self._observation(now, *self._seen[rank])
+            for rank, incarnation in lives
+            if rank in self._seen and self._is_of(rank, incarnation, generation)
         ]
         return tuple(self._frozen(seen, patience_s or self._timeouts.hang_floor_s))
 
@@ -147,6 +227,11 @@ class HangDetector:
             if (mark.incarnation, mark.generation) == (incarnation, generation):
                 found.append(self._observation(now, seen_at, mark))
         return found
+
+    def _is_of(self, rank: int, incarnation: int, generation: int) -> bool:
+        """Whether the newest mark of this rank is of this life, and of no later generation."""
+        mark = self._seen[rank][1]
+        return mark.incarnation == incarnation and mark.generation <= generation
 
     def _observation(self, now: float, seen_at: float, mark: Mark) -> _Observation:
         return _Observation(mark, now - seen_at <= FRESH_HEARTBEATS * self._timeouts.heartbeat_s)
@@ -169,38 +254,46 @@ class HangDetector:
 
     def _standing(self, seen: Sequence[_Observation]) -> list[Culprit]:
         """Ranks outside collectives that others wait for."""
-        found = []
-        step_s = self._longest_step(seen)
-        for one in seen:
-            if one.is_waiting or not one.is_fresh:
-                continue
-            limit_s = self._limit(one, seen, step_s)
-            if one.mark.activity == Activity.TRACED or one.still_s < limit_s:
-                continue
-            others = [other for other in seen if other is not one]
-            if any(not other.is_waiting and _is_ahead(one, other) for other in others):
+        found: list[Culprit] = []
+        longest = _Longest.of(seen)
+        limits = [
+            (one, self._limit(one, longest))
+            for one in seen
+            if not one.is_waiting and one.is_fresh and one.mark.activity != Activity.TRACED
+        ]
+        suspects = [(one, limit_s) for one, limit_s in limits if one.still_s >= limit_s]
+        if not suspects:
+            return found
+        begun = _Begun.of(seen)
+        for one, limit_s in suspects:
+            if begun.has_laggard(one):
                 # a victim itself, in a call that does not tell whether it is complete (NCCL)
                 continue
-            victims = [other for other in others if other.is_fresh and _waits_for(other, one)]
-            patient = [victim for victim in victims if victim.still_s >= limit_s / 2]
+            victims = (other for other in seen if other is not one and _waits_for(other, one))
+            patient = [
+                victim
+                for victim in (victims if begun.may_be_awaited(one) else ())
+                if victim.is_fresh and victim.still_s >= limit_s / 2
+            ]
             if patient:
                 found.append(Culprit(one.mark.rank, _describe(one, patient), one.still_s))
         return found
 
     def _network(self, seen: Sequence[_Observation]) -> Verdict | None:
         """Everybody waits."""
-        step_s = self._longest_step(seen)
-        all_wait = all(one.is_waiting and one.is_fresh for one in seen)
-        if len(seen) < 2 or step_s is None or not all_wait:
+        if len(seen) < 2 or not all(one.is_waiting and one.is_fresh for one in seen):
+            return None
+        longest = _Longest.of(seen)
+        if longest.step_s is None:
             return None
         # Some may have begun a collective in advance, and be in something that takes long.
         long = [
-            self._limit(one, seen, step_s)
+            self._limit(one, longest)
             for one in seen
             if one.mark.phase in _LONG or one.mark.phase in _SETTING_UP
         ]
         version = seen[0].mark.version
-        wait_s = self._bound(STEP_FACTOR * step_s, self._timeouts.hang_wait_s, version)
+        wait_s = self._bound(STEP_FACTOR * longest.step_s, self._timeouts.hang_wait_s, version)
         limit_s = max(wait_s, *long, 0.0)
         shortest = min(one.still_s for one in seen)
         if shortest < limit_s:
@@ -214,20 +307,12 @@ class HangDetector:
 
     # ------------------------------------------------------------ limits
 
-    def _longest_step(self, seen: Sequence[_Observation]) -> float | None:
-        """What a step may take, as far as seen; None: some rank has not done two steps yet."""
-        if not seen or any(one.mark.slowest_s <= 0 for one in seen):
-            return None
-        return min(one.mark.slowest_s for one in seen)
-
-    def _limit(
-        self, one: _Observation, seen: Sequence[_Observation], step_s: float | None
-    ) -> float:
+    def _limit(self, one: _Observation, longest: _Longest) -> float:
         """How long this rank may stay where it is."""
-        timeouts, mark = self._timeouts, one.mark
-        if mark.phase in _LONG:
-            longest = max(getattr(other.mark, _LONG[mark.phase]) for other in seen)
-            learned_s = STEP_FACTOR * longest if longest > 0 else timeouts.hang_ceiling_s
+        timeouts, mark, step_s = self._timeouts, one.mark, longest.step_s
+        if mark.phase in longest.long_s:
+            long_s = longest.long_s[mark.phase]
+            learned_s = STEP_FACTOR * long_s if long_s > 0 else timeouts.hang_ceiling_s
             return self._bound(learned_s, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)

@@ -5,9 +5,9 @@ which then wait for it in the backward pass: that phase and the commit say nothi
 are left out. A slow rank is reported, with its slowdown, and never replaced.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from taskd.core.marks import Mark
 
@@ -81,16 +81,26 @@ def find(before: dict[int, Mark], after: dict[int, Mark]) -> list[Straggler]:
     found = []
     for phase in OWN_PHASES:
         per_step = {rank: window[phase] for rank, window in windows.items() if phase in window}
-        for rank, own_s in per_step.items():
-            others = [seconds for other, seconds in per_step.items() if other != rank]
-            if others and _is_slow(own_s, others, windows[rank]["whole"]):
-                found.append(Straggler(rank, phase, own_s, median(others)))
+        in_order = sorted(per_step.values())
+        for rank, own_s in per_step.items() if len(in_order) > 1 else ():
+            others_s = median_without(in_order, own_s)
+            if _is_slow(own_s, others_s, windows[rank]["whole"]):
+                found.append(Straggler(rank, phase, own_s, others_s))
     return found
 
 
-def _is_slow(own_s: float, others: Sequence[float], step_s: float) -> bool:
-    typical = median(others)
-    return own_s >= SLOWDOWN * typical and own_s - typical >= MIN_SHARE * step_s
+def median_without(in_order: Sequence[float], own: float) -> float:
+    """The median of all but one that is `own`, of at least two. O(log n)."""
+    left_out, count = bisect_left(in_order, own), len(in_order) - 1
+
+    def at(index: int) -> float:
+        return in_order[index if index < left_out else index + 1]
+
+    return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2
+
+
+def _is_slow(own_s: float, typical_s: float, step_s: float) -> bool:
+    return own_s >= SLOWDOWN * typical_s and own_s - typical_s >= MIN_SHARE * step_s
 
 
 def _window(before: Mark, after: Mark) -> dict[str, float]:

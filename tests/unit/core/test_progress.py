@@ -2,11 +2,12 @@
 
 import dataclasses
 import random
+import time
 
 import pytest
 
 from taskd.core.marks import Activity, GroupMark, Mark
-from taskd.core.policy.hangs import HangDetector, Verdict
+from taskd.core.policy.hangs import SMALL_JOB, HangDetector, Verdict
 from taskd.core.timeouts import Timeouts
 
 TIMEOUTS = Timeouts.derive()
@@ -416,3 +417,41 @@ def test_after_all_that_a_hang_is_still_found_at_once() -> None:
     model.step([STEP_S, STEP_S, 1e9, STEP_S])
     assert culprits(model.verdicts[0]) == [2]
     assert model.now - began < 2.5
+
+
+def noted(ranks: int, still_s: float) -> HangDetector:
+    progress = HangDetector(TIMEOUTS)
+    progress.note(100.0, [standing(rank, still_s) for rank in range(ranks)])
+    return progress
+
+
+def test_nobody_is_judged_while_all_move() -> None:
+    progress = noted(4, TIMEOUTS.hang_floor_s - 0.1)
+    assert not progress.is_due(100.0)
+    progress.note(101.0, [standing(2, TIMEOUTS.hang_floor_s)])
+    assert progress.is_due(101.0)
+    progress.note(102.0, [standing(2, 0.1)])
+    assert not progress.is_due(102.0)
+    progress.note(103.0, [standing(2, 0.1, frozen_s=TIMEOUTS.hang_floor_s)])
+    assert progress.is_due(103.0)
+
+
+@pytest.mark.parametrize(("ranks", "judged"), [(SMALL_JOB, 1000), (2048, 32), (32768, 3)])
+def test_a_large_job_that_stands_is_judged_now_and_then(ranks: int, judged: int) -> None:
+    progress = noted(ranks, 3.0)
+    due = sum(progress.is_due(100.0 + millisecond / 1000) for millisecond in range(1000))
+    assert judged == pytest.approx(due, rel=0.05)
+
+
+def test_thousands_that_stand_are_judged_in_no_time() -> None:
+    """All write a checkpoint; or all stand in a collective of which nobody tells who waits."""
+    progress = HangDetector(TIMEOUTS)
+    count = 8192
+    marks = [standing(rank, 2000.0, phase="checkpoint") for rank in range(count)]
+    progress.note(100.0, marks)
+    lives = [(rank, 0) for rank in range(count)]
+    began = time.thread_time()
+    assert progress.judge(100.0, 0, lives) is None
+    progress.note(100.0, [standing(rank, 2000.0, groups=(group(41, 40),)) for rank in range(count)])
+    assert progress.judge(100.0, 0, lives) is None
+    assert time.thread_time() - began < 2.0  # all with all: minutes

@@ -1,9 +1,13 @@
 """Who is slow, and in what."""
 
+from statistics import median
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from taskd.core.marks import Mark
-from taskd.core.policy.stragglers import AGAIN_S, WINDOW_S, Stragglers
+from taskd.core.policy.stragglers import AGAIN_S, WINDOW_S, Stragglers, median_without
 
 STEPS = 100
 
@@ -81,3 +85,10 @@ def test_marks_without_times_are_passed_over() -> None:
     assert [
         slow.rank for slow in stragglers.note(100.0 + WINDOW_S, marks(2, {"forward": 0.04}))
     ] == [2]
+
+
+@given(st.lists(st.sampled_from([0.01, 0.02, 0.03, 0.5, 1.0]), min_size=2))
+def test_the_median_of_the_others_is_that_of_the_others(seconds: list[float]) -> None:
+    for index, own_s in enumerate(seconds):
+        others = seconds[:index] + seconds[index + 1 :]
+        assert median_without(sorted(seconds), own_s) == median(others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taskd.core import events
+from taskd.manager.sessions import Session
 from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, types
 
@@ -141,13 +142,17 @@ def test_an_order_that_does_not_get_through_makes_the_agent_register_again(
     assert agent.heard()[0].known
 
 
-def test_a_broken_connection_makes_every_agent_register_again(service, agent, monkeypatch) -> None:
-    monkeypatch.setattr(service._link, "take_disconnects", lambda: 1)
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_broken_connection_makes_its_agent_register_again(
+    service, agent, monkeypatch, is_own
+) -> None:
+    broken = {agent.dealer._identity if is_own else b"another"}
+    monkeypatch.setattr(service._link, "take_disconnected", lambda: broken)
     service.turn()
     agent.say(messages.Heartbeat())
     monkeypatch.undo()
     service.turn()
-    assert not agent.heard()[0].known
+    assert agent.heard()[0].known is not is_own
 
 
 def test_a_worker_without_agent_is_known_and_the_newest_one_counts(service, network) -> None:
@@ -198,3 +203,30 @@ def test_a_manager_that_was_joined_waits_for_ever(service, network, clock) -> No
         clock.advance(3600.0)
         service.turn()
     assert service.result is None
+
+
+def test_what_all_are_told_is_encoded_once(service, network, agent, monkeypatch) -> None:
+    sent = []
+    monkeypatch.setattr(service._link, "send", lambda peer, data: not sent.append((peer, data)))
+    for name in (b"a", b"b"):
+        service._sessions.agents[len(service._sessions.agents)] = Session(name, "a", 1, frozenset())
+    service._executor.feed(events.WorkerLost(0.0, "test", *lost(0)))
+    assert [peer for peer, _ in sent] == [agent.dealer._identity, b"a", b"b"]
+    assert len({id(data) for _, data in sent}) == 1
+
+
+def test_of_thousands_not_each_heartbeat_is_answered(service, agent, clock) -> None:
+    sessions = service._sessions.agents
+    for node_rank in range(1, 300):
+        sessions[node_rank] = Session(b"%d" % node_rank, "a", 1, frozenset())
+    answers = []
+    for _ in range(10):
+        agent.say(messages.Heartbeat())
+        service.turn()
+        answers.append(len(agent.heard()))
+        clock.advance(1.0)
+    assert answers == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]  # the agent waits for 10 s
+    sessions[0].is_doubtful = True
+    agent.say(messages.Heartbeat())
+    service.turn()
+    assert not agent.heard()[0].known
