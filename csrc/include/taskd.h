@@ -35,7 +35,7 @@ extern "C" {
 #define TASKD_API __attribute__((visibility("default")))
 
 /* Raised when a function below changes or the layout does; Python refuses any other number. */
-#define TASKD_ABI_VERSION 2
+#define TASKD_ABI_VERSION 3
 
 /* ---- Layout of a black box ------------------------------------------------------------------ */
 
@@ -271,8 +271,14 @@ TASKD_API int taskd_names_numeric(const char *library);
  * stacks when `stacks_signal` (a real-time signal; 0: none) arrives. Chains to the handlers that
  * were there. Call it in the main thread, which gets an alternate stack and so can tell of its
  * overflow. Exits are seen only if the library is preloaded. Once per process; -EBUSY. See
- * last_words.c. */
+ * last_words.c. Returns the descriptor of the text, which is the library's own. */
 TASKD_API int taskd_last_words_start(int box_fd, int stacks_signal);
+
+/* After taskd_last_words_start(): how the Python stacks are written. What handles these two signals
+ * now is kept, to be called with their numbers, and the signals are left to whoever wants them.
+ * faulthandler.register() has made them handlers that write to the descriptor of the text: the
+ * first the stacks of all threads, the second that of the calling thread. -EINVAL: no handler. */
+TASKD_API int taskd_last_words_python(int all_threads_signal, int one_thread_signal);
 
 /* Copies `count` bytes between areas that do not overlap, and returns their checksum, in one pass
  * at about the speed of memcpy. Any alignment, any count. The checksum depends on the order of the

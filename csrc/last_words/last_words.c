@@ -292,21 +292,21 @@ static int install_handlers(void)
 
 static int arm(struct taskd_box_header *header, int box_fd, int signal_for_stacks)
 {
-    int result = taskd_prepare_stacks(box_fd);
-    if (result != 0)
-        return result;
+    int text_fd = taskd_prepare_stacks(box_fd);
+    if (text_fd < 0)
+        return text_fd;
     words = &header->last_words;
     stacks_signal = signal_for_stacks;
     give_alternate_stack();
     taskd_observe_exits(before_exit);
-    result = install_handlers();
+    int result = install_handlers();
     if (result != 0) {
         taskd_close_stacks();
         return result;
     }
     atomic_store(&armed_pid, process_id());
     atomic_store(TASKD_ATOMIC(words->stacks_signal), signal_for_stacks);
-    return 0;
+    return text_fd;
 }
 
 int taskd_last_words_start(int box_fd, int signal_for_stacks)
@@ -320,8 +320,8 @@ int taskd_last_words_start(int box_fd, int signal_for_stacks)
     struct taskd_box_header *header = taskd_map_header(box_fd, &result);
     if (header != NULL) {
         result = arm(header, box_fd, signal_for_stacks);
-        if (result == 0)
-            return 0;
+        if (result >= 0)
+            return result;
         taskd_unmap_header(header);
     }
     atomic_store(&is_started, 0);

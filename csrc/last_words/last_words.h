@@ -27,7 +27,7 @@ static inline pid_t taskd_thread_id(void)
 /* ---- stacks.c ------------------------------------------------------------------------------- */
 
 /* Before anything is armed: opens the place for the text, loads the unwinder, looks up functions of
- * the interpreter. 0 or -errno. */
+ * the interpreter. The descriptor of that place, or -errno. */
 int taskd_prepare_stacks(int box_fd);
 void taskd_close_stacks(void);
 

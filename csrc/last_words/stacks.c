@@ -7,9 +7,10 @@
  * at most its limit.
  *
  * Called besides system calls: backtrace() and backtrace_symbols_fd(), loaded and used once at the
- * start so that they allocate nothing later; _Py_DumpTracebackThreads() and _Py_DumpTraceback(),
- * made for that purpose by faulthandler; __cxa_current_exception_type(), which reads thread-local
- * storage.
+ * start so that they allocate nothing later; handlers of faulthandler, which are made for that
+ * purpose (what they call is not exported by every CPython); __cxa_current_exception_type(), which
+ * reads thread-local storage. faulthandler writes one thing at a time: if its stage is left midway,
+ * no handler of it writes anything from then on.
  */
 #define _GNU_SOURCE /* REG_RIP, RTLD_DEFAULT, SIGEV_THREAD_ID */
 #include "../descriptor.h"
@@ -50,10 +51,13 @@ static bool is_text_open;
 /* Of the interpreter and of the C++ library, if they are there. */
 static int (*python_is_initialized)(void);
 static int (*python_is_finalizing)(void);
-static void *(*python_thread_state)(void);
-static const char *(*python_dump_threads)(int fd, void *interpreter, void *current);
-static void (*python_dump)(int fd, void *thread);
 static void *(*exception_type)(void);
+
+/* Handlers of signals, called without a signal. `handle` is set last. */
+static struct python_writer {
+    int number;
+    void (*_Atomic handle)(int number);
+} all_threads, one_thread;
 
 /* Where the size of files is limited (ulimit -f), a write behind the limit would end the process by
  * SIGXFSZ. */
@@ -120,19 +124,17 @@ static void attempt(void (*stage)(const struct taskd_subject *),
 
 static void write_python_stacks(const struct taskd_subject *subject)
 {
-    if (!is_text_open || python_is_initialized == NULL || python_thread_state == NULL ||
-        !python_is_initialized())
+    if (!is_text_open || python_is_initialized == NULL || !python_is_initialized())
         return;
-    void *state = python_thread_state();
-    if (!subject->is_exit && python_dump_threads != NULL) {
-        say("[python]\n");
-        python_dump_threads(text.fd, NULL, state);
-    } else if (python_dump != NULL && state != NULL &&
-               (python_is_finalizing == NULL || !python_is_finalizing())) {
-        /* Of interest is who ended the process, whose own stack does not change meanwhile. */
-        say("[python]\n");
-        python_dump(text.fd, state);
-    }
+    if (subject->is_exit && python_is_finalizing != NULL && python_is_finalizing())
+        return;
+    /* Of an exit it is of interest who called it: that stack does not change meanwhile. */
+    struct python_writer *writer = subject->is_exit ? &one_thread : &all_threads;
+    void (*handle)(int) = atomic_load(&writer->handle);
+    if (handle == NULL)
+        return;
+    say("[python]\n");
+    handle(writer->number);
 }
 
 /* Where the program goes back to if it has just been called. May crash. */
@@ -273,18 +275,35 @@ static void find_helpers(void)
     *(void **)&python_is_finalizing = dlsym(RTLD_DEFAULT, "_Py_IsFinalizing");
     if (python_is_finalizing == NULL)
         *(void **)&python_is_finalizing = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
-    *(void **)&python_thread_state = dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
-    *(void **)&python_dump_threads = dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads");
-    *(void **)&python_dump = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
     find_exception_type();
 }
 
 int taskd_prepare_stacks(int box_fd)
 {
     int result = open_text(box_fd);
-    if (result == 0)
-        find_helpers();
-    return result;
+    if (result != 0)
+        return result;
+    find_helpers();
+    return text.fd;
+}
+
+static int take_handler(struct python_writer *writer, int number)
+{
+    const struct sigaction none = {.sa_handler = SIG_DFL};
+    struct sigaction found;
+    if (sigaction(number, &none, &found) != 0)
+        return -errno;
+    if (found.sa_handler == SIG_DFL || found.sa_handler == SIG_IGN)
+        return -EINVAL;
+    writer->number = number;
+    atomic_store(&writer->handle, found.sa_handler);
+    return 0;
+}
+
+int taskd_last_words_python(int all_threads_signal, int one_thread_signal)
+{
+    int result = take_handler(&all_threads, all_threads_signal);
+    return result == 0 ? take_handler(&one_thread, one_thread_signal) : result;
 }
 
 void taskd_close_stacks(void)

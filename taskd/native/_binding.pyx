@@ -92,6 +92,14 @@ def last_words_start(int box_fd, int stacks_signal):
     with nogil:
         result = c.taskd_last_words_start(box_fd, stacks_signal)
     _check("taskd_last_words_start", result)
+    return result
+
+
+def last_words_python(int all_threads_signal, int one_thread_signal):
+    _check(
+        "taskd_last_words_python",
+        c.taskd_last_words_python(all_threads_signal, one_thread_signal),
+    )
 
 
 def collectives_start(int box_fd):

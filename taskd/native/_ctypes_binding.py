@@ -12,7 +12,7 @@ from typing import Any
 from taskd.errors import NativeLibraryError
 from taskd.native.library import LIBRARY_PATH
 
-BUILT_FOR_ABI = 2  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
+BUILT_FOR_ABI = 3  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
 
 _INT, _LONG, _WORD = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _TEXT, _ADDRESS, _SIZE = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
@@ -33,15 +33,16 @@ def _function(name: str, *types: Any, returns: Any = _INT) -> Any:
     return function
 
 
-def _checked(name: str, *types: Any) -> Callable[..., None]:
-    """One that returns 0 or a negative errno, which the result raises as NativeLibraryError."""
+def _checked(name: str, *types: Any) -> Callable[..., int]:
+    """One that may return a negative errno, which the result raises as NativeLibraryError."""
     function = _function(name, *types)
 
-    def call(*arguments: int | str) -> None:
+    def call(*arguments: int | str) -> int:
         result = function(*(word.encode() if isinstance(word, str) else word for word in arguments))
         if result < 0:
             why = f"{os.strerror(-result)} (errno {-result})"
             raise NativeLibraryError(f"taskd_{name} failed: {why}")
+        return int(result)
 
     return call
 
@@ -53,6 +54,7 @@ unwatch = _checked("unwatch", _INT)
 prefer_soon = _checked("prefer_soon")
 waits_hook = _checked("waits_hook", _TEXT)
 last_words_start = _checked("last_words_start", _INT, _INT)
+last_words_python = _checked("last_words_python", _INT, _INT)
 collectives_start = _checked("collectives_start", _INT)
 collectives_reset = _checked("collectives_reset")
 collectives_see = _checked("collectives_see", _WORD, _TEXT, _LONG, _LONG)

@@ -15,6 +15,7 @@ cdef extern from "taskd.h" nogil:
     int taskd_waits_forgive(const int32_t *tids, int count) noexcept
     int taskd_is_preloaded() noexcept
     int taskd_last_words_start(int box_fd, int stacks_signal) noexcept
+    int taskd_last_words_python(int all_threads_signal, int one_thread_signal) noexcept
     int taskd_collectives_start(int box_fd) noexcept
     int taskd_collectives_reset() noexcept
     int taskd_collectives_see(uint64_t id, const char *name, int64_t entered, int64_t left) noexcept

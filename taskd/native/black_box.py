@@ -374,8 +374,9 @@ class BlackBox(Payloads):
         os.close(fd)
 
     def __del__(self) -> None:
-        # the constructor failed: the descriptor is still the caller's
-        with suppress(AttributeError):
+        # the constructor failed: the descriptor is still the caller's; or the interpreter ends, and
+        # functions of modules are None
+        with suppress(AttributeError, TypeError):
             self.close()
 
     def _disarm(self) -> None:

@@ -157,11 +157,31 @@ def start(box: BlackBox) -> bool:
         return False
     _reserve_stack_of_faulthandler()
     try:
-        binding.last_words_start(box.fd, _free_signal())
+        text = binding.last_words_start(box.fd, _free_signal())
     except NativeLibraryError as error:
         log.warning("crashes of this process will leave no stacks: %s", error)
         return False
+    try:
+        _lend_faulthandler(binding, text)
+    except (NativeLibraryError, OSError, RuntimeError) as error:
+        log.warning("crashes of this process will leave no Python stacks: %s", error)
     return True
+
+
+def _lend_faulthandler(binding: library.Binding, text: int) -> None:
+    """Let libtaskd write Python stacks to the descriptor `text`.
+
+    Not every CPython exports the functions for that; faulthandler makes them handlers of signals.
+    The signals are free again when this returns.
+    """
+    numbers = []
+    for all_threads in (True, False):
+        number = _free_signal()
+        if number == 0:
+            raise NativeLibraryError("all real-time signals are in use")
+        faulthandler.register(number, file=text, all_threads=all_threads, chain=False)
+        numbers.append(number)
+    binding.last_words_python(*numbers)
 
 
 def _reserve_stack_of_faulthandler() -> None:

@@ -43,7 +43,8 @@ class Binding(Protocol):
     def waits_expire(self, tids: list[int]) -> int: ...  # noqa: D102
     def waits_forgive(self, tids: list[int]) -> None: ...  # noqa: D102
     def is_preloaded(self) -> bool: ...  # noqa: D102
-    def last_words_start(self, box_fd: int, stacks_signal: int) -> None: ...  # noqa: D102
+    def last_words_start(self, box_fd: int, stacks_signal: int) -> int: ...  # noqa: D102
+    def last_words_python(self, all_threads_signal: int, one_thread_signal: int) -> None: ...  # noqa: D102
     def collectives_start(self, box_fd: int) -> None: ...  # noqa: D102
     def collectives_reset(self) -> None: ...  # noqa: D102
     def collectives_see(self, communicator: int, name: str, entered: int, left: int) -> None: ...  # noqa: D102

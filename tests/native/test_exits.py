@@ -33,7 +33,7 @@ def test_an_exit_tells_who_called_it_if_we_are_preloaded(box, crashes, how):
         f"import atexit\natexit.register(say, 'atexit')\ndef innermost():\n    {how}\ninnermost()\n"
     )
     without = run(body, box, crashes)
-    assert without.returncode == 3
+    assert (without.returncode, without.stderr) == (3, "")
     assert last_words.read(box) is None
     done = run(body, box, crashes, preload=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, without.stdout, without.stderr)

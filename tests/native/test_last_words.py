@@ -446,6 +446,30 @@ def test_it_starts_once(box, crashes):
     assert "will leave no stacks" in done.stderr
 
 
+def test_the_signals_by_which_faulthandler_is_found_are_free_again(box, crashes):
+    body = """
+before = last_words._signals('self', b'SigCgt')
+assert last_words.start(box)
+say(*(last_words._signals('self', b'SigCgt') - before))
+"""
+    taken = {int(number) for number in run(body, box, crashes).stdout.split()}
+    number = last_words._word(box, layout.WORDS_OFFSET_STACKS_SIGNAL)
+    assert {one for one in taken if one > signal.SIGRTMIN} == {number}
+
+
+def test_where_all_real_time_signals_are_in_use_a_crash_leaves_its_native_stack(box, crashes):
+    body = (
+        "for number in range(signal.SIGRTMIN, signal.SIGRTMIN + 9):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+    )
+    done = run(body + START + "crashes.crash_null()\n", box, crashes)
+    assert done.returncode == -signal.SIGSEGV
+    assert "no Python stacks: all real-time signals are in use" in done.stderr
+    words = words_of(box)
+    assert words.python == ""
+    assert "crash_null" in words.native
+
+
 def test_what_is_no_box_is_refused_and_nothing_is_installed(box, crashes):
     body = """
 from taskd.native import library

@@ -87,9 +87,10 @@ def looked_at(program: Program, wanted: str, deadline_s: float = 20.0) -> Mark:
     raise AssertionError(f"never {wanted}: {seen}")
 
 
-def test_a_process_that_sleeps(start) -> None:
+@pytest.mark.parametrize("how", ["time.sleep(1000)", "select.select([], [], [], 1000)"])
+def test_a_process_that_sleeps(start, how) -> None:
     mark = looked_at(
-        start("import time; print('ready', flush=True); time.sleep(1000)"), Activity.ASLEEP
+        start(f"import select, time; print('ready', flush=True); {how}"), Activity.ASLEEP
     )
     assert (mark.rank, mark.incarnation, mark.phase) == (3, 0, "forward")
     assert mark.still_s > 0.7

@@ -18,6 +18,10 @@ _INNER_CALLS = {
     "x86_64": frozenset({35, 230, 202, 34, 128, 130}),
     "aarch64": frozenset({101, 115, 98, 137, 133}),
 }.get(platform.machine())
+# select and pselect6: of no descriptors they wait for time (time.sleep() before Python 3.11).
+_SELECT_CALLS = {"x86_64": frozenset({23, 270}), "aarch64": frozenset({72})}.get(
+    platform.machine(), frozenset()
+)
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,12 @@ def waits_outside(pid: int) -> bool:
     """
     try:
         with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            call = file.read().split()[0]
-    except (OSError, LookupError):  # not ours to see
+            call, first, *_ = file.read().split()
+    except (OSError, ValueError):  # not ours to see; it runs
         return False
-    return _INNER_CALLS is not None and call.isdecimal() and int(call) not in _INNER_CALLS
+    if _INNER_CALLS is None or not call.isdecimal() or int(call) in _INNER_CALLS:
+        return False
+    return int(call) not in _SELECT_CALLS or int(first, 16) != 0
 
 
 def activity_of(now: float, pid: int, processes: Processes) -> Activity:

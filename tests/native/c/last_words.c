@@ -86,7 +86,7 @@ static void test_an_ending(const struct ending *ending)
                                             program without tools */
             signal(((int[]){SIGSEGV, SIGABRT, SIGFPE})[i], SIG_DFL);
         }
-        CHECK(taskd_last_words_start(box, stacks_signal) == 0);
+        CHECK(taskd_last_words_start(box, stacks_signal) > STDERR_FILENO);
         CHECK(taskd_last_words_start(box, stacks_signal) == -EBUSY);
         ending->end();
         for (;;)
@@ -184,7 +184,8 @@ static void test_a_process_that_goes_on(void)
         CHECK(taskd_last_words_start(box, SIGRTMAX + 1) == -EINVAL);
         CHECK(taskd_last_words_start(box, SIGUSR1) == -EINVAL);
         CHECK(taskd_last_words_start(-1, stacks_signal) == -EBADF);
-        CHECK(taskd_last_words_start(box, stacks_signal) == 0);
+        CHECK(taskd_last_words_start(box, stacks_signal) > STDERR_FILENO);
+        CHECK(taskd_last_words_python(stacks_signal + 1, stacks_signal + 2) == -EINVAL);
         CHECK(see_box(box)->last_words.stacks_signal == stacks_signal);
         ask_for_stacks(box, 0);
         ask_for_stacks(box, 1);
