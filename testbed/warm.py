@@ -30,7 +30,7 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from taskd.agent.spawning import warmth
+from taskd.agent.spawning import libraries, warmth
 from testbed.proc import MARK_ENV, stat_of
 
 MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
@@ -197,6 +197,7 @@ def _become(request: dict) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["env"])
     _write_mark(request["env"].get(MARK_ENV, "none"))
+    libraries.free_what_is_counted()
     arguments = request["arguments"]
     sys.orig_argv[:] = [sys.executable, "-u", *arguments]
     if arguments[0] == "-m":
@@ -223,8 +224,6 @@ def _write_mark(mark: str) -> None:
 
 
 def _main() -> None:
-    from taskd.agent.spawning import libraries
-
     for name in (*libraries.PRELOAD, *_PRELOAD):
         importlib.import_module(name)
     libraries.warm_optimizers()
