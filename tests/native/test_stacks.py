@@ -40,7 +40,7 @@ def take(process, box, timeout_s=programs.DEADLINE_S) -> last_words.LastWords:
 WHEREABOUTS = {
     "a C loop with the interpreter lock": ("held.loop_for_ever()", "loop_for_ever"),
     "a C loop without it": ("crashes.loop_for_ever()", "loop_for_ever"),
-    "a sleep": ("time.sleep(600)", "nanosleep"),
+    "a sleep": ("time.sleep(600)", "nanosleep" if sys.version_info >= (3, 11) else "select"),
     "a lock": ("(lock := threading.Lock()).acquire() and lock.acquire()", "PyThread_acquire_lock"),
     "a Python loop": ("\n    while True: pass", ""),
     "a read": ("sys.stdin.read()", "read"),
