@@ -393,9 +393,11 @@ def test_a_library_that_is_not_there_is_one_warning(fresh_load, monkeypatch, cap
 
 @needs_library
 def test_a_library_of_another_version_is_one_warning(fresh_load, monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["taskd.native._binding"], "BUILT_FOR_ABI", 99)
+    binding = sys.modules["taskd.native._binding"]
+    built_for = binding.BUILT_FOR_ABI
+    monkeypatch.setattr(binding, "BUILT_FOR_ABI", 99)
     assert library.load() is None
-    assert f"ABI version {binding.BUILT_FOR_ABI}, 99 is needed" in caplog.text
+    assert f"ABI version {built_for}, 99 is needed" in caplog.text
 
 
 def test_importing_the_native_side_loads_neither_torch_nor_zmq():
