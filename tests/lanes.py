@@ -30,6 +30,7 @@ _GROUPS_BY_FILE = {
 }
 
 _RECOVERY = "tests/process/test_recovery.py::"
+_UNMODIFIED = "tests/process/test_unmodified.py::"
 _SHARDED = "tests/process/test_sharded.py::"
 _FSDP1 = "tests/process/test_fsdp1.py::"
 _DUMP = "tests/process/test_dump.py::"
@@ -93,8 +94,8 @@ EXTENDED: tuple[tuple[str, str], ...] = (
     ),
     (_RECOVERY + "test_nothing_is_left_when_torchrun_is_ended[[]2]", "SIGTERM and SIGKILL"),
     (_RECOVERY + "test_two_agents_on_one_machine[[]3]", "[0]"),
-    (_RECOVERY + "test_an_unmodified_script_is_restarted_warm[[][cs]t*", "[c10d]"),
-    (_RECOVERY + "test_an_unmodified_script_is_restarted_warm[[]standalone]", "[c10d]"),
+    (_UNMODIFIED + "test_an_unmodified_script_is_restarted_warm[[][cs]t*", "[c10d]"),
+    (_UNMODIFIED + "test_an_unmodified_script_is_restarted_warm[[]standalone]", "[c10d]"),
     (
         _SHARDED + "test_a_shard_comes_from_its_replica[[]hsdp-step]",
         "[hsdp-forward], [hsdp-before-vote]",

@@ -44,7 +44,7 @@ LANE = {
     "dump and resume": (f"{_DUMP}[1@5:forward:kill-5-rank 1 ended with SIGKILL]",),
     "hang": (f"{_HANG}[forward-spin-with the interpreter lock held]",),
     "unmodified script": (
-        f"{_PROCESS}recovery.py::test_an_unmodified_script_is_restarted_warm[c10d]",
+        f"{_PROCESS}unmodified.py::test_an_unmodified_script_is_restarted_warm[c10d]",
     ),
 }
 

@@ -135,6 +135,18 @@ def settled(job: harness.Job, agent: harness.Output) -> tuple[int, set[int]]:
     return pid, standbys
 
 
+def after_a_kill(job: harness.Job, agent: harness.Output) -> tuple[list[dict], str]:
+    """Rank 1 is killed, and all goes well: what the processes tell, the first two first; output."""
+    kill_rank(job, 1)
+    facts = await_facts(job, "imported", 4)
+    return facts, end_well(job, agent)
+
+
+def preloaded_in(fact: dict) -> set[str]:
+    """The modules that this process found imported by the preloaded one."""
+    return {name for name, who in fact["who"].items() if who == PRELOADED}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path
@@ -181,10 +193,7 @@ def test_replacements_start_with_the_modules_of_the_first_worker_and_the_same_re
     for fact in facts[:2]:
         assert set(fact["who"].values()).isdisjoint({PRELOADED, FORKSERVER})
     for fact in facts[2:]:
-        assert {name for name, who in fact["who"].items() if who == PRELOADED} == {
-            "good",
-            "good_too",
-        }
+        assert preloaded_in(fact) == {"good", "good_too"}
 
 
 def test_what_must_not_be_preloaded_is_left_out_with_the_reason_in_the_log(
@@ -193,15 +202,13 @@ def test_what_must_not_be_preloaded_is_left_out_with_the_reason_in_the_log(
     with harness.job(tmp_path) as job:
         agent = started(job, library, GOOD[0], *ODD, "odd_package.part", *GOOD[1:])
         agent.wait_text("are preloaded", DEADLINE_S)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        output = end_well(job, agent)
+        facts, output = after_a_kill(job, agent)
     for name, (_, reason) in ODD.items():
         assert f"{name} {reason}" in output
     assert "odd_package reads RANK" in output
     assert "odd_package.part" not in output  # its package is imported first
     for fact in facts[2:]:
-        assert {name for name, who in fact["who"].items() if who == PRELOADED} == set(GOOD)
+        assert preloaded_in(fact) == set(GOOD)
 
 
 def test_a_rank_in_the_environment_of_torchrun_itself_hides_nobody_who_reads_his(
@@ -222,12 +229,10 @@ def test_an_import_that_crashes_or_hangs_costs_the_warm_start_of_what_follows_al
     with harness.job(tmp_path) as job:
         agent = started(job, library, "good", name, "good_too")
         agent.wait_text("are preloaded", DEADLINE_S)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        output = end_well(job, agent)
+        facts, output = after_a_kill(job, agent)
     assert f"{name} {BROKEN[name][1]}" in output
     for fact in facts[2:]:
-        assert {name for name, who in fact["who"].items() if who == PRELOADED} == {"good"}
+        assert preloaded_in(fact) == {"good"}
 
 
 def test_nothing_is_preloaded_behind_what_changes_torch_and_is_left_out(
@@ -240,12 +245,10 @@ def test_nothing_is_preloaded_behind_what_changes_torch_and_is_left_out(
     with harness.job(tmp_path) as job:
         agent = started(job, library, "good", "changes_torch", "good_too")
         agent.wait_text("are preloaded", DEADLINE_S)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        output = end_well(job, agent)
+        facts, output = after_a_kill(job, agent)
     assert "changes_torch reads RANK and changes torch" in output
     for fact in facts[2:]:
-        assert {name for name, who in fact["who"].items() if who == PRELOADED} == {"good"}
+        assert preloaded_in(fact) == {"good"}
 
 
 def test_replacements_were_forked_beforehand_and_others_are_for_the_next_fault(
@@ -272,11 +275,9 @@ def test_a_process_that_was_forked_beforehand_may_be_killed(
         _, standbys = settled(job, agent)
         for pid in standbys:
             os.kill(pid, signal.SIGKILL)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        end_well(job, agent)
+        facts, _ = after_a_kill(job, agent)
     for fact in facts[2:]:
-        assert {name for name, who in fact["who"].items() if who == PRELOADED} == set(GOOD)
+        assert preloaded_in(fact) == set(GOOD)
 
 
 def test_a_preloaded_process_that_dies_costs_the_warm_start_alone(
@@ -287,9 +288,7 @@ def test_a_preloaded_process_that_dies_costs_the_warm_start_alone(
         pid, _ = settled(job, agent)
         os.kill(pid, signal.SIGKILL)
         agent.wait_text("the preloaded process has ended (SIGKILL)", DEADLINE_S)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        end_well(job, agent)
+        facts, _ = after_a_kill(job, agent)
     assert not any(PRELOADED in fact["who"].values() for fact in facts)
 
 
@@ -300,9 +299,8 @@ def test_a_preloaded_process_that_hangs_is_not_waited_for(
         agent = started(job, library, *GOOD)
         pid, _ = settled(job, agent)
         os.kill(pid, signal.SIGSTOP)
-        kill_rank(job, 1)
-        facts = await_facts(job, "imported", 4)
-        assert "the preloaded process has not answered for 3 s" in end_well(job, agent)
+        facts, output = after_a_kill(job, agent)
+    assert "the preloaded process has not answered for 3 s" in output
     assert not any(PRELOADED in fact["who"].values() for fact in facts)
 
 

@@ -63,6 +63,7 @@ _TRIAL_NICENESS = 10
 # as long as it has worked. (A niceness would go on to the workers, which may not lower it.)
 _REST = 3.0
 _RECOVERY_S = 1.0  # after a worker was needed: until the next one is forked beforehand
+_AGAIN_S = 600.0  # after none could be
 _ANSWER_S = 3.0  # a fork takes milliseconds; then the forkserver does it itself
 _PIPE_BYTES = 1 << 20  # what an unprivileged process may ask for; a report has some 30 KB
 _LENGTH = struct.Struct(">I")
@@ -330,9 +331,7 @@ class _Process:
         while True:
             wait_s = None if self._standbys.is_full else rest_s
             if not select.select([self._wire], [], [], wait_s)[0]:
-                began = self._clock.now()
-                self._standbys.add()
-                rest_s = _REST * (self._clock.now() - began)
+                rest_s = self._fork_beforehand()
                 continue
             messages = self._wire.receive(wait=True)
             if messages is None:
@@ -340,6 +339,18 @@ class _Process:
             for message, descriptors in messages:
                 self._answer(request_from(message, descriptors))
             rest_s = _RECOVERY_S
+
+    def _fork_beforehand(self) -> float:
+        """One more. Returns after how many seconds the next one may be."""
+        began = self._clock.now()
+        try:
+            self._standbys.add()
+        except (
+            OSError
+        ) as error:  # no process, no descriptor, no memory: they are forked when needed
+            self._say(Note(f"no process can be forked beforehand: {error}"))
+            return _AGAIN_S
+        return _REST * (self._clock.now() - began)
 
     def _answer(self, request: SpawnRequest) -> None:
         gate = request.fds.pop("gate")

@@ -99,7 +99,11 @@ def fork_for_parent(become: Callable[[], NoReturn]) -> int:
 
 def _fork_twice(become: Callable[[], NoReturn]) -> int:
     reader, writer = os.pipe()
-    middle = os.fork()
+    try:
+        middle = os.fork()
+    except OSError:
+        processes.close_all((reader, writer))
+        raise
     if middle == 0:
         try:
             pid = os.fork()
