@@ -5,6 +5,7 @@ It is stopped, killed, again and again.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import select
@@ -126,6 +127,8 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """No file can be opened, and no descriptor be received."""
+    gc.collect()  # what other tests have left must not be closed meanwhile
+    gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     holes = []
     with open("/dev/null", "rb") as null:
@@ -139,6 +142,7 @@ def no_descriptors() -> Iterator[None]:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            gc.enable()
             for number in holes:
                 os.close(number)
 
