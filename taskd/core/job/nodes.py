@@ -79,7 +79,7 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         # without this one, and cannot follow it while they listen to the manager.
         return end(job, succeeded=True, reason=gone, left_alone=True)
     members = membership.on_node(node_rank)
-    if outcome != "succeeded" or any(_is_to_come(job, member) for member in members):
+    if outcome != "succeeded" or any(_is_needed(job, member) for member in members):
         for member in members:
             member.lose()
             job.awaited.discard(member.rank)
@@ -209,11 +209,15 @@ def _repeat_order(job: JobState) -> Commands:
     return [] if job.last_order is None else [job.last_order]
 
 
-def _is_to_come(job: JobState, member: Member) -> bool:
-    """Whether a new life of it was ordered that nobody has heard of yet."""
-    if job.phase is JobPhase.RESTARTING and member.state is WorkerState.STARTING:
-        return True
-    return member.is_live and member.replaced
+def _is_needed(job: JobState, member: Member) -> bool:
+    """Whether the others cannot go on without it: in a recovery all ranks meet again.
+
+    A node that could not reach the manager releases its ranks when their functions have returned,
+    and does not hear that they were wanted back.
+    """
+    if job.phase is JobPhase.PAUSING:
+        return member.entered or member.replaced
+    return job.phase is JobPhase.RESTARTING and member.state is WorkerState.STARTING
 
 
 # ---------------------------------------------------------------------- peer nodes

@@ -158,10 +158,7 @@ class TestAgents:
 
 
 class TestANodeThatLeavesWhileItIsNeeded:
-    """Its only rank ended well, before it came to its function.
-
-    That it is wanted back crosses its goodbye.
-    """
+    """Its only rank ended well. That it is wanted back crosses its goodbye."""
 
     def test_its_new_life_will_never_come(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
@@ -177,5 +174,13 @@ class TestANodeThatLeavesWhileItIsNeeded:
     def test_nor_will_the_one_of_a_restarted_group(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined(declared=False)
         assert kinds(job.lose(0, FaultKind.EXITED, "exit 3")) == ["RestartGroup"]
+        give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
+        assert give_up.reason == "rank 0 ended with exit 3 at step 5, and node 1 has already left"
+
+    def test_nor_one_that_released_its_ranks_while_the_manager_was_away(self, manager) -> None:
+        """The others would meet at `init_process_group` for a rank that is gone (history 457 of
+        seed 1316501653)."""
+        job = manager(nodes=2, per_node=1).joined()
+        assert kinds(job.lose(0, FaultKind.EXITED, "exit 3")) == ["Interrupt", "ReplaceWorker"]
         give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
         assert give_up.reason == "rank 0 ended with exit 3 at step 5, and node 1 has already left"
