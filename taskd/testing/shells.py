@@ -306,7 +306,9 @@ class SimulatedAgent:
             if worker is not None and (command.signal_number == SIGKILL or not worker.is_frozen):
                 worker.die(-command.signal_number)
         elif isinstance(command, do.TellWorker):
-            self._processes[command.rank, command.incarnation].obey(command.command)
+            worker = self._processes.get((command.rank, command.incarnation))
+            if worker is not None:  # else its start has failed, which the machine hears next
+                worker.obey(command.command)
         elif isinstance(command, do.TellManager):
             self._send(command.event)
         elif isinstance(command, do.FinishRun | do.FallBack):
