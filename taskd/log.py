@@ -14,6 +14,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from taskd import files
+
 if TYPE_CHECKING:
     import pathlib
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 20 * 1024 * 1024
 _BACKUPS = 30
+SHOWN_CHARACTERS = 300  # of one line: Resume of 4,096 ranks would fill a screen
 _DIRECTORY_MODE = 0o750
-_FILE_MODE = 0o640
 _FORMAT = "%(asctime)s %(levelname)s taskd %(identity)s %(message)s"
 
 log = logging.getLogger("taskd")
@@ -68,8 +70,7 @@ class PrivateFile(logging.handlers.RotatingFileHandler):
     """A rotating file of mode 0640 that is no symbolic link."""
 
     def _open(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.fdopen(os.open(self.baseFilename, flags, _FILE_MODE), self.mode, encoding="utf-8")
+        return os.fdopen(files.open_to_append(self.baseFilename), self.mode, encoding="utf-8")
 
 
 class SayOnce:
@@ -85,6 +86,21 @@ class SayOnce:
             return False
         self._said.add(what)
         return True
+
+
+class Allowance:
+    """So many lines within so many seconds, for what a stranger can cause."""
+
+    def __init__(self, lines: int, interval_s: float) -> None:
+        self._lines, self._interval_s = lines, interval_s
+        self._left, self._until = lines, 0.0
+
+    def takes(self, now: float) -> bool:
+        """Whether one more line may be written."""
+        if now >= self._until:
+            self._left, self._until = self._lines, now + self._interval_s
+        self._left -= 1
+        return self._left >= 0
 
 
 def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:

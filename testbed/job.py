@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from testbed.facts import facts_in
 from testbed.proc import MARK_ENV, marked, state_of
@@ -22,6 +22,8 @@ from testbed.processes import ROOT, Finished, Output, environment, free_port, to
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
+
+    from testbed.hosts import Host
 
 SCRIPTS = ROOT / "tests" / "process" / "scripts"  # trainings that are called by their name alone
 
@@ -40,6 +42,7 @@ class Job:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.port = free_port()
         self.master_port = free_port()
+        self.master = "127.0.0.1"
         self.env = environment(
             FACTS=str(self.facts_dir),
             TASKD_PORT=str(self.port),
@@ -51,12 +54,37 @@ class Job:
         self.manager: Output | None = None
         self.agents: list[Output] = []
 
-    def start_manager(self, *arguments: str, prefix: tuple[str, ...] = (), **env: str) -> Output:
-        """`prefix`: of the command, where it is to run elsewhere."""
-        name = f"manager-{time.monotonic_ns()}.out"
-        command = [*prefix, sys.executable, str(ROOT / "manager.py"), *arguments]
-        self.manager = Output(command, self.env | env, self.directory / name, self.directory)
+    def start_manager(self, *arguments: str, host: Host | None = None, **env: str) -> Output:
+        """`host`: where it is to run, and to listen; else on this machine, for itself."""
+        if host is not None:
+            env = {"POD_IP": host.address} | env
+        self.manager = Output(
+            [sys.executable, str(ROOT / "manager.py"), *arguments],
+            self.env | env,
+            self.directory / f"manager-{time.monotonic_ns()}.out",
+            self.directory,
+            host=host,
+        )
         return self.manager
+
+    def start_node(
+        self, script: str, node_rank: int, node_count: int, host: Host, **arguments: Any
+    ) -> Output:
+        """The torchrun of one node on a host of a bed, for the first time or again.
+
+        The ranks meet on the host of the node 0 that was started last. `arguments`: of
+        `start_agent`.
+        """
+        if node_rank == 0:
+            self.master = host.address
+        options = (
+            f"--nnodes={node_count}",
+            f"--node-rank={node_rank}",
+            f"--master-addr={self.master}",
+            f"--master-port={self.master_port}",
+        )
+        arguments = {"nproc": 2, "POD_IP": host.address} | arguments
+        return self.start_agent(script, options=options, host=host, **arguments)
 
     def start_agent(
         self,
@@ -64,14 +92,14 @@ class Job:
         *script_args: str,
         nproc: int = 4,
         options: tuple[str, ...] = (),
-        prefix: tuple[str, ...] = (),
+        host: Host | None = None,
         warm: bool = True,
         module: str = "taskd.run",
         **env: str,
     ) -> Output:
         """A torchrun. `warm`: not an interpreter of its own, but a fork that has imported torch.
 
-        `module`: torch's own is "torch.distributed.run".
+        `host`: where it is to run. `module`: torch's own is "torch.distributed.run".
         """
         rendezvous = ("--standalone", "--rdzv", "--nnodes", "--master")
         if not any(option.startswith(rendezvous) for option in options):
@@ -83,11 +111,12 @@ class Job:
             self.manager.wait_text("listens on", 60)
         command = torchrun(str(SCRIPTS / script), *options, nproc=nproc, module=module)
         agent = Output(
-            [*prefix, *command, *script_args],
+            [*command, *script_args],
             self.env | env,
             self.directory / f"agent{len(self.agents)}.out",
             self.directory,
             warm=warm,
+            host=host,
         )
         self.agents.append(agent)
         return agent

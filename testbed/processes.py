@@ -18,6 +18,7 @@ from taskd.agent.spawning import warmth
 from testbed import warm
 
 if TYPE_CHECKING:
+    from testbed.hosts import Host
     from testbed.warm import WarmProcess
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -95,16 +96,18 @@ class Output:
         cwd: pathlib.Path,
         *,
         warm: bool = False,
+        host: Host | None = None,
     ) -> None:
+        """`host`: where it is to run, if not on this machine itself."""
         self.path = path
         self.process: WarmProcess | subprocess.Popen[bytes]
         if warm and command[0] == sys.executable and WARM.can_start(env):
-            self.process = WARM.start(command[1:], env, path, cwd)
+            self.process = WARM.start(command[1:], env, path, cwd, host)
             self.pidfd = self.process.pidfd
             return
         with path.open("wb") as out:
             self.process = subprocess.Popen(
-                command,
+                command if host is None else [*host.prefix, *command],
                 env=env,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -25,13 +25,17 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if __name__ == "__main__":
     sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from taskd.agent.spawning import libraries, warmth
+from testbed import hosts
 from testbed.proc import MARK_ENV, stat_of
+
+if TYPE_CHECKING:
+    from testbed.hosts import Host
 
 MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
 _PRELOAD = (
@@ -95,7 +99,12 @@ class WarmParent:
         self._lock = threading.Lock()
 
     def start(
-        self, arguments: list[str], env: dict[str, str], out: pathlib.Path, cwd: pathlib.Path
+        self,
+        arguments: list[str],
+        env: dict[str, str],
+        out: pathlib.Path,
+        cwd: pathlib.Path,
+        host: Host | None = None,
     ) -> WarmProcess:
         """Fork a process. `arguments`: of Python, `-m module …` or `script …`."""
         with self._lock:
@@ -104,11 +113,14 @@ class WarmParent:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_START_S)
         connection.connect(self._address)
-        connection.send(
-            json.dumps(
-                {"arguments": arguments, "env": env, "out": str(out), "cwd": str(cwd)}
-            ).encode()
-        )
+        request = {
+            "arguments": arguments,
+            "env": env,
+            "out": str(out),
+            "cwd": str(cwd),
+            "host": None if host is None else [str(host.namespace), str(host.boot_id)],
+        }
+        connection.send(json.dumps(request).encode())
         return WarmProcess(connection)
 
     def can_start(self, env: dict[str, str]) -> bool:
@@ -189,6 +201,8 @@ def _serve(descriptor: int, name: str) -> dict:
 def _become(request: dict) -> NoReturn:
     """Turn this fork into the process that was asked for."""
     os.setsid()
+    if request["host"] is not None:
+        hosts.enter(*request["host"])
     out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)

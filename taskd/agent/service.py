@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 # between two glances at the workers, and between two heartbeats while one makes no progress
 _CLOSE_LOOK_S = 0.25
+_PLACE_LEASES = 4  # for so many leases the place of a lost node is asked for
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -94,7 +95,9 @@ class Service:
             clock,
         )
         self._timeouts = timeouts = _timeouts_of(config)
-        self._machine = _machine_of(host, timeouts, incarnation, generation, restarts_used, config)
+        self._machine = _machine_of(
+            host, timeouts, incarnation, generation, restarts_used, config, clock.now()
+        )
         self._manager = ManagerConnection(
             config.manager_address,
             config.secret,
@@ -321,9 +324,11 @@ class Service:
                 self._manager.address,
                 self._timeouts.manager_silence_s,
             )
+            self._seeks_since = now  # it was there: that nobody answers is said later
             self._feed(event)
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
+            and not self._host.is_substitute
             and not self._manager.session.is_refused
             and now - self._seeks_since > self._timeouts.manager_silence_s
         ):
@@ -452,6 +457,7 @@ def _machine_of(
     generation: int,
     restarts_used: int,
     config: AgentConfig,
+    now: float,
 ) -> NodeMachine:
     return NodeMachine(
         host.node_rank,
@@ -464,6 +470,9 @@ def _machine_of(
         generation=generation,
         restarts_used=restarts_used,
         wait_for_exit=config.wait_for_exit,
+        substitute_until=now + _PLACE_LEASES * timeouts.agent_lease_s
+        if host.is_substitute
+        else None,
         incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
     )
 

@@ -6,6 +6,7 @@ import re
 
 from taskd.config.names import (
     BIND_ADDR_ENV,
+    INSECURE_ENV,
     LOCAL_PROXY_ENV,
     MANAGER_ADDR_ENV,
     POD_IP_ENV,
@@ -70,6 +71,24 @@ def bind_address(environment: Environment = os.environ, otherwise: str = DEFAULT
     host, port = split_address(key, text or otherwise, _manager_port(environment))
     host = {"localhost": DEFAULT_HOST, "*": "0.0.0.0"}.get(host, host)  # noqa: S104
     return join_address(host, port)
+
+
+def refuse_the_internet(environment: Environment, address: str, secret: bytes | None) -> None:
+    """Raise `ConfigError` for a manager that everybody could reach and speak to.
+
+    Not for private addresses (RFC 1918, 4193, 6598): what runs without a secret there goes on.
+    """
+    host = split_address(BIND_ADDR_ENV, address, MANAGER_PORT)[0]
+    is_public = _is_literal(host) and ipaddress.ip_address(host).is_global
+    if not is_public or secret is not None or switch(environment, INSECURE_ENV, default=False):
+        return
+    raise refusal(
+        BIND_ADDR_ENV if environment.get(BIND_ADDR_ENV) else POD_IP_ENV,
+        host,
+        "an address that is not public, as no secret is set. Make one with  python -m taskd.keys "
+        "new  and set TASKD_SECRET_FILE on every node; or, where the network lets nobody else in, "
+        "TASKD_INSECURE=on",
+    )
 
 
 def manager_address(environment: Environment, otherwise: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import stat
 
 from taskd.config.names import (
     FAULT_TIMEOUT_ENV,
@@ -43,11 +44,14 @@ def secret(environment: Environment) -> bytes | None:
         return None
     accepted = f"the path of a readable file with at least {MIN_SECRET_BYTES} bytes"
     try:
-        content = pathlib.Path(path).read_bytes().strip()
+        file = pathlib.Path(path)
+        content, mode = file.read_bytes().strip(), file.stat().st_mode
     except OSError as error:
         raise refusal(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
     if len(content) < MIN_SECRET_BYTES:
         raise refusal(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(content)})")
+    if mode & stat.S_IWOTH:
+        raise refusal(SECRET_FILE_ENV, path, f"{accepted}, which only its owner can write")
     return content
 
 

@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import ClassVar
 
-from taskd.config.addresses import bind_address
+from taskd.config.addresses import bind_address, refuse_the_internet
 from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
 from taskd.config.log import LogConfig
 from taskd.config.names import (
@@ -15,6 +15,7 @@ from taskd.config.names import (
     HANG_FLOOR_ENV,
     JOIN_TIMEOUT_ENV,
     PROCESS_ENABLE_ENV,
+    RESCHEDULE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
 from taskd.config.values import (
@@ -30,6 +31,7 @@ from taskd.config.values import (
 )
 from taskd.core.timeouts import DEFAULT_HANG_CEILING_S, DEFAULT_HANG_FLOOR_S
 
+DEFAULT_RESCHEDULE_S = 270.0  # as MindCluster's wait-reschedule-timeout
 DEFAULT_JOIN_TIMEOUT_S = 1800.0  # large images are pulled meanwhile, by nodes that come late
 
 
@@ -69,6 +71,7 @@ class ManagerConfig:
         "proc_per_node",
         "profiling_switch",
         "recover_strategy",
+        "wait_reschedule_timeout",
         *IGNORED,
     )
 
@@ -86,6 +89,7 @@ class ManagerConfig:
     grace_s: float = DEFAULT_GRACE_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     restarts_after_dump: bool = False
+    reschedule_s: float = 0.0  # a lost node is waited for so many seconds; 0: not at all
 
     @classmethod
     def load(
@@ -100,6 +104,10 @@ class ManagerConfig:
             typed(config, key, str, "a string")
         if not isinstance(config.get("cluster_infos", {}), dict | list):
             raise refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
+        refuse_the_internet(environment, bind_address(environment), secret(environment))
+        names = strategies(
+            environment, typed(config, "recover_strategy", str, "names separated by commas")
+        )
         return cls(
             job_id=typed(config, "job_id", str, "a string") or job_id(environment),
             bind_address=bind_address(environment),
@@ -113,12 +121,17 @@ class ManagerConfig:
             profiling_switch=profiling_switch(
                 environment, typed(config, "profiling_switch", str, "a path")
             ),
-            strategies=strategies(
-                environment,
-                typed(config, "recover_strategy", str, "names separated by commas"),
-            ),
+            strategies=names,
             grace_s=grace(environment),
             join_timeout_s=seconds(environment, JOIN_TIMEOUT_ENV, DEFAULT_JOIN_TIMEOUT_S),
             restarts_after_dump=choice(environment, AFTER_DUMP_ENV, ("end", "restart"), "end")
             == "restart",
+            reschedule_s=_reschedule_s(config, environment, names),
         )
+
+
+def _reschedule_s(config: Settings, environment: Environment, names: tuple[str, ...]) -> float:
+    """For how long a lost node is waited for: what the user says, else only where `recover` is."""
+    given = count(config, "wait_reschedule_timeout")
+    default = DEFAULT_RESCHEDULE_S if "recover" in names else 0.0
+    return seconds(environment, RESCHEDULE_ENV, default if given is None else float(given))

@@ -75,6 +75,11 @@ class AgentRegistered(Event):
     restarts_used: int
     workers: tuple[WorkerReport, ...]
 
+    @property
+    def is_substitute(self) -> bool:
+        """Whether it asks for the place of a node that is gone: it has no workers yet."""
+        return all(report.state == WorkerState.LOST for report in self.workers)
+
 
 @dataclass(frozen=True, slots=True)
 class ManagerBeganAnew(Event):

@@ -72,6 +72,8 @@ class TimedFault:
 def describe(fault: Fault) -> str:
     """The fault as half a sentence."""
     where = "" if fault.version is None else f" at step {fault.version}"
+    if fault.kind is FaultKind.NODE_LOST:
+        return fault.detail
     how = {
         FaultKind.RAISED: "raised",
         FaultKind.COMMUNICATION: "lost its communication:",

@@ -5,11 +5,14 @@ Owns the numbers and the order that must hold between them. Knows no clock and n
 The required order, and why:
 
     communication_grace <= heartbeat < manager_silence < pause = agent_lease < start
+    heartbeat + 2 unacknowledged < agent_lease
 
 - communication_grace <= heartbeat: a victim waits for the real cause no longer than a healthy node
   may stay silent;
 - heartbeat < manager_silence, agent_lease: several heartbeats may be lost before anybody is taken
   for dead;
+- heartbeat + 2 unacknowledged < agent_lease: a network that is away costs a connection, which is
+  made anew before the lease ends;
 - manager_silence < agent_lease: an agent knocks again long before the manager gives its node up;
 - pause <= agent_lease: a rank that does not come is replaced by its agent before that agent can be
   lost through it;
@@ -47,6 +50,8 @@ class Timeouts:
     hang_wait_s: float
     hang_busy_s: float  # ... nor sooner than this while something is going on in it
     hang_ceiling_s: float  # nor later, however long steps and checkpoints were
+    # At the end and with a value, as older recorded stories have none.
+    unacknowledged_s: float = 5.0  # a connection whose other end acknowledges nothing is made anew
 
     @classmethod
     def derive(
@@ -74,6 +79,8 @@ class Timeouts:
         timeouts = cls(
             communication_grace_s=min(t / 30, heartbeat_s),
             heartbeat_s=heartbeat_s,
+            # a round trip over a bad network may take a second
+            unacknowledged_s=max(t / 6, min(1.0, t / 3)),
             manager_silence_s=t / 3,
             pause_s=t,
             agent_lease_s=t,
@@ -103,6 +110,7 @@ class Timeouts:
             < self.manager_silence_s
             < self.agent_lease_s
         )
+        assert self.heartbeat_s + 2 * self.unacknowledged_s < self.agent_lease_s
         assert self.pause_s <= self.agent_lease_s
         assert self.pause_s < self.start_s
         assert self.lease_recheck_s < self.agent_lease_s

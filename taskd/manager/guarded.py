@@ -17,6 +17,7 @@ from taskd.core.job.machine import RecoveryMachine
 from taskd.core.story import describe
 from taskd.core.timeouts import Timeouts
 from taskd.errors import InvalidTransition, RemoteProtocolError
+from taskd.log import SHOWN_CHARACTERS
 
 if TYPE_CHECKING:
     import pathlib
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHOWN_ENTRIES = 20  # of the story, with a bug
-SHOWN_CHARACTERS = 300  # of one line: Resume of 4,096 ranks would fill a screen
 
 
 class GuardedMachine:
@@ -59,6 +59,7 @@ class GuardedMachine:
             config.ranks_per_node,
             config.strategies,
             restarts_after_dump=config.restarts_after_dump,
+            reschedule_s=config.reschedule_s,
         )
         self.incarnation = uuid.uuid4().hex
         self._story = replay.StoryWriter(self.machine)

@@ -13,7 +13,7 @@ from taskd.core import events
 from taskd.core.job.speakers import objection
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
-from taskd.manager.guarded import SHOWN_CHARACTERS
+from taskd.log import SHOWN_CHARACTERS, Allowance
 from taskd.manager.sessions import Session, show_peer
 from taskd.wire import codec, messages, translate
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EACH_IS_ANSWERED = 256  # agents: of more than these not each heartbeat is answered
+_FRAMEWORK_CHARACTERS = 16  # "pt" or "ms"
+# lines for processes without an agent, which anybody may say he is: within so many seconds
+_LINES, _INTERVAL_S = 1000, 3600.0
 _REGISTRATION = messages.MESSAGE_BY_RECORD[events.AgentRegistered]
 
 
@@ -57,6 +60,7 @@ class Inbox:
         self._outbox = outbox
         self._executor = executor
         self._profiling = profiling
+        self._allowance = Allowance(_LINES, _INTERVAL_S)
 
     def take(self, peer: bytes, data: bytes) -> None:
         """Read one message. Raises nothing."""
@@ -65,7 +69,9 @@ class Inbox:
         except RemoteProtocolError as error:
             self._refusals.add(peer, error.reason, str(error))
             if error.type_code is not None:
-                self._outbox.send(peer, messages.Unsupported(error.type_code), "unsupported")
+                is_ours = getattr(error.envelope, "job_id", None) == self._job_id
+                unsupported = messages.Unsupported(error.type_code)
+                self._outbox.send(peer, unsupported, "unsupported", is_of_job=is_ours)
             elif isinstance(error.envelope, codec.Envelope) and error.message_code is not None:
                 self._answer_unread(peer, error.envelope, error.message_code, str(error))
             return
@@ -81,9 +87,12 @@ class Inbox:
 
     def _session_of(self, peer: bytes, envelope: codec.Envelope) -> Session | None:
         """The session of the agent that sent this; None: it is not registered from there."""
-        if envelope.role != "agent" or envelope.job_id != self._job_id:
+        node_rank = envelope.node_rank
+        if envelope.role != "agent" or envelope.job_id != self._job_id or node_rank is None:
             return None
-        return self._sessions.agent(envelope.node_rank, peer, envelope.incarnation)
+        session = self._sessions.agent(node_rank, peer, envelope.incarnation)
+        # One that was taken for lost has to introduce itself again.
+        return session if self._guarded.machine.is_present(node_rank) else None
 
     def _answer_unread(self, peer: bytes, envelope: codec.Envelope, code: int, reason: str) -> None:
         """Answer a message whose envelope alone could be read, if an agent of this job sent it."""
@@ -124,7 +133,8 @@ class Inbox:
             self._outbox.refuse(
                 peer,
                 "foreign",
-                f"this manager serves job {self._job_id}, not {envelope.job_id[:SHOWN_CHARACTERS]}",
+                f"this manager does not serve job {envelope.job_id[:SHOWN_CHARACTERS]}",
+                is_of_job=False,
             )
         elif envelope.role == "agent" and envelope.node_rank is not None:
             self._read_agent(peer, envelope, message, envelope.node_rank)
@@ -139,10 +149,17 @@ class Inbox:
         self, peer: bytes, envelope: codec.Envelope, message: messages.Message, node_rank: int
     ) -> None:
         session = self._session_of(peer, envelope)
+        is_registration = isinstance(message, _REGISTRATION)
         if session is not None and not session.advance(envelope.sequence):
-            log.debug("node %d: message %d again", node_rank, envelope.sequence)
-            return
-        if isinstance(message, _REGISTRATION):
+            if not session.is_ahead(envelope.sequence):
+                log.debug("node %d: message %d again", node_rank, envelope.sequence)
+                return
+            if not is_registration:  # which is the way out of this
+                session.is_doubtful = True
+                raise RemoteProtocolError(
+                    "malformed", f"message {envelope.sequence} comes after {session.sequence}"
+                )
+        if is_registration:
             self._register(peer, envelope, message)
             return
         is_heartbeat = isinstance(message, messages.Heartbeat)
@@ -191,23 +208,35 @@ class Inbox:
         node_rank = event.node_rank
         if (node_rank, event.agent_incarnation) != (envelope.node_rank, envelope.incarnation):
             self._outbox.refuse(peer, "foreign", "a registration for somebody else")
-        refusal = self._sessions.quarantine.refusal(node_rank) or self._guarded.machine.refusal(
-            event
+        if self._guarded.machine.postpones(event):
+            if self._sessions.notes_waiting(node_rank):
+                log.warning(
+                    "node %d: another torchrun asks for this place, whose agent counts as present "
+                    "still. It gets it when that is lost; two torchruns of one index are a mistake",
+                    node_rank,
+                )
+            self._executor.feed(event)
+            return
+        refusal = (
+            self._sessions.quarantine.refusal(node_rank)
+            or self._sessions.claim_refusal(node_rank, peer, envelope.incarnation)
+            or self._guarded.machine.refusal(event)
         )
         if refusal is not None:
             self._outbox.refuse(peer, "refused", refusal)
         ranks = frozenset(report.rank for report in event.workers)
         if node_rank not in self._sessions.agents:
             log.info(
-                "node %d of %d registered, ranks %s of %d",
+                "node %d of %d registered, ranks %.*s of %d",
                 node_rank,
                 event.node_count,
+                SHOWN_CHARACTERS,
                 sorted(ranks),
                 event.world_size,
             )
         answers = self._guarded.handle(event)
-        self._sessions.agents[node_rank] = Session(
-            peer, envelope.incarnation, envelope.sequence, ranks
+        self._sessions.accept(
+            node_rank, Session(peer, envelope.incarnation, envelope.sequence, ranks)
         )
         # First the welcome: what follows is for an agent that knows that it has been accepted.
         self._outbox.welcome(peer, envelope.cause)
@@ -225,15 +254,17 @@ class Inbox:
         if isinstance(message, messages.RegisterWorker):
             if message.rank != rank:
                 self._outbox.refuse(peer, "foreign", "a registration for somebody else")
-            log.info(
-                "rank %d registered without an agent (pid %d, %s)",
-                rank,
-                message.pid,
-                message.framework,
-            )
-            self._sessions.workers[rank] = Session(
-                peer, envelope.incarnation, envelope.sequence, frozenset((rank,))
-            )
+            new = Session(peer, envelope.incarnation, envelope.sequence, frozenset((rank,)))
+            if not self._sessions.accept_worker(rank, new):
+                self._outbox.refuse(peer, "refused", "too many processes without an agent")
+            if self._allowance.takes(self._clock.now()):
+                log.info(
+                    "rank %d registered without an agent (pid %d, %.*s)",
+                    rank,
+                    message.pid,
+                    _FRAMEWORK_CHARACTERS,
+                    message.framework,
+                )
             self._outbox.welcome(peer, envelope.cause)
         elif isinstance(message, messages.Heartbeat):
             session = self._sessions.workers.get(rank)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from taskd.core.story import describe
 from taskd.errors import RemoteProtocolError
-from taskd.manager.guarded import SHOWN_CHARACTERS
+from taskd.log import SHOWN_CHARACTERS
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
@@ -33,15 +33,20 @@ class Outbox:
         self._guarded = guarded
         self._sequence = 0
 
-    def send(self, peer: bytes, message: messages.Message, cause: str) -> bool:
-        """Whether the transport has taken the message."""
-        return self._link.send(peer, self._encode(message, cause))
+    def send(
+        self, peer: bytes, message: messages.Message, cause: str, *, is_of_job: bool = True
+    ) -> bool:
+        """Whether the transport has taken the message.
 
-    def _encode(self, message: messages.Message, cause: str) -> bytes:
+        `is_of_job`: the peer knows the name of the job; nobody else is told it.
+        """
+        return self._link.send(peer, self._encode(message, cause, is_of_job=is_of_job))
+
+    def _encode(self, message: messages.Message, cause: str, *, is_of_job: bool = True) -> bytes:
         """The next message. What goes to many is encoded once, and has one number."""
         self._sequence += 1
         envelope = codec.Envelope(
-            job_id=self._job_id,
+            job_id=self._job_id if is_of_job else "",
             role="manager",
             node_rank=None,
             rank=None,
@@ -68,9 +73,9 @@ class Outbox:
             peer, messages.HeartbeatAck(self._guarded.incarnation, known, generation), "heartbeat"
         )
 
-    def refuse(self, peer: bytes, reason: str, text: str) -> NoReturn:
+    def refuse(self, peer: bytes, reason: str, text: str, *, is_of_job: bool = True) -> NoReturn:
         """Tell the sender that it is refused. Raises `RemoteProtocolError` for the count."""
-        self.send(peer, messages.Refused(text), "refused")
+        self.send(peer, messages.Refused(text), "refused", is_of_job=is_of_job)
         raise RemoteProtocolError(reason, text)
 
     def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from taskd import files
 from taskd.clock import wall_time
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault
@@ -114,11 +115,11 @@ class Records:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
         plain = {"job_id": self._job_id, "time": self._wall_time(), **dataclasses.asdict(record)}
-        self._write("recoveries.jsonl", [json.dumps(plain)], "a")
+        self._write("recoveries.jsonl", [json.dumps(plain)], files.append)
 
     def story(self, generation: int, lines: Iterable[str]) -> None:
         """The story so far, fit for `python -m taskd.replay`."""
-        path = self._write(f"story-{generation}.jsonl", lines, "w")
+        path = self._write(f"story-{generation}.jsonl", lines, files.replace)
         if path is None or path in self._stories:
             return
         self._stories.append(path)
@@ -127,14 +128,18 @@ class Records:
             with suppress(OSError):
                 self._stories.pop(0).unlink(missing_ok=True)
 
-    def _write(self, name: str, lines: Iterable[str], mode: str) -> pathlib.Path | None:
+    def _write(
+        self,
+        name: str,
+        lines: Iterable[str],
+        write: Callable[[pathlib.Path, Iterable[str]], None],
+    ) -> pathlib.Path | None:
         """Returns the path, or None if it could not be written."""
         path = self._directory / name
         problem = make_directory(self._directory)
         if problem is None:
             try:
-                with path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
-                    file.writelines(line + "\n" for line in lines)
+                write(path, lines)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
         if problem is None:

@@ -23,10 +23,12 @@ from taskd.clock import MonotonicClock
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
+from taskd.core.timeouts import Timeouts
 from taskd.errors import AddressTakenError
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.inbox import Inbox
+from taskd.manager.memory import MemoryWatch
 from taskd.manager.outbox import Outbox
 from taskd.manager.profiling_switch import ProfilingSwitch
 from taskd.manager.records import Records
@@ -67,7 +69,8 @@ class Service:
         self._link = link
         self._clock = clock or MonotonicClock()
         self._sessions = Sessions()
-        self._refusals = Refusals()
+        self._refusals = Refusals(self._clock)
+        self._memory = MemoryWatch(self._clock.now())
         self._records = Records(config.log.directory, config.job_id)
         self._leaving = Leaving(config.strategies, config.grace_s)
         self._not_joined = NotJoined(config.join_timeout_s, self._clock.now())
@@ -147,6 +150,8 @@ class Service:
         deadlines = (
             self._machine.next_deadline(),
             self._profiling.next_deadline,
+            self._memory.next_deadline,
+            self._refusals.next_deadline,
             self._leaving.deadline,
             self._not_joined.deadline,
         )
@@ -162,8 +167,10 @@ class Service:
             self._refusals.add(
                 b"(connecting)", "connection", f"a connection was not let in: {reason}"
             )
-        self._sessions.doubt(self._link.take_disconnected())
         now = self._clock.now()
+        self._bound_memory(now)
+        self._refusals.turn(now)
+        self._sessions.doubt(self._link.take_disconnected())
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
             with self._guarded.surviving("what a deadline asks for"):
@@ -178,6 +185,25 @@ class Service:
         if overdue is not None or signals is None or signals.fileno() not in ready:
             return overdue
         return signal.Signals(signals.recv(1)[0]).name
+
+    def _bound_memory(self, now: float) -> None:
+        """Drop all connections, the agents' too, if strangers fill the memory."""
+        used_bytes = self._memory.excess(now, len(self._sessions.agents))
+        if used_bytes is None and not self._link.is_abused:
+            return
+        self._link.drop_connections()
+        left_bytes = self._memory.freed()
+        why = (
+            "a message had too many parts"
+            if used_bytes is None
+            else f"the manager used {used_bytes >> 20} MiB, and now {left_bytes >> 20}"
+        )
+        self._refusals.add(
+            b"(all)",
+            "flood",
+            f"all connections were dropped, {why}. Agents connect again, training goes on. "
+            "Somebody floods the port: set TASKD_SECRET_FILE on every node, or close it to him",
+        )
 
     def _leave_if_nobody_comes(self, now: float) -> None:
         if self._machine.membership.nodes or self._sessions.workers:
@@ -236,12 +262,13 @@ def open_service(
     """
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
+    bound_s = Timeouts.derive(config.fault_timeout_s).unacknowledged_s
     try:
-        link = zeromq.Router(config.bind_address, secret=config.secret)
+        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
     except AddressTakenError:
         if starter is not None or not ask_to_leave(config.job_id, config.bind_address):
             raise
-        link = zeromq.Router(config.bind_address, secret=config.secret)
+        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
     if starter is not None:
         starter.listens(link.address)
     return Service(config, link, identity=identity, starter=starter)

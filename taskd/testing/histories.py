@@ -19,12 +19,13 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from typing import Any
 
 from taskd.core import commands as do
 from taskd.core.story import describe
 from taskd.testing.liveness import Stuck
 from taskd.testing.network import NetworkQuality
-from taskd.testing.script import FaultScript
+from taskd.testing.script import FaultScript, Trouble
 from taskd.testing.simulation import Result, SimulatedJob
 
 _PARTS = ("kill", "crash", "exit", "exit early", "raise", "tear", "freeze", "cut", "fail start")
@@ -40,9 +41,10 @@ _QUALITIES = (
 # or one that had a fault, found no manager in time, and went on as plain torchrun does, without the
 # others.
 _GOOD_REASONS = (
-    "returned everywhere", "came back", "times:", "in a row", "already left",
+    "returned everywhere", "came back", "times:", "in a row", "already left", "already ended well",
     "not known to this manager", "no manager answers", "has been silent",
 )  # fmt: skip
+_AWAY_S = (0.01, 1.0, 5.0, 40.0, 100.0, 400.0)  # until another host has the place of a lost one
 _CHUNK = 50  # histories that a process takes at once: a few seconds
 
 
@@ -107,17 +109,32 @@ def make(seed: int, number: int) -> SimulatedJob:
     script = FaultScript.random(
         rng, count=rng.randint(0, 5), until=0.5, ranks=nodes * per_node, nodes=nodes, kinds=kinds
     )
-    return SimulatedJob(
-        nodes=nodes,
-        ranks_per_node=per_node,
-        steps=rng.randint(8, 12),
-        script=script,
-        seed=rng.randrange(2**32),
-        quality=rng.choice(_QUALITIES),
-        is_declared=is_declared,
-        is_sharded=is_declared and rng.random() < 0.6,
-        wait_for_exit=rng.random() < 0.3,
-    )
+    arguments: dict[str, Any] = {
+        "nodes": nodes,
+        "ranks_per_node": per_node,
+        "steps": rng.randint(8, 12),
+        "seed": rng.randrange(2**32),
+        "quality": rng.choice(_QUALITIES),
+        "is_declared": is_declared,
+        "is_sharded": is_declared and rng.random() < 0.6,
+        "wait_for_exit": rng.random() < 0.3,
+    }
+    if nodes > 1 and rng.random() < 0.3:
+        arguments["reschedule_s"] = 270.0
+        script = _with_lost_nodes(rng, script, nodes)
+    return SimulatedJob(script=script, **arguments)
+
+
+def _with_lost_nodes(rng: random.Random, script: FaultScript, nodes: int) -> FaultScript:
+    """The same with one or two nodes that are lost and replaced, perhaps too late.
+
+    Not node 0, which hosts the store.
+    """
+    lost = [
+        Trouble(rng.random() * 0.5, "agent", rng.randrange(1, nodes), rng.choice(_AWAY_S))
+        for _ in range(rng.randint(1, 2))
+    ]
+    return FaultScript.of([*script, *lost])
 
 
 def judge(job: SimulatedJob, result: Result) -> str:
@@ -135,7 +152,12 @@ def judge(job: SimulatedJob, result: Result) -> str:
     went_on_alone = any(isinstance(outcome, do.FallBack) for outcome in result.outcomes.values())
     if (result.succeeded and not went_on_alone) or outcomes == {"succeeded"}:
         steps = list(range(job.world.steps))
-        wrong = [rank for rank, state in result.states.items() if state != steps]
+        per_node = len(result.states) // len(result.outcomes)
+        wrong = [
+            rank
+            for rank, state in result.states.items()
+            if state != steps and result.outcomes[rank // per_node] is not None
+        ]
         assert not wrong, f"ranks {wrong} do not hold every step once"
         return ""
     reason = result.reason if result.succeeded is not None else ""

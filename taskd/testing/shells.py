@@ -30,12 +30,15 @@ MANAGER = "manager"
 class Packet:
     """What travels.
 
-    `content`: an event (to the manager), a command, or an answer below (to an agent).
+    `content`: an event (to the manager), a command, or an answer below (to an agent). `life`: of
+    the sender. `to`: the agent's life, as one that takes its place has the same address; "": the
+    manager.
     """
 
     sequence: int
     life: str
     content: object
+    to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,10 @@ class SimulatedManager:
         clock: "FakeClock",
         network: MemoryNetwork,
         watch: Callable[[RecoveryMachine, do.Command], None],
+        reschedule_s: float = 0.0,
     ) -> None:
-        self.name, self.machine = name, RecoveryMachine("simulated", timeouts)
+        self.name = name
+        self.machine = RecoveryMachine("simulated", timeouts, reschedule_s=reschedule_s)
         self.is_alive = True
         self._clock, self._network, self._watch = clock, network, watch
         self._alarm = Alarm(clock, self._tick)
@@ -124,30 +129,32 @@ class SimulatedManager:
         if has_gap:
             self._gaps.add(sender)
         content = packet.content
+        node = self.machine.membership.nodes.get(sender)
+        has_session = node is not None and node.is_present and node.agent_incarnation == packet.life
         if isinstance(content, ev.AgentRegistered):
             self._register(sender, content)
         elif isinstance(content, ev.AgentHeard):
-            node = self.machine.membership.nodes.get(sender)
-            self._feed(content)
-            known = (
-                node is not None
-                and node.agent_incarnation == packet.life
-                and sender not in self._gaps
-            )
-            self._send(sender, Answer(known))
-        else:
+            if has_session:
+                self._feed(content)
+            known = has_session and sender not in self._gaps
+            self._send(sender, Answer(known), packet.life)
+        elif has_session:
             assert isinstance(content, ev.Event)
             self._feed(content)
 
     def _register(self, sender: int, event: ev.AgentRegistered) -> None:
+        if self.machine.postpones(event):
+            self._feed(event)
+            return
         refusal = self.machine.refusal(event)
         if refusal is not None:
-            self._send(sender, Refused(refusal))
+            self._send(sender, Refused(refusal), event.agent_incarnation)
             self._feed(event)
             return
         self._gaps.discard(sender)
         commands = self._handle(event)
-        self._send(sender, Accepted(self.machine.generation, self.machine.restarts_used))
+        accepted = Accepted(self.machine.generation, self.machine.restarts_used)
+        self._send(sender, accepted, event.agent_incarnation)
         self._execute(commands)
 
     def _feed(self, event: ev.Event) -> None:
@@ -164,18 +171,19 @@ class SimulatedManager:
         nodes = self.machine.membership.nodes
         for command in commands:
             if isinstance(command, do.ReplaceWorker | do.KillWorker):
-                self._send(command.node_rank, command)
+                to = nodes[command.node_rank].agent_incarnation
+                self._send(command.node_rank, command, to)
             elif isinstance(command, do.EndJob):
                 self.kill()
             elif not isinstance(command, do.RecordRecovery | do.ReportNoProgress):
                 for node_rank in sorted(nodes):
                     if nodes[node_rank].is_present:
-                        self._send(node_rank, command)
+                        self._send(node_rank, command, nodes[node_rank].agent_incarnation)
         self._alarm.set(self.machine.next_deadline())
 
-    def _send(self, node_rank: int, content: object) -> None:
+    def _send(self, node_rank: int, content: object, to: str) -> None:
         self._sequence[node_rank] = self._sequence.get(node_rank, 0) + 1
-        packet = Packet(self._sequence[node_rank], self.name, content)
+        packet = Packet(self._sequence[node_rank], self.name, content, to)
         self._network.send(MANAGER, node_rank, packet, is_background=isinstance(content, Answer))
 
     def _tick(self) -> None:
@@ -198,7 +206,7 @@ class SimulatedAgent:
         self.outcome: do.FinishRun | do.FallBack | None = None
         self.is_alive = True
         self.fail_starts = 0
-        self._name = f"agent {node_rank}"
+        self._name = machine.agent_incarnation
         self._timeouts, self._world, self._network = timeouts, world, network
         self._clock, self._rng = world.clock, world.rng
         self._alarm = Alarm(world.clock, self._tick)
@@ -209,7 +217,8 @@ class SimulatedAgent:
         self._is_joined = self._is_refused = False
         network.listen(node_rank, self._receive)
         for life in machine.lives.present.values():
-            self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
+            if life.has_process:
+                self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
         world.clock.call_in(self._rng.random() * 0.02, self._beat, is_background=True)
 
     @property
@@ -352,6 +361,8 @@ class SimulatedAgent:
 
     def _receive(self, _sender: object, packet: object) -> None:
         assert isinstance(packet, Packet)
+        if packet.to != self._name:
+            return
         self._heard_at = now = self._clock.now()
         self._manager, has_gap, is_other = newest_of(self._manager, packet)
         content = packet.content

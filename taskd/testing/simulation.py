@@ -57,7 +57,9 @@ class SimulatedJob:
         fault_timeout_s: float = 30.0,
         wait_for_exit: bool = False,
         has_manager: bool = True,
+        reschedule_s: float = 0.0,
     ) -> None:
+        """`reschedule_s`: a lost node is waited for, and another one takes its place."""
         rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
         self.timeouts = Timeouts.derive(fault_timeout_s)
@@ -71,29 +73,23 @@ class SimulatedJob:
         self.stories: list[Story] = []
         self._missed: list[Trouble] = []
         self._ended: do.EndJob | None = None
-        self._managers = 0
+        self._managers = self._substitutes = 0
+        self._reschedule_s = reschedule_s
         self.manager: SimulatedManager | None = None
         if has_manager:
             self._start_manager()
-        self.agents = [
-            SimulatedAgent(
-                node,
-                NodeMachine(
-                    node,
-                    range(node * ranks_per_node, (node + 1) * ranks_per_node),
-                    self.timeouts,
-                    node_count=nodes,
-                    world_size=world_size,
-                    max_restarts=max_restarts,
-                    agent_incarnation=f"agent {node}",
-                    wait_for_exit=wait_for_exit,
-                ),
-                self.timeouts,
-                self.world,
-                self.network,
-            )
-            for node in range(nodes)
+        self._make_machine = functools.partial(
+            NodeMachine,
+            timeouts=self.timeouts,
+            node_count=nodes,
+            world_size=world_size,
+            max_restarts=max_restarts,
+            wait_for_exit=wait_for_exit,
+        )
+        self._ranks = [
+            range(node * ranks_per_node, (node + 1) * ranks_per_node) for node in range(nodes)
         ]
+        self.agents = [self._start_agent(node, f"agent {node}") for node in range(nodes)]
         self.script = script or FaultScript()
         for trouble in self.script:
             self.clock.call_at(
@@ -159,10 +155,31 @@ class SimulatedJob:
             self.network.cut(MANAGER, trouble.target)
             return True
         agent = self.agents[trouble.target]
-        if not agent.is_known:
+        if not agent.is_known or not agent.is_alive:
             return False  # a node that never comes is waited for
         agent.kill()
+        if self._reschedule_s:
+            start = functools.partial(self._start_substitute, trouble.target)
+            self.clock.call_in(trouble.lasts_s, start)
         return True
+
+    def _start_agent(
+        self, node: int, incarnation: str, substitute_until: float | None = None
+    ) -> SimulatedAgent:
+        machine = self._make_machine(
+            node,
+            self._ranks[node],
+            agent_incarnation=incarnation,
+            substitute_until=substitute_until,
+        )
+        return SimulatedAgent(node, machine, self.timeouts, self.world, self.network)
+
+    def _start_substitute(self, node: int) -> None:
+        """Another host has the index of a lost one."""
+        self._substitutes += 1
+        name = f"agent {node}, substitute {self._substitutes}"
+        until = self.clock.now() + 4 * self.timeouts.agent_lease_s
+        self.agents[node] = self._start_agent(node, name, until)
 
     def _hurt_worker(self, trouble: Trouble, worker: SimulatedWorker) -> bool:
         if trouble.kind == "fail start":
@@ -197,7 +214,12 @@ class SimulatedJob:
     def _start_manager(self) -> None:
         self._managers += 1
         self.manager = SimulatedManager(
-            f"manager {self._managers}", self.timeouts, self.clock, self.network, self._watch
+            f"manager {self._managers}",
+            self.timeouts,
+            self.clock,
+            self.network,
+            self._watch,
+            self._reschedule_s,
         )
         self.stories.append(self.manager.machine.story)
 

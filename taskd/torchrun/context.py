@@ -88,12 +88,13 @@ class TaskdContext(PContext):
         spawner: Spawner,
         bootstraps: dict[int, dict[str, Any]],
         life_fd: int,
+        waits_for_orders: bool = False,
         entrypoint: str,
         **torch_arguments: Any,
     ) -> None:
         """`bootstraps`: for each local rank what the runtime needs.
 
-        `life_fd`: read end of the agent's life pipe.
+        `life_fd`: read end of the agent's life pipe. `waits_for_orders`: `start` starts nobody.
         """
         super().__init__(entrypoint=entrypoint, **torch_arguments)
         self.spawner = spawner
@@ -104,6 +105,7 @@ class TaskdContext(PContext):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bootstraps = bootstraps
         self._life_fd = life_fd
+        self._waits_for_orders = waits_for_orders
         self._clock = MonotonicClock()
 
     # ------------------------------------------------------------------ for the agent's loop
@@ -192,7 +194,7 @@ class TaskdContext(PContext):
 
     def _start(self) -> None:
         """Start all; returns when each has a process id, because torch wants to know them."""
-        for local_rank in range(self.nprocs):
+        for local_rank in () if self._waits_for_orders else range(self.nprocs):
             self._spawn(local_rank, self._bootstraps[local_rank])
         deadline = self._clock.now() + _START_TIMEOUT_S
         tries = dict.fromkeys(range(self.nprocs), 1)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import sys
+import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,8 @@ class TaskdElasticAgent(LocalElasticAgent):
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
+        self.is_substitute = False  # another torchrun had this node's place: none may start alone
+        self._name = uuid.uuid4().hex
         self._stores = stores.TrainerStores()
         # Readable end: in every worker. At its end of file the agent is gone. Writable end: here
         # only.
@@ -126,7 +129,18 @@ class TaskdElasticAgent(LocalElasticAgent):
             "grace_s": self._settings.drain_s,
             "restarts_used": self.restarts_used,
             "plain": self._is_plain,
+            "keeper_distance": self._keeper_distance,
         }
+
+    @property
+    def _keeper_distance(self) -> int:
+        """To the rank of the same place on the next node; 0: nodes are not replaced here."""
+        group, settings = self._worker_group, self._settings
+        assert settings is not None
+        per_node = len(group.workers)
+        is_even = per_node * group.group_world_size == group.workers[0].world_size
+        is_on = group.group_world_size > 1 and "recover" in settings.strategies and is_even
+        return per_node if is_on else 0
 
     def open_store(self, generation: int) -> dict[str, str]:
         """What the workers of this start have in their environment: where they meet.
@@ -228,12 +242,19 @@ class TaskdElasticAgent(LocalElasticAgent):
         if not self.is_supported:
             return super()._start_workers(worker_group)
         self._started_at = MonotonicClock().now()
+        is_first = self._pcontext is None
+        self.is_substitute = is_first and stores.takes_place(worker_group, self._name)
+        if self.is_substitute:
+            return self._start_late(worker_group)
         self.generation = stores.generation_of_start(worker_group)
         if self.generation == 0:
             self._stores.open_first(worker_group)
         else:
             self._stores.open(worker_group, self.generation, stores.NOT_ORDERED_S)
 
+        return self._start_all(worker_group)
+
+    def _start_all(self, worker_group: WorkerGroup) -> dict[int, Any]:
         def start(**arguments: Any) -> PContext:
             for environment in arguments["envs"].values():
                 environment.update(self._stores.environment)
@@ -241,6 +262,19 @@ class TaskdElasticAgent(LocalElasticAgent):
 
         with _replaced(local_elastic_agent, "start_processes", start):
             return super()._start_workers(worker_group)
+
+    def _start_late(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """The others run already: a manager may have use for this node."""
+        log.warning(
+            "node %d comes when the job runs already: it asks the manager for the place of the "
+            "node that was lost",
+            worker_group.group_rank,
+        )
+        try:
+            self._stores.open_last(worker_group)
+        except OSError as error:
+            raise SystemExit(f"taskd: {error}") from error
+        return self._start_all(worker_group)
 
     # ------------------------------------------------------------------ own
 
@@ -262,6 +296,7 @@ class TaskdElasticAgent(LocalElasticAgent):
                 spawner=self.launch.spawner,
                 bootstraps=bootstraps,
                 life_fd=self.life_fd,
+                waits_for_orders=self.is_substitute,
                 **arguments,
             )
             try:

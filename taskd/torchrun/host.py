@@ -24,6 +24,7 @@ class TorchrunHost:
         self._launcher = launcher
         self._context = context
         group = launcher.worker_group
+        self.is_substitute = launcher.is_substitute
         self.node_rank: int = group.group_rank
         self.node_count: int = group.group_world_size
         self.world_size: int = group.workers[0].world_size
@@ -31,7 +32,9 @@ class TorchrunHost:
         self.ranks = tuple(worker.global_rank for worker in group.workers)
         self._local_ranks = {worker.global_rank: worker.local_rank for worker in group.workers}
         self._workers = {
-            rank: context.workers[local_rank] for rank, local_rank in self._local_ranks.items()
+            rank: context.workers[local_rank]
+            for rank, local_rank in self._local_ranks.items()
+            if local_rank in context.workers
         }
         self.workers: Mapping[int, LocalWorker] = MappingProxyType(self._workers)
 

@@ -18,6 +18,7 @@ class Launcher(Protocol):
 
     generation: int
     restarts_used: int
+    is_substitute: bool
 
     @property
     def master_host(self) -> str:

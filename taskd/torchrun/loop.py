@@ -68,6 +68,12 @@ def _serve(
             automatic=automatic,
         )
         outcome = service.run()
+    if not host.workers and outcome.kind in {"failed", "fallback"}:
+        host.close()
+        raise SystemExit(
+            f"taskd: node {host.node_rank} came when the job {settings.job_id} ran already, and "
+            f"has no place in it: {outcome.reason}"
+        )
     if outcome.kind == "fallback":
         log.warning(
             "node %d: %s. Going on as plain torchrun: a failure restarts all workers.",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from taskd.config import AgentConfig, HangConfig
-from taskd.config.launcher import restart_limit
+from taskd.config.launcher import keep_collectives, restart_limit
 from taskd.native.names import use_numeric_names
 from taskd.torchrun import known, rendezvous
 from taskd.torchrun.seams import SEAMS
@@ -84,6 +84,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = AgentConfig.load()  # first of all: a wrong value is told before anything runs
         if settings.starts_manager:
             HangConfig.load()
+        keep_collectives(torch.__version__)
         use_numeric_names()  # the rendezvous is a store's client
         # Those that follow are fresh interpreters: by then torchrun has threads.
         start = functools.partial(

@@ -2,6 +2,8 @@
 
     base store, that of the rendezvous: taskd/starts/<run>              count of torch's own starts
                                         taskd/store/<run>/<generation>  port of that start's store
+                                        taskd/store/<run>/last          generation of the last start
+                                        taskd/agent/<run>/<node>        who has this place
 
 torch >= 2.6 keeps one store for all attempts, where the processes of a second attempt meet the
 addresses of the first, and connect to processes that are gone. So the agent of node 0 hosts another
@@ -63,6 +65,8 @@ class TrainerStores:
                     error,
                 )
         self.environment = {"TORCHELASTIC_USE_AGENT_STORE": str(is_hosted)}
+        if group.group_rank == 0:
+            _base(group).set(_last_key(group), "0")
 
     def open(self, group: WorkerGroup, generation: int, patience_s: float) -> None:
         """For the start of this generation. Twice is once.
@@ -76,6 +80,7 @@ class TrainerStores:
             if group.group_rank == 0:
                 port = self._host(group.master_addr, 0)
                 base.set(key, str(port))
+                base.set(_last_key(group), str(generation))
             else:
                 _await(base, key, patience_s)
                 port = int(base.get(key))
@@ -86,6 +91,20 @@ class TrainerStores:
             ) from error
         self.generation = generation
         self.environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+
+    def open_last(self, group: WorkerGroup) -> None:
+        """Where the workers meet that run already: this node comes late.
+
+        Raises OSError: nowhere.
+        """
+        try:
+            generation = int(_base(group).get(_last_key(group)))
+        except (RuntimeError, ValueError) as error:
+            raise OSError(f"node {group.group_rank}: nobody says where to meet: {error}") from error
+        if generation:
+            self.open(group, generation, ORDERED_S)
+        else:
+            self.environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def _host(self, host: str, port: int, *, multi_tenant: bool = False) -> int:
         """Returns the port. Raises RuntimeError."""
@@ -116,6 +135,26 @@ def generation_of_start(group: WorkerGroup) -> int:
     else:
         number = int(group.store.get("taskd/round"))
     return FALLBACK_GENERATION + number if number else 0
+
+
+def takes_place(group: WorkerGroup, name: str) -> bool:
+    """Whether another torchrun had the place of this node before.
+
+    Known of static rendezvous, where a place is the user's word (`--node-rank`). `name`: of this
+    torchrun, which has the place from now on.
+    """
+    if group.spec.rdzv_handler.get_backend() != "static":
+        return False
+    base, key = _base(group), f"taskd/agent/{_run(group)}/{group.group_rank}"
+    first = base.compare_set(key, "", name).decode()
+    if first == name:
+        return False
+    base.set(key, name)
+    return True
+
+
+def _last_key(group: WorkerGroup) -> str:
+    return f"taskd/store/{_run(group)}/last"
 
 
 def _await(store: Store, key: str, patience_s: float) -> None:

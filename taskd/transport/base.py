@@ -49,6 +49,15 @@ class Listener(Link, Protocol):
     def address(self) -> str:
         """Where it listens."""
 
+    is_abused: bool
+    """Nothing can be read before `drop_connections`."""
+
+    def drop_connections(self) -> None:
+        """Close all connections, and free what has arrived on them and was not read.
+
+        ZeroMQ bounds whole messages only, and closes no single connection on request.
+        """
+
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
 

@@ -51,6 +51,7 @@ class MemoryRouter(_MemoryLink):
         if address in network.routers:
             raise TransportError(f"{address} is taken")
         super().__init__(network, address)
+        self.is_abused = False
         self.dealers: dict[bytes, MemoryDealer] = {}
         network.routers[address] = self
 
@@ -62,6 +63,10 @@ class MemoryRouter(_MemoryLink):
         if self._network.passes(peer, data):
             dealer.inbox.append((b"", data))
         return True
+
+    def drop_connections(self) -> None:
+        """See `Listener`."""
+        self.inbox.clear()
 
     def take_refused(self) -> list[str]:
         """Nobody is turned away here."""

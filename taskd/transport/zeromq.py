@@ -30,13 +30,25 @@ log = logging.getLogger(__name__)
 # Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is
 # merely too long for the protocol is seen, counted and answered for by the wire.
 _MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
-_HIGH_WATER_MARK = 1000  # messages per peer; a peer that is that far behind is not listening
-_BATCH = 1000  # messages per `receive`, so that a flood cannot keep the loop from its deadlines
+_HIGH_WATER_MARK = 1000  # messages that wait for a router which is not there
+# Messages from and for one peer of a router: it has thousands of them. What does not fit waits at
+# the sender; a peer that has not read so many is not listening.
+_RECEIVED_HIGH_WATER_MARK = 64
+_SENT_HIGH_WATER_MARK = 256
+# Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
+# fills the memory.
+_BATCH = 1000
+_BATCH_BYTES = 16 * _MAX_MESSAGE_BYTES
+_MAX_PARTS = 1000  # of a message; ours have one
 _LINGER_MS = 1000  # for the last words on a connection that is up
 # a connection that says nothing is dropped: strangers must not use up descriptors
 _HANDSHAKE_MS = 5000
 _RECONNECT_MS = 100  # a restarted manager is found within this ...
 _RECONNECT_MAX_MS = 2000  # ... growing to this while nobody is there
+# An attempt to connect: twice what the kernel waits before it repeats the first packet of one. Left
+# to itself, it repeats it ever more seldom.
+_CONNECT_MS = 2000
+DEFAULT_UNACKNOWLEDGED_S = 5.0  # see `Dealer`
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 10,
@@ -64,19 +76,25 @@ def _endpoint(address: str) -> str:
 class _Socket:
     """What router and dealer share."""
 
-    def __init__(self, kind: int, address: str, beside: "_Socket | None") -> None:
+    def __init__(
+        self, kind: int, address: str, unacknowledged_s: float, beside: "_Socket | None"
+    ) -> None:
         self._owns_context = beside is None
         self._context: zmq.Context[zmq.Socket[bytes]] = (
             zmq.Context() if beside is None else beside._context  # noqa: SLF001
         )
+        self._linger_ms, self._unacknowledged_s = _LINGER_MS, unacknowledged_s
+        self._open(kind, address)
+
+    def _open(self, kind: int, address: str) -> None:
         self._socket = self._context.socket(kind)
-        self._linger_ms = _LINGER_MS
         options = {
             zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
             zmq.SNDHWM: _HIGH_WATER_MARK,
             zmq.RCVHWM: _HIGH_WATER_MARK,
             zmq.LINGER: _LINGER_MS,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.TCP_MAXRT: int(self._unacknowledged_s * 1000),
             zmq.IPV6: int(address.startswith("[")),
             **_KEEPALIVE,
         }
@@ -170,16 +188,37 @@ class Router(_Socket):
     """
 
     def __init__(
-        self, address: str, *, secret: bytes | None = None, beside: _Socket | None = None
+        self,
+        address: str,
+        *,
+        secret: bytes | None = None,
+        unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
+        beside: _Socket | None = None,
     ) -> None:
-        """`beside`: share its ZeroMQ context (needed for inproc addresses).
+        """`unacknowledged_s`: see `Dealer`.
+
+        `beside`: share its ZeroMQ context (needed for inproc addresses).
 
         Raises `TransportError`.
         """
-        super().__init__(zmq.ROUTER, address, beside)
+        super().__init__(zmq.ROUTER, address, unacknowledged_s, beside)
         self._refused: list[str] = []
-        self._peer_by_connection: dict[int, bytes] = {}  # by descriptor: who spoke there last
+        self._peer_by_connection: dict[int, bytes] = {}  # by descriptor: who speaks there
+        self._connection_by_peer: dict[bytes, int] = {}  # the same, the other way round
         self._disconnected: set[bytes] = set()
+        self._secret = secret
+        self.is_abused = False
+        self._listen(address)
+        if secret is None and not _is_local(self.address):
+            log.warning(
+                "%s can be reached by other hosts and no secret is set: whoever reaches it "
+                "can stop the job. Set TASKD_SECRET_FILE on every node.",
+                self.address,
+            )
+
+    def _listen(self, address: str) -> None:
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, _SENT_HIGH_WATER_MARK)
         # A send to a peer that is gone must say so, and a peer that comes back before TCP has
         # noticed its loss must get in.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -190,8 +229,8 @@ class Router(_Socket):
         self._zap: zmq.Socket[bytes] | None = None
         self._client_key = b""
         try:
-            if secret is not None:
-                self._require(secret)
+            if self._secret is not None:
+                self._require(self._secret)
             self._socket.bind(_endpoint(_resolved(address)))
         except gaierror as error:
             self.close()
@@ -205,12 +244,21 @@ class Router(_Socket):
             is_taken = error.errno == errno.EADDRINUSE
             kind = AddressTakenError if is_taken else TransportError
             raise kind(_bind_failure(address, error)) from error
-        if secret is None and not _is_local(self.address):
-            log.warning(
-                "%s can be reached by other hosts and no secret is set: whoever reaches it "
-                "can stop the job. Set TASKD_SECRET_FILE on every node.",
-                self.address,
-            )
+
+    def drop_connections(self) -> None:
+        """Close all connections, free what has arrived on them and was not read, and listen again.
+
+        Not for one that shares a context. Raises `TransportError`.
+        """
+        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self._disconnected.update(self._peer_by_connection.values())
+        self._peer_by_connection.clear()
+        self._connection_by_peer.clear()
+        self._linger_ms, self.is_abused = 0, False
+        self.close()  # waits for the end of the context, so that the port is free
+        self._linger_ms, self._context = _LINGER_MS, zmq.Context()
+        self._open(zmq.ROUTER, address)
+        self._listen(address)
 
     @property
     def address(self) -> str:
@@ -222,19 +270,29 @@ class Router(_Socket):
 
         What is not one frame is handed on as an empty one, for the reader to refuse.
         """
-        found = []
-        for _ in range(_BATCH):
+        found: list[tuple[bytes, bytes]] = []
+        byte_count = 0
+        while len(found) < _BATCH and byte_count < _BATCH_BYTES and not self.is_abused:
             try:
                 peer = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
             frame = self._socket.recv(copy=False, track=False)
             data = frame.bytes
+            byte_count += len(data)
             self._note_connection(peer, frame)
-            while frame.more:
-                frame, data = self._socket.recv(copy=False, track=False), b""
+            if frame.more:
+                data = b""
+                self._skip_parts()
             found.append((peer, data))
         return found
+
+    def _skip_parts(self) -> None:
+        """Of a message that is too long to be read to its end nothing more will be read."""
+        for _ in range(_MAX_PARTS):
+            if not self._socket.recv(copy=False, track=False).more:
+                return
+        self.is_abused = True
 
     def _note_connection(self, peer: bytes, frame: zmq.Frame) -> None:
         """ZeroMQ says of a connection that ends no more than its descriptor."""
@@ -242,10 +300,21 @@ class Router(_Socket):
             connection = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
             return  # inproc: it ends with its process
-        before = self._peer_by_connection.setdefault(connection, peer)
-        if before != peer:  # a new connection with the number of one whose end was not told yet
-            self._disconnected.add(before)
-            self._peer_by_connection[connection] = peer
+        if self._peer_by_connection.get(connection) == peer:
+            return
+        self._ended(connection)  # its number is that of a new one, and its end was not told yet
+        former = self._connection_by_peer.get(peer)
+        if former is not None:  # it hangs in the network: its end will be told too late, or never
+            self._ended(former)
+        self._peer_by_connection[connection] = peer
+        self._connection_by_peer[peer] = connection
+
+    def _ended(self, connection: int) -> None:
+        """What was on its way there may be lost; nobody may have spoken on it."""
+        peer = self._peer_by_connection.pop(connection, None)
+        if peer is not None:
+            self._disconnected.add(peer)
+            del self._connection_by_peer[peer]
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
@@ -287,8 +356,7 @@ class Router(_Socket):
             told = recv_monitor_message(self._monitor)
             event = zmq.Event(told["event"])
             if event == zmq.Event.DISCONNECTED:
-                peer = self._peer_by_connection.pop(int(told["value"]), None)
-                self._disconnected.update(() if peer is None else (peer,))
+                self._ended(int(told["value"]))
             else:
                 self._refused.append(_FAILED_HANDSHAKES[event])
         while self._zap is not None and self._zap.poll(0):
@@ -315,19 +383,27 @@ class Dealer(_Socket):
         identity: str | bytes,
         *,
         secret: bytes | None = None,
+        unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
         beside: _Socket | None = None,
     ) -> None:
         """`identity`: at most 255 bytes, unique among the router's peers.
 
+        `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
+        for so long is given up, and made anew. TCP itself waits twice as long before each
+        repetition, so that a network that was away would be silent for as long again.
+
         Raises `TransportError`.
         """
-        super().__init__(zmq.DEALER, address, beside)
+        super().__init__(zmq.DEALER, address, unacknowledged_s, beside)
         self._linger_ms = 0
         self._socket.setsockopt(
             zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity
         )
+        bound_ms = int(unacknowledged_s * 1000)
+        pause_ms = min(_RECONNECT_MAX_MS, bound_ms // 4)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if secret is not None:
             client_key = _derive_key(secret, b"client")
             self._socket.setsockopt(

@@ -17,6 +17,7 @@ PROTOCOL_VERSION = 1
 # Fits Resume and RestartGroup of 4,096 ranks (about 100 KB) with a traceback, and one node of 1,024
 # workers registering.
 MAX_MESSAGE_BYTES = 256 * 1024
+MAX_INCARNATION_CHARACTERS = 64  # ours have 32; a manager keeps one for each position
 ROLES = ("manager", "agent", "worker", "relay")
 
 
@@ -115,6 +116,9 @@ def _optional_rank(frame: dict[object, object], name: str) -> int | None:
 
 
 def _incarnation(value: object) -> str | int | None:
-    if value is None or (isinstance(value, str) and len(value) <= schema.MAX_TEXT_BYTES):
+    if value is None:
+        return None
+    if isinstance(value, str):
+        schema.integer(len(value), "the length of incarnation", 0, MAX_INCARNATION_CHARACTERS)
         return value
     return schema.integer(value, "incarnation")

@@ -96,6 +96,11 @@ class Plan:
     # Agreements so far: the same number on all ranks, as all take part in each.
     agreements: int = 0
 
+    def receives(self, rank: int) -> bool:
+        """Whether this rank gets the state from another one."""
+        move = self.moves.get(rank)
+        return move is not None and move.source is not None
+
 
 @dataclass
 class Interrupts:
@@ -136,6 +141,7 @@ class Records:
     # What the predecessor of this incarnation left in its black box: extras by version, DDP layout.
     inherited_extras: dict[int, bytes] = field(default_factory=dict)
     inherited_layout: bytes | None = None
+    keeping: Any = None  # see `taskd.worker.state.keeping.keeping_of`
     logbook: Any = None  # see `taskd.worker.state.logbook.logbook_of`
     layouts: Any = None  # see `taskd.worker.state.buckets`
     restored_at: float | None = None  # monotonic time at which the last restore() was done
@@ -182,6 +188,7 @@ class Life:
     interrupts: Interrupts = field(default_factory=Interrupts)
     records: Records = field(default_factory=Records)
     saving: Saving = field(default_factory=Saving)
+    keeper_distance: int = 0  # see `taskd.worker.state.keeping`; 0: nodes are not replaced here
     profiling: Switches = field(default_factory=Switches)
     supervisor: Supervisor = field(default_factory=Supervisor)
     is_retired: bool = False  # TrainStates that are made from now on only count

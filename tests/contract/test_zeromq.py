@@ -111,6 +111,21 @@ def test_a_peer_that_comes_back_under_its_name_takes_its_place(router: zeromq.Ro
         dealer.close()  # the router may not have noticed when the next one comes
 
 
+def test_what_was_on_the_way_to_a_peer_that_speaks_on_another_connection_is_in_doubt(
+    router: zeromq.Router,
+) -> None:
+    """The first one hangs in the network: nobody is told of its end."""
+    dealers = []
+    for _ in range(2):
+        assert router.take_disconnected() == set()
+        dealers.append(zeromq.Dealer(router.address, "a"))
+        dealers[-1].send(None, b"x")
+        assert await_messages(router, 1) == [(b"a", b"x")]
+    assert router.take_disconnected() == {b"a"}
+    for dealer in dealers:
+        dealer.close()
+
+
 def test_a_monstrous_frame_costs_its_sender_the_connection(router: zeromq.Router) -> None:
     big, small = zeromq.Dealer(router.address, "big"), zeromq.Dealer(router.address, "small")
     big.send(None, bytes(8 * base.MAX_FRAME_BYTES))
@@ -141,7 +156,7 @@ def test_a_key_that_is_not_on_the_list_does_not_get_in() -> None:
     """
     router = zeromq.Router("127.0.0.1:0", secret=SECRET)
     stranger = zeromq.Dealer.__new__(zeromq.Dealer)
-    zeromq._Socket.__init__(stranger, zeromq.zmq.DEALER, router.address, None)
+    zeromq._Socket.__init__(stranger, zeromq.zmq.DEALER, router.address, 5.0, None)
     public, private = zeromq.zmq.curve_keypair()
     server_key = zeromq.zmq.curve_public(zeromq._derive_key(SECRET, b"server"))
     for option, value in (

@@ -5,20 +5,24 @@ A result shared by test processes, and a training without taskd to compare with.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
+import pytest
+
 from testbed.facts import facts_in
+from testbed.hosts import Hosts, missing
 from testbed.job import SCRIPTS, Job, job
 from testbed.proc import descendants, marked, state_of
 from testbed.processes import ROOT, Finished, Output, environment, free_port
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "ROOT",
@@ -30,6 +34,7 @@ __all__ = [
     "environment",
     "facts_in",
     "free_port",
+    "hosts",
     "job",
     "marked",
     "once",
@@ -48,6 +53,16 @@ def once(folder: pathlib.Path, name: str, make: Callable[[], T]) -> T:
         if not path.exists():
             path.write_text(json.dumps(make()))
         return json.loads(path.read_text())
+
+
+@contextlib.contextmanager
+def hosts(directory: pathlib.Path, count: int) -> Iterator[Hosts]:
+    """So many hosts; skips the test where there can be none."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(directory, count) as found:
+        yield found
 
 
 def run_plainly(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts import INTERFACE, hosts
+from testbed.hosts import INTERFACE
 from tests.process import harness
 from tests.process.test_dump import checkpoints, resumed
 from tests.process.test_recovery import wait_for_step
@@ -208,7 +208,7 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
     secret = tmp_path / "secret"
     secret.write_text("of this test, and long enough")
     with (
-        hosts(tmp_path, 2) as (first, second),
+        harness.hosts(tmp_path, 2) as (first, second),
         harness.job(
             tmp_path / "job",
             **MIRRORED,
@@ -216,26 +216,13 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
             TASKD_SECRET_FILE=str(secret),
         ) as job,
     ):
-        job.start_manager(prefix=first.prefix, POD_IP=first.address)
-        options = (
-            "--nnodes=2",
-            f"--master-addr={first.address}",
-            f"--master-port={job.master_port}",
-        )
+        job.start_manager(host=first)
         agents = [
-            job.start_agent(
-                "sharded.py",
-                nproc=2,
-                options=(*options, "--node-rank=0"),
-                prefix=first.prefix,
-                POD_IP=first.address,
-            ),
-            job.start_agent(
-                "sharded.py", nproc=2, options=(*options, "--node-rank=1"), prefix=second.prefix
-            ),
+            job.start_node("sharded.py", node_rank, 2, host)
+            for node_rank, host in enumerate((first, second))
         ]
         wait_for_step(job, 12)
-        second.unplug()
+        second.cut()
         reached = committed(job)
         assert max(reached.values()) < STEPS
         finished = agents[0].wait(90)
@@ -247,7 +234,7 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
         assert 0 < checkpoint.manifest.version <= max(reached.values()) + 1
         assert job.manager is not None
         assert job.manager.wait(20).returncode == 1
-        kill_node(agents[1])
+        assert second.kill()
         job.env |= {"GLOO_SOCKET_IFNAME": "lo"}
         resumed(job, checkpoint.manifest.version, script="sharded.py")
         assert job.digests() == undisturbed

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hosts import INTERFACE, hosts
+from taskd import keys
+from testbed.hosts import INTERFACE
 from tests.process import harness
 from tests.process.installation import install
 from tests.process.test_recovery import reference as reference  # noqa: PLC0414
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Iterator
 
-    from tests.hosts import Host
+    from testbed.hosts import Host
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def start(
         "train.py",
         nproc=nproc,
         options=("--rdzv-backend=taskd", *options),
-        prefix=() if host is None else host.prefix,
+        host=host,
         module=TORCHRUN,
         **env,
     )
@@ -88,10 +89,14 @@ def test_a_killed_rank_is_replaced_in_place(tmp_path: pathlib.Path, reference) -
         assert (job.log_dir / "manager.log").exists()
 
 
+@pytest.mark.parametrize("has_secret", [False, True])
 def test_a_manager_that_is_killed_is_started_again_and_recovers(
-    tmp_path: pathlib.Path, reference
+    tmp_path: pathlib.Path, reference, has_secret: bool
 ) -> None:
     env = {"STEPS": "80", "SLEEP_S": "0.05"}
+    if has_secret:
+        assert keys.main(["new", "--out", str(tmp_path / "secret")]) == 0
+        env["TASKD_SECRET_FILE"] = str(tmp_path / "secret")
     with installed_job(tmp_path, FAULTS="2@70:forward:kill", **env) as job:
         agent = start(job)
         wait_for_step(job, 10)
@@ -148,7 +153,7 @@ def test_a_port_that_is_taken_costs_nothing(tmp_path: pathlib.Path, reference, w
                 installed_job(tmp_path / "other", **port, MINDX_TASK_ID=name, STEPS="100000")
             )
             start(other).wait_text("joined the manager", LIMIT_S)
-            says = "from a manager of job another-job" if who == "another job" else "is taken by"
+            says = "it is a manager of another job" if who == "another job" else "is taken by"
         agent = start(job)
         check(job, reference(STEPS="120"), faults=1)
         assert "starts a manager of its own on a free port" in agent.text
@@ -187,7 +192,7 @@ def test_of_two_hosts_that_of_the_endpoint_has_the_manager(
 ) -> None:
     """With c10d node 0 is the host of the lower address: here the other one."""
     with (
-        hosts(tmp_path, 2) as (first, second),
+        harness.hosts(tmp_path, 2) as (first, second),
         installed_job(
             tmp_path / "job",
             FAULTS="1@5:forward:kill;3@8:forward:kill",
@@ -215,7 +220,7 @@ def test_of_two_hosts_that_of_the_endpoint_has_the_manager(
 
 def test_a_manager_py_takes_over_on_two_hosts(tmp_path: pathlib.Path, reference) -> None:
     with (
-        hosts(tmp_path, 2) as (first, second),
+        harness.hosts(tmp_path, 2) as (first, second),
         installed_job(
             tmp_path / "job",
             FAULTS="1@5:forward:kill;3@70:forward:kill",
@@ -230,7 +235,7 @@ def test_a_manager_py_takes_over_on_two_hosts(tmp_path: pathlib.Path, reference)
             for rank, (host, env) in enumerate(((first, {"POD_IP": first.address}), (second, {})))
         ]
         agents[0].wait_text("recovered by", LIMIT_S)
-        manager = job.start_manager(prefix=first.prefix, POD_IP=first.address)
+        manager = job.start_manager(host=first)
         manager.wait_text("node 1 of 2 registered", LIMIT_S)
         check(job, reference(STEPS="80"), faults=2)
         assert "recovered by recover-in-place" in manager.text

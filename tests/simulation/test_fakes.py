@@ -96,7 +96,7 @@ def test_a_second_agent_on_a_taken_position_is_refused_and_the_job_goes_on() -> 
         1, [2, 3], job.timeouts, node_count=2, world_size=4, agent_incarnation="impostor"
     )
     refusal = job.manager.machine.refusal(machine.registration(job.clock.now()))
-    assert refusal == "node 1 is taken by agent agent 1"
+    assert refusal == "node 1 is taken by another agent"
     stray = SimulatedJob(nodes=1, ranks_per_node=2, steps=10, has_manager=False)
     impostor = SimulatedAgent(9, machine, job.timeouts, stray.world, job.network)
     job.clock.advance(0.2)

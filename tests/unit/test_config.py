@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from taskd import config
+from taskd import config, keys
 from taskd.config import (
     AgentConfig,
     CallbackAgentConfig,
@@ -19,6 +19,7 @@ from taskd.config import (
     ManagerConfig,
     RelayConfig,
     WorkerConfig,
+    launcher,
 )
 from taskd.errors import ConfigError
 
@@ -420,3 +421,67 @@ def test_settings_are_read_from_the_environment_here_alone() -> None:
         found = (root / reader).read_text(encoding="utf-8")
         named = set(re.findall(r"os\.environ\.get\(\s*\"(\w+)\"", found))
         assert named <= {"MASTER_ADDR", "PYTHONFAULTHANDLER"}, reader
+
+
+@pytest.mark.parametrize(
+    ("address", "is_refused"),
+    [
+        ("8.8.8.8", True),
+        ("2600::1", True),
+        ("10.0.0.1", False),
+        ("172.16.3.4", False),
+        ("100.64.0.1", False),
+        ("fd00::1", False),
+        ("*", False),
+        ("node-0", False),
+    ],
+)
+def test_a_manager_listens_on_a_public_address_with_a_secret_only(
+    tmp_path: pathlib.Path, address: str, is_refused: bool
+) -> None:
+    """The recipes say POD_IP and no secret: what they mean is a private address."""
+    secret = tmp_path / "secret"
+    assert keys.main(["new", "--out", str(secret)]) == 0
+    if is_refused:
+        refusal(
+            lambda: ManagerConfig.load({}, {"POD_IP": address}),
+            "POD_IP", "taskd.keys new", "TASKD_SECRET_FILE", "TASKD_INSECURE=on",
+        )  # fmt: skip
+    else:
+        ManagerConfig.load({}, {"POD_IP": address})
+    ManagerConfig.load({}, {"POD_IP": address, "TASKD_INSECURE": "on"})
+    ManagerConfig.load({}, {"POD_IP": address, "TASKD_SECRET_FILE": str(secret)})
+
+
+def test_a_new_secret_is_its_owner_s_and_replaces_nothing(tmp_path: pathlib.Path, capsys) -> None:
+    path = tmp_path / "secret"
+    assert keys.main(["new", "--out", str(path)]) == 0
+    assert f"export TASKD_SECRET_FILE={path}" in capsys.readouterr().out
+    content = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(content.strip()) == 64
+    assert keys.main(["new", "--out", str(path)]) == 1
+    assert "File exists" in capsys.readouterr().err
+    assert path.read_text() == content
+    path.chmod(0o666)
+    environment = {"TASKD_SECRET_FILE": str(path)}
+    refusal(lambda: ManagerConfig.load({}, environment), "only its owner can write")
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "added"),
+    [
+        ("2.10.0+cpu", {}, {"TORCH_FR_BUFFER_SIZE"}),
+        ("2.8.0", {}, {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}),
+        ("2.10.0", {"TORCH_FR_BUFFER_SIZE": "0"}, set()),
+        ("2.7.1", {}, set()),
+        ("2.13.0+cpu", {}, set()),
+    ],
+)
+def test_torch_is_told_to_keep_collectives_where_it_does_not(
+    version: str, before: dict[str, str], added: set[str]
+) -> None:
+    environment = dict(before)
+    launcher.keep_collectives(version, environment)
+    assert environment.keys() - before.keys() == added
+    assert before.items() <= environment.items()

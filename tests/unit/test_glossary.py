@@ -26,7 +26,7 @@ _PLAIN = """
     data dcp detector diagram domain elastic encoder end ending error event examination
     exception exchange executor exit explorer fail failed fall file finish first flat folder give
     guarded hang heard held histories history hold hook host import inbox index interpreter
-    invariant join kernel kill kind know known last launcher layout leave leaving left
+    invariant join kernel key kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message
     metadata name native network no object open order outbox outer owner pair part patch path
     pause payload periodic permission piece policy position profile profiler profiling

@@ -9,6 +9,7 @@ comes out as events of the core: `ManagerJoined`, `ManagerRefused`, `ManagerLost
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 from taskd.core import events
@@ -58,11 +59,13 @@ class ManagerConnection:
         self.generation = 0  # that of what is said; kept up to date by the caller
         self.beat_at = clock.now()  # when the next heartbeat is due
         self._sender = (job_id, role, node_rank, rank, incarnation)
-        identity = "-".join(str(part) for part in self._sender[1:] if part is not None)
-        self._identity, self._secret = identity, secret
-        self._dealer = zeromq.Dealer(address, identity, secret=secret)
+        who = "-".join(str(part) for part in self._sender[1:] if part is not None)
+        # All but the end of it is known to others. Whoever connects under the whole name is this
+        # process: it says it to its manager, and to nobody else.
+        self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
         self._clock = clock
         self._timeouts = timeouts
+        self._dealer = self._connect()
         self.stranger = ""  # what answers at the address if it is no manager of this job
         self._register = register
         # hears of messages that the manager has not taken in
@@ -147,22 +150,37 @@ class ManagerConnection:
         self._dealer.close()
         self.address, self.stranger, self.beat_at = address, "", self._clock.now()
         self.session = Registration(self._timeouts)
-        self._dealer = zeromq.Dealer(address, self._identity, secret=self._secret)
+        self._dealer = self._connect()
 
     def close(self) -> None:
         """Leave; last words get a moment to go out."""
         self._dealer.close()
 
+    def _connect(self) -> zeromq.Dealer:
+        return zeromq.Dealer(
+            self.address,
+            self._identity,
+            secret=self._secret,
+            unacknowledged_s=self._timeouts.unacknowledged_s,
+        )
+
     def _event_of(self, envelope: codec.Envelope, message: messages.Message) -> events.Event | None:
         """What this message means; None: nothing to the caller."""
         if envelope.role != "manager" or envelope.job_id != self._sender[0]:
-            raise RemoteProtocolError("foreign", f"from a {envelope.role} of job {envelope.job_id}")
+            which = "this" if envelope.job_id == self._sender[0] else "another"
+            raise RemoteProtocolError("foreign", f"it is a {envelope.role} of {which} job")
         now = self._clock.now()
         self.session.heard(now)
         match message:
             case messages.Accepted():
+                is_known = self.session.is_registered  # a network that was away brings several
                 self.session.accepted(message.manager_incarnation)
-                log.info("joined the manager at %s as node %d", self.address, self._sender[2])
+                log.log(
+                    logging.DEBUG if is_known else logging.INFO,
+                    "joined the manager at %s as node %d",
+                    self.address,
+                    self._sender[2],
+                )
                 return events.ManagerJoined(
                     now, "accepted", message.generation, message.restarts_used
                 )

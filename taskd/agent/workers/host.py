@@ -51,6 +51,7 @@ class Host(Protocol):
     node_count: int
     world_size: int
     max_restarts: int
+    is_substitute: bool  # for a node that was lost: no worker runs before the manager orders it
 
     @property
     def ranks(self) -> Sequence[int]:

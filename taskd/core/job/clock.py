@@ -6,6 +6,7 @@ come at once.
 
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
+from taskd.core.job.absence import nobody_came
 from taskd.core.job.attempts import close_restart
 from taskd.core.job.dump import overdue_writers, proceed_with_status, stop_for_dump
 from taskd.core.job.ending import end_after_release
@@ -58,6 +59,10 @@ def _overdue(job: JobState) -> list[int]:
     return job.awaited.overdue(job.now)
 
 
+def _absent_for_good(job: JobState) -> bool:
+    return bool(job.absent.overdue(job.now))
+
+
 def _may_finish_step(job: JobState) -> bool:
     return job.dump is not None and job.dump.finish_step_by is not None and bool(_overdue(job))
 
@@ -78,6 +83,7 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
 
 _JOINED = OVER | {JobPhase.RUNNING}
 _SAVED = OVER | {JobPhase.SAVING}
+_ENDS = OVER | {JobPhase.CONFIRMING}
 OVERDUE = (
     FollowUp(
         "ranks have not joined", {JobPhase.JOINING},
@@ -110,6 +116,7 @@ OVERDUE = (
     FollowUp(
         "a rank has not finished its step", {JobPhase.PAUSING}, _may_finish_step, stop_for_dump
     ),
+    FollowUp("a node has not come back", {JobPhase.PAUSING}, _absent_for_good, nobody_came, _ENDS),
     FollowUp(
         "a rank has not stopped or started", {JobPhase.PAUSING, JobPhase.RESTARTING},
         _overdue, _count_overdue_as_lost,

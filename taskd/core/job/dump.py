@@ -44,6 +44,7 @@ def end_job(
         dump.is_asked_for |= grace_s > 0
     if job.phase in DUMPING:
         return []
+    job.absent.clear()
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
         job.dump = dump = EmergencyDump(

@@ -11,6 +11,7 @@ from taskd.core.job.ending import end, give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
+from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -31,9 +32,11 @@ def wait_for_others(job: JobState) -> None:
 
 
 def defer_faults(job: JobState) -> None:
-    """Wait one lease for the ranks that are missing."""
+    """Wait one lease for the ranks that are missing, or as long as for a lost node."""
     if job.join_by is None:
-        job.join_by = job.now + job.timeouts.agent_lease_s
+        is_waited_for = Strategy.RECOVER in job.allowed
+        reschedule_s = job.reschedule_s if is_waited_for else 0.0
+        job.join_by = job.now + max(job.timeouts.agent_lease_s, reschedule_s)
 
 
 def complete(job: JobState) -> None:

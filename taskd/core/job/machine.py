@@ -233,6 +233,7 @@ class RecoveryMachine(Machine[JobState]):
     Args:
         job_id: for the shell's log; decides nothing.
         strategies: what the user allows (`recover-strategy`); nothing: all but a dump.
+        reschedule_s: a lost node is waited for so many seconds, if that is allowed; 0: never.
         restarts_after_dump: a job that was saved because of a fault starts anew from that.
         node_count, ranks_per_node: what the user promised; registrations that contradict are
             refused.
@@ -250,18 +251,20 @@ class RecoveryMachine(Machine[JobState]):
         strategies: Iterable[str] = (),
         *,
         restarts_after_dump: bool = False,
+        reschedule_s: float = 0.0,
     ) -> None:
         self.job_id = job_id
         names = tuple(strategies)
         arguments = {
             "job_id": job_id, "timeouts": timeouts, "node_count": node_count,
             "ranks_per_node": ranks_per_node, "strategies": names,
-            "restarts_after_dump": restarts_after_dump,
+            "restarts_after_dump": restarts_after_dump, "reschedule_s": reschedule_s,
         }  # fmt: skip
         members, leases = Membership(node_count, ranks_per_node), Leases(timeouts)
         job = JobState(
             timeouts=timeouts, membership=members, leases=leases, allowed=allowed(names),
             hangs=HangDetector(timeouts), restarts_after_dump=restarts_after_dump,
+            reschedule_s=reschedule_s,
         )  # fmt: skip
         super().__init__(arguments, job)
 
@@ -286,6 +289,18 @@ class RecoveryMachine(Machine[JobState]):
         Ask before `handle`, which ignores a refused one.
         """
         return nodes.refusal(self._state, event)
+
+    def is_present(self, node_rank: int) -> bool:
+        """Whether the agent of this node counts as being there."""
+        node = self._state.membership.nodes.get(node_rank)
+        return node is not None and node.is_present
+
+    def postpones(self, event: ev.AgentRegistered) -> bool:
+        """Whether this agent is to ask again later, and gets no answer.
+
+        Ask before `refusal`; `handle` it all the same: the other one is doubted from then on.
+        """
+        return event.is_substitute and self._state.membership.is_held(event)
 
     def next_deadline(self, *, with_leases: bool = True) -> float | None:
         """When `Tick` is due, on the clock of the events; None: nothing is waited for.

@@ -149,6 +149,15 @@ class Membership:
         wrong = self._bad_numbers(event) or self._bad_position(event)
         return wrong or self._bad_size(event) or self._bad_ranks(event)
 
+    def is_held(self, event: AgentRegistered) -> bool:
+        """Whether another agent has this place, which is not known to be gone."""
+        node = self.nodes.get(event.node_rank)
+        return (
+            node is not None
+            and node.is_present
+            and node.agent_incarnation != event.agent_incarnation
+        )
+
     def _bad_numbers(self, event: AgentRegistered) -> str | None:
         """What no agent of ours says, whatever the job: nothing of it may get into a table."""
         if not 0 <= event.node_rank < event.node_count:
@@ -170,7 +179,7 @@ class Membership:
         if node is None:
             return None
         if node.is_present and node.agent_incarnation != event.agent_incarnation:
-            return f"node {event.node_rank} is taken by agent {node.agent_incarnation}"
+            return f"node {event.node_rank} is taken by another agent"
         if node.outcome not in (None, LOST_NODE):
             return f"node {event.node_rank} has left this job ({node.outcome})"
         return None
@@ -303,6 +312,17 @@ class Membership:
         early = [member for member in ended if member.state is WorkerState.FINISHED]
         early = [member for member in early if member.declared and not member.entered]
         return early if early and any(member.entered for member in self.members.values()) else []
+
+    def gone_for_good(self) -> Member | None:
+        """A member that ended well after it had come to its function, while others have not ended.
+
+        It comes to no other meeting of all ranks. An earlier manager, or its own node, has released
+        it; or its script ended it.
+        """
+        if all(member.state is WorkerState.FINISHED for member in self.members.values()):
+            return None
+        ended = (member for member in self.ordered() if member.state is WorkerState.FINISHED)
+        return next((member for member in ended if member.entered), None)
 
     def nobody_works(self) -> bool:
         """Whether no member has anything more to train.

@@ -8,10 +8,11 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
 from taskd.core.job import orders
+from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
-from taskd.core.job.membership import FELL_BACK, Member
+from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
 from taskd.core.policy.peers import peers_of
@@ -40,10 +41,13 @@ def refusal(job: JobState, event: ev.AgentRegistered) -> str | None:
 
 def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     """An agent came, for the first time or again."""
+    if event.is_substitute and job.membership.is_held(event):
+        job.leases.doubt(event.node_rank, event.now)
+        return job.ignore(f"node {event.node_rank} counts as present: another asks for its place")
     refused = refusal(job, event)
     if refused is not None:
         return job.ignore(f"refused: {refused}")
-    is_known = event.node_rank in job.membership.nodes
+    known = job.membership.nodes.get(event.node_rank)
     _take_over_faults(job, event)
     job.membership.register(event)
     job.leases.renew(event.node_rank, event.now)
@@ -51,7 +55,10 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     job.budget.adopt(event.restarts_used)
     if job.phase is JobPhase.ENDING:
         return _repeat_order(job)
-    missed = _compare(job, event) if is_known else []
+    if event.node_rank in job.absent:
+        is_same = known is not None and known.agent_incarnation == event.agent_incarnation
+        return come_back(job, event, is_same_agent=is_same)
+    missed = _compare(job, event) if known is not None else []
     stops = (member for member in job.membership.on_node(event.node_rank) if member.has_stopped)
     job.membership.stopped_early.update(member.rank for member in stops)
     if job.phase is not JobPhase.JOINING:
@@ -78,6 +85,9 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         # The manager was away for longer than a fault may wait. The other nodes cannot train
         # without this one, and cannot follow it while they listen to the manager.
         return end(job, succeeded=True, reason=gone, left_alone=True)
+    if outcome == LOST_NODE and may_wait(job, node_rank):
+        wait_for_node(job, node_rank, gone)
+        return []
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_needed(job, member) for member in members):
         for member in members:
@@ -87,6 +97,12 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         return end_job(job, crossed if outcome == "succeeded" else gone)
     for member in members:
         membership.finish(member)
+    return _after_goodbye(job)
+
+
+def _after_goodbye(job: JobState) -> Commands:
+    """A node has left that has done its part."""
+    membership = job.membership
     if any(node.is_present for node in membership.nodes.values()):
         if job.phase is JobPhase.JOINING and membership.is_complete:
             complete(job)

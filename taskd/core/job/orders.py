@@ -29,7 +29,8 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
             patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
             job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
     inherited = "a recovery was under way when the manager was restarted"
-    reason = job.what_happened() if attempt.faults else inherited
+    planned = inherited if job.dump is None else job.dump.reason or inherited
+    reason = job.what_happened() if attempt.faults else planned
     committed = job.membership.committed
     order = do.Interrupt(attempt.cause, job.generation, reason, committed, finish_step)
     return job.order_all(order)

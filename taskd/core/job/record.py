@@ -97,11 +97,17 @@ class Attempt:
         return not self.waiting
 
     def victims_of(self, death: TimedFault) -> list[TimedFault]:
-        """Exceptions taken for causes so far, that came after this death: its consequences."""
+        """Exceptions taken for causes so far, that came after this death: its consequences.
+
+        So is broken communication, of the loss of a node.
+        """
+        kinds = {FaultKind.RAISED}
+        if death.fault.kind is FaultKind.NODE_LOST:
+            kinds.add(FaultKind.COMMUNICATION)
         return [
             timed
             for timed in self.faults
-            if timed.fault.kind is FaultKind.RAISED
+            if timed.fault.kind in kinds
             and timed.generation == death.generation
             and timed.died_at >= death.died_at
         ]

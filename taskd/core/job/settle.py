@@ -45,15 +45,19 @@ def answer(job: JobState) -> Commands:
 
 def _recover(job: JobState, attempt: Attempt) -> Commands:
     """Choose a strategy, and begin with it."""
-    absent = job.membership.absent_nodes()
-    if absent:
-        gone = f"node {absent[0].node_rank} has already left"
+    gone_nodes = [node.node_rank for node in job.membership.absent_nodes()]
+    left = [node_rank for node_rank in gone_nodes if node_rank not in job.absent]
+    if left:
+        gone = f"node {left[0]} has already left"
         return dump.end_job(job, f"{job.what_happened()}, and {gone}")
+    if job.membership.gone_for_good():
+        return _end_without_all(job)
     lost = job.membership.lost()
     ranks, is_declared = [member.rank for member in lost], job.membership.is_declared
-    choice = choose(is_declared=is_declared, lost=ranks, allowed=job.allowed)
+    choice = choose(is_declared=is_declared, lost=ranks, absent=gone_nodes, allowed=job.allowed)
     explain(job, choice)
-    if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
+    is_over = choice.strategy in (Strategy.DUMP, Strategy.EXIT)
+    if is_over or (gone_nodes and choice.strategy is Strategy.RESTART):
         return dump.end_job(job, "", attempt.faults[0].fault if attempt.faults else None)
     is_first = not attempt.reason and not attempt.taken_over
     if is_first or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):
@@ -62,7 +66,16 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
         return orders.restart_group(job, choice.reason)
     is_stopping = job.phase is JobPhase.PAUSING
     commands = [] if is_stopping else orders.interrupt(job, attempt)
-    return commands + [orders.replace(job, member) for member in lost]
+    here = (member for member in lost if member.node_rank not in job.absent)
+    return commands + [orders.replace(job, member) for member in here]
+
+
+def _end_without_all(job: JobState) -> Commands:
+    """In a recovery all ranks meet again, and one cannot: it has been released."""
+    member = job.membership.gone_for_good()
+    assert member is not None
+    over = f"rank {member.rank} has already ended well"
+    return dump.end_job(job, f"{job.what_happened()}, and {over}")
 
 
 def _want_back(job: JobState) -> Commands:
@@ -166,8 +179,13 @@ FOLLOW_UPS = (
         lambda job: job.dump is None and bool(job.membership.missing()), _want_back,
     ),
     FollowUp(
-        "all ranks have stopped", {JobPhase.PAUSING}, lambda job: not len(job.awaited),
-        all_stopped, _ENDS | _GOING_ON,
+        "a rank has been released", {JobPhase.PAUSING},
+        lambda job: job.dump is None and job.membership.gone_for_good() is not None,
+        _end_without_all, _ENDS,
+    ),
+    FollowUp(
+        "all ranks have stopped", {JobPhase.PAUSING},
+        lambda job: not (len(job.awaited) or len(job.absent)), all_stopped, _ENDS | _GOING_ON,
     ),
     FollowUp(
         "all ranks are back", {JobPhase.RESUMED, JobPhase.RESTARTING}, _are_back, _count_back,

@@ -57,6 +57,7 @@ class JobState(MachineState):
     leases: Leases
     allowed: frozenset[Strategy] = WITHOUT_DUMP
     restarts_after_dump: bool = False
+    reschedule_s: float = 0.0  # a lost node is waited for so many seconds; 0: not at all
     phase: JobPhase = JobPhase.JOINING
     resumed_generation: int = -1  # the last one that this manager resumed
     reason: str = ""  # why the job was given up, or has ended
@@ -75,6 +76,7 @@ class JobState(MachineState):
     restarted: StartedAnew | None = None  # the last recovery, whose record has not gone out yet
     dump: EmergencyDump | None = None
     awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
+    absent: Deadlines[int] = field(default_factory=Deadlines)  # nodes: to come back
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
@@ -98,7 +100,7 @@ class JobState(MachineState):
         """When something is waited for no longer, leases aside."""
         seen_by = None if self.restarted is None else self.restarted.until
         whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by
-        return self.awaited.next(), *whole
+        return self.awaited.next(), self.absent.next(), *whole
 
     def is_past(self, deadline: float | None) -> bool:
         """Whether this deadline has come."""

@@ -151,12 +151,16 @@ class Lives:
     """`present` by rank, `former` (replaced, not reaped yet) by rank and incarnation."""
 
     def __init__(
-        self, ranks: Iterable[int], incarnations: Mapping[int, int], generation: int
-    ) -> None:
+        self, ranks: Iterable[int], incarnations: Mapping[int, int], generation: int,
+        *, are_there: bool = True,
+    ) -> None:  # fmt: skip
+        """`are_there` False: nothing runs before the manager orders it."""
         self.present = {
             rank: Life(rank, incarnations.get(rank, 0), resumed=generation)
             for rank in sorted(ranks)
         }
+        for life in () if are_there else self.present.values():
+            life.state, life.has_process = WorkerState.LOST, False
         self.former: dict[tuple[int, int], Life] = {}
         self.spacing = Spacing()
 
@@ -187,12 +191,14 @@ class Lives:
         for life in self.all():
             if life.lost is not None and life.died_at is not None:
                 told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
-            if life.is_live and (started := life.started) is not None:
+            started = life.started if life.is_live else None
+            if started is not None:
                 # since the registration was written, perhaps
                 told.append(replace(started, now=now))
-                if life.is_declared:
-                    who = (now, started.cause, life.rank, life.incarnation)
-                    told.append(ev.WorkerDeclared(*who, life.is_entered))
+            if life.is_live and life.is_declared:  # perhaps sooner than its start is known here
+                cause = "declared" if started is None else started.cause
+                who = (now, cause, life.rank, life.incarnation)
+                told.append(ev.WorkerDeclared(*who, life.is_entered))
             kept = (life.holds, life.exit_known, life.stopped, life.offer, life.recovered)
             told += [replace(event, now=now) for event in kept if event is not None]
         return told

@@ -30,7 +30,9 @@ from taskd.core import events as ev
 from taskd.core.exits import SIGKILL
 from taskd.core.node.lives import Life, Lives
 from taskd.core.node.manager_link import (
+    give_up_place,
     go_alone,
+    is_unwanted,
     manager_joined,
     manager_lost,
     manager_refused,
@@ -101,6 +103,13 @@ OVERDUE = (
     FollowUp("a start has waited", _EITHER, _is_start_due, _start_due),
     FollowUp("a process has not ended", _EITHER, _overdue, _use_force),
     FollowUp("no manager answers", _EITHER, _is_alone, go_alone, {NodePhase.DONE}),
+    FollowUp(
+        "nobody gives it the place",
+        {NodePhase.RUNNING},
+        is_unwanted,
+        give_up_place,
+        {NodePhase.DONE},
+    ),
 )
 
 
@@ -166,7 +175,7 @@ _RUNNING: dict[type[ev.Event], Rule] = {
     ev.AgentDraining: Rule(NodeState.tell),
     ev.ManagerJoined: Rule(manager_joined),
     ev.ManagerLost: Rule(manager_lost),
-    ev.ManagerRefused: Rule(manager_refused),
+    ev.ManagerRefused: Rule(manager_refused, {NodePhase.DONE}),
     ev.CommandReceived: Rule(obey, {NodePhase.STOPPING}),
 }
 _STOPPING: dict[type[ev.Event], Rule] = {**_PROCESSES, ev.AgentDraining: Rule(time_is_over)}
@@ -185,9 +194,11 @@ EVENTS = tuple(_RUNNING)
 class NodeMachine(Machine[NodeState]):
     """One node's workers.
 
-    The shell has started (or is starting) the first life of each rank, ungated.
+    The shell has started (or is starting) the first life of each rank, ungated; but none on a node
+    that takes the place of a lost one.
 
     Args:
+        substitute_until: it takes the place of a lost node, and asks for that until then.
         incarnations: of the first lives, by rank; 0 where not given.
         generation, restarts_used: not 0 after a restart without a manager.
         wait_for_exit: a replacement starts only when the process before it is gone.
@@ -210,22 +221,25 @@ class NodeMachine(Machine[NodeState]):
         restarts_used: int = 0,
         incarnations: Mapping[int, int] | None = None,
         wait_for_exit: bool = False,
+        substitute_until: float | None = None,
     ) -> None:
         arguments = {
             "node_rank": node_rank, "ranks": tuple(ranks), "timeouts": timeouts,
             "node_count": node_count, "world_size": world_size, "max_restarts": max_restarts,
             "agent_incarnation": agent_incarnation, "generation": generation,
             "restarts_used": restarts_used, "incarnations": dict(incarnations or {}),
-            "wait_for_exit": wait_for_exit,
+            "wait_for_exit": wait_for_exit, "substitute_until": substitute_until,
         }  # fmt: skip
-        lives = Lives(ranks, incarnations or {}, generation)
+        has_workers = substitute_until is None
+        lives = Lives(ranks, incarnations or {}, generation, are_there=has_workers)
         state = NodeState(
             timeouts=timeouts, lives=lives, generation=generation, restarts_used=restarts_used,
-            wait_for_exit=wait_for_exit,
+            wait_for_exit=wait_for_exit, substitute_until=substitute_until,
         )  # fmt: skip
         super().__init__(arguments, state)
         self.node_rank = node_rank
         size = len(lives.present) if world_size is None else world_size
+        self.agent_incarnation = agent_incarnation
         self._introduction = (node_rank, agent_incarnation, node_count, size, max_restarts)
 
     @property
@@ -254,7 +268,9 @@ class NodeMachine(Machine[NodeState]):
     def next_deadline(self) -> float | None:
         """When `Tick` is due, on the clock of the events; None: nothing is waited for."""
         node = self._state
+        is_over = node.phase is NodePhase.DONE
         deadlines = [patience_ends_at(node), node.lives.spacing.next_at()]
+        deadlines += [] if is_over else [node.substitute_until]
         deadlines += [life.kill_at for life in node.lives.all()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 

@@ -18,7 +18,7 @@ from taskd.core.worker_state import WorkerState
 
 def manager_joined(node: NodeState, event: ev.ManagerJoined) -> Commands:
     """The manager is there: it has our registration, and now hears the details."""
-    node.manager = ManagerLink.PRESENT
+    node.manager, node.substitute_until = ManagerLink.PRESENT, None
     node.restarts_used = max(node.restarts_used, event.restarts_used)
     return [command for said in node.lives.said(node.now) for command in node.tell(said)]
 
@@ -33,7 +33,24 @@ def manager_refused(node: NodeState, event: ev.ManagerRefused) -> Commands:
     """The manager will never answer this node."""
     node.manager = ManagerLink.REFUSED
     node.story.note(node.now, f"no manager for us: {event.reason}")
-    return []
+    return [] if node.substitute_until is None else end_substitute(node, event.reason)
+
+
+def end_substitute(node: NodeState, reason: str) -> Commands:
+    """The place that it asks for is not to be had: there is nothing that it could do alone."""
+    node.phase = NodePhase.DONE
+    return [do.FinishRun(node.cause, node.generation, "failed", reason)]
+
+
+def is_unwanted(node: NodeState) -> bool:
+    """Whether it has asked for a place for long enough."""
+    return node.substitute_until is not None and node.substitute_until <= node.now
+
+
+def give_up_place(node: NodeState) -> Commands:
+    """Nobody has given it the place."""
+    why = "no manager has given it this place: the job does not run, or the node is there still"
+    return end_substitute(node, why)
 
 
 def patience_ends_at(node: NodeState) -> float | None:

@@ -25,6 +25,7 @@ class NodeState(MachineState):
     phase: NodePhase = NodePhase.RUNNING
     manager: ManagerLink = ManagerLink.AWAY
     manager_lost_at: float | None = None  # None: there has never been a manager
+    substitute_until: float | None = None  # it asks for the place of a lost node, until then
     is_released: bool = False  # every function has returned, the workers may end
     give_up: do.GiveUp | None = None  # STOPPING: the order by which the job ends
 

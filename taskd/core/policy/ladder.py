@@ -6,6 +6,7 @@ The ladder, from cheap to dear:
 
     retry              every process is alive: all leave the step and enter their function again
     recover-in-place   some processes are gone: they alone are replaced
+    recover            a node is gone: all wait until it, or another in its place, is there
     restart            nothing can be kept: all processes are replaced
     dump               nothing may be replaced: the state is written to disk, then the job ends
     exit               the job ends
@@ -44,6 +45,7 @@ class Strategy(str, Enum):
 
     RETRY = "retry"
     RECOVER_IN_PLACE = "recover-in-place"
+    RECOVER = "recover"
     RESTART = "restart"
     DUMP = "dump"
     EXIT = "exit"
@@ -54,11 +56,13 @@ NOT_BUILT = "elastic-training"
 WITHOUT_DUMP = frozenset(Strategy) - {Strategy.DUMP}
 
 # What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace
-# processes, which includes leaving them all alive, and replacing all where nothing can be kept.
+# processes, which includes leaving them all alive, and replacing all where nothing can be kept;
+# "recover" replaces nodes as well.
+_IN_PLACE = {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART}
 _ALLOWED_BY = {
     "retry": {Strategy.RETRY},
-    "recover": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
-    "recover-in-place": {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART},
+    "recover": _IN_PLACE | {Strategy.RECOVER},
+    "recover-in-place": _IN_PLACE,
     NOT_BUILT: set(),
     "dump": {Strategy.DUMP},
     "exit": set(),
@@ -93,6 +97,7 @@ def choose(
     *,
     is_declared: bool,
     lost: Sequence[int],
+    absent: Sequence[int] = (),
     no_cut: str | None = None,
     allowed: frozenset[Strategy] = WITHOUT_DUMP,
 ) -> Choice:
@@ -101,15 +106,22 @@ def choose(
     Args:
         is_declared: a live worker uses `taskd.recoverable`.
         lost: ranks whose process is gone.
+        absent: nodes that are lost, and waited for.
         no_cut: why no copy of the state can be gone on from, if that is so.
         allowed: what the user allows (`recover-strategy`).
     """
     skipped: list[tuple[Strategy, str]] = []
     obstacle = no_cut or (None if is_declared else "no live worker uses taskd.recoverable")
     gone = f"{len(lost)} process{'es are' if len(lost) != 1 else ' is'} gone" if lost else None
+    away = f"node {', '.join(map(str, absent))} is lost" if absent else None
     for strategy, problem, reason in (
-        (Strategy.RETRY, obstacle or gone, "every process is alive"),
-        (Strategy.RECOVER_IN_PLACE, obstacle, f"{gone}, the others hold the state"),
+        (Strategy.RETRY, obstacle or away or gone, "every process is alive"),
+        (Strategy.RECOVER_IN_PLACE, obstacle or away, f"{gone}, the others hold the state"),
+        (
+            Strategy.RECOVER,
+            obstacle or (None if absent else "no node is lost"),
+            f"{away}, and waited for; the others hold the state",
+        ),
         (Strategy.RESTART, None, obstacle or "nothing milder is allowed"),
         (Strategy.DUMP, obstacle, "nothing milder is allowed"),
     ):

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 from taskd.core.timeouts import Timeouts
 
+_DOUBTFUL_BEATS = 3  # a node whose place somebody else claims has been silent for so many
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -77,6 +79,7 @@ class Leases:
     def __init__(self, timeouts: Timeouts) -> None:
         self._recheck_s = timeouts.lease_recheck_s
         self._first_s = timeouts.agent_lease_s - timeouts.lease_recheck_s
+        self._doubtful_s = _DOUBTFUL_BEATS * timeouts.heartbeat_s
         self._deadlines: Deadlines[int] = Deadlines()
         self._heard_at: dict[int, float] = {}
         self._rechecked: set[int] = set()
@@ -86,6 +89,13 @@ class Leases:
         self._heard_at[node_rank] = now
         self._rechecked.discard(node_rank)
         self._deadlines.set(node_rank, now + self._first_s)
+
+    def doubt(self, node_rank: int, now: float) -> None:
+        """Somebody else claims its place: it has to be heard soon."""
+        if node_rank in self._deadlines and node_rank not in self._rechecked:
+            self._rechecked.add(node_rank)
+            soon = max(now + self._recheck_s, self._heard_at[node_rank] + self._doubtful_s)
+            self._deadlines.set(node_rank, min(soon, now + self._first_s))
 
     def drop(self, node_rank: int) -> None:
         """The agent left: its silence means nothing any more."""

@@ -35,6 +35,8 @@ class Bootstrap:
     channel_fd: int | None = None
     previous_fd: int | None = None  # the predecessor's black box
     arena_fds: tuple[int, ...] = ()
+    # Its extras are also kept by the rank that is so many further, on another node; 0: by nobody.
+    keeper_distance: int = 0
     imports_fd: int | None = None  # where the forkserver waits for what it imports
 
     @classmethod
@@ -60,6 +62,7 @@ class Bootstrap:
     def life(self) -> Life:
         """With its black box, begun anew, and what the predecessor has left."""
         life = self.plain_life()
+        life.keeper_distance = self.keeper_distance
         box = life.box = BlackBox.attach(self.box_fd)
         life.saving = Saving(Arenas(list(self.arena_fds)), grace_s=self.grace_s)
         box.begin(os.getpid(), self.incarnation)

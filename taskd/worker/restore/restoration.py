@@ -28,6 +28,7 @@ from taskd.worker.state import hooks
 from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
+from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def _start(life: Life, holding: Holding, named: Named) -> Restored:
     """From disk, or with what the script has built."""
     records, saving = life.records, life.saving
     if _is_first(life):
+        _begin_keeping(life)
         records.parked.clear()
         records.version = 0
         logbook_of(life).forget()
@@ -137,12 +139,31 @@ def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) ->
 def _recover(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     """To the cut's version."""
     is_first = _is_first(life)
+    if is_first:
+        _recover_extras(life, version)
+        _begin_keeping(life)
     # else it is created anew, commits after the recovery
     is_old = is_first or life.records.version == version
     restored = _take(life, holding, named, version) if is_old else Restored(None, "nothing")
     if is_first and life.saving.arenas is not None:
         life.saving.arenas.forget_after(version)
     return restored
+
+
+def _recover_extras(life: Life, version: int) -> None:
+    """Of a rank whose node was lost, from the rank that keeps them."""
+    keeping = keeping_of(life)
+    if keeping is not None:
+        has_own = logbook_of(life).find(version) is not None
+        data = keeping.recover(version, has_own=has_own)
+        if data is not None:
+            life.records.inherited_extras[version] = data
+
+
+def _begin_keeping(life: Life) -> None:
+    keeping = keeping_of(life)
+    if keeping is not None:
+        keeping.begin()
 
 
 def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:

@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from taskd.worker.state import extras
+from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.randoms import RandomStates
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class Logbook:
         self._write(*pending, pending=True)
 
     def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
+        keeping = keeping_of(self.life)
+        if keeping is not None:
+            keeping.send(version, generators, blob)
         box = self.life.box
         if box is None or box.write_extras(version, blob, common=generators, pending=pending):
             return

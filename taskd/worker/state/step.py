@@ -2,7 +2,8 @@
 
     forward pass     its end: what this rank's extras will be goes to the black box
     backward pass
-    begin_update()   the copy of the last version is done; vote; interrupts are held off
+    begin_update()   the copy of the last version is done; another node has this step's extras;
+                     vote; interrupts are held off
     optimizer        writes parameters: from here on this copy is inconsistent
     commit()         what was written becomes a version; interrupts get through again
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from taskd.native.black_box import Phase
+from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
 from taskd.worker.state.vote import vote
 
@@ -40,6 +42,10 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     interrupts, snapshots = life.interrupts, life.saving.snapshots
     if snapshots is not None:
         snapshots.wait()
+    keeping = keeping_of(life)
+    if keeping is not None:
+        capture_pending(life, holding)
+        keeping.wait_for_ward((life.records.version or 0) + 1)
     if holding.shard and (is_ours or not interrupts.is_held) and life.world_size > 1:
         agreed = vote(life, holding.name, agrees=snapshots is None or snapshots.may_replace())
         if snapshots is not None:

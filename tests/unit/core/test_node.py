@@ -520,6 +520,13 @@ class TestWithoutAManager:
         assert agent.machine.restarts_used == 7
         assert agent.machine.next_deadline() is None
 
+    def test_a_rank_may_declare_itself_before_its_start_is_known_here(self, node) -> None:
+        """Its word and the forkserver's come by different ways: the manager hears of both."""
+        agent = node(1, manager=False, started=False)
+        agent.worker(ev.WorkerDeclared, 0, True)
+        (event,) = told(agent.send(ev.ManagerJoined, 0, 0))
+        assert (type(event), event.rank, event.entered) == (ev.WorkerDeclared, 0, True)
+
     def test_what_happens_while_it_takes_our_registration_is_not_lost(self, node) -> None:
         """The registration on its way says less than what is known when it is accepted."""
         agent = node(2, manager=False, started=False)

@@ -211,21 +211,14 @@ class TestSeveralDeaths:
             job.pause(1, 5, clean=False), do.RestartGroup
         ).reason
 
-    def test_a_rank_that_ended_as_it_should_is_not_waited_for(self, manager) -> None:
+    def test_nobody_goes_on_without_a_rank_that_ended_well(self, manager) -> None:
+        """All ranks meet again, and it will not come."""
         job = manager(per_node=3).joined()
         job.lose(2)
         job.pause(2, None)
         job.pause(0)
-        resume = only(job.worker(ev.WorkerFinished, 1), do.Resume)
-        assert plan(resume) == {0: None, 2: 0}
-
-    def test_everybody_else_ended(self, manager) -> None:
-        job = manager(per_node=2).joined()
-        job.lose(0)
-        job.worker(ev.WorkerFinished, 1)
-        record = only(job.worker(ev.WorkerFinished, 0), do.RecordRecovery).record
-        assert record.not_completed == "every process has ended"
-        assert job.machine.phase is JobPhase.RUNNING
+        give_up = only(job.worker(ev.WorkerFinished, 1), do.GiveUp)
+        assert give_up.reason == "rank 2 ended at step 5, and rank 1 has already ended well"
 
 
 class TestExceptions:

@@ -184,3 +184,24 @@ class TestANodeThatLeavesWhileItIsNeeded:
         assert kinds(job.lose(0, FaultKind.EXITED, "exit 3")) == ["Interrupt", "ReplaceWorker"]
         give_up = only(job.send(ev.AgentLeft, 1, "succeeded", ""), do.GiveUp)
         assert give_up.reason == "rank 0 ended with exit 3 at step 5, and node 1 has already left"
+
+    def test_nor_one_whose_rank_was_released_by_an_earlier_manager(self, manager) -> None:
+        """A rank died between `Release` and its end, and the manager with it; another had ended
+        (history 158530 of seed 20261123)."""
+        job = manager(nodes=2, per_node=2)
+        job.register(1, _report(2, "returned"), _report(3, "returned"))
+        give_up = only(job.register(0, _report(0, "finished"), _report(1, "lost")), do.GiveUp)
+        assert give_up.reason == "rank 1 ended at step 8, and rank 0 has already ended well"
+
+    def test_nor_one_that_ends_while_the_others_are_called_out(self, manager) -> None:
+        """It had heard of `Release` from an earlier manager, which this one cannot know."""
+        job = manager(nodes=2, per_node=1)
+        job.register(1, _report(1, "lost"))
+        assert kinds(job.register(0, _report(0, "returned"))) == ["Interrupt", "ReplaceWorker"]
+        give_up = only(job.worker(ev.WorkerFinished, 0), do.GiveUp)
+        assert "rank 0 has already ended well" in give_up.reason
+
+
+def _report(rank: int, state: str) -> ev.WorkerReport:
+    """Of a rank that was in its function at version 8."""
+    return ev.WorkerReport(rank, 0, state, declared=True, entered=True, version=8)

@@ -89,7 +89,7 @@ class TestJoining:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
-            ({"agent": "other"}, "node 0 is taken by agent agent0"),
+            ({"agent": "other"}, "node 0 is taken by another agent"),
             ({"world_size": 9}, "the job has 4 ranks, this agent says 9"),
             (
                 {"reports": [Report(9, 0, "running"), Report(3, 0, "running")], "node": 1},

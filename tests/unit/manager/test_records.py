@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,14 +19,18 @@ from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, types
 
 if TYPE_CHECKING:
+    import pathlib
+
     from taskd.manager.service import Service
     from taskd.testing.clock import FakeClock
 
 
+_ZEROS = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
+RECORD = RecoveryRecord(**{**_ZEROS, "strategy": "retry", "faults": (), "sources": ()})
+
+
 def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> None:
-    values = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
-    record = RecoveryRecord(**{**values, "strategy": "retry", "faults": (), "sources": ()})
-    Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(record)
+    Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(RECORD)
     assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
 
 
@@ -238,3 +243,32 @@ def test_giving_up_shows_the_cause_with_its_traceback(service, agent, lines) -> 
     text = "\n".join(record.message for record in lines.records if record.levelno == logging.ERROR)
     assert "the job is given up" in text
     assert "  line 7" in text
+
+
+@pytest.mark.parametrize("name", ["story-3.jsonl", "recoveries.jsonl"])
+def test_a_link_in_the_folder_costs_the_file_behind_it_nothing(
+    tmp_path: pathlib.Path, name: str
+) -> None:
+    log = tmp_path / "log"
+    log.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (log / name).symlink_to(victim)
+    records = Records(log, "job", lambda: 0.0)
+    records.story(3, ["a story"])
+    records.recovery(RECORD)
+    assert victim.read_text() == "mine"
+    assert records._is_failed == (name == "recoveries.jsonl")  # a story is put in its place
+    if name == "story-3.jsonl":
+        assert (log / name).read_text() == "a story\n"
+        assert not (log / name).is_symlink()
+    assert not [path for path in log.iterdir() if path.suffix != ".jsonl"]
+    for path in log.iterdir():
+        assert path.is_symlink() or path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "recoveries.jsonl")
+    records = Records(tmp_path, "job", lambda: 0.0)
+    records.recovery(RECORD)
+    assert records._is_failed

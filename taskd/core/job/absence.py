@@ -1,0 +1,89 @@
+"""Nodes that are lost and waited for: until when, and what happens when one comes back.
+
+Owns strategy `recover`. All live ranks wait at the gate meanwhile, with what they hold; the ranks
+of the lost node have no process and no order until an agent registers in its place:
+
+- its own agent, whose link was cut: workers that are still there are taken back;
+- another one (a new pod, a spare): all its ranks are replaced, and receive the state from others.
+
+Nobody came in time: the job ends, with a dump if those who are left hold everything.
+"""
+
+from taskd.core import events as ev
+from taskd.core.commands import Interrupt
+from taskd.core.faults import FaultKind
+from taskd.core.job import orders
+from taskd.core.job.dump import end_job
+from taskd.core.job.membership import Member
+from taskd.core.job.state import JobState
+from taskd.core.phase import TRAINING, JobPhase
+from taskd.core.policy.ladder import Strategy
+from taskd.core.transitions import Commands
+from taskd.core.worker_state import WorkerState
+
+_MAY_WAIT = TRAINING - {JobPhase.RESTARTING}
+
+
+def may_wait(job: JobState, node_rank: int) -> bool:
+    """Whether this lost node is waited for. If not, the job ends.
+
+    Node 0 is not: with it goes the store at which the trainers meet.
+    """
+    is_allowed = Strategy.RECOVER in job.allowed and job.reschedule_s > 0
+    return (
+        is_allowed
+        and node_rank != 0
+        and job.phase in _MAY_WAIT
+        and job.dump is None
+        and job.membership.is_declared
+        and any(node.is_present for node in job.membership.nodes.values())
+    )
+
+
+def wait_for_node(job: JobState, node_rank: int, how: str) -> None:
+    """From now on it is waited for. One fault tells of all its ranks."""
+    job.absent.set(node_rank, job.now + job.reschedule_s)
+    members = job.membership.on_node(node_rank)
+    for member in members:
+        member.lose()
+        job.awaited.discard(member.rank)
+    fault = members[0].fault(FaultKind.NODE_LOST, how)
+    job.unanswered.append(job.timed_fault(fault, job.leases.silence_s(node_rank, job.now)))
+
+
+def come_back(job: JobState, event: ev.AgentRegistered, *, is_same_agent: bool) -> Commands:
+    """An agent has registered in the place of a node that is waited for."""
+    job.absent.discard(event.node_rank)
+    # Workers that are to leave their step need the Interrupt; after an Advance it would be late.
+    is_early = isinstance(job.last_order, Interrupt)
+    commands: Commands = [] if job.last_order is None else [job.last_order]
+    for report in sorted(event.workers, key=lambda report: report.rank):
+        member = job.members[report.rank]
+        if is_same_agent and is_early and _is_alive(member, report):
+            _take_back(job, member, report)
+        else:
+            commands.append(orders.replace(job, member))
+    return commands
+
+
+def _is_alive(member: Member, report: ev.WorkerReport) -> bool:
+    is_there = report.state in (WorkerState.RUNNING, WorkerState.PAUSED, WorkerState.RETURNED)
+    return is_there and report.incarnation == member.incarnation and report.entered
+
+
+def _take_back(job: JobState, member: Member, report: ev.WorkerReport) -> None:
+    """It was only out of reach. It stops when it hears of the recovery, or says again that it has.
+
+    What it says of an earlier stop is of another generation.
+    """
+    member.state, member.entered = WorkerState.RUNNING, True
+    job.membership.note_version(report.version)
+    job.awaited.set(member.rank, job.now + job.timeouts.pause_s)
+
+
+def nobody_came(job: JobState) -> Commands:
+    """A lost node was waited for long enough."""
+    node_rank = min(job.absent.overdue(job.now))
+    job.absent.clear()
+    within = f"nobody took its place within {job.reschedule_s:g} s"
+    return end_job(job, f"{job.what_happened()}, and {within} (node {node_rank})")

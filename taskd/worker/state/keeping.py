@@ -1,0 +1,176 @@
+"""The extras of each rank are kept by a rank of another node, too: a node may be lost as a whole.
+
+A replacement on the same node finds its predecessor's extras in the black box; on another node
+there is none. So, where nodes may be replaced, each rank sends its extras to its keeper, the rank
+of the same place on the next node, as it writes them to its black box: at the end of the forward
+pass, before its gradients can reach anybody. Before an optimizer writes, each rank waits until it
+has those of its ward: who has all gradients has also what was sent before them. After a recovery
+the keeper hands them to the replacement, through the store of the default group.
+
+None of this can fail a step: without its keeper a rank trains on, and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from taskd.config.launcher import master_address
+from taskd.transport.peer_link import PeerLink
+
+if TYPE_CHECKING:
+    from taskd.worker.life import Life
+
+log = logging.getLogger(__name__)
+
+_KEPT = 3  # versions: the last commit, the one before, and the step under way
+_CONNECT_S = 10.0
+_WAIT_S = 2.0  # for what must have been sent before the gradients
+_LOOK_S = 0.005
+
+_VERSION = struct.Struct("!Q")  # before the extras; alone: they are as in the frame before
+
+
+class Keeping:
+    """One per process; connected anew in each generation."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self.keeper = (life.rank + life.keeper_distance) % life.world_size
+        self.ward = (life.rank - life.keeper_distance) % life.world_size
+        self._link: PeerLink | None = None
+        self._generation = -1  # for which it was connected, or that was tried
+        self._sent, self._heard = b"", b""  # over this connection, last
+        # Of the ward, by version; what was committed is put over what was pending.
+        self._kept: dict[int, bytes] = {}
+
+    # ------------------------------------------------------------------ within a step
+
+    def send(self, version: int, generators: bytes, blob: bytes) -> None:
+        """To the keeper: what belongs to `version`. Never waits."""
+        if self._link is None:
+            return
+        extras = generators + blob
+        try:
+            self._link.send(_VERSION.pack(version) + (b"" if extras == self._sent else extras))
+        except OSError as error:
+            self._lose(error)
+            return
+        self._sent = extras
+
+    def wait_for_ward(self, version: int) -> None:
+        """Until what its ward will be at `version` is here. Interrupts may be raised meanwhile."""
+        deadline = time.monotonic() + _WAIT_S
+        while self._link is not None:
+            try:
+                self._link.flush()
+                self._read(self._link)
+                if version in self._kept:
+                    return
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"nothing of version {version} came from rank {self.ward}")
+                self._link.wait(min(_LOOK_S, left_s))
+            except OSError as error:
+                self._lose(error)
+
+    def _read(self, link: PeerLink) -> None:
+        """Take what has come. Raises OSError behind the last."""
+        for frame in link.receive():
+            (version,) = _VERSION.unpack_from(frame)
+            self._heard = frame[_VERSION.size :] or self._heard
+            self._kept[version] = self._heard
+            while len(self._kept) > _KEPT:
+                del self._kept[min(self._kept)]
+
+    # ------------------------------------------------------------------ at the start of an entry
+
+    def recover(self, version: int, *, has_own: bool) -> bytes | None:
+        """Hand over what is kept here, and take back what is missing; None: nothing is known.
+
+        `has_own`: this rank knows its extras of `version`.
+        """
+        if not dist.is_initialized():
+            return None
+        self._hand_over(version)
+        receives = self._life.plan.receives(self._life.rank)
+        return self._take_back() if receives and not has_own else None
+
+    def begin(self) -> None:
+        """Connect, once in a generation. All ranks are at this place."""
+        generation = self._life.plan.generation
+        if generation == self._generation:
+            return
+        self._close()
+        self._generation = generation
+        try:
+            self._link = PeerLink.connect(
+                c10d._get_default_store(),
+                f"taskd/extras/{generation}/at",
+                rank=self._life.rank,
+                target=self.keeper,
+                towards=master_address() or "127.0.0.1",
+                until=time.monotonic() + _CONNECT_S,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            log.warning(
+                "rank %d: no other node keeps its RNG and sampler state: there is no connection to "
+                "rank %d and from rank %d (%s). If its node is lost now, it goes on with those "
+                "that the script sets",
+                self._life.rank,
+                self.keeper,
+                self.ward,
+                error,
+            )
+
+    def _hand_over(self, version: int) -> None:
+        """To a ward that was replaced: what belongs to `version`, or that nothing is here."""
+        self._close()  # what its ward sent last may not have been read yet
+        kept = self._kept.get(version)
+        # What is newer belongs to steps that are done again.
+        self._kept = {known: extras for known, extras in self._kept.items() if known <= version}
+        if self._life.plan.receives(self.ward):
+            c10d._get_default_store().set(self._key(self.ward), kept or b"")
+
+    def _take_back(self) -> bytes | None:
+        """Of this rank, from its keeper; None: it has nothing. Interrupts may be raised."""
+        store, key = c10d._get_default_store(), self._key(self._life.rank)
+        deadline = time.monotonic() + _CONNECT_S
+        while not store.check([key]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(_LOOK_S)
+        return bytes(store.get(key)) or None
+
+    def _key(self, rank: int) -> str:
+        return f"taskd/extras/{self._life.plan.generation}/of/{rank}"
+
+    # ------------------------------------------------------------------ the connection
+
+    def _lose(self, error: OSError) -> None:
+        """A peer is gone, or does not keep up: until the next recovery."""
+        self._close()
+        log.info("rank %d: its peers keep no extras from here on: %s", self._life.rank, error)
+
+    def _close(self) -> None:
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._read(self._link)
+            self._link.close()
+        self._link, self._sent, self._heard = None, b"", b""
+
+
+def keeping_of(life: Life) -> Keeping | None:
+    """That of this life, made when first asked for; None: nodes are not replaced in this job."""
+    if not life.keeper_distance:
+        return None
+    keeping: Keeping | None = life.records.keeping
+    if keeping is None:
+        keeping = life.records.keeping = Keeping(life)
+    return keeping

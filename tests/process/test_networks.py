@@ -1,0 +1,226 @@
+"""Several hosts, and what befalls them and the network between them.
+
+A bad link costs time. A node that is lost ends the job within the limit, by name; and whatever has
+befallen a network that is whole again in time, the result is that of a run without faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from testbed.hosts import INTERFACE
+from tests.process import harness
+from tests.process.test_dump import checkpoints
+from tests.process.test_recovery import reference as reference  # noqa: PLC0414
+from tests.process.test_recovery import wait_for_step, wait_until
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Iterator
+
+    from testbed.hosts import Host, Hosts
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 120  # for what comes after some seconds on a machine that has nothing else to do
+FAULT_TIMEOUT_S = 6
+STEPS = {"STEPS": "100"}
+
+
+@contextlib.contextmanager
+def job_on_hosts(
+    directory: pathlib.Path, count: int = 2, **env: str
+) -> Iterator[tuple[harness.Job, Hosts]]:
+    """A training of two ranks on each host, which has begun. The manager is on the first one."""
+    env = {"TASKD_FAULT_TIMEOUT": str(FAULT_TIMEOUT_S), "SLEEP_S": "0.05", **STEPS} | env
+    with (
+        harness.hosts(directory, count) as hosts,
+        harness.job(directory / "job", GLOO_SOCKET_IFNAME=INTERFACE, **env) as job,
+    ):
+        start(job, list(hosts))
+        wait_for_step(job, 5)
+        yield job, hosts
+
+
+def start(job: harness.Job, hosts: list[Host]) -> list[harness.Output]:
+    """The manager, and one torchrun on each of these."""
+    job.start_manager(host=hosts[0])
+    return [
+        job.start_node("train.py", node_rank, len(hosts), host)
+        for node_rank, host in enumerate(hosts)
+    ]
+
+
+def reached(job: harness.Job) -> int:
+    """Steps that some rank has committed."""
+    return max(fact["step"] for fact in job.facts("committed"))
+
+
+def check_undisturbed(job: harness.Job, digests: dict[int, str]) -> None:
+    """All ended well, with this result; no process was replaced, no step done twice."""
+    for process in [*job.agents, job.manager]:
+        assert process is not None
+        assert process.wait(LIMIT_S).returncode == 0, job.story()
+    assert job.digests() == digests
+    assert {record["strategy"] for record in job.recoveries()} <= {"retry"}
+    steps = [(fact["rank"], fact["step"]) for fact in job.facts("committed")]
+    assert len(steps) == len(set(steps))
+    assert len({fact["pid"] for fact in job.facts("entered")}) == len(digests)
+    wait_until(job, lambda: not job.leftovers())
+
+
+def check_lost(job: harness.Job, lost: int, *, says: str, code: int) -> None:
+    """The manager and all nodes but this one have ended, and say that it is lost."""
+    reason = f"the agent of node {lost} {says}"
+    for node_rank, agent in enumerate(job.agents):
+        if node_rank != lost:
+            finished = agent.wait(LIMIT_S)
+            assert finished.returncode == code, job.story()
+            assert finished.last_line.startswith(f"taskd: job test-job has ended: {reason}")
+    assert job.manager is not None
+    assert job.manager.wait(LIMIT_S).returncode == 1
+    assert f"the job is given up: {reason}" in job.manager.text
+
+
+SILENT = f"has been silent for {FAULT_TIMEOUT_S} s"
+
+
+def test_a_link_that_is_lossy_and_then_cut_costs_no_node(tmp_path: pathlib.Path, reference) -> None:
+    with job_on_hosts(tmp_path) as (job, (_, second)):
+        second.loss(10)
+        wait_for_step(job, reached(job) + 15)
+        counts = second.counts()
+        assert counts["lost_out"] > 0
+        assert counts["lost_in"] > 0
+        second.cut()
+        job.agents[1].wait_text("has been silent for 2 s", LIMIT_S)
+        assert second.counts()["lost_out"] > 0
+        second.heal()
+        assert reached(job) < 100
+        check_undisturbed(job, reference(**STEPS))
+
+
+def test_a_host_that_is_killed_is_named_and_the_job_saved(tmp_path: pathlib.Path) -> None:
+    with job_on_hosts(tmp_path, TASKD_RECOVER_STRATEGY="recover-in-place,dump") as (job, hosts):
+        assert len(hosts[1].kill()) >= 3, "torchrun, and two ranks at least"
+        before = reached(job)
+        assert before < 100
+        check_lost(job, 1, says=SILENT, code=2)
+        (checkpoint,) = checkpoints(job)
+        assert checkpoint.manifest.fault == f"the agent of node 1 {SILENT}"
+        assert before <= checkpoint.manifest.version <= before + 1
+        assert set(checkpoint.manifest.writers) <= {0, 1}
+        assert job.leftovers() == set()
+
+
+@pytest.mark.extended
+def test_a_job_that_has_lost_a_host_goes_on_with_another_one(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    with job_on_hosts(tmp_path, 3, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
+        assert hosts[2].kill()
+        check_lost(job, 2, says=SILENT, code=2)
+        (checkpoint,) = checkpoints(job)
+        former = len(job.agents)
+        agents = start(job, [hosts[0], hosts[1], hosts.add()])
+        for agent in agents:
+            assert agent.wait(LIMIT_S).returncode == 0, job.story()
+        assert {fact["source"] for fact in job.facts("restored")[-6:]} == {
+            f"read version {checkpoint.manifest.version} from {checkpoint.path}"
+        }
+        assert len(job.agents) == former + 3
+        assert job.digests() == reference(nproc=6, **STEPS)
+
+
+@pytest.mark.extended
+def test_a_slow_link_costs_time_alone(tmp_path: pathlib.Path, reference) -> None:
+    with job_on_hosts(tmp_path, STEPS="14") as (job, (_, second)):
+        second.delay(200)
+        before = reached(job)
+        assert before < 14
+        wait_until(job, lambda: reached(job) == 14)
+        counts = second.counts()
+        assert counts["passed_out"] > 0
+        assert counts["passed_in"] > 0
+        check_undisturbed(job, reference(STEPS="14"))
+
+
+@pytest.mark.extended
+def test_an_outage_of_nearly_two_thirds_of_the_lease_costs_no_node(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    """TCP left to itself would try again after 6.3 s and then after 12.7 s: too late."""
+    with job_on_hosts(tmp_path, TASKD_FAULT_TIMEOUT="12") as (job, (_, second)):
+        second.cut()
+        threading.Event().wait(7.5)
+        assert second.counts()["lost_out"] > 0
+        second.heal()
+        assert reached(job) < 100
+        check_undisturbed(job, reference(**STEPS))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_link_that_fails_in_one_direction_and_heals_costs_no_node(
+    tmp_path: pathlib.Path, reference, way: str, number: int
+) -> None:
+    with job_on_hosts(tmp_path) as (job, hosts):
+        hosts[number].cut_one_way(way)
+        job.agents[1].wait_text("has been silent for 2 s", LIMIT_S)
+        assert hosts[number].counts()[f"lost_{way}"] > 0
+        hosts[number].heal()
+        assert reached(job) < 100
+        check_undisturbed(job, reference(**STEPS))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_link_that_stays_dead_in_one_direction_costs_the_node(
+    tmp_path: pathlib.Path, way: str
+) -> None:
+    with job_on_hosts(tmp_path, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
+        hosts[1].cut_one_way(way)
+        check_lost(job, 1, says=SILENT, code=2)
+        assert hosts[1].counts()[f"lost_{way}"] > 0
+        assert len(checkpoints(job)) == 1
+
+
+@pytest.mark.extended
+def test_one_of_five_hosts_is_cut_off(tmp_path: pathlib.Path) -> None:
+    with job_on_hosts(tmp_path, 5, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
+        hosts[3].cut()
+        check_lost(job, 3, says=SILENT, code=2)
+        assert hosts[3].counts()["lost_out"] > 0
+        (checkpoint,) = checkpoints(job)
+        assert not set(checkpoint.manifest.writers) & {6, 7}
+
+
+@pytest.mark.extended
+def test_workers_do_not_outlive_an_agent_that_is_killed_alone(tmp_path: pathlib.Path) -> None:
+    with job_on_hosts(tmp_path) as (job, hosts):
+        os.kill(job.agents[1].process.pid, signal.SIGKILL)
+        assert job.agents[1].wait(LIMIT_S).returncode == -signal.SIGKILL
+        wait_until(job, lambda: not hosts[1].pids())
+        assert job.agents[0].process.poll() is None, "they are gone before the node is given up"
+        check_lost(job, 1, says=SILENT, code=1)
+
+
+@pytest.mark.extended
+def test_a_node_that_comes_back_too_late_is_told_that_the_job_is_over(
+    tmp_path: pathlib.Path,
+) -> None:
+    with job_on_hosts(tmp_path) as (job, hosts):
+        hosts[1].cut()
+        check_lost(job, 1, says=SILENT, code=1)
+        assert job.agents[1].process.poll() is None
+        hosts[1].heal()
+        finished = job.agents[1].wait(LIMIT_S)
+        assert finished.returncode == 1
+        wait_until(job, lambda: not hosts[1].pids())

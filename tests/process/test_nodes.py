@@ -1,0 +1,147 @@
+"""A whole node is lost, and another torchrun takes its place: two torchruns of two ranks each.
+
+A node is lost when its torchrun is: the workers end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_recovery import (
+    check_recovered,
+    reference,  # noqa: F401
+    wait_for_step,
+)
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+    Reference = Callable[..., dict[int, str]]
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 90
+
+
+class TwoNodes:
+    """A job over two torchruns, which have begun to train."""
+
+    def __init__(self, job: harness.Job) -> None:
+        self.job = job
+        self.manager = job.start_manager()
+        self.agents = [self.start(node_rank) for node_rank in range(2)]
+
+    def start(self, node_rank: int) -> harness.Output:
+        """One more torchrun with this index."""
+        options = (
+            "--nnodes=2",
+            f"--node-rank={node_rank}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={self.job.master_port}",
+        )
+        return self.job.start_agent("train.py", nproc=2, options=options)
+
+    def lose(self, node_rank: int) -> None:
+        """SIGKILL for its torchrun."""
+        agent = self.agents[node_rank]
+        os.kill(agent.process.pid, signal.SIGKILL)
+        assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
+
+
+def _job(directory: pathlib.Path, **env: str) -> harness.Job:
+    settings = {
+        "TASKD_RECOVER_STRATEGY": "recover",
+        "TASKD_FAULT_TIMEOUT": "6",
+        "STEPS": "40",
+        "SLEEP_S": "0.05",
+    }
+    return harness.job(directory, **settings | env)
+
+
+@pytest.mark.parametrize(
+    "lost_times", [1, pytest.param(2, marks=pytest.mark.extended)], ids=["once", "twice"]
+)
+def test_another_torchrun_takes_the_place_of_a_lost_node(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    lost_times: int,
+) -> None:
+    """In the same step, and to the last bit: its RNG and sampler state was kept elsewhere, too."""
+    with _job(tmp_path) as job:
+        nodes = TwoNodes(job)
+        for number in range(1, lost_times + 1):
+            wait_for_step(job, 8 * number)
+            nodes.lose(1)
+            nodes.agents[1] = nodes.start(1)
+        assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
+        finished = nodes.agents[0].wait(LIMIT_S)
+        check_recovered(job, finished, reference(STEPS="40"), faults=0, replaced={2, 3})
+        records = job.recoveries()
+        assert [record["strategy"] for record in records] == ["recover"] * lost_times
+        assert [record["steps_redone"] for record in records] == [0] * lost_times
+        assert {fault["kind"] for record in records for fault in record["faults"]} == {"node lost"}
+
+
+@pytest.mark.extended
+def test_a_node_that_is_only_cut_off_keeps_its_processes(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """Its agent stands still for longer than its lease; its workers wait meanwhile."""
+    with _job(tmp_path, TASKD_FAULT_TIMEOUT="3") as job:
+        nodes = TwoNodes(job)
+        wait_for_step(job, 8)
+        pid = nodes.agents[1].process.pid
+        os.kill(pid, signal.SIGSTOP)
+        nodes.manager.wait_text("Interrupt cause=tick", LIMIT_S)
+        os.kill(pid, signal.SIGCONT)
+        assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
+        finished = nodes.agents[0].wait(LIMIT_S)
+        check_recovered(job, finished, reference(STEPS="40"), faults=0, replaced=set())
+        (record,) = job.recoveries()
+        assert record["strategy"] == "recover"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("strategies", ["recover", "recover,dump"])
+def test_nobody_takes_the_place(tmp_path: pathlib.Path, strategies: str) -> None:
+    env = {"TASKD_RECOVER_STRATEGY": strategies, "TASKD_WAIT_RESCHEDULE_TIMEOUT": "2"}
+    dumps = tmp_path / "dumps"
+    with _job(tmp_path, TASKD_FAULT_TIMEOUT="3", TASKD_CHECKPOINT_DIR=str(dumps), **env) as job:
+        nodes = TwoNodes(job)
+        wait_for_step(job, 8)
+        nodes.lose(1)
+        finished = nodes.agents[0].wait(LIMIT_S)
+        has_dump = "dump" in strategies
+        assert finished.returncode == (2 if has_dump else 1), finished.output
+        reason = "nobody took its place within 2 s (node 1)"
+        assert reason in finished.output
+        assert bool(list(dumps.glob("*")) if dumps.exists() else []) == has_dump
+        assert nodes.manager.wait(LIMIT_S).returncode != 0
+        assert job.leftovers() == set()
+
+
+@pytest.mark.extended
+def test_two_torchruns_of_one_index(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """The first one keeps its place; the second one ends, and says why."""
+    with _job(tmp_path, TASKD_FAULT_TIMEOUT="2", STEPS="300") as job:
+        nodes = TwoNodes(job)
+        wait_for_step(job, 8)
+        second = nodes.start(1)
+        finished = second.wait(LIMIT_S)
+        assert finished.returncode == 1, finished.output
+        assert "has no place in it: no manager has given it this place" in finished.output
+        assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
+        finished = nodes.agents[0].wait(LIMIT_S)
+        check_recovered(job, finished, reference(STEPS="300"), faults=0, replaced=set())
+        assert "two torchruns of one index are a mistake" in nodes.manager.text
+        assert job.recoveries() == []
