@@ -25,10 +25,19 @@ def wait_for_others(job: JobState) -> None:
     """
     members = [job.members[rank] for rank in sorted(job.membership.stopped_early)]
     _take_over_lost(job, members)
-    if any(member.has_stopped for member in members):
+    if any(member.has_stopped for member in members) or _are_missed(job):
         defer_faults(job)
     else:
         job.join_by = None
+
+
+def _are_missed(job: JobState) -> bool:
+    """Whether the ranks that are missing were there once, and others train that need them.
+
+    A recovery needed all of them. Without one, a node may never have reached its manager, and train.
+    """
+    members = job.members.values()
+    return job.generation > 0 and any(one.declared and not one.is_done for one in members)
 
 
 def defer_faults(job: JobState) -> None:
@@ -66,7 +75,8 @@ def join_overdue(job: JobState) -> Commands:
     if not any(node.is_present for node in job.membership.nodes.values()):
         return end(job, succeeded=True, reason="every node that joined succeeded")
     members = job.membership.ordered()
-    if not any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members):
+    is_broken = any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members)
+    if not is_broken and not _are_missed(job):
         # Some have returned, the others are not here. If all have, then an earlier manager released
         # the others.
         job.unanswered, job.suspects = [], []
@@ -75,7 +85,8 @@ def join_overdue(job: JobState) -> Commands:
         return []
     faults = [*job.unanswered, *job.suspects]
     first = min(faults, key=TimedFault.order, default=None)
-    what = "a recovery is under way" if first is None else describe(first.fault)
+    what = "a recovery is under way" if is_broken else "an earlier manager knew all ranks"
+    what = what if first is None else describe(first.fault)
     missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.members]
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")

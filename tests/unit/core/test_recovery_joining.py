@@ -44,6 +44,33 @@ class TestJoining:
             "rank 0 ended at step 5, and ranks [1] are not known to this manager"
         )
 
+    def test_who_was_there_before_a_recovery_is_missed(self, manager) -> None:
+        """Its agent may have left while no manager was there: the others wait for its ranks."""
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "running", declared=True), generation=1)
+        job.hear_all_until(120.0)
+        assert job.machine.phase is JobPhase.JOINING
+        (give_up,) = job.tick(at=131.0)
+        assert give_up.reason == (
+            "an earlier manager knew all ranks, and ranks [1] are not known to this manager"
+        )
+
+    @pytest.mark.parametrize(
+        ("generation", "report"),
+        [
+            (0, Report(0, 0, "running", declared=True)),
+            (1, Report(0, 0, "running")),
+            (1, Report(0, 0, "returned", declared=True, entered=True)),
+        ],
+        ids=["no recovery was", "not recoverable", "has returned"],
+    )
+    def test_but_not_if_the_others_may_do_without_it(self, manager, generation, report) -> None:
+        job = manager(nodes=2, per_node=1)
+        job.register(0, report, generation=generation)
+        job.hear_all_until(120.0)
+        assert "GiveUp" not in kinds(job.tick(at=131.0))
+        assert job.machine.phase in (JobPhase.JOINING, JobPhase.RELEASED)
+
     def test_exceptions_are_kept_too(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
         job.register(0)
@@ -332,8 +359,8 @@ class TestANewManager:
         job.register(0)
         job.return_(0)
         job.hear_all_until(120.0)
-        assert job.tick(at=131.0) == []
-        assert job.machine.phase is JobPhase.JOINING
+        assert "GiveUp" not in kinds(job.tick(at=131.0))
+        assert job.machine.phase in (JobPhase.JOINING, JobPhase.RELEASED)
 
     def test_everybody_who_came_has_left(self, manager) -> None:
         job = manager(nodes=2, per_node=1)
