@@ -100,6 +100,7 @@ class Output:
     ) -> None:
         """`host`: where it is to run, if not on this machine itself."""
         self.path = path
+        path.touch()  # a fork takes its time to open it, and `text` may be asked for at once
         self.process: WarmProcess | subprocess.Popen[bytes]
         if warm and command[0] == sys.executable and WARM.can_start(env):
             self.process = WARM.start(command[1:], env, path, cwd, host)
@@ -140,9 +141,12 @@ class Output:
                 raise TimeoutError(f"{why}, never said {text!r}:\n{self.text[-6000:]}")
 
     def end(self) -> None:
-        """Kill it and its session, if it still runs, and give its descriptor back."""
+        """Kill it and its session, if it still runs, and give its descriptor back. Twice is once."""
+        if self.pidfd < 0:
+            return
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         os.close(self.pidfd)
+        self.pidfd = -1  # the number is soon that of something else

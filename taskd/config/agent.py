@@ -23,6 +23,7 @@ from taskd.config.names import (
     NATIVE_ENV,
     PRELOAD_ENV,
     PROCESS_ENABLE_ENV,
+    SPARE_ENV,
 )
 from taskd.config.values import Environment, choice, listed, refusal, switch
 from taskd.core.policy.ladder import Strategy, allowed
@@ -37,6 +38,7 @@ class AgentConfig:
 
     `wait_for_exit`: a replacement starts only when the device of the dead one is free.
     `starts_manager`: the agent of the first node may start one where nobody else has.
+    `is_spare`: it has no place in the job, and waits for that of a lost node.
     `preload`: modules for the forkserver; `learns_preload`: and those that the script imports.
     """
 
@@ -55,6 +57,7 @@ class AgentConfig:
     grace_s: float = DEFAULT_GRACE_S
     own_address: str = DEFAULT_HOST
     host: str = ""
+    is_spare: bool = False
 
     @property
     def drain_s(self) -> float | None:
@@ -98,6 +101,7 @@ class AgentConfig:
             grace_s=grace(environment),
             own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
             host=environment.get(HOST_ENV) or _name_of_host(),
+            is_spare=choice(environment, SPARE_ENV, ("1", "on", "0", "off"), "off") in ("1", "on"),
         )
 
 

@@ -170,6 +170,21 @@ class Pair(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class OfferPlace(Command):
+    """To a spare: the node `node_rank` is lost, its place is yours. No part of any recovery."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss(Command):
+    """To a spare, which may end: the job is over. No part of any recovery."""
+
+    succeeded: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SetProfiling(Command):
     """To every agent and worker: profile the domains of this code. No part of any recovery."""
 

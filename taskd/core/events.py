@@ -82,6 +82,25 @@ class AgentRegistered(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SpareRegistered(Event):
+    """A torchrun without a place in the job waits for one.
+
+    `host`: the same for all torchruns of a machine. `name`: of that machine, for people.
+    """
+
+    host: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpareLeft(Event):
+    """A spare waits no more: it takes the place that it was offered, or it ends (`reason`)."""
+
+    takes_place: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerBeganAnew(Event):
     """The machine before this one failed: what it knew comes back with the registrations.
 

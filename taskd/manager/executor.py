@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """`result`: whether the job succeeded; None: it is not over."""
+    """`result`: whether the job succeeded; None: it is not over. `ended`: how it ended, if so."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Executor:
     ) -> None:
         """`identity`: the log prefix, whose generation is kept up to date."""
         self.result: bool | None = None
+        self.ended: commands.EndJob | None = None
         self._guarded = guarded
         self._outbox = outbox
         self._records = records
@@ -105,7 +106,7 @@ class Executor:
         self._outbox.order(commands.SetProfiling("profiling", generation, wanted), node_ranks)
 
     def _end(self, command: commands.EndJob) -> None:
-        self.result = command.succeeded
+        self.result, self.ended = command.succeeded, command
         if command.left_alone:
             log.warning(
                 "this manager ends: %s. Training goes on as plain torchrun does it, and torchrun "

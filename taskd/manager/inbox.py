@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from taskd.manager.outbox import Outbox
     from taskd.manager.profiling_switch import ProfilingSwitch
     from taskd.manager.sessions import Refusals, Sessions
+    from taskd.manager.spares import SpareDesk
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Inbox:
         outbox: Outbox,
         executor: Executor,
         profiling: ProfilingSwitch,
+        spares: SpareDesk,
     ) -> None:
         self._job_id = config.job_id
         self._takes_marks = config.hang.is_on
@@ -60,6 +62,7 @@ class Inbox:
         self._outbox = outbox
         self._executor = executor
         self._profiling = profiling
+        self._spares = spares
         self._allowance = Allowance(_LINES, _INTERVAL_S)
 
     def take(self, peer: bytes, data: bytes) -> None:
@@ -140,6 +143,8 @@ class Inbox:
             self._read_agent(peer, envelope, message, envelope.node_rank)
         elif envelope.role == "worker" and envelope.rank is not None:
             self._read_worker(peer, envelope, message, envelope.rank)
+        elif envelope.role == "spare":
+            self._spares.take(peer, envelope, message)
         else:
             raise RemoteProtocolError(
                 "malformed", f"a {envelope.role} without position does not speak to a manager"

@@ -33,6 +33,7 @@ from taskd.manager.outbox import Outbox
 from taskd.manager.profiling_switch import ProfilingSwitch
 from taskd.manager.records import Records
 from taskd.manager.sessions import Refusals, Sessions
+from taskd.manager.spares import SpareDesk
 from taskd.manager.starter import ask_to_leave
 from taskd.transport import zeromq
 
@@ -81,6 +82,7 @@ class Service:
         self._guarded = GuardedMachine(config, self._clock, self._sessions, self._records)
         outbox = Outbox(config.job_id, link, self._sessions, self._guarded)
         self._executor = Executor(self._guarded, outbox, self._records, identity)
+        self._spares = SpareDesk(config, self._clock, self._guarded, outbox)
         self._inbox = Inbox(
             config,
             self._clock,
@@ -90,6 +92,7 @@ class Service:
             outbox,
             self._executor,
             self._profiling,
+            self._spares,
         )
 
     @property
@@ -125,6 +128,10 @@ class Service:
                 asked = self.turn(signals)
                 if asked is not None and self._ends(asked):
                     self._executor.result = True
+            if self._executor.ended is not None:
+                self._spares.dismiss(
+                    succeeded=self._executor.ended.succeeded, reason=self._executor.ended.reason
+                )
             log.info("refused in all: %s", self._refusals.summary())
         return self.result
 
@@ -152,6 +159,7 @@ class Service:
             self._profiling.next_deadline,
             self._memory.next_deadline,
             self._refusals.next_deadline,
+            self._spares.next_deadline,
             self._leaving.deadline,
             self._not_joined.deadline,
         )
@@ -170,7 +178,9 @@ class Service:
         now = self._clock.now()
         self._bound_memory(now)
         self._refusals.turn(now)
-        self._sessions.doubt(self._link.take_disconnected())
+        disconnected = self._link.take_disconnected()
+        self._sessions.doubt(disconnected)
+        self._spares.lose(disconnected)
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
             with self._guarded.surviving("what a deadline asks for"):
@@ -178,6 +188,7 @@ class Service:
         wanted = self._profiling.turn(now)
         if wanted is not None:
             self._executor.set_profiling(wanted)
+        self._spares.turn(now)
         self._leave_if_nobody_comes(now)
         if self._starter is not None and self._starter.ends(ready, self._sessions.agents):
             self._executor.result = True

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from taskd.agent.spawning.spawner import Spawner
     from taskd.config import AgentConfig
+    from taskd.torchrun.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         spec = self._worker_group.spec
         self.is_supported = self.launch is not None and is_supported(spec.entrypoint)
         self._settings: AgentConfig | None = None  # read before the workers start
+        self._places: Places  # stands before torch's rendezvous from then on
         self.generation = 0
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}  # last one given out, by global rank
@@ -211,14 +213,33 @@ class TaskdElasticAgent(LocalElasticAgent):
             return super()._invoke_run(role)
         # Loaded before the workers start: they may need the agent within their first milliseconds.
         from taskd.torchrun import loop  # noqa: PLC0415
+        from taskd.torchrun.places import Places  # noqa: PLC0415
         from taskd.torchrun.settings import settings_of  # noqa: PLC0415
 
         self._settings = settings_of(self.master_host)
-        self._initialize_workers(self._worker_group)
-        self._workers_run = True
-        if self.context is None:
-            return self.run_plainly(role)
-        return loop.run(self, self.context, self._settings)
+        self._places = self._worker_group.spec.rdzv_handler = Places(
+            self._worker_group.spec.rdzv_handler, self._worker_group.spec, self._settings
+        )
+        while True:
+            self._initialize_workers(self._worker_group)
+            self._workers_run = True
+            if self.context is None:
+                return self.run_plainly(role)
+            try:
+                return loop.run(self, self.context, self._settings)
+            except loop.NoPlaceError as error:
+                if not self._places.is_offered:
+                    raise SystemExit(f"taskd: {error}") from error
+                log.warning("%s: it waits for another one", error)
+                self._begin_again()
+
+    def _begin_again(self) -> None:
+        """As if nothing had been started; nothing has."""
+        assert self.context is not None
+        self.context.close()
+        self._pcontext, self._workers_run = None, False
+        self._stores = stores.TrainerStores()
+        self._places.ask_again()
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         if self._workers_run:
@@ -243,7 +264,9 @@ class TaskdElasticAgent(LocalElasticAgent):
             return super()._start_workers(worker_group)
         self._started_at = MonotonicClock().now()
         is_first = self._pcontext is None
-        self.is_substitute = is_first and stores.takes_place(worker_group, self._name)
+        self.is_substitute = is_first and (
+            self._places.is_offered or stores.takes_place(worker_group, self._name)
+        )
         if self.is_substitute:
             return self._start_late(worker_group)
         self.generation = stores.generation_of_start(worker_group)
@@ -265,7 +288,7 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     def _start_late(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """The others run already: a manager may have use for this node."""
-        log.warning(
+        log.info(
             "node %d comes when the job runs already: it asks the manager for the place of the "
             "node that was lost",
             worker_group.group_rank,

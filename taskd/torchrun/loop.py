@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 EXIT_DUMPED = 2  # as MindIO TTP ends a process whose state was saved
 
 
+class NoPlaceError(Exception):
+    """The job runs without this torchrun, and its manager has no place for it."""
+
+
 def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> RunResult:
     """The agent's work between the start of the workers and torchrun's result."""
     host = TorchrunHost(launcher, context)
@@ -70,8 +74,8 @@ def _serve(
         outcome = service.run()
     if not host.workers and outcome.kind in {"failed", "fallback"}:
         host.close()
-        raise SystemExit(
-            f"taskd: node {host.node_rank} came when the job {settings.job_id} ran already, and "
+        raise NoPlaceError(
+            f"node {host.node_rank} came when the job {settings.job_id} ran already, and "
             f"has no place in it: {outcome.reason}"
         )
     if outcome.kind == "fallback":

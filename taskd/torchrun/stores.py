@@ -2,7 +2,7 @@
 
     base store, that of the rendezvous: taskd/starts/<run>              count of torch's own starts
                                         taskd/store/<run>/<generation>  port of that start's store
-                                        taskd/store/<run>/last          generation of the last start
+                                        taskd/store/<run>/last          see `taskd.torchrun.meeting`
                                         taskd/agent/<run>/<node>        who has this place
 
 torch >= 2.6 keeps one store for all attempts, where the processes of a second attempt meet the
@@ -18,9 +18,10 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from taskd.clock import MonotonicClock
+from taskd.torchrun.meeting import Meeting, base_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,6 +39,7 @@ ORDERED_S = 5.0
 # time (30 minutes is torch's default).
 NOT_ORDERED_S = 2100.0
 _LOOK_S = 0.02
+_SPARE = "spare"
 _KEPT = 2  # processes of the start before may not have ended yet on other nodes
 
 
@@ -66,7 +68,7 @@ class TrainerStores:
                 )
         self.environment = {"TORCHELASTIC_USE_AGENT_STORE": str(is_hosted)}
         if group.group_rank == 0:
-            _base(group).set(_last_key(group), "0")
+            Meeting.of(group, 0).write(_base(group), _run(group))
 
     def open(self, group: WorkerGroup, generation: int, patience_s: float) -> None:
         """For the start of this generation. Twice is once.
@@ -80,7 +82,7 @@ class TrainerStores:
             if group.group_rank == 0:
                 port = self._host(group.master_addr, 0)
                 base.set(key, str(port))
-                base.set(_last_key(group), str(generation))
+                Meeting.of(group, generation).write(base, _run(group))
             else:
                 _await(base, key, patience_s)
                 port = int(base.get(key))
@@ -98,11 +100,11 @@ class TrainerStores:
         Raises OSError: nowhere.
         """
         try:
-            generation = int(_base(group).get(_last_key(group)))
+            meeting = Meeting.read(_base(group), _run(group))
         except (RuntimeError, ValueError) as error:
             raise OSError(f"node {group.group_rank}: nobody says where to meet: {error}") from error
-        if generation:
-            self.open(group, generation, ORDERED_S)
+        if meeting is not None and meeting.generation:
+            self.open(group, meeting.generation, ORDERED_S)
         else:
             self.environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -145,16 +147,27 @@ def takes_place(group: WorkerGroup, name: str) -> bool:
     """
     if group.spec.rdzv_handler.get_backend() != "static":
         return False
-    base, key = _base(group), f"taskd/agent/{_run(group)}/{group.group_rank}"
-    first = base.compare_set(key, "", name).decode()
+    key = _place_key(_run(group), group.group_rank)
+    first = _base(group).compare_set(key, "", name).decode()
     if first == name:
         return False
-    base.set(key, name)
+    _base(group).set(key, name)
     return True
 
 
-def _last_key(group: WorkerGroup) -> str:
-    return f"taskd/store/{_run(group)}/last"
+def give_to_spare(base: Store, run_id: str, node_rank: int) -> None:
+    """A spare has this place from now on."""
+    base.set(_place_key(run_id, node_rank), _SPARE)
+
+
+def is_of_spare(base: Store, run_id: str, node_rank: int) -> bool:
+    """Whether a spare has taken this place. Whoever had it before is not needed there any more."""
+    key = _place_key(run_id, node_rank)
+    return bool(base.check([key])) and base.get(key).decode() == _SPARE
+
+
+def _place_key(run_id: str, node_rank: int) -> str:
+    return f"taskd/agent/{run_id}/{node_rank}"
 
 
 def _await(store: Store, key: str, patience_s: float) -> None:
@@ -172,8 +185,4 @@ def _run(group: WorkerGroup) -> str:
 
 
 def _base(group: WorkerGroup) -> Store:
-    """The store beneath torch's prefixes."""
-    store = group.store
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+    return base_store(group.store)

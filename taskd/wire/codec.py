@@ -18,16 +18,16 @@ PROTOCOL_VERSION = 1
 # workers registering.
 MAX_MESSAGE_BYTES = 256 * 1024
 MAX_INCARNATION_CHARACTERS = 64  # ours have 32; a manager keeps one for each position
-ROLES = ("manager", "agent", "worker", "relay")
+ROLES = ("manager", "agent", "worker", "relay", "spare")
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Who speaks, in which generation, as which of its messages, and because of what.
 
-    `rank` is None for all but workers, `node_rank` for the manager. `incarnation` is a random text
-    for managers and agents, a count for workers. `sequence` grows with every message of one
-    sender's incarnation.
+    `rank` is None for all but workers, `node_rank` for managers and spares. `incarnation` is a
+    random text for managers, agents and spares, a count for workers. `sequence` grows with every
+    message of one sender's incarnation.
     """
 
     job_id: str

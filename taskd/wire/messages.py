@@ -20,6 +20,8 @@ from taskd.core.marks import Mark
 EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     1: events.AgentRegistered,
     6: events.AgentLeft,
+    10: events.SpareRegistered,
+    11: events.SpareLeft,
     20: events.WorkerStarted,
     21: events.WorkerDeclared,
     22: events.WorkerLost,
@@ -55,6 +57,8 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     59: commands.Advance,
     60: commands.SetProfiling,
     65: commands.Pair,
+    66: commands.OfferPlace,
+    67: commands.Dismiss,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 

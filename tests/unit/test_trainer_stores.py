@@ -24,9 +24,10 @@ def group(base: dist.TCPStore, node_rank: int) -> SimpleNamespace:
     return SimpleNamespace(
         store=dist.PrefixStore(f"round {node_rank}", store),
         group_rank=node_rank,
+        group_world_size=2,
         master_addr="127.0.0.1",
         master_port=base.port,
-        spec=SimpleNamespace(rdzv_handler=handler),
+        spec=SimpleNamespace(rdzv_handler=handler, local_world_size=4),
     )
 
 

@@ -1,4 +1,4 @@
-"""The connection of one process to the manager, for agents and for workers without an agent.
+"""The connection of one process to the manager: of agents, spares, workers without an agent.
 
 Owns the socket, the numbering of what is said, and the spacing of heartbeats. What the manager says
 comes out as events of the core: `ManagerJoined`, `ManagerRefused`, `ManagerLost` and
@@ -40,7 +40,7 @@ class ManagerConnection:
         *,
         job_id: str,
         role: str,
-        node_rank: int,
+        node_rank: int | None,
         incarnation: str,
         rank: int | None = None,
         register: Callable[[], object],
@@ -60,6 +60,7 @@ class ManagerConnection:
         self.beat_at = clock.now()  # when the next heartbeat is due
         self._sender = (job_id, role, node_rank, rank, incarnation)
         who = "-".join(str(part) for part in self._sender[1:] if part is not None)
+        self._place = role if node_rank is None else f"node {node_rank}"
         # All but the end of it is known to others. Whoever connects under the whole name is this
         # process: it says it to its manager, and to nobody else.
         self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
@@ -131,7 +132,7 @@ class ManagerConnection:
         try:
             self.send(messages.Heartbeat(marks), "heartbeat")
         except LocalProtocolError as error:  # hundreds of workers on one node
-            log.warning("node %d: hangs are not looked for here: %s", self._sender[2], error)
+            log.warning("%s: hangs are not looked for here: %s", self._place, error)
             self.send(messages.Heartbeat(), "heartbeat")
 
     def send(self, message: messages.Message, cause: str) -> int:
@@ -177,9 +178,9 @@ class ManagerConnection:
                 self.session.accepted(message.manager_incarnation)
                 log.log(
                     logging.DEBUG if is_known else logging.INFO,
-                    "joined the manager at %s as node %d",
+                    "joined the manager at %s as %s",
                     self.address,
-                    self._sender[2],
+                    self._place,
                 )
                 return events.ManagerJoined(
                     now, "accepted", message.generation, message.restarts_used

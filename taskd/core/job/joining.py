@@ -34,7 +34,7 @@ def wait_for_others(job: JobState) -> None:
 def _are_missed(job: JobState) -> bool:
     """Whether the ranks that are missing were there once, and others train that need them.
 
-    A recovery needed all of them. Without one, a node may never have reached its manager, and train.
+    A recovery needed all of them. Before one, a node may train and never have reached its manager.
     """
     members = job.members.values()
     return job.generation > 0 and any(one.declared and not one.is_done for one in members)

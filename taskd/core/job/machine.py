@@ -295,6 +295,11 @@ class RecoveryMachine(Machine[JobState]):
         node = self._state.membership.nodes.get(node_rank)
         return node is not None and node.is_present
 
+    @property
+    def lost_nodes(self) -> list[int]:
+        """The nodes whose place is free, and waited for."""
+        return self._state.absent.pending()
+
     def postpones(self, event: ev.AgentRegistered) -> bool:
         """Whether this agent is to ask again later, and gets no answer.
 

@@ -16,7 +16,15 @@ from taskd.errors import InvalidTransition
 
 WORKER_TO_AGENT_ONLY = {ev.WorkerReady, ev.WorkerUncaught, ev.WorkerMirrors}
 # see taskd.core.profiling, taskd.agent.mirrors.mirroring
-BESIDE_THE_MACHINES = {ev.WorkerProfiling, do.SetProfiling, do.Pair}
+BESIDE_THE_MACHINES = {
+    ev.WorkerProfiling,
+    ev.SpareRegistered,
+    ev.SpareLeft,
+    do.SetProfiling,
+    do.Pair,
+    do.OfferPlace,
+    do.Dismiss,
+}
 
 
 def all_events() -> set[type[ev.Event]]:

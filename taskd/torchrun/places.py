@@ -1,0 +1,158 @@
+"""The rendezvous of a torchrun that waits as a spare, or comes when the job runs already.
+
+Stands before torch's own rendezvous handler, which it uses for everybody else. Who comes late meets
+the others where they have met (`taskd.torchrun.meeting`), in the place that the manager offers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from taskd import log as log_setup
+from taskd.agent.clients.spare import PATIENCE_S, NoPlace, SpareClient
+from taskd.clock import MonotonicClock
+from taskd.torchrun import stores
+from taskd.torchrun.meeting import Meeting, base_store
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server import WorkerSpec
+
+    from taskd.config import AgentConfig
+
+log = logging.getLogger(__name__)
+
+_STORE_TIMEOUT = timedelta(seconds=60)  # of the host of the store, which is there: the job runs
+# A torchrun that is no spare, and finds that the job runs already, looks for its manager so long.
+_UNASKED_S = 15.0
+
+
+class Places:
+    """A rendezvous handler before torch's (`inner`). See the module."""
+
+    def __init__(self, inner: Any, spec: WorkerSpec, settings: AgentConfig) -> None:
+        """`spec`: of the workers. `settings`: of this agent."""
+        self._inner, self._spec, self._settings = inner, spec, settings
+        self._has_joined = False
+        self.is_offered = False  # whether this torchrun has the place of a lost node
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is torch's."""
+        return getattr(self._inner, name)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The place of this torchrun. Raises SystemExit: there is none."""
+        self.is_offered = False
+        if self._has_joined:
+            return self._inner.next_rendezvous()
+        if self._settings.is_spare:
+            return self._offered() or _end("the manager has no use for a spare")
+        if self._meets_without_us():
+            self._say("runs already")
+            return self._offered(_UNASKED_S) or self._joined()
+        found = self._joined()
+        if self._is_replaced(found):
+            self._say("has given the place of this node to a spare")
+            return self._offered() or _end("there is no place for it any more")
+        return found
+
+    def ask_again(self) -> None:
+        """Somebody else has got the place that was offered: wait for another one."""
+        self._has_joined = False
+
+    def shutdown(self) -> bool:
+        """To close the rendezvous is for those who have met in it."""
+        return not self._has_joined or self.is_offered or bool(self._inner.shutdown())
+
+    def _joined(self) -> RendezvousInfo:
+        found = self._inner.next_rendezvous()
+        self._has_joined = True
+        return found
+
+    def _say(self, why: str) -> None:
+        log.warning(
+            "the job %s %s: this torchrun waits as a spare, for the place of a lost node",
+            self._settings.job_id,
+            why,
+        )
+
+    # ------------------------------------------------------------------ where the others have met
+
+    @property
+    def _run_id(self) -> str:
+        return str(self._inner.get_run_id())
+
+    def _meets_without_us(self) -> bool:
+        """Whether all nodes have met. Static rendezvous takes whoever comes, by its index."""
+        limits = getattr(self._inner, "settings", None)
+        store = getattr(self._inner, "_store", None)
+        if self._inner.get_backend() != "c10d" or limits is None or store is None:
+            return False
+        is_fixed = limits.min_nodes == limits.max_nodes
+        return is_fixed and Meeting.read(base_store(store), self._run_id) is not None
+
+    def _is_replaced(self, found: RendezvousInfo) -> bool:
+        if self._inner.get_backend() != "static":
+            return False
+        return stores.is_of_spare(base_store(found.store), self._run_id, found.rank)
+
+    def _base_store(self) -> Store:
+        """Raises SystemExit."""
+        store = getattr(self._inner, "_store", None)
+        if store is not None:
+            return base_store(store)
+        try:
+            host, port = self._inner.master_addr, int(self._inner.master_port)
+        except AttributeError:
+            _end(f"a spare needs the rendezvous static or c10d, not {self._inner.get_backend()}")
+        try:
+            return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
+        except RuntimeError as error:
+            _end(f"the store of node 0 cannot be reached at {host}:{port}: {error}")
+
+    # ------------------------------------------------------------------ the manager's offer
+
+    def _offered(self, patience_s: float = PATIENCE_S) -> RendezvousInfo | None:
+        """The place of a lost node; None: the manager offers none. Raises SystemExit.
+
+        `patience_s`: for how long a manager is looked for.
+        """
+        log_setup.setup(self._settings.log, job_id=self._settings.job_id, role="spare")
+        with SpareClient(self._settings, os.uname().nodename, MonotonicClock()) as client:
+            place = client.wait(patience_s)
+            if not isinstance(place, NoPlace):
+                return self._take(client, place)
+        if not place.is_over:
+            log.warning("no place as a spare: %s", place.reason)
+            return None
+        log.info("the job is over: %s", place.reason)
+        raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")
+
+    def _take(self, client: SpareClient, node_rank: int) -> RendezvousInfo:
+        base = self._base_store()
+        meeting = Meeting.read(base, self._run_id)
+        problem = "nobody has met there" if meeting is None else meeting.objection(self._spec)
+        if meeting is None or problem is not None:
+            client.leave(takes_place=False, reason=f"cannot take the place: {problem}")
+            _end(f"this spare cannot take the place of node {node_rank}: {problem}")
+        client.leave(takes_place=True, reason=f"takes the place of node {node_rank}")
+        log.warning("node %d was lost: this torchrun takes its place", node_rank)
+        stores.give_to_spare(base, self._run_id, node_rank)
+        self._has_joined = self.is_offered = True
+        if self._inner.get_backend() == "static":
+            self._inner.rank = node_rank  # torch's own restarts ask for it again
+        return RendezvousInfo(
+            PrefixStore(meeting.prefix, base),
+            node_rank,
+            meeting.node_count,
+            RendezvousStoreInfo(meeting.master_host, meeting.master_port),
+        )
+
+
+def _end(why: str) -> NoReturn:
+    raise SystemExit(f"taskd: {why}")

@@ -1,0 +1,237 @@
+"""A torchrun that waits without a place takes over that of a lost node."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_recovery import (
+    check_recovered,
+    reference,  # noqa: F401
+    wait_for_step,
+)
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+    Reference = Callable[..., dict[int, str]]
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 90
+
+
+class Nodes:
+    """A job over two torchruns of two ranks each, and the spares that wait for their places."""
+
+    def __init__(self, job: harness.Job, backend: str = "static") -> None:
+        self.job, self.backend = job, backend
+        self.manager = job.start_manager()
+        self.agents = [self.start(node_rank) for node_rank in range(2)]
+        self.spares: list[harness.Output] = []
+
+    def start(self, node_rank: int, **env: str) -> harness.Output:
+        """One more torchrun; with static rendezvous its index is this one."""
+        port = self.job.master_port
+        options = (
+            (
+                f"--node-rank={node_rank}",
+                "--master-addr=127.0.0.1",
+                f"--master-port={port}",
+            )
+            if self.backend == "static"
+            else (
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{port}",
+                "--rdzv-id=one",
+                f"--rdzv-conf=is_host={int(node_rank == 0)}",
+            )
+        )
+        return self.job.start_agent("train.py", nproc=2, options=("--nnodes=2", *options), **env)
+
+    def add_spare(self) -> harness.Output:
+        """Returns when the manager knows it."""
+        spare = self.start(len(self.agents) + len(self.spares), TASKD_SPARE="1")
+        self.spares.append(spare)
+        self.manager.wait_text(f"({len(self.spares)} wait now)", LIMIT_S)
+        return spare
+
+    def lose(self, agent: harness.Output) -> None:
+        """SIGKILL for this torchrun."""
+        os.kill(agent.process.pid, signal.SIGKILL)
+        assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
+
+
+def _job(directory: pathlib.Path, **env: str) -> harness.Job:
+    settings = {
+        "TASKD_RECOVER_STRATEGY": "recover",
+        "TASKD_FAULT_TIMEOUT": "6",
+        "STEPS": "60",
+        "SLEEP_S": "0.05",
+    }
+    return harness.job(directory, **settings | env)
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_spare_takes_the_place_of_a_lost_node(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    backend: str,
+) -> None:
+    """In the same step, to the last bit, and without anybody who starts a torchrun."""
+    with _job(tmp_path) as job:
+        nodes = Nodes(job, backend)
+        spare = nodes.add_spare()
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[1])
+        assert spare.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[0].wait(LIMIT_S)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        replaced = {fault["rank"] for fault in record["faults"]}
+        check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
+        assert replaced <= {2, 3}
+
+
+@pytest.mark.extended
+def test_two_nodes_are_lost_one_after_the_other(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """Also the place that a spare has taken is given to the next."""
+    with _job(tmp_path, STEPS="100") as job:
+        nodes = Nodes(job)
+        first, second = nodes.add_spare(), nodes.add_spare()
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[1])
+        wait_for_step(job, 40)
+        nodes.lose(first)
+        assert second.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[0].wait(LIMIT_S)
+        records = job.recoveries()
+        assert [record["strategy"] for record in records] == ["recover", "recover"]
+        check_recovered(job, finished, reference(STEPS="100"), faults=0, replaced={2, 3})
+
+
+@pytest.mark.extended
+def test_a_spare_that_is_gone_is_passed_over(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """The first one stands still when it is needed, and is ended only afterwards."""
+    with _job(tmp_path) as job:
+        nodes = Nodes(job)
+        first, second = nodes.add_spare(), nodes.add_spare()
+        wait_for_step(job, 8)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        nodes.lose(nodes.agents[1])
+        assert second.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[0].wait(LIMIT_S)
+        first.end()
+        check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
+        assert job.recoveries()[0]["strategy"] == "recover"
+
+
+@pytest.mark.extended
+def test_a_lost_node_comes_back_and_is_the_next_spare(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    with _job(tmp_path, STEPS="120") as job:
+        nodes = Nodes(job)
+        spare = nodes.add_spare()
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[1])
+        wait_for_step(job, 30)
+        again = nodes.start(1)
+        again.wait_text("has given the place of this node to a spare", LIMIT_S)
+        again.wait_text("joined the manager", LIMIT_S)
+        wait_for_step(job, 60)
+        nodes.lose(spare)
+        assert again.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[0].wait(LIMIT_S)
+        assert len(job.recoveries()) == 2
+        check_recovered(job, finished, reference(STEPS="120"), faults=0, replaced={2, 3})
+
+
+@pytest.mark.extended
+def test_a_torchrun_that_is_started_again_with_c10d(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """It has no index, and asks for the place of whoever is lost, without a word of the user."""
+    with _job(tmp_path) as job:
+        nodes = Nodes(job, "c10d")
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[1])
+        again = nodes.start(1)
+        assert again.wait(LIMIT_S).returncode == 0, job.story()
+        assert "this torchrun waits as a spare" in again.text
+        finished = nodes.agents[0].wait(LIMIT_S)
+        check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
+
+
+@pytest.mark.extended
+def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.Path) -> None:
+    with _job(tmp_path, TASKD_RECOVER_STRATEGY="recover-in-place") as job:
+        nodes = Nodes(job)
+        wait_for_step(job, 2)
+        finished = nodes.start(7, TASKD_SPARE="1").wait(LIMIT_S)
+        assert finished.returncode == 1, finished.output
+        assert "a spare needs recover in TASKD_RECOVER_STRATEGY" in finished.output
+        assert nodes.agents[0].wait(LIMIT_S).returncode == 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("is_well", [True, False], ids=["succeeds", "fails"])
+def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> None:
+    env = {} if is_well else {"TASKD_WAIT_RESCHEDULE_TIMEOUT": "1"}
+    with _job(tmp_path, **env) as job:
+        nodes = Nodes(job)
+        spare = nodes.start(7, TASKD_SPARE="1", TASKD_HOST="another")
+        nodes.manager.wait_text("a spare waits on", LIMIT_S)
+        if not is_well:
+            wait_for_step(job, 8)
+            os.kill(nodes.agents[0].process.pid, signal.SIGKILL)
+        finished = spare.wait(LIMIT_S)
+        assert finished.returncode == (0 if is_well else 1), finished.output
+        assert ("the job has failed: " in finished.output) is not is_well
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_spare_may_be_ended(tmp_path: pathlib.Path, number: int) -> None:
+    """It says goodbye, and the manager offers it nothing."""
+    with _job(tmp_path) as job:
+        nodes = Nodes(job)
+        spare = nodes.add_spare()
+        os.kill(spare.process.pid, number)
+        assert spare.wait(LIMIT_S).returncode != 0
+        nodes.manager.wait_text("leaves: ", LIMIT_S)
+        assert nodes.agents[0].wait(LIMIT_S).returncode == 0, job.story()
+
+
+@pytest.mark.extended
+def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
+    env = {"TASKD_WAIT_RESCHEDULE_TIMEOUT": "8", "TASKD_FAULT_TIMEOUT": "3"}
+    with _job(tmp_path, **env) as job:
+        nodes = Nodes(job)
+        options = ("--nnodes=2", "--node-rank=5", "--master-addr=127.0.0.1")
+        spare = job.start_agent(
+            "train.py",
+            nproc=3,
+            options=(*options, f"--master-port={job.master_port}"),
+            TASKD_SPARE="1",
+        )
+        nodes.manager.wait_text("(1 wait now)", LIMIT_S)
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[1])
+        finished = spare.wait(LIMIT_S)
+        assert finished.returncode == 1, finished.output
+        assert "it has --nproc-per-node 3, the job has 2" in finished.output
+        assert nodes.agents[0].wait(LIMIT_S).returncode == 1
