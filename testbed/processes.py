@@ -141,7 +141,10 @@ class Output:
                 raise TimeoutError(f"{why}, never said {text!r}:\n{self.text[-6000:]}")
 
     def end(self) -> None:
-        """Kill it and its session, if it still runs, and give its descriptor back. Twice is once."""
+        """Kill it and its session, if it still runs, and give its descriptor back.
+
+        Twice is once.
+        """
         if self.pidfd < 0:
             return
         if self.process.poll() is None:
