@@ -39,9 +39,10 @@ READ_AT_START = (
     "TORCH",
     "PYTORCH_",
 )
-# ... except those that torchrun itself writes for each worker, which are read later, and the one
-# applied by hand below.
-_READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM_THREADS")
+# ... except those that torchrun itself writes for each worker, and those of torch's recorder of
+# collectives (written by `config.launcher.keep_collectives`), which are read when the first group
+# is created; and the one applied by hand below.
+_READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "OMP_NUM_THREADS")
 
 
 def initial_environment() -> dict[str, str]:

@@ -1,0 +1,32 @@
+"""What keeps a worker from being a fork of the warm process."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from taskd.agent.spawning.protocol import SpawnRequest
+from taskd.agent.spawning.warmth import why_not_warm
+from taskd.config.launcher import keep_collectives
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.10.0", "2.13.0"])
+def test_what_we_set_for_torch_ourselves_costs_no_warm_start(
+    tmp_path: pathlib.Path, version: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    environment: dict[str, str] = {}
+    keep_collectives(version, environment)
+    request = SpawnRequest(1, (str(script),), environment)
+    assert why_not_warm(request, {}) is None
+
+
+def test_what_torch_reads_when_it_is_imported_does(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    request = SpawnRequest(1, (str(script),), {"TORCH_LOGS": "all"})
+    assert why_not_warm(request, {}) == (
+        "TORCH_LOGS differs from what the warm process was started with"
+    )
