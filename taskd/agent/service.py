@@ -297,6 +297,8 @@ class Service:
             case events.CommandReceived(command=commands.SetProfiling() as command):
                 self._profiling.order(command, self._machine.generation)
             case events.CommandReceived(command=commands.Command() as command):
+                if isinstance(command, commands.Resume | commands.RestartGroup) and command.store:
+                    self._host.meet_at(command.store)
                 self._say_of_mirrors(self._mirroring.obey(command, self._host.workers, event.now))
                 if not isinstance(command, commands.Pair):
                     self._feed(event)
@@ -474,7 +476,18 @@ def _machine_of(
         if host.is_substitute
         else None,
         incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
+        store=_spare_store(host),
     )
+
+
+def _spare_store(host: Host) -> str:
+    try:
+        return host.spare_store()
+    except OSError as error:
+        log.warning(
+            "node %d has no store for the case that another node is lost: %s", host.node_rank, error
+        )
+        return ""
 
 
 def _last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:

@@ -95,24 +95,28 @@ class Resume(Command):
     """To every agent and worker: enter the function again under store prefix taskd/<generation>.
 
     `version` None: nobody holds state, everybody starts afresh. A rank without a move keeps its
-    copy: messages leave these out, so that they are small however large the job is.
+    copy: messages leave these out, so that they are small however large the job is. `store`:
+    host:port where the ranks meet; "": where they met before.
     """
 
     version: int | None
     moves: tuple[Move, ...]
     restarts_used: int
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup(Command):
     """To every agent: kill all workers and start them anew (warm); nothing could be kept in place.
 
-    `incarnations`: (rank, incarnation) for every rank of the job.
+    `incarnations`: (rank, incarnation) for every rank of the job. `store`: host:port where they
+    meet; "": at a new store of node 0.
     """
 
     restarts_used: int
     reason: str
     incarnations: tuple[tuple[int, int], ...]
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +175,13 @@ class Pair(Command):
 
 @dataclass(frozen=True, slots=True)
 class OfferPlace(Command):
-    """To a spare: the node `node_rank` is lost, its place is yours. No part of any recovery."""
+    """To a spare: the node `node_rank` is lost, its place is yours. No part of any recovery.
+
+    `store`: as in `Resume`.
+    """
 
     node_rank: int
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)

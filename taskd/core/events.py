@@ -63,7 +63,9 @@ class AgentRegistered(Event):
     """An agent introduced itself, for the first time or after it or the manager was cut off.
 
     `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the
-    largest.
+    largest. `store`: host:port of a store at which the ranks can meet if the node of theirs is
+    lost; "": it has none. `met_at`: the one that the newest order named; "": none has. `is_late`:
+    it came when the job ran already, in the place of another one.
     """
 
     node_rank: int
@@ -74,6 +76,9 @@ class AgentRegistered(Event):
     generation: int
     restarts_used: int
     workers: tuple[WorkerReport, ...]
+    store: str = ""
+    met_at: str = ""
+    is_late: bool = False
 
     @property
     def is_substitute(self) -> bool:

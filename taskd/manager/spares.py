@@ -81,8 +81,9 @@ class SpareDesk:
                 offer.node_rank,
                 self._hosts[offer.spare],
             )
-            generation = self._guarded.machine.generation
-            self._tell(offer.spare, commands.OfferPlace("spare", generation, offer.node_rank))
+            machine = self._guarded.machine
+            told = (machine.generation, offer.node_rank, machine.meeting_store)
+            self._tell(offer.spare, commands.OfferPlace("spare", *told))
         for spare in [spare for spare in self._connections if spare not in self._spares]:
             del self._connections[spare], self._hosts[spare]
 

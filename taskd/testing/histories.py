@@ -126,12 +126,9 @@ def make(seed: int, number: int) -> SimulatedJob:
 
 
 def _with_lost_nodes(rng: random.Random, script: FaultScript, nodes: int) -> FaultScript:
-    """The same with one or two nodes that are lost and replaced, perhaps too late.
-
-    Not node 0, which hosts the store.
-    """
+    """The same with one or two nodes that are lost and replaced, perhaps too late."""
     lost = [
-        Trouble(rng.random() * 0.5, "agent", rng.randrange(1, nodes), rng.choice(_AWAY_S))
+        Trouble(rng.random() * 0.5, "agent", rng.randrange(nodes), rng.choice(_AWAY_S))
         for _ in range(rng.randint(1, 2))
     ]
     return FaultScript.of([*script, *lost])

@@ -39,6 +39,9 @@ class Result:
     missed: list[Trouble] = field(default_factory=list)
 
 
+_FIRST_HOST = "agent 0"  # of the store at which the ranks meet
+
+
 class SimulatedJob:
     """Set up with what is wanted, then `run`."""
 
@@ -171,6 +174,7 @@ class SimulatedJob:
             self._ranks[node],
             agent_incarnation=incarnation,
             substitute_until=substitute_until,
+            store=incarnation,  # a name is as good as an address
         )
         return SimulatedAgent(node, machine, self.timeouts, self.world, self.network)
 
@@ -234,6 +238,9 @@ class SimulatedJob:
         """Look at each command of the manager as it is made."""
         self.commands.append(command)
         if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
+            hosts = {node.agent_incarnation for node in machine.membership.nodes.values()}
+            store = command.store or _FIRST_HOST
+            assert store in hosts, f"resumed at the store of {store!r}, which was replaced"
             for worker in self.world.workers.values():
                 is_out = (
                     not worker.is_alive

@@ -152,17 +152,43 @@ class TaskdElasticAgent(LocalElasticAgent):
         self._stores.open(self._worker_group, generation, stores.ORDERED_S)
         return self._stores.environment
 
+    def spare_store(self) -> str:
+        """Host:port of a store of this node, for when that of another node is lost; "": none.
+
+        Raises OSError.
+        """
+        assert self._settings is not None
+        if not self._keeper_distance:  # nodes are not replaced, or not all are of one size
+            return ""
+        return self._stores.spare(self._worker_group, self._settings.own_address)
+
+    def meet_at(self, address: str) -> None:
+        """All ranks meet at this store from now on: the node of theirs was lost."""
+        self._stores.move(address)
+
     def succeeded(self) -> RunResult:
         """The result when every worker has finished.
 
         Waits for the other agents as torch's loop does.
         """
         self._worker_group.state = WorkerState.SUCCEEDED
-        self._exit_barrier()
+        if self._stores.moved_to:
+            self._await_others()
+        else:
+            self._exit_barrier()
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={worker.global_rank: None for worker in self._worker_group.workers},
         )
+
+    def _await_others(self) -> None:
+        """As torch's exit barrier, whose store was lost with its node."""
+        try:
+            self._stores.await_all(
+                self._worker_group.group_world_size, float(self._exit_barrier_timeout)
+            )
+        except (RuntimeError, OSError) as error:
+            log.warning("the other nodes were not waited for at the end of the job: %s", error)
 
     def failed(self, local_ranks: Iterable[int]) -> RunResult:
         """The result when the job is given up because of these workers.
@@ -294,7 +320,10 @@ class TaskdElasticAgent(LocalElasticAgent):
             worker_group.group_rank,
         )
         try:
-            self._stores.open_last(worker_group)
+            if self._places.moved_to:
+                self._stores.move(self._places.moved_to)
+            else:
+                self._stores.open_last(worker_group)
         except OSError as error:
             raise SystemExit(f"taskd: {error}") from error
         return self._start_all(worker_group)

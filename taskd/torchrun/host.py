@@ -53,6 +53,14 @@ class TorchrunHost:
         if self.node_rank == 0:
             self._launcher.open_store(generation)
 
+    def spare_store(self) -> str:
+        """Host:port of a store of this node, for when that of another node is lost; "": none."""
+        return self._launcher.spare_store()
+
+    def meet_at(self, address: str) -> None:
+        """All ranks meet at this store from now on: the node of theirs was lost."""
+        self._launcher.meet_at(address)
+
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
     ) -> None:

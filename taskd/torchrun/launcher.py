@@ -42,6 +42,15 @@ class Launcher(Protocol):
         Raises OSError: nowhere.
         """
 
+    def spare_store(self) -> str:
+        """Host:port of a store of this node, for when that of another node is lost; "": none.
+
+        Raises OSError.
+        """
+
+    def meet_at(self, address: str) -> None:
+        """All ranks meet at this store from now on: the node of theirs was lost."""
+
     def succeeded(self) -> RunResult:
         """The result when every worker has finished."""
 

@@ -43,7 +43,7 @@ class Meeting:
 
     @classmethod
     def of(cls, group: WorkerGroup, generation: int) -> Meeting:
-        """That of this agent, whose workers start."""
+        """That of this agent, whose workers start. Raises RuntimeError: its store is lost."""
         return cls(
             generation,
             _prefix(group),

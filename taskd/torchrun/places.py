@@ -6,17 +6,20 @@ the others where they have met (`taskd.torchrun.meeting`), in the place that the
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from taskd import log as log_setup
 from taskd.agent.clients.spare import PATIENCE_S, NoPlace, SpareClient
 from taskd.clock import MonotonicClock
+from taskd.config import join_address
 from taskd.torchrun import stores
 from taskd.torchrun.meeting import Meeting, base_store
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
 
     from taskd.config import AgentConfig
+    from taskd.core.commands import OfferPlace
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class Places:
         """`spec`: of the workers. `settings`: of this agent."""
         self._inner, self._spec, self._settings = inner, spec, settings
         self._has_joined = False
+        self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
 
     def __getattr__(self, name: str) -> Any:
@@ -110,10 +115,7 @@ class Places:
             host, port = self._inner.master_addr, int(self._inner.master_port)
         except AttributeError:
             _end(f"a spare needs the rendezvous static or c10d, not {self._inner.get_backend()}")
-        try:
-            return TCPStore(host, port, is_master=False, timeout=_STORE_TIMEOUT)
-        except RuntimeError as error:
-            _end(f"the store of node 0 cannot be reached at {host}:{port}: {error}")
+        return _store_at(join_address(host, port))
 
     # ------------------------------------------------------------------ the manager's offer
 
@@ -133,8 +135,9 @@ class Places:
         log.info("the job is over: %s", place.reason)
         raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")
 
-    def _take(self, client: SpareClient, node_rank: int) -> RendezvousInfo:
-        base = self._base_store()
+    def _take(self, client: SpareClient, offer: OfferPlace) -> RendezvousInfo:
+        node_rank = offer.node_rank
+        base = _store_at(offer.store) if offer.store else self._base_store()
         meeting = Meeting.read(base, self._run_id)
         problem = "nobody has met there" if meeting is None else meeting.objection(self._spec)
         if meeting is None or problem is not None:
@@ -146,12 +149,33 @@ class Places:
         self._has_joined = self.is_offered = True
         if self._inner.get_backend() == "static":
             self._inner.rank = node_rank  # torch's own restarts ask for it again
+        self.moved_to = offer.store
         return RendezvousInfo(
-            PrefixStore(meeting.prefix, base),
+            self._numbers(meeting) if offer.store else PrefixStore(meeting.prefix, base),
             node_rank,
             meeting.node_count,
             RendezvousStoreInfo(meeting.master_host, meeting.master_port),
         )
+
+    def _numbers(self, meeting: Meeting) -> Store:
+        """What torch's rendezvous keeps of all nodes, without the store that was lost with one."""
+        store, role = HashStore(), self._spec.role
+        size = meeting.local_world_size
+        world_size = meeting.node_count * size
+        for node_rank in range(meeting.node_count):
+            told = _RoleInstanceInfo(role, node_rank, size).serialize()
+            store.set(f"torchelastic/role_info/{node_rank}", told)
+            ranks = [node_rank * size, world_size] * 2
+            store.set(f"torchelastic/assigned_ranks/{node_rank}", json.dumps(ranks))
+        return store
+
+
+def _store_at(address: str) -> Store:
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host.strip("[]"), int(port), is_master=False, timeout=_STORE_TIMEOUT)
+    except RuntimeError as error:
+        _end(f"the store at which the ranks meet cannot be reached at {address}: {error}")
 
 
 def _end(why: str) -> NoReturn:

@@ -19,8 +19,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.utils.store import barrier
 
 from taskd.clock import MonotonicClock
+from taskd.config import join_address
 from taskd.torchrun.meeting import Meeting, base_store
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ ORDERED_S = 5.0
 NOT_ORDERED_S = 2100.0
 _LOOK_S = 0.02
 _SPARE = "spare"
+_LEFT = "taskd/left"  # how many nodes have waited for all others at the end
+_NONE = -1  # no generation: the workers of each have their prefix
 _KEPT = 2  # processes of the start before may not have ended yet on other nodes
 
 
@@ -50,6 +54,8 @@ class TrainerStores:
         self.generation = 0  # of the last start
         self.environment: dict[str, str] = {}  # of the workers, beyond what torchrun gives them
         self._hosted: list[TCPStore] = []
+        self.moved_to = ""  # host:port, since the node that hosted the store was lost
+        self._spare: TCPStore | None = None
 
     def open_first(self, group: WorkerGroup) -> None:
         """For the start of generation 0, at torchrun's own address."""
@@ -75,7 +81,7 @@ class TrainerStores:
 
         `patience_s`: seconds for which other nodes wait for node 0. Raises OSError: there is none.
         """
-        if generation == self.generation:
+        if generation == self.generation or self.moved_to:
             return
         base, key = _base(group), f"taskd/store/{_run(group)}/{generation}"
         try:
@@ -93,6 +99,42 @@ class TrainerStores:
             ) from error
         self.generation = generation
         self.environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+
+    def spare(self, group: WorkerGroup, host: str) -> str:
+        """Host:port of one that is used only if the node of another is lost. Raises OSError.
+
+        `host`: this one, as others see it.
+        """
+        if self._spare is None:
+            try:
+                store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+                Meeting.of(group, _NONE).write(store, _run(group))
+                self._spare = store
+            except RuntimeError as error:
+                raise OSError(f"no store on {host}: {error}") from error
+        return join_address(host, int(self._spare.port))
+
+    def move(self, address: str) -> None:
+        """From now on all ranks meet there, in every generation under a prefix of its own."""
+        host, _, port = address.rpartition(":")
+        self.moved_to, self.generation = address, _NONE
+        self.environment = {
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": host.strip("[]"),
+            "MASTER_PORT": port,
+        }
+
+    def await_all(self, node_count: int, timeout_s: float) -> None:
+        """Wait at the moved store until all nodes do. Its host leaves last. Raises RuntimeError."""
+        host, _, port = self.moved_to.rpartition(":")
+        store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=_TIMEOUT)
+        barrier(store, node_count, "taskd/end", timeout_s)
+        store.add(_LEFT, 1)
+        clock = MonotonicClock()
+        deadline = clock.now() + ORDERED_S
+        is_host = self._spare is not None and self._spare.port == int(port)
+        while is_host and store.add(_LEFT, 0) < node_count and clock.now() < deadline:
+            time.sleep(_LOOK_S)
 
     def open_last(self, group: WorkerGroup) -> None:
         """Where the workers meet that run already: this node comes late.

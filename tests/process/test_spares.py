@@ -235,3 +235,43 @@ def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
         assert finished.returncode == 1, finished.output
         assert "it has --nproc-per-node 3, the job has 2" in finished.output
         assert nodes.agents[0].wait(LIMIT_S).returncode == 1
+
+
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+def test_node_0_is_lost(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    backend: str,
+) -> None:
+    """With it goes the store at which all have met; the manager is another process."""
+    with _job(tmp_path) as job:
+        nodes = Nodes(job, backend)
+        spare = nodes.add_spare()
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[0])
+        assert spare.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[1].wait(LIMIT_S)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={0, 1})
+
+
+@pytest.mark.extended
+def test_both_nodes_are_lost_one_after_the_other(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """The store moves twice, and then a rank is killed that has met nobody but there."""
+    with _job(tmp_path, STEPS="150", FAULTS="3@110:forward:kill") as job:
+        nodes = Nodes(job)
+        first, second = nodes.add_spare(), nodes.add_spare()
+        wait_for_step(job, 8)
+        nodes.lose(nodes.agents[0])
+        wait_for_step(job, 50)
+        nodes.lose(nodes.agents[1])
+        assert second.wait(LIMIT_S).returncode == 0, job.story()
+        finished = first.wait(LIMIT_S)
+        records = job.recoveries()
+        strategies = [record["strategy"] for record in records]
+        assert strategies == ["recover", "recover", "recover-in-place"]
+        check_recovered(job, finished, reference(STEPS="150"), faults=1, replaced={0, 1, 2, 3})

@@ -68,8 +68,8 @@ class SpareClient:
             self.leave(takes_place=False, reason=f"{type(error).__name__}: {error}")
         self._manager.close()
 
-    def wait(self, patience_s: float = PATIENCE_S) -> int | NoPlace:
-        """The node whose place this torchrun may take, or that there is none and will be none.
+    def wait(self, patience_s: float = PATIENCE_S) -> commands.OfferPlace | NoPlace:
+        """The place that this torchrun may take, or that there is none and will be none.
 
         `patience_s`: for so long no manager need answer.
         """
@@ -82,7 +82,7 @@ class SpareClient:
                     case events.ManagerRefused():
                         return NoPlace(event.reason)
                     case events.CommandReceived(command=commands.OfferPlace() as offer):
-                        return offer.node_rank
+                        return offer
                     case events.CommandReceived(command=commands.Dismiss() as dismissal):
                         return NoPlace(
                             dismissal.reason, is_over=True, succeeded=dismissal.succeeded

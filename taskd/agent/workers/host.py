@@ -77,6 +77,15 @@ class Host(Protocol):
         Hosted by node 0, on the others nothing happens. Raises OSError.
         """
 
+    def spare_store(self) -> str:
+        """Host:port of a store of this node, for when that of another node is lost; "": none.
+
+        Opened by the first call. Raises OSError.
+        """
+
+    def meet_at(self, address: str) -> None:
+        """All ranks meet at this store from now on: the node of theirs was lost."""
+
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
     ) -> None:

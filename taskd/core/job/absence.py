@@ -14,6 +14,7 @@ from taskd.core.commands import Interrupt
 from taskd.core.faults import FaultKind
 from taskd.core.job import orders
 from taskd.core.job.dump import end_job
+from taskd.core.job.meeting import leave_node, may_leave, place
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import TRAINING, JobPhase
@@ -25,14 +26,11 @@ _MAY_WAIT = TRAINING - {JobPhase.RESTARTING}
 
 
 def may_wait(job: JobState, node_rank: int) -> bool:
-    """Whether this lost node is waited for. If not, the job ends.
-
-    Node 0 is not: with it goes the store at which the trainers meet.
-    """
+    """Whether this lost node is waited for. If not, the job ends."""
     is_allowed = Strategy.RECOVER in job.allowed and job.reschedule_s > 0
     return (
         is_allowed
-        and node_rank != 0
+        and may_leave(job, node_rank)
         and job.phase in _MAY_WAIT
         and job.dump is None
         and job.membership.is_declared
@@ -42,6 +40,8 @@ def may_wait(job: JobState, node_rank: int) -> bool:
 
 def wait_for_node(job: JobState, node_rank: int, how: str) -> None:
     """From now on it is waited for. One fault tells of all its ranks."""
+    leave_node(job, node_rank)
+    place(job)  # now, as who comes in its place asks for it
     job.absent.set(node_rank, job.now + job.reschedule_s)
     members = job.membership.on_node(node_rank)
     for member in members:

@@ -300,6 +300,11 @@ class RecoveryMachine(Machine[JobState]):
         """The nodes whose place is free, and waited for."""
         return self._state.absent.pending()
 
+    @property
+    def meeting_store(self) -> str:
+        """Where the ranks meet since the node of their store was lost; "": it was not."""
+        return self._state.meeting.moved_to
+
     def postpones(self, event: ev.AgentRegistered) -> bool:
         """Whether this agent is to ask again later, and gets no answer.
 

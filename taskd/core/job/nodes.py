@@ -12,6 +12,7 @@ from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import complete, lose_unreported, wait_for_others
+from taskd.core.job.meeting import note_store
 from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
@@ -48,6 +49,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     if refused is not None:
         return job.ignore(f"refused: {refused}")
     known = job.membership.nodes.get(event.node_rank)
+    note_store(job, event)
     _take_over_faults(job, event)
     job.membership.register(event)
     job.leases.renew(event.node_rank, event.now)

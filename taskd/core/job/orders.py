@@ -7,6 +7,8 @@ import math
 
 from taskd.core import commands as do
 from taskd.core.faults import Fault
+from taskd.core.job import meeting
+from taskd.core.job.ending import give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
@@ -68,6 +70,9 @@ def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
 def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     """No process can be kept: all are replaced. `kept`: the version that was just saved."""
     assert job.attempt is not None
+    store = meeting.place(job)
+    if store is None:
+        return give_up(job, f"{job.what_happened()}, and no node has a store to meet at")
     job.phase = JobPhase.RESTARTING
     job.generation += 1
     job.resumed_generation = job.generation
@@ -83,5 +88,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
         job.awaited.set(member.rank, job.now + job.timeouts.start_s)
     job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
     lives = tuple((member.rank, member.incarnation) for member in members)
-    order = do.RestartGroup(job.attempt.cause, job.generation, job.budget.used, reason, lives)
+    order = do.RestartGroup(
+        job.attempt.cause, job.generation, job.budget.used, reason, lives, store
+    )
     return job.order_all(order)

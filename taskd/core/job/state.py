@@ -48,6 +48,15 @@ class PeerRequests:
     is_reported: bool = False  # all nodes are on one host, and that was reported
 
 
+@dataclass(slots=True)
+class MeetingPlace:
+    """Where the ranks meet, see `taskd.core.job.meeting`."""
+
+    is_first_lost: bool = False  # node 0, which hosted the first store
+    moved_to: str = ""  # the address that the newest order named; "": none has
+    ready: dict[int, str] = field(default_factory=dict)  # addresses, by node
+
+
 @dataclass(slots=True, kw_only=True)
 class JobState(MachineState):
     """One job."""
@@ -89,6 +98,7 @@ class JobState(MachineState):
     hangs: HangDetector
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)
+    meeting: MeetingPlace = field(default_factory=MeetingPlace)
 
     @property
     def members(self) -> dict[int, Member]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import describe
-from taskd.core.job import orders
+from taskd.core.job import meeting, orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import end_job, write_dump
@@ -91,6 +91,9 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
             return give_up(job, cut.reason)
         attempt.strategy, attempt.reason = choice.strategy, cut.reason
         return orders.restart_group(job, cut.reason)
+    store = meeting.place(job)
+    if store is None:
+        return give_up(job, f"{job.what_happened()}, and no node has a store to meet at")
     job.story.note(job.now, f"cut: {cut.reason}; steps redone: {cut.redone}")
     for rank in cut.lacking_extras:
         job.story.note(job.now, f"its black box held no extras of version {cut.version}", rank)
@@ -101,7 +104,8 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     job.membership.mirrors.clear()  # they change now; nodes tell again at the next Interrupt
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
-    order = do.Resume(attempt.cause, job.generation, cut.version, cut.moves, job.budget.used)
+    who = (attempt.cause, job.generation)
+    order = do.Resume(*who, cut.version, cut.moves, job.budget.used, store)
     return job.order_all(order)
 
 

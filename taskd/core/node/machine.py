@@ -199,6 +199,7 @@ class NodeMachine(Machine[NodeState]):
 
     Args:
         substitute_until: it takes the place of a lost node, and asks for that until then.
+        store: host:port of one at which the ranks can meet if the node of theirs is lost.
         incarnations: of the first lives, by rank; 0 where not given.
         generation, restarts_used: not 0 after a restart without a manager.
         wait_for_exit: a replacement starts only when the process before it is gone.
@@ -222,13 +223,14 @@ class NodeMachine(Machine[NodeState]):
         incarnations: Mapping[int, int] | None = None,
         wait_for_exit: bool = False,
         substitute_until: float | None = None,
+        store: str = "",
     ) -> None:
         arguments = {
             "node_rank": node_rank, "ranks": tuple(ranks), "timeouts": timeouts,
             "node_count": node_count, "world_size": world_size, "max_restarts": max_restarts,
             "agent_incarnation": agent_incarnation, "generation": generation,
             "restarts_used": restarts_used, "incarnations": dict(incarnations or {}),
-            "wait_for_exit": wait_for_exit, "substitute_until": substitute_until,
+            "wait_for_exit": wait_for_exit, "substitute_until": substitute_until, "store": store,
         }  # fmt: skip
         has_workers = substitute_until is None
         lives = Lives(ranks, incarnations or {}, generation, are_there=has_workers)
@@ -240,6 +242,7 @@ class NodeMachine(Machine[NodeState]):
         self.node_rank = node_rank
         size = len(lives.present) if world_size is None else world_size
         self.agent_incarnation = agent_incarnation
+        self._store, self._is_late = store, not has_workers
         self._introduction = (node_rank, agent_incarnation, node_count, size, max_restarts)
 
     @property
@@ -262,7 +265,7 @@ class NodeMachine(Machine[NodeState]):
         node = self._state
         return ev.AgentRegistered(
             now, cause, *self._introduction, node.generation, node.restarts_used,
-            node.lives.reports(now),
+            node.lives.reports(now), self._store, node.met_at, self._is_late,
         )  # fmt: skip
 
     def next_deadline(self) -> float | None:

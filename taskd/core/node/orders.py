@@ -96,6 +96,7 @@ def kill(node: NodeState, command: do.KillWorker) -> Commands:
 def resume(node: NodeState, command: do.Resume) -> Commands:
     """Everybody in again."""
     _adopt_restarts(node, command)
+    node.met_at = command.store or node.met_at
     commands: Commands = []
     for life in _with_process(node):
         if life.resumed < command.generation:
@@ -111,6 +112,7 @@ def resume(node: NodeState, command: do.Resume) -> Commands:
 def restart_group(node: NodeState, command: do.RestartGroup) -> Commands:
     """All processes end, and start anew when they are gone."""
     _adopt_restarts(node, command)
+    node.met_at = command.store or node.met_at
     present = node.lives.present
     new = [
         (rank, incarnation)

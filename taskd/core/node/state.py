@@ -26,6 +26,7 @@ class NodeState(MachineState):
     manager: ManagerLink = ManagerLink.AWAY
     manager_lost_at: float | None = None  # None: there has never been a manager
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
+    met_at: str = ""  # the store that the newest order named; "": none has
     is_released: bool = False  # every function has returned, the workers may end
     give_up: do.GiveUp | None = None  # STOPPING: the order by which the job ends
 

@@ -124,6 +124,8 @@ class Gate:
         )
         life.interrupts.pending = None
         life.interrupts.is_held = False
+        if resume.store:
+            self._groups.move(resume.store)
         self._groups.begin(resume.generation)
         collectives.reset()
         if life.box is not None:

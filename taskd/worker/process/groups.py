@@ -239,6 +239,13 @@ class Groups:
         # all ranks.
         internals.attempt("the numbers of process groups", _number_anew)
 
+    @staticmethod
+    def move(address: str) -> None:
+        """The ranks meet at this store, host:port, from now on: the node of theirs was lost."""
+        host, _, port = address.rpartition(":")
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host.strip("[]"), port
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
     def begin(self, generation: int) -> None:
         """A new generation: stores get its prefix from now on; what is old enough is freed."""
         self.generation, self.began_ns = generation, time.monotonic_ns()

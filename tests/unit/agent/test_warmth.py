@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
+from typing import TYPE_CHECKING
 
 import pytest
 
 from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.agent.spawning.warmth import why_not_warm
 from taskd.config.launcher import keep_collectives
+
+if TYPE_CHECKING:
+    import pathlib
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.10.0", "2.13.0"])

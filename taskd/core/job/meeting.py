@@ -1,0 +1,68 @@
+"""The store at which the ranks meet in each generation: on which node it is, and where it moves.
+
+The first one is that of node 0, and its address is nobody's business here. Each agent of a job that
+replaces nodes keeps another store ready, and registers with its address. When the node is
+lost whose store is used, the next `Resume` or `RestartGroup` names the store of the first node that
+is there, and so do all later ones. Nothing is taken along: keys are prefixed by generation.
+"""
+
+from taskd.core import events as ev
+from taskd.core.job.state import JobState
+
+
+def note_store(job: JobState, event: ev.AgentRegistered) -> None:
+    """What an agent tells. It may know more than a manager that was started again."""
+    meeting = job.meeting
+    meeting.ready.pop(event.node_rank, None)
+    if event.store:
+        meeting.ready[event.node_rank] = event.store
+    meeting.moved_to = meeting.moved_to or event.met_at
+    if event.is_late and event.node_rank == 0:
+        meeting.is_first_lost = True
+
+
+def leave_node(job: JobState, node_rank: int) -> None:
+    """This node is lost."""
+    job.meeting.ready.pop(node_rank, None)
+    if node_rank == 0:
+        job.meeting.is_first_lost = True
+
+
+def may_leave(job: JobState, node_rank: int) -> bool:
+    """Whether the ranks can meet without this node."""
+    meeting = job.meeting
+    used = 0 if not meeting.moved_to else _host_of(job, meeting.moved_to)
+    return used != node_rank or _first_host(job, without=node_rank) is not None
+
+
+def place(job: JobState) -> str | None:
+    """Where the ranks are to meet, as the orders name it ("": where they met first).
+
+    None: the store that they used is lost, and no node has another.
+    """
+    meeting = job.meeting
+    is_first = not meeting.moved_to
+    is_lost = meeting.is_first_lost if is_first else _host_of(job, meeting.moved_to) is None
+    if not is_lost:
+        return meeting.moved_to
+    host = _first_host(job)
+    if host is None:
+        return None
+    meeting.moved_to = meeting.ready[host]
+    job.story.note(job.now, f"the ranks meet at the store of node {host} from now on")
+    return meeting.moved_to
+
+
+def _host_of(job: JobState, address: str) -> int | None:
+    """The node that is there and has this store."""
+    hosts = (rank for rank in _hosts(job) if job.meeting.ready[rank] == address)
+    return next(hosts, None)
+
+
+def _first_host(job: JobState, without: int | None = None) -> int | None:
+    return min((rank for rank in _hosts(job) if rank != without), default=None)
+
+
+def _hosts(job: JobState) -> list[int]:
+    nodes = job.membership.nodes
+    return [rank for rank in job.meeting.ready if rank in nodes and nodes[rank].is_present]
