@@ -120,3 +120,22 @@ def test_slow_steps_a_long_checkpoint_and_a_slow_start_are_no_hangs(tmp_path: pa
         assert len(job.facts("saved")) == 2
         assert sorted(fact["rank"] for fact in job.facts("done")) == [0, 1, 2, 3]
         assert job.recoveries() == []
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_stuck_at_the_gate_is_replaced(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """The others wait for it in no collective: they make their groups anew, for half an hour."""
+    env = {"STEPS": "30", "SLEEP_S": STEP_S, "TASKD_FAULT_TIMEOUT": "6"}
+    with harness.job(tmp_path, FAULTS="1@10:forward:kill", **env) as job:
+        finished = job.run("stuck_at_gate.py")
+        check_recovered(
+            job, finished, reference(STEPS="30", SLEEP_S=STEP_S), faults=2, replaced={1, 3}
+        )
+        last = job.recoveries()[-1]["faults"]
+        assert [fault["rank"] for fault in last] == [3]
+        assert last[0]["kind"] == "hang"
+        assert last[0]["detail"].startswith("still paused after")
+        assert "destroy_process_group" in last[0]["traceback"]

@@ -12,6 +12,7 @@ from taskd.core.job.membership import Member
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import Culprit
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
@@ -33,6 +34,9 @@ def _judge(job: JobState, event: AgentHeard) -> Commands:
         patience_s = job.timeouts.hang_wait_s
         frozen = job.hangs.frozen(job.now, job.generation, _lives(members), patience_s=patience_s)
         return _kill(job, frozen) if 0 < len(frozen) < len(members) else []
+    behind = _left_behind(job, members)
+    if 0 < len(behind) < len(members):
+        return _kill(job, behind)
     lives = _lives([member for member in members if member.entered])
     verdict = job.hangs.judge(job.now, job.generation, lives)
     if verdict is None:
@@ -44,6 +48,15 @@ def _judge(job: JobState, event: AgentHeard) -> Commands:
     fault = Fault(FaultKind.HANG, rank, incarnation, how, version=version, signature="network")
     job.unanswered.append(job.timed_fault(fault, verdict.since_s))
     return []
+
+
+def _left_behind(job: JobState, members: list[Member]) -> tuple[Culprit, ...]:
+    """RESUMED: who has not gone on, although the others wait for it where nothing else is seen."""
+    if job.phase is not JobPhase.RESUMED or job.attempt is None:
+        return ()
+    if job.now - job.attempt.all_stopped_at < job.timeouts.pause_s:
+        return ()
+    return job.hangs.left_behind(job.now, job.generation, _lives(members))
 
 
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:

@@ -74,6 +74,11 @@ class Attempt:
         else:
             self.quiesced_at = now
 
+    @property
+    def all_stopped_at(self) -> float:
+        """When the last rank came to the gate."""
+        return max(self.quiesced_at, self.respawned_at)
+
     def resumed(
         self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], redone: int
     ) -> None:

@@ -13,7 +13,8 @@ step and a checkpoint. What tells them apart:
         waits for something outside the job)
     waiting     it has begun a collective that is not complete: a victim
 
-A rank that is not waiting, while others wait, is the culprit once it has stood for longer than its
+A rank that was told to go on and stays at the gate is the culprit. Else a rank that is not waiting,
+while others wait, is one once it has stood for longer than its
 limit, unless it has itself begun what yet another rank has not. When all wait, it is the network,
 or a program whose ranks call different collectives: nobody is replaced. A slow rank that moves is
 never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
@@ -214,6 +215,22 @@ class HangDetector:
             if rank in self._seen and self._is_of(rank, incarnation, generation)
         ]
         return tuple(self._frozen(seen, patience_s or self._timeouts.hang_floor_s))
+
+    def left_behind(
+        self, now: float, generation: int, lives: Iterable[tuple[int, int]]
+    ) -> tuple[Culprit, ...]:
+        """Those of these lives that were told to enter this generation long ago, and have not."""
+        found = []
+        for rank, incarnation in lives:
+            seen_at, mark = self._seen.get(rank, (0.0, None))
+            if mark is None or mark.incarnation != incarnation or mark.generation >= generation:
+                continue
+            one = self._observation(now, seen_at, mark)
+            if one.is_fresh and mark.activity != Activity.TRACED:
+                locked = ", with the interpreter lock held" if one.is_locked else ""
+                detail = f"still {mark.phase} after {one.still_s:.1f} s, told to go on{locked}"
+                found.append(Culprit(rank, detail, one.still_s))
+        return tuple(found)
 
     def _observe(
         self, now: float, generation: int, wanted: Sequence[tuple[int, int]]

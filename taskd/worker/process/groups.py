@@ -278,16 +278,21 @@ def _threads() -> set[int]:
 
 
 def _gloo_threads(candidates: set[int]) -> list[int]:
-    """Those that execute gloo's collectives, by the name that torch gives them."""
-    found = []
-    for tid in sorted(candidates):
-        try:
-            with open(f"/proc/self/task/{tid}/comm", encoding="ascii", errors="replace") as file:
-                if file.read().strip() == _GLOO_THREAD:
-                    found.append(tid)
-        except OSError:  # it has ended
-            continue
-    return found
+    """Those that execute gloo's collectives, by the name that torch gives them.
+
+    Or by none: torch 2.10 does not name them, and a thread begins with the name of its creator.
+    """
+    names = {_GLOO_THREAD, _thread_name(os.getpid())}
+    return [tid for tid in sorted(candidates) if _thread_name(tid) in names]
+
+
+def _thread_name(tid: int) -> str | None:
+    """None: it has ended."""
+    try:
+        with open(f"/proc/self/task/{tid}/comm", encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return None
 
 
 def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:

@@ -205,3 +205,32 @@ class TestNode:
         assert kinds(job.worker(ev.WorkerExited, 1, -9, 5, "step", incarnation=0)) == [
             "SpawnWorker"
         ]
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_rank_that_stays_at_the_gate_is_replaced(manager, *, is_locked: bool) -> None:
+    """It was told to go on, and does not: the others wait for it where no collective is seen."""
+    job = manager().joined()
+    job.raise_(1)
+    for rank in (0, 2, 3):
+        job.pause(rank, 5)
+    assert job.machine.phase is JobPhase.RESUMED
+    resumed_at = job.now
+    job.hear_all_until(resumed_at + 20)
+    python_s = 29.0 if is_locked else 0.0
+
+    def heard(later_s: float) -> list[do.Command]:
+        marks = [mark(rank, hangs=False, generation=1, still_s=later_s) for rank in range(3)]
+        marks += [gated(3, still_s=later_s, python_s=python_s)]
+        return job.send(ev.AgentHeard, 0, tuple(marks), at=resumed_at + later_s)
+
+    assert heard(29.0) == []
+    kill = only(heard(30.5), do.KillWorker)
+    assert (kill.rank, kill.examine) == (3, True)
+    assert kill.reason.startswith("still paused after 30.5 s, told to go on")
+    assert ("with the interpreter lock held" in kill.reason) is is_locked
+
+
+def gated(rank: int, *, still_s: float, python_s: float) -> Mark:
+    """Of a rank that waits at the gate of generation 1."""
+    return Mark(rank, 0, 0, 5, "paused", still_s, python_s=python_s)

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from taskd.errors import Interrupted
+from taskd.worker.process import groups as module
 from taskd.worker.process.groups import Groups
 
 
@@ -153,3 +154,30 @@ def test_a_creation_ends_that_waits_for_a_peer_to_connect(groups) -> None:
             peer.kill()
             peer.communicate()
     pytest.fail("it never listened")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"), [("pt_gloo_runloop", True), (None, True), ("pt_autograd_0", False)]
+)
+def test_the_threads_of_gloo_are_found_whether_torch_names_them_or_not(
+    name: str | None, *, is_one: bool
+) -> None:
+    """torch 2.10 does not: a group whose thread waited for a peer was joined for half an hour."""
+    may_end, tids = threading.Event(), []
+
+    def wait() -> None:
+        tids.append(threading.get_native_id())
+        may_end.wait(30)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        while not tids:
+            time.sleep(0.001)
+        if name is not None:
+            with open(f"/proc/self/task/{tids[0]}/comm", "w", encoding="ascii") as file:
+                file.write(name)
+        assert module._gloo_threads({tids[0], 1 << 22}) == (tids if is_one else [])
+    finally:
+        may_end.set()
+        thread.join()
