@@ -1,10 +1,12 @@
 """What several processes of one job are told alike: its name, secret, times, strategies."""
 
+import json
 import os
 import pathlib
 import stat
 
 from taskd.config.names import (
+    ANNOTATIONS_ENV,
     FAULT_TIMEOUT_ENV,
     GRACE_ENV,
     HIGH_AVAILABILITY_ENV,
@@ -19,6 +21,8 @@ from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
 DEFAULT_JOB_ID = "default_job"
 DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s
+# Of a pod, as MindCluster's schedulers know them.
+STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION = "recover-strategy", "wait-reschedule-timeout"
 MIN_SECRET_BYTES = 16  # 128 bits, if they are random
 
 
@@ -56,17 +60,49 @@ def secret(environment: Environment) -> bytes | None:
 
 
 def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:
-    """The `recover-strategy` list; () if nobody says.
+    """The `recover-strategy` list; () if nobody says. See `named_strategies`."""
+    return named_strategies(environment, given)[0]
 
-    TASKD_RECOVER_STRATEGY, else what the operator says in HIGH_AVAILABILITY, else `given`. Names of
-    HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means recover-in-place
-    as well if ENABLE_RESTART_FAULT_PROCESS is on.
+
+def named_strategies(
+    environment: Environment = os.environ, given: str | None = None
+) -> tuple[tuple[str, ...], str]:
+    """The `recover-strategy` list, and who says it; (), "" if nobody does.
+
+    TASKD_RECOVER_STRATEGY, else the annotation `recover-strategy` of the pod where its annotations
+    are mounted (TASKD_ANNOTATIONS), else what the operator says in HIGH_AVAILABILITY, else `given`.
+    Names of HIGH_AVAILABILITY that are no strategies are passed over; its "recover" means
+    recover-in-place as well if ENABLE_RESTART_FAULT_PROCESS is on.
     """
-    return (
-        _checked_strategies(STRATEGY_ENV, environment.get(STRATEGY_ENV))
-        or _strategies_of_operator(environment)
-        or _checked_strategies("recover_strategy", given)
+    annotation = annotations(environment).get(STRATEGY_ANNOTATION)
+    where = f"{STRATEGY_ANNOTATION} in {environment.get(ANNOTATIONS_ENV)}"
+    sources = (
+        (_checked_strategies(STRATEGY_ENV, environment.get(STRATEGY_ENV)), STRATEGY_ENV),
+        (_checked_strategies(where, annotation), where),
+        (_strategies_of_operator(environment), HIGH_AVAILABILITY_ENV),
+        (_checked_strategies("recover_strategy", given), "recover_strategy"),
     )
+    return next(((names, source) for names, source in sources if names), ((), ""))
+
+
+def annotations(environment: Environment = os.environ) -> dict[str, str]:
+    """Ours among those of this pod, as Kubernetes mounts them (downward API): lines of key="value".
+
+    {} if TASKD_ANNOTATIONS names no file. Raises ConfigError: it names one that cannot be read.
+    """
+    path = environment.get(ANNOTATIONS_ENV)
+    if not path:
+        return {}
+    found = {}
+    try:
+        for line in pathlib.Path(path).read_text(encoding="utf-8").splitlines():
+            key, equals, value = line.partition("=")
+            if equals and key in (STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION):
+                found[key] = str(json.loads(value))
+    except (OSError, ValueError) as error:
+        accepted = 'a readable file with lines of key="value"'
+        raise refusal(ANNOTATIONS_ENV, path, f"{accepted} ({error})") from None
+    return found
 
 
 def _checked_strategies(key: str, text: str | None) -> tuple[str, ...]:

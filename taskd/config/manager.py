@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from taskd.config.addresses import bind_address, refuse_the_internet
-from taskd.config.job import DEFAULT_GRACE_S, fault_timeout, grace, job_id, secret, strategies
+from taskd.config.job import (
+    DEFAULT_GRACE_S,
+    RESCHEDULE_ANNOTATION,
+    annotations,
+    fault_timeout,
+    grace,
+    job_id,
+    named_strategies,
+    secret,
+)
 from taskd.config.log import LogConfig
 from taskd.config.names import (
     AFTER_DUMP_ENV,
@@ -86,6 +95,7 @@ class ManagerConfig:
     hang: HangConfig = HangConfig()
     profiling_switch: pathlib.Path = DEFAULT_PROFILING_SWITCH
     strategies: tuple[str, ...] = ()
+    strategies_source: str = ""  # who says it; "": nobody, everything but a dump is allowed
     grace_s: float = DEFAULT_GRACE_S
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     restarts_after_dump: bool = False
@@ -105,7 +115,7 @@ class ManagerConfig:
         if not isinstance(config.get("cluster_infos", {}), dict | list):
             raise refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
         refuse_the_internet(environment, bind_address(environment), secret(environment))
-        names = strategies(
+        names, source = named_strategies(
             environment, typed(config, "recover_strategy", str, "names separated by commas")
         )
         return cls(
@@ -122,6 +132,7 @@ class ManagerConfig:
                 environment, typed(config, "profiling_switch", str, "a path")
             ),
             strategies=names,
+            strategies_source=source,
             grace_s=grace(environment),
             join_timeout_s=seconds(environment, JOIN_TIMEOUT_ENV, DEFAULT_JOIN_TIMEOUT_S),
             restarts_after_dump=choice(environment, AFTER_DUMP_ENV, ("end", "restart"), "end")
@@ -133,5 +144,9 @@ class ManagerConfig:
 def _reschedule_s(config: Settings, environment: Environment, names: tuple[str, ...]) -> float:
     """For how long a lost node is waited for: what the user says, else only where `recover` is."""
     given = count(config, "wait_reschedule_timeout")
+    annotation = annotations(environment).get(RESCHEDULE_ANNOTATION)
+    if annotation is not None and not (annotation.isascii() and annotation.isdigit()):
+        raise refusal(f"the annotation {RESCHEDULE_ANNOTATION}", annotation, "seconds")
     default = DEFAULT_RESCHEDULE_S if "recover" in names else 0.0
-    return seconds(environment, RESCHEDULE_ENV, default if given is None else float(given))
+    default = default if given is None else float(given)
+    return seconds(environment, RESCHEDULE_ENV, float(annotation or default))

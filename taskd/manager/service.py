@@ -115,6 +115,11 @@ class Service:
             self._link.address,
             os.getpid(),
         )
+        log.info(
+            "recover-strategy: %s (%s)",
+            ",".join(self._config.strategies) or "everything but a dump",
+            self._config.strategies_source or "nobody has said anything",
+        )
         if is_unprotected(self._config.strategies):
             log.warning(
                 "recover-strategy is %s, which is not built: the first fault ends the job; add "
