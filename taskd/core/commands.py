@@ -185,6 +185,11 @@ class OfferPlace(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Proceed(Command):
+    """To a torchrun that asked: meet the others as usual. No part of any recovery."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dismiss(Command):
     """To a spare, which may end: the job is over. No part of any recovery."""
 

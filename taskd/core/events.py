@@ -88,13 +88,17 @@ class AgentRegistered(Event):
 
 @dataclass(frozen=True, slots=True)
 class SpareRegistered(Event):
-    """A torchrun without a place in the job waits for one.
+    """A torchrun without a place in the job waits for one, or asks whether it has to.
 
-    `host`: the same for all torchruns of a machine. `name`: of that machine, for people.
+    `host`: the same for all torchruns of a machine. `name`: of that machine, for people. `asks`: it
+    is no spare, and meets the others as usual if the job does not run yet. `node_rank`: its index
+    then, if it has one.
     """
 
     host: str
     name: str
+    asks: bool = False
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from taskd import log as log_setup
 from taskd.agent.clients.spare import PATIENCE_S, NoPlace, SpareClient
 from taskd.clock import MonotonicClock
 from taskd.config import join_address
+from taskd.core.commands import Proceed
 from taskd.torchrun import stores
 from taskd.torchrun.meeting import Meeting, base_store
 
@@ -57,12 +58,16 @@ class Places:
             return self._inner.next_rendezvous()
         if self._settings.is_spare:
             return self._offered() or _end("the manager has no use for a spare")
-        if self._meets_without_us():
-            self._say("runs already")
-            return self._offered(_UNASKED_S) or self._joined()
+        if self._may_be_late():
+            found = self._offered(_UNASKED_S, asks=True)
+            if found is not None:
+                return found
         found = self._joined()
         if self._is_replaced(found):
-            self._say("has given the place of this node to a spare")
+            log.warning(
+                "a spare has the place of node %d: this torchrun waits as a spare itself",
+                found.rank,
+            )
             return self._offered() or _end("there is no place for it any more")
         return found
 
@@ -79,27 +84,19 @@ class Places:
         self._has_joined = True
         return found
 
-    def _say(self, why: str) -> None:
-        log.warning(
-            "the job %s %s: this torchrun waits as a spare, for the place of a lost node",
-            self._settings.job_id,
-            why,
-        )
-
     # ------------------------------------------------------------------ where the others have met
 
     @property
     def _run_id(self) -> str:
         return str(self._inner.get_run_id())
 
-    def _meets_without_us(self) -> bool:
-        """Whether all nodes have met. Static rendezvous takes whoever comes, by its index."""
+    def _may_be_late(self) -> bool:
+        """Whether to ask the manager first, if it is there: this job replaces lost nodes."""
+        replaces = "recover" in self._settings.strategies
         limits = getattr(self._inner, "settings", None)
-        store = getattr(self._inner, "_store", None)
-        if self._inner.get_backend() != "c10d" or limits is None or store is None:
-            return False
-        is_fixed = limits.min_nodes == limits.max_nodes
-        return is_fixed and Meeting.read(base_store(store), self._run_id) is not None
+        is_elastic = limits is not None and limits.min_nodes != limits.max_nodes
+        is_alone = getattr(self._inner, "world_size", None) == 1
+        return replaces and not is_elastic and not is_alone
 
     def _is_replaced(self, found: RendezvousInfo) -> bool:
         if self._inner.get_backend() != "static":
@@ -119,18 +116,28 @@ class Places:
 
     # ------------------------------------------------------------------ the manager's offer
 
-    def _offered(self, patience_s: float = PATIENCE_S) -> RendezvousInfo | None:
+    def _offered(
+        self, patience_s: float = PATIENCE_S, *, asks: bool = False
+    ) -> RendezvousInfo | None:
         """The place of a lost node; None: the manager offers none. Raises SystemExit.
 
-        `patience_s`: for how long a manager is looked for.
+        `patience_s`: for how long a manager is looked for. `asks`: this is no spare, as far as is
+        known: it may have to meet the others as usual.
         """
+        node_rank = getattr(self._inner, "rank", None) if asks else None
         log_setup.setup(self._settings.log, job_id=self._settings.job_id, role="spare")
-        with SpareClient(self._settings, os.uname().nodename, MonotonicClock()) as client:
+        name, clock = os.uname().nodename, MonotonicClock()
+        with SpareClient(self._settings, name, clock, asks=asks, node_rank=node_rank) as client:
             place = client.wait(patience_s)
+            if isinstance(place, Proceed):
+                return None
             if not isinstance(place, NoPlace):
                 return self._take(client, place)
         if not place.is_over:
-            log.warning("no place as a spare: %s", place.reason)
+            if asks:
+                log.info("on to the rendezvous: %s", place.reason)
+            else:
+                log.warning("no place as a spare: %s", place.reason)
             return None
         log.info("the job is over: %s", place.reason)
         raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")

@@ -55,6 +55,7 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
+_ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _ZAP_DOMAIN = b"taskd"
 _FAILED_HANDSHAKES = {
@@ -377,6 +378,8 @@ class Router(_Socket):
 class Dealer(_Socket):
     """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
+    _attempts: "zmq.Socket[bytes] | None" = None
+
     def __init__(
         self,
         address: str,
@@ -385,8 +388,11 @@ class Dealer(_Socket):
         secret: bytes | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
         beside: _Socket | None = None,
+        watches: bool = False,
     ) -> None:
         """`identity`: at most 255 bytes, unique among the router's peers.
+
+        `watches`: `reaches` will be asked.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -404,6 +410,8 @@ class Dealer(_Socket):
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
+        if watches:
+            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS)
         if secret is not None:
             client_key = _derive_key(secret, b"client")
             self._socket.setsockopt(
@@ -418,6 +426,22 @@ class Dealer(_Socket):
             raise TransportError(
                 f"{address} is no address to connect to: {error}; expected host:port"
             ) from error
+
+    def reaches(self, timeout_s: float) -> bool:
+        """Whether somebody listens at the address, as the first attempt to connect shows."""
+        assert self._attempts is not None
+        if not self._attempts.poll(int(timeout_s * 1000)):
+            return False
+        told = zmq.Event(recv_monitor_message(self._attempts)["event"])
+        return told is zmq.Event.CONNECTED
+
+    def close(self) -> None:
+        """See `Link`."""
+        if self._attempts is not None:
+            self._socket.disable_monitor()
+            self._attempts.close(linger=0)  # the context waits for it
+            self._attempts = None
+        super().close()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """See `Link`; the peer is always b""."""

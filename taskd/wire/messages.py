@@ -59,6 +59,7 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     65: commands.Pair,
     66: commands.OfferPlace,
     67: commands.Dismiss,
+    68: commands.Proceed,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 

@@ -149,6 +149,20 @@ def test_without_the_secret_nobody_gets_in(theirs: bytes | None) -> None:
         link.close()
 
 
+def test_a_dealer_tells_whether_anybody_listens() -> None:
+    router = zeromq.Router("127.0.0.1:0")
+    address = router.address
+    there = zeromq.Dealer(address, "a", watches=True)
+    assert there.reaches(10.0)
+    there.close()
+    router.close()
+    away = zeromq.Dealer(address, "a", watches=True)
+    began = time.monotonic()
+    assert not away.reaches(10.0)
+    assert time.monotonic() - began < 10.0, "refused at once"
+    away.close()
+
+
 def test_a_key_that_is_not_on_the_list_does_not_get_in() -> None:
     """Somebody who knows the listener's public key, but not the secret.
 

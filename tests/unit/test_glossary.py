@@ -29,7 +29,7 @@ _PLAIN = """
     invariant join kernel key kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message
     metadata name native network no object open order outbox outer owner pair part patch path
-    pause payload periodic permission piece policy position profile profiler profiling
+    pause payload periodic permission piece policy position proceed profile profiler profiling
     program progress protocol raise random rang ready receive recover reduced refuse
     register repeat replace replay report request return returned rollback rule run runtime
     save saver scaler schema script send server service set setting shell signal signature

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_REACH_S = 1.0  # for a connection to somebody who is there
 PATIENCE_S = 600.0  # without any manager, as long as torchrun waits for other nodes
 
 
@@ -40,9 +41,18 @@ class NoPlace:
 class SpareClient:
     """See the module. A context: `wait`, then `leave`."""
 
-    def __init__(self, config: AgentConfig, name: str, clock: Clock) -> None:
-        """`name`: of this machine, for people."""
+    def __init__(
+        self,
+        config: AgentConfig,
+        name: str,
+        clock: Clock,
+        *,
+        asks: bool = False,
+        node_rank: int | None = None,
+    ) -> None:
+        """`name`: of this machine, for people. The others: see `SpareRegistered`."""
         self._host, self._name, self._clock = config.host, name, clock
+        self._asks, self._node_rank = asks, node_rank
         self._manager = ManagerConnection(
             config.manager_address,
             config.secret,
@@ -53,6 +63,7 @@ class SpareClient:
             node_rank=None,
             incarnation=uuid.uuid4().hex,
             register=self._register,
+            watches=asks,
         )
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
@@ -68,21 +79,32 @@ class SpareClient:
             self.leave(takes_place=False, reason=f"{type(error).__name__}: {error}")
         self._manager.close()
 
-    def wait(self, patience_s: float = PATIENCE_S) -> commands.OfferPlace | NoPlace:
+    def wait(
+        self, patience_s: float = PATIENCE_S
+    ) -> commands.OfferPlace | commands.Proceed | NoPlace:
         """The place that this torchrun may take, or that there is none and will be none.
 
         `patience_s`: for so long no manager need answer.
         """
+        if self._asks and not self._manager.reaches(_REACH_S):
+            return NoPlace(f"nobody listens at {self._manager.address}")
         heard_at = self._clock.now()
         while True:
             self._manager.poll()
             for event in self._manager.turn():
                 heard_at = self._clock.now()
                 match event:
+                    case events.ManagerJoined() if self._asks:
+                        log.warning(
+                            "the job runs already: this torchrun waits as a spare, for the place "
+                            "of a lost node"
+                        )
                     case events.ManagerRefused():
                         return NoPlace(event.reason)
-                    case events.CommandReceived(command=commands.OfferPlace() as offer):
-                        return offer
+                    case events.CommandReceived(
+                        command=commands.OfferPlace() | commands.Proceed() as answer
+                    ):
+                        return answer
                     case events.CommandReceived(command=commands.Dismiss() as dismissal):
                         return NoPlace(
                             dismissal.reason, is_over=True, succeeded=dismissal.succeeded
@@ -104,5 +126,6 @@ class SpareClient:
 
     def _register(self) -> None:
         now = self._clock.now()
-        registered = events.SpareRegistered(now, "spare", self._host, self._name)
+        told = (self._host, self._name, self._asks, self._node_rank)
+        registered = events.SpareRegistered(now, "spare", *told)
         self._manager.send(translate.event_to_message(registered), registered.cause)

@@ -44,6 +44,7 @@ class ManagerConnection:
         incarnation: str,
         rank: int | None = None,
         register: Callable[[], object],
+        watches: bool = False,
     ) -> None:
         """`job_id` to `rank`: who speaks, see `codec.Envelope`.
 
@@ -53,6 +54,7 @@ class ManagerConnection:
             clock: for heartbeats and silence.
             timeouts: of the job.
             register: says by `send` who this process is; called whenever that is due.
+            watches: `reaches` will be asked.
         """
         self.session = Registration(timeouts)
         self.address = address
@@ -66,7 +68,7 @@ class ManagerConnection:
         self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
         self._clock = clock
         self._timeouts = timeouts
-        self._dealer = self._connect()
+        self._dealer = self._connect(watches=watches)
         self.stranger = ""  # what answers at the address if it is no manager of this job
         self._register = register
         # hears of messages that the manager has not taken in
@@ -157,12 +159,17 @@ class ManagerConnection:
         """Leave; last words get a moment to go out."""
         self._dealer.close()
 
-    def _connect(self) -> zeromq.Dealer:
+    def reaches(self, timeout_s: float) -> bool:
+        """Whether anybody listens at the address."""
+        return self._dealer.reaches(timeout_s)
+
+    def _connect(self, *, watches: bool = False) -> zeromq.Dealer:
         return zeromq.Dealer(
             self.address,
             self._identity,
             secret=self._secret,
             unacknowledged_s=self._timeouts.unacknowledged_s,
+            watches=watches,
         )
 
     def _event_of(self, envelope: codec.Envelope, message: messages.Message) -> events.Event | None:

@@ -24,6 +24,7 @@ BESIDE_THE_MACHINES = {
     do.Pair,
     do.OfferPlace,
     do.Dismiss,
+    do.Proceed,
 }
 
 
