@@ -126,9 +126,15 @@ def make(seed: int, number: int) -> SimulatedJob:
 
 
 def _with_lost_nodes(rng: random.Random, script: FaultScript, nodes: int) -> FaultScript:
-    """The same with one or two nodes that are lost and replaced, perhaps too late."""
+    """The same with one or two nodes that are lost and replaced, perhaps too late.
+
+    One is never lost: where nobody is left who was there before, torchruns begin a new job
+    (`taskd.torchrun.places`), which counts its generations from 0 again.
+    """
+    kept = rng.randrange(nodes)
+    others = [node for node in range(nodes) if node != kept]
     lost = [
-        Trouble(rng.random() * 0.5, "agent", rng.randrange(nodes), rng.choice(_AWAY_S))
+        Trouble(rng.random() * 0.5, "agent", rng.choice(others), rng.choice(_AWAY_S))
         for _ in range(rng.randint(1, 2))
     ]
     return FaultScript.of([*script, *lost])

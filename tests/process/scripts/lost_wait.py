@@ -35,9 +35,12 @@ if rank == 0:
     while waiter.is_alive() and time.monotonic() < deadline:
         groups._waits.expire(sorted(default_threads))
         waiter.join(0.05)
+    while not os.path.exists(f"{directory}/joined"):  # else its creation of groups would break
+        time.sleep(0.01)
     print("available" if groups._waits.available else "unavailable", ended, flush=True)
     open(f"{directory}/done", "w").close()
 else:
+    open(f"{directory}/joined", "w").close()
     while not os.path.exists(f"{directory}/done"):
         time.sleep(0.01)
 os._exit(0)
