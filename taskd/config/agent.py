@@ -60,6 +60,11 @@ class AgentConfig:
     is_spare: bool = False
 
     @property
+    def replaces_nodes(self) -> bool:
+        """Whether the user asks for that. Without a list nobody does: it costs a message a step."""
+        return "recover" in self.strategies
+
+    @property
     def drain_s(self) -> float | None:
         """Seconds from SIGTERM to the end, in which the job is saved; None: it is not saved."""
         return self.grace_s if Strategy.DUMP in allowed(self.strategies) else None

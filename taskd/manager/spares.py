@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from taskd.core import commands, events
-from taskd.core.policy.ladder import Strategy, allowed
 from taskd.core.policy.spares import Spares
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
@@ -41,8 +40,6 @@ class SpareDesk:
     def __init__(
         self, config: ManagerConfig, clock: Clock, guarded: GuardedMachine, outbox: Outbox
     ) -> None:
-        is_allowed = Strategy.RECOVER in allowed(config.strategies)
-        self._replaces_nodes = is_allowed and config.reschedule_s > 0
         self._clock, self._guarded, self._outbox = clock, guarded, outbox
         self._spares = Spares(Timeouts.derive(config.fault_timeout_s))
         self._connections: dict[str, bytes] = {}  # by the spare's incarnation
@@ -101,11 +98,12 @@ class SpareDesk:
             self._tell(spare, commands.Dismiss("over", generation, succeeded, reason))
 
     def _register(self, peer: bytes, spare: str, event: events.SpareRegistered) -> None:
-        if event.asks and not self._is_late(event.node_rank):
-            order = commands.Proceed("spare", self._guarded.machine.generation)
+        machine = self._guarded.machine
+        if event.asks and not machine.is_late(event.node_rank):
+            order = commands.Proceed("spare", machine.generation)
             self._outbox.send(peer, translate.command_to_message(order), order.cause)
             return
-        refusal = _NO_USE if not self._replaces_nodes else self._spares.refusal(spare)
+        refusal = _NO_USE if not machine.replaces_nodes else self._spares.refusal(spare)
         if refusal is not None:
             self._outbox.refuse(peer, "refused", refusal)
         is_new = spare not in self._spares
@@ -118,16 +116,6 @@ class SpareDesk:
         elif is_new:
             self._say("a spare waits on %s (%s wait now)", spare, str(len(self._spares)))
         self._outbox.welcome(peer, event.cause)
-
-    def _is_late(self, node_rank: int | None) -> bool:
-        """Whether the job runs, and a torchrun with this index cannot meet the others as usual.
-
-        Agents register when all nodes have met: who asks after that is late. With an index it still
-        meets the others at the store of node 0, while that is there, and is no stranger there.
-        """
-        machine = self._guarded.machine
-        meets_as_usual = node_rank not in (None, 0) and not machine.meeting_store
-        return bool(machine.membership.nodes) and not meets_as_usual
 
     def _tell(self, spare: str, command: commands.Command) -> None:
         """One that cannot be reached registers when it is back, and is offered a place again."""

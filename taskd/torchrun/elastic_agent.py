@@ -141,7 +141,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         assert settings is not None
         per_node = len(group.workers)
         is_even = per_node * group.group_world_size == group.workers[0].world_size
-        is_on = group.group_world_size > 1 and "recover" in settings.strategies and is_even
+        is_on = group.group_world_size > 1 and settings.replaces_nodes and is_even
         return per_node if is_on else 0
 
     def open_store(self, generation: int) -> dict[str, str]:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from taskd import log as log_setup
@@ -92,11 +91,10 @@ class Places:
 
     def _may_be_late(self) -> bool:
         """Whether to ask the manager first, if it is there: this job replaces lost nodes."""
-        replaces = "recover" in self._settings.strategies
         limits = getattr(self._inner, "settings", None)
         is_elastic = limits is not None and limits.min_nodes != limits.max_nodes
         is_alone = getattr(self._inner, "world_size", None) == 1
-        return replaces and not is_elastic and not is_alone
+        return self._settings.replaces_nodes and not is_elastic and not is_alone
 
     def _is_replaced(self, found: RendezvousInfo) -> bool:
         if self._inner.get_backend() != "static":
@@ -166,6 +164,10 @@ class Places:
 
     def _numbers(self, meeting: Meeting) -> Store:
         """What torch's rendezvous keeps of all nodes, without the store that was lost with one."""
+        from torch.distributed.elastic.agent.server.api import (  # noqa: PLC0415
+            _RoleInstanceInfo,
+        )
+
         store, role = HashStore(), self._spec.role
         size = meeting.local_world_size
         world_size = meeting.node_count * size

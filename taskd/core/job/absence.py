@@ -25,11 +25,15 @@ from taskd.core.worker_state import WorkerState
 _MAY_WAIT = TRAINING - {JobPhase.RESTARTING}
 
 
+def replaces_nodes(job: JobState) -> bool:
+    """Whether any lost node is waited for in this job."""
+    return Strategy.RECOVER in job.allowed and job.reschedule_s > 0
+
+
 def may_wait(job: JobState, node_rank: int) -> bool:
     """Whether this lost node is waited for. If not, the job ends."""
-    is_allowed = Strategy.RECOVER in job.allowed and job.reschedule_s > 0
     return (
-        is_allowed
+        replaces_nodes(job)
         and may_leave(job, node_rank)
         and job.phase in _MAY_WAIT
         and job.dump is None

@@ -52,7 +52,7 @@ Hard cases:
 from collections.abc import Iterable
 
 from taskd.core import events as ev
-from taskd.core.job import clock, dump, hangs, nodes, workers
+from taskd.core.job import absence, clock, dump, hangs, meeting, nodes, workers
 from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
@@ -299,6 +299,15 @@ class RecoveryMachine(Machine[JobState]):
     def lost_nodes(self) -> list[int]:
         """The nodes whose place is free, and waited for."""
         return self._state.absent.pending()
+
+    @property
+    def replaces_nodes(self) -> bool:
+        """Whether any lost node is waited for in this job."""
+        return absence.replaces_nodes(self._state)
+
+    def is_late(self, node_rank: int | None) -> bool:
+        """Whether a torchrun with this index, or none, comes when all have met without it."""
+        return meeting.is_late(self._state, node_rank)
 
     @property
     def meeting_store(self) -> str:

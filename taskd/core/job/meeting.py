@@ -35,6 +35,16 @@ def may_leave(job: JobState, node_rank: int) -> bool:
     return used != node_rank or _first_host(job, without=node_rank) is not None
 
 
+def is_late(job: JobState, node_rank: int | None) -> bool:
+    """Whether the job runs, and a torchrun with this index cannot meet the others as usual.
+
+    Agents register when all nodes have met: who asks after that is late. With an index it still
+    meets the others at the store of node 0, while that is there, and is no stranger there.
+    """
+    meets_as_usual = node_rank not in (None, 0) and not job.meeting.moved_to
+    return bool(job.membership.nodes) and not meets_as_usual
+
+
 def place(job: JobState) -> str | None:
     """Where the ranks are to meet, as the orders name it ("": where they met first).
 
