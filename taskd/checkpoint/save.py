@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from taskd.checkpoint import parts, user_files, values
 from taskd.checkpoint.dcp import internal, piece_item, value_item
 from taskd.checkpoint.files import remove
+from taskd.checkpoint.names import Kind
 from taskd.checkpoint.pieces import Piece, divide, own_memory
 from taskd.checkpoint.stream import HashedFiles, Progress
 from taskd.errors import CheckpointError
@@ -87,7 +88,8 @@ def write(
 
     Raises:
         CheckpointError: it cannot be written; nothing of this rank's part is left, and the
-            publisher is told. The publisher itself withdraws the draft.
+            publisher is told. The publisher itself withdraws the draft, but not that of a dump,
+            which others may be writing still: the manager has that done when all have reported.
     """
     if rank not in draft.writers:
         raise CheckpointError(f"{draft}: rank {rank} is none of its writers {draft.writers}")
@@ -176,7 +178,7 @@ def _entry(item: WriteItem, place: Any) -> parts.Entry:
 
 
 def _undo(draft: Draft, rank: int, problem: str) -> None:
-    if rank == draft.publisher:
+    if rank == draft.publisher and draft.kind is not Kind.DUMP:
         draft.withdraw()
         return
     with suppress(OSError):

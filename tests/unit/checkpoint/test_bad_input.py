@@ -209,6 +209,19 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path) -> None:
         assert_holds(save(disk, 30), 30)
 
 
+def test_a_publisher_that_cannot_write_leaves_the_draft_of_a_dump_to_the_others(tmp_path) -> None:
+    """They would fail in their turn, and tell the manager that instead of the reason."""
+    with small_disk(tmp_path / "disk", 64):
+        draft = draft_of(tmp_path / "disk", 20, writers=(0, 1), kind=Kind.DUMP)
+        draft.join(1)
+        with pytest.raises(CheckpointError, match=r"rank 0: .*No space left on device"):
+            write(draft, 0, {"large": torch.zeros(300_000)})
+        assert draft.path.is_dir()
+        assert not list(draft.path.glob("__0_*"))
+        draft.withdraw()
+        assert tree(tmp_path / "disk") == {}
+
+
 def test_a_read_only_folder_is_read_and_not_written(tmp_path) -> None:
     disk = tmp_path / "disk"
     with small_disk(disk, 1024):
