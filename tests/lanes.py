@@ -45,6 +45,7 @@ _PRELOADING = "tests/process/test_preloading.py::"
 _ENTRY_POINT = "tests/process/test_entry_point.py::"
 _CHECKPOINTS = "tests/unit/worker/test_sharded_checkpoints.py::"
 _STATE = "tests/unit/worker/test_sharded_state.py::"
+_POSITIONS = "tests/unit/worker/test_positions.py::"
 _UNITS = "tests/unit/worker/test_units.py::"
 
 # Pattern of node ids (fnmatch, with [[] for a bracket) and what proves the same in `make test`.
@@ -409,6 +410,81 @@ EXTENDED: tuple[tuple[str, str], ...] = (
     (
         "tests/examples/test_digits.py::test_a_killed_process_changes_nothing[[]nobody]",
         "[in the first step of an epoch]",
+    ),
+    # What follows costs the most time of what was left, see docs/measured/tests.md.
+    (
+        _ONE_COMMAND + "test_a_manager_that_is_killed_is_started_again_and_recovers[[]True]",
+        "[False]; with a secret: test_manager_attack.py",
+    ),
+    (
+        _ONE_COMMAND + "test_no_manager_is_started_where_that_is_off[[]TASKD_MANAGER]",
+        "tests/unit/core/test_automatic.py; tests/unit/test_config.py",
+    ),
+    (
+        _ONE_COMMAND + "test_a_manager_py_that_is_there_is_used",
+        "nearly all process tests start a manager first, and count one",
+    ),
+    (
+        _PRELOADING + "test_replacements_start_with_the_modules_of_the_first_worker_*[[]0]",
+        "[1]",
+    ),
+    (
+        _PRELOADING + "test_a_process_that_was_forked_beforehand_may_be_killed",
+        "test_a_preloaded_process_that_dies_costs_the_warm_start_alone",
+    ),
+    (_PATCH + "test_workers_come_from_the_forkserver[[]exec-static]", "test_spawn.py; [auto-*]"),
+    (
+        _PATCH + "test_unknown_torch_is_said_and_left_alone[[]source]",
+        "[parameter]; tests/compat/test_torch_seams.py",
+    ),
+    (
+        _SHARDED + "test_a_shard_comes_from_its_replica[[]tp-*",
+        "[hsdp-forward]; tests/unit/worker/test_sharded_state.py: tp_fsdp",
+    ),
+    (
+        _SHARDED + "test_a_shard_comes_from_its_replica[[]hsdp-before-vote]",
+        "[hsdp-forward], [zero-before-vote]; simulation: a death at any moment of the vote",
+    ),
+    (
+        _SHARDED + "test_a_shard_that_nobody_has_comes_from_node_memory[[]3-forward]",
+        "[1-before-vote]",
+    ),
+    (
+        "tests/process/test_spares.py::test_a_spare_takes_the_place_of_a_lost_node[[]static]",
+        "[c10d]; test_node_0_is_lost[static]",
+    ),
+    (
+        _UNMODIFIED + "test_forks_and_fresh_interpreters_meet_after_a_restart",
+        "test_an_unmodified_script_is_restarted_warm; tests/unit/test_trainer_stores.py",
+    ),
+    (
+        "tests/process/test_forkserver.py::test_loss_of_the_agent_ends_workers[[]exec]",
+        "[fork]",
+    ),
+    (
+        _EXCHANGE + "test_variants_of_the_script_end_with_the_same_bits[[]default_cap]",
+        "[adamw], [accumulate], [outside]",
+    ),
+    (
+        _POSITIONS + "test_every_sample_comes_once_whatever_is_interrupted[[]s*-2-survivor]",
+        "[*-replacement]",
+    ),
+    (_STATE + "test_a_stopped_run_ends_with_the_same_bits[[]tp_fsdp-4]", "[fsdp-4], [tp-4]"),
+    (
+        "tests/simulation/test_explorer.py::test_a_node_that_keeps_to_itself_who_waits_is_found",
+        "it proves the check of the explorer itself, which changes seldom",
+    ),
+    (
+        "tests/examples/test_examples.py::test_a_shard_that_another_rank_has_too_comes_from_there",
+        "tests/process/test_sharded.py: [hsdp-forward]",
+    ),
+    (
+        "tests/examples/test_digits.py::test_both_train_to_the_same_in_one_process",
+        "test_a_killed_process_changes_nothing compares with that run",
+    ),
+    (
+        _PROFILING + "test_a_symbolic_link_is_refused_and_the_script_goes_on[[]*",
+        "tests/unit/worker/test_profiling.py",
     ),
 )
 
