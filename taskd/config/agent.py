@@ -65,6 +65,11 @@ class AgentConfig:
         return "recover" in self.strategies
 
     @property
+    def elects(self) -> bool:
+        """Whether the agents elect another manager where theirs is lost with its host."""
+        return self.replaces_nodes and self.starts_manager
+
+    @property
     def drain_s(self) -> float | None:
         """Seconds from SIGTERM to the end, in which the job is saved; None: it is not saved."""
         return self.grace_s if Strategy.DUMP in allowed(self.strategies) else None

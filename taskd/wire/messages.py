@@ -16,12 +16,14 @@ from typing import ClassVar, TypeVar, get_type_hints
 
 from taskd.core import commands, events
 from taskd.core.marks import Mark
+from taskd.core.policy import election
 
 EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     1: events.AgentRegistered,
     6: events.AgentLeft,
     10: events.SpareRegistered,
     11: events.SpareLeft,
+    12: events.RosterKept,
     20: events.WorkerStarted,
     21: events.WorkerDeclared,
     22: events.WorkerLost,
@@ -60,6 +62,7 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     66: commands.OfferPlace,
     67: commands.Dismiss,
     68: commands.Proceed,
+    69: commands.KeepRoster,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 
@@ -132,6 +135,7 @@ class Accepted(Message):
     generation: int
     restarts_used: int
     manager_incarnation: str
+    term: int = 0
 
 
 @_message(3)
@@ -191,3 +195,21 @@ class Rejected(Message):
     type: int
     sequence: int
     reason: str
+
+
+@_message(70)
+@dataclass(frozen=True, slots=True)
+class AskVote(election.AskVote, Message):
+    """From agent to agent; see the base."""
+
+
+@_message(71)
+@dataclass(frozen=True, slots=True)
+class Vote(election.Vote, Message):
+    """The answer to `AskVote`; see the base."""
+
+
+@_message(72)
+@dataclass(frozen=True, slots=True)
+class Elected(election.Elected, Message):
+    """From the agent that has started a manager to all voters and spares; see the base."""

@@ -75,15 +75,19 @@ class ManagerConnection:
         self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
         self._sequence = 0
 
-    def poll(self, timeout_s: float | None = None, fds: Sequence[int] = ()) -> set[int]:
-        """Wait for the manager, for `fds`, for `timeout_s` or until a heartbeat is due.
+    def poll(
+        self,
+        timeout_s: float | None = None,
+        fds: Sequence[int] = (),
+        links: Sequence[zeromq.Router | zeromq.Dealer] = (),
+    ) -> set[int]:
+        """Wait for the manager, `fds`, `links`, for `timeout_s` or until a heartbeat is due.
 
         Returns those of `fds` that are readable.
         """
         until_beat_s = max(0.0, self.beat_at - self._clock.now())
-        return self._dealer.poll(
-            until_beat_s if timeout_s is None else min(until_beat_s, timeout_s), fds
-        )
+        wait_s = until_beat_s if timeout_s is None else min(until_beat_s, timeout_s)
+        return zeromq.poll([self._dealer, *links], wait_s, fds)
 
     def turn(self) -> Iterator[events.Event]:
         """`receive`, and `beat` if it is time."""
@@ -148,10 +152,11 @@ class ManagerConnection:
         envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
         return codec.encode(envelope, message)
 
-    def redirect(self, address: str) -> None:
-        """Look for the manager there from now on, and at once. What was not sent yet is dropped."""
+    def redirect(self, address: str, delay_s: float = 0.0) -> None:
+        """Look for the manager there from now on. What was not sent yet is dropped."""
         self._dealer.close()
-        self.address, self.stranger, self.beat_at = address, "", self._clock.now()
+        self.address, self.stranger = address, ""
+        self.beat_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
         self._dealer = self._connect()
 
@@ -190,7 +195,7 @@ class ManagerConnection:
                     self._place,
                 )
                 return events.ManagerJoined(
-                    now, "accepted", message.generation, message.restarts_used
+                    now, "accepted", message.generation, message.restarts_used, message.term
                 )
             case messages.Refused():
                 self.session.refused()

@@ -22,7 +22,7 @@ from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-_MAY_WAIT = TRAINING - {JobPhase.RESTARTING}
+_MAY_WAIT = TRAINING - {JobPhase.RESTARTING} | {JobPhase.JOINING}
 
 
 def replaces_nodes(job: JobState) -> bool:
@@ -68,6 +68,16 @@ def come_back(job: JobState, event: ev.AgentRegistered, *, is_same_agent: bool) 
         else:
             commands.append(orders.replace(job, member))
     return commands
+
+
+def take_back(job: JobState, node_rank: int) -> None:
+    """A node that an elected manager took for lost has come, before it was replaced."""
+    if node_rank not in job.absent:
+        return
+    job.absent.discard(node_rank)
+    ranks = {member.rank for member in job.membership.on_node(node_rank)}
+    job.unanswered = [timed for timed in job.unanswered if timed.fault.rank not in ranks]
+    job.membership.forget(node_rank)
 
 
 def _is_alive(member: Member, report: ev.WorkerReport) -> bool:

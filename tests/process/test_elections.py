@@ -1,0 +1,62 @@
+"""The host of the manager is lost: the other agents elect where the next one starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_recovery import (
+    reference,  # noqa: F401
+    wait_for_step,
+)
+
+if TYPE_CHECKING:
+    import pathlib
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 60
+NODES = 4
+
+
+def _start(job: harness.Job, node_rank: int, **env: str) -> harness.Output:
+    options = (
+        f"--nnodes={NODES}",
+        f"--node-rank={node_rank}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={job.master_port}",
+    )
+    return job.start_agent("train.py", nproc=1, options=options, **env)
+
+
+def test_the_manager_is_lost_with_its_node(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+    """Node 0 is killed with the manager: a spare takes its place, in the same step."""
+    with harness.job(
+        tmp_path,
+        TASKD_RECOVER_STRATEGY="recover",
+        TASKD_MANAGER="auto",
+        TASKD_FAULT_TIMEOUT="6",
+        STEPS="80",
+        SLEEP_S="0.05",
+        TASKD_FILE_LOG_LEVEL="DEBUG",
+    ) as job:
+        manager = job.start_manager()
+        agents = [_start(job, node_rank) for node_rank in range(NODES)]
+        spare = _start(job, NODES, TASKD_SPARE="1")
+        manager.wait_text("(1 wait now)", LIMIT_S)
+        wait_for_step(job, 8)
+        for process in (manager.process, agents[0].process):
+            os.kill(process.pid, signal.SIGKILL)
+        outputs = [agent.wait(LIMIT_S) for agent in (*agents[1:], spare)]
+        assert [output.returncode for output in outputs] == [0] * 4, job.story()
+        records = job.recoveries()
+        assert [record["strategy"] for record in records] == ["recover"]
+        assert records[0]["steps_redone"] == 0
+        assert job.digests() == reference(STEPS="80")
+        pids = {(fact["rank"], fact["pid"]) for fact in job.facts("entered")}
+        assert len(pids) == NODES + 1, "rank 0 is another process, and nobody else is"
+        assert job.leftovers() == set()
