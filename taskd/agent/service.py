@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from taskd.agent.link.connection import ManagerConnection
 from taskd.agent.link.electing import Electing
 from taskd.agent.link.reports import Reports
+from taskd.agent.machine import machine_of, timeouts_of
 from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.agent.spawning.protocol import Exited, Started, StartFailed
 from taskd.agent.vitals.death_watch import DeathWatch
@@ -30,11 +31,9 @@ from taskd.agent.workers.examinations import Examinations
 from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.config import join_address
 from taskd.core import commands, events
-from taskd.core.node import NodeMachine
 from taskd.core.node.draining import Step
 from taskd.core.phase import NodePhase
 from taskd.core.policy.election import Won
-from taskd.core.timeouts import Timeouts
 from taskd.errors import TaskdError
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ log = logging.getLogger(__name__)
 
 # between two glances at the workers, and between two heartbeats while one makes no progress
 _CLOSE_LOOK_S = 0.25
-_ELECTION_S = 20.0  # a fault waits longer where a manager can be elected and started
-_PLACE_LEASES = 4  # for so many leases the place of a lost node is asked for
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -98,8 +95,8 @@ class Service:
             config,
             clock,
         )
-        self._timeouts = timeouts = _timeouts_of(config)
-        self._machine = _machine_of(
+        self._timeouts = timeouts = timeouts_of(config, host.node_count)
+        self._machine = machine_of(
             host, timeouts, incarnation, generation, restarts_used, config, clock.now()
         )
         self._manager = ManagerConnection(
@@ -493,55 +490,6 @@ class Service:
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
                 )
             )
-
-
-def _timeouts_of(config: AgentConfig) -> Timeouts:
-    """Where a manager is started with the job, an early fault waits for that one, too."""
-    timeouts = Timeouts.derive(config.fault_timeout_s)
-    if config.elects:
-        patience_s = timeouts.fallback_connected_s + _ELECTION_S
-        timeouts = dataclasses.replace(timeouts, fallback_connected_s=patience_s)
-    if not config.starts_manager:
-        return timeouts
-    return dataclasses.replace(timeouts, fallback_never_connected_s=timeouts.fallback_connected_s)
-
-
-def _machine_of(
-    host: Host,
-    timeouts: Timeouts,
-    incarnation: str,
-    generation: int,
-    restarts_used: int,
-    config: AgentConfig,
-    now: float,
-) -> NodeMachine:
-    return NodeMachine(
-        host.node_rank,
-        tuple(host.ranks),
-        timeouts,
-        node_count=host.node_count,
-        world_size=host.world_size,
-        max_restarts=host.max_restarts,
-        agent_incarnation=incarnation,
-        generation=generation,
-        restarts_used=restarts_used,
-        wait_for_exit=config.wait_for_exit,
-        substitute_until=now + _PLACE_LEASES * timeouts.agent_lease_s
-        if host.is_substitute
-        else None,
-        incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
-        store=_spare_store(host),
-    )
-
-
-def _spare_store(host: Host) -> str:
-    try:
-        return host.spare_store()
-    except OSError as error:
-        log.warning(
-            "node %d has no store for the case that another node is lost: %s", host.node_rank, error
-        )
-        return ""
 
 
 def _last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:

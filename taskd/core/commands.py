@@ -6,7 +6,7 @@ Each repeats the cause it answers and its generation.
 from dataclasses import dataclass, field
 
 from taskd.core.faults import Fault
-from taskd.core.policy.election import Roster
+from taskd.core.votes import Roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from taskd.core import commands
 from taskd.core.phase import TRAINING
-from taskd.core.policy.election import MAX_VOTERS, Electorate, Voter
+from taskd.core.policy.election import MAX_VOTERS, Electorate
+from taskd.core.votes import Voter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Agents, spares and managers on hosts of which some do not reach others: who goes on?
+"""Agents, spares and managers on hosts of which some do not reach others, and who goes on then.
 
 The real `Election` of each agent and `Electorate` of each manager, in a model of everything else: a
 message arrives at once or never; a manager looks at who is there when it is told to. What is
@@ -8,19 +8,14 @@ checked after each step, `who_goes_on`, is that at most one manager has an agent
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from taskd.core.policy.election import (
-    AskVote,
-    Elected,
-    Election,
-    Electorate,
-    Roster,
-    Vote,
-    Voter,
-    Won,
-)
+from taskd.core.policy.election import Election, Electorate, Won
+from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _TURN_S = 0.05
 _SETTLED_S = 30.0
@@ -176,9 +171,9 @@ class World:
         told = roster or manager.electorate.roster
         assert told is not None
         for agent in manager.holders.values():
-            if self._arrives(manager.host, agent.host) and agent.election.keep(told):
-                if self._arrives(agent.host, manager.host):
-                    manager.electorate.keeps(agent.name, told.number)
+            is_kept = self._arrives(manager.host, agent.host) and agent.election.keep(told)
+            if is_kept and self._arrives(agent.host, manager.host):
+                manager.electorate.keeps(agent.name, told.number)
 
     def _ask(self, candidate: Agent, ask: AskVote) -> None:
         for other in self._voters(candidate.election.roster):
@@ -240,7 +235,7 @@ def play(seed: int, node_count: int, step_count: int = 60) -> tuple[int, int]:
     Returns how many managers there were, and how many holders were replaced. Raises AssertionError:
     two managers brought the job on.
     """
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311
     world = World(node_count, chance, loss=chance.choice((0.0, 0.1, 0.4)))
     kinds = list(patterns(node_count))
     for _ in range(step_count):

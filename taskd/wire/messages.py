@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import ClassVar, TypeVar, get_type_hints
 
-from taskd.core import commands, events
+from taskd.core import commands, events, votes
 from taskd.core.marks import Mark
-from taskd.core.policy import election
 
 EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     1: events.AgentRegistered,
@@ -199,17 +198,17 @@ class Rejected(Message):
 
 @_message(70)
 @dataclass(frozen=True, slots=True)
-class AskVote(election.AskVote, Message):
+class AskVote(votes.AskVote, Message):
     """From agent to agent; see the base."""
 
 
 @_message(71)
 @dataclass(frozen=True, slots=True)
-class Vote(election.Vote, Message):
+class Vote(votes.Vote, Message):
     """The answer to `AskVote`; see the base."""
 
 
 @_message(72)
 @dataclass(frozen=True, slots=True)
-class Elected(election.Elected, Message):
+class Elected(votes.Elected, Message):
     """From the agent that has started a manager to all voters and spares; see the base."""

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from taskd.core.policy.election import Electorate, Election, Roster
+from taskd.core.policy.election import Election, Electorate
+from taskd.core.votes import Roster
 from taskd.testing.partitions import World, patterns, play
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
@@ -74,6 +75,6 @@ def test_without_one_of_the_rules_the_job_is_there_twice(
 ) -> None:
     """What proves that the stories above would show it."""
     monkeypatch.setattr(owner, rule, lambda *_: True)
-    with pytest.raises(AssertionError, match="2 managers|3 managers"):
+    with pytest.raises(AssertionError, match=r"[23] managers"):
         for seed in range(1000):
             play(seed, 4)

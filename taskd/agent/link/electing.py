@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from taskd.config import join_address
 from taskd.core import events
-from taskd.core.policy.election import MIN_VOTERS, Elected, Election, Won
+from taskd.core.policy.election import MIN_VOTERS, Election, Won
+from taskd.core.votes import Elected
 from taskd.errors import RemoteProtocolError, TransportError
 from taskd.log import SayOnce
 from taskd.transport import zeromq
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from taskd.clock import Clock
     from taskd.config import AgentConfig
-    from taskd.core.policy import election
+    from taskd.core.votes import AskVote, Roster
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,8 @@ class Electing:
 
     def may_obey(self, event: events.Event) -> bool:
         """Whether the manager that says this is not older than one that this node has voted for."""
-        is_welcome = isinstance(event, events.ManagerJoined)
-        return self.election.may_obey(event.term if is_welcome else self.election.term)
+        term = event.term if isinstance(event, events.ManagerJoined) else self.election.term
+        return self.election.may_obey(term)
 
     def obey(self, address: str, term: int) -> None:
         """A manager has accepted this agent."""
@@ -135,7 +136,7 @@ class Electing:
         """The manager has been silent for too long."""
         self.election.miss(now)
 
-    def keep(self, roster: election.Roster) -> bool:
+    def keep(self, roster: Roster) -> bool:
         """The manager says who votes. Whether this agent knows it from now on."""
         return self._door is not None and self.election.keep(roster)
 
@@ -200,7 +201,7 @@ class Electing:
         self._ask(result)
         return None
 
-    def _ask(self, ask: election.AskVote) -> None:
+    def _ask(self, ask: AskVote) -> None:
         roster = self.election.roster
         assert roster is not None
         if not ask.is_trial:
