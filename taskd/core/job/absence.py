@@ -70,16 +70,6 @@ def come_back(job: JobState, event: ev.AgentRegistered, *, is_same_agent: bool) 
     return commands
 
 
-def take_back(job: JobState, node_rank: int) -> None:
-    """A node that an elected manager took for lost has come, before it was replaced."""
-    if node_rank not in job.absent:
-        return
-    job.absent.discard(node_rank)
-    ranks = {member.rank for member in job.membership.on_node(node_rank)}
-    job.unanswered = [timed for timed in job.unanswered if timed.fault.rank not in ranks]
-    job.membership.forget(node_rank)
-
-
 def _is_alive(member: Member, report: ev.WorkerReport) -> bool:
     is_there = report.state in (WorkerState.RUNNING, WorkerState.PAUSED, WorkerState.RETURNED)
     return is_there and report.incarnation == member.incarnation and report.entered

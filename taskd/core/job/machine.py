@@ -299,7 +299,7 @@ class RecoveryMachine(Machine[JobState]):
     @property
     def lost_nodes(self) -> list[int]:
         """The nodes whose place is free, and waited for."""
-        return [] if self.phase is JobPhase.JOINING else self._state.absent.pending()
+        return self._state.absent.pending()
 
     @property
     def replaces_nodes(self) -> bool:

@@ -235,11 +235,6 @@ class Membership:
         node.ranks = (*node.ranks, member.rank)
         self.members[member.rank] = member
 
-    def forget(self, node_rank: int) -> None:
-        """This node will be registered as if it had never been there."""
-        for rank in self.nodes.pop(node_rank).ranks:
-            del self.members[rank]
-
     def leave(self, node_rank: int, outcome: str) -> None:
         """An agent is gone. It may be one that only an earlier manager knew."""
         node = self.nodes.setdefault(node_rank, Node(node_rank, "", _NO_LIMIT, (), 0))

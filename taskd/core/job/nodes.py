@@ -8,7 +8,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
 from taskd.core.job import orders
-from taskd.core.job.absence import come_back, may_wait, take_back, wait_for_node
+from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import adopt_missing, complete, lose_unreported, wait_for_others
@@ -51,8 +51,6 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     known = job.membership.nodes.get(event.node_rank)
     note_store(job, event)
     _take_over_faults(job, event)
-    if job.phase is JobPhase.JOINING:
-        take_back(job, event.node_rank)
     job.membership.register(event)
     job.expected.pop(event.node_rank, None)
     job.leases.renew(event.node_rank, event.now)
@@ -69,7 +67,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)
-    return []
+    return _lose_missing(job)
 
 
 def left(job: JobState, event: ev.AgentLeft) -> Commands:
@@ -81,9 +79,11 @@ def left(job: JobState, event: ev.AgentLeft) -> Commands:
 def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands:
     """An agent is not there any more."""
     membership = job.membership
-    adopt_missing(job, node_rank)
-    membership.leave(node_rank, outcome)
     job.leases.drop(node_rank)
+    if outcome == LOST_NODE and node_rank in job.expected:
+        return _lose_missing(job)
+    job.expected.pop(node_rank, None)
+    membership.leave(node_rank, outcome)
     if job.phase is JobPhase.ENDING:
         return end_if_all_left(job)
     gone = f"the agent of node {node_rank} {how}"
@@ -106,6 +106,20 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     for member in members:
         membership.finish(member)
     return _after_goodbye(job)
+
+
+def _lose_missing(job: JobState) -> Commands:
+    """Whom an elected manager expects, and nobody has heard of in time, once all others are there.
+
+    Until then they may still come.
+    """
+    if any(job.leases.is_held(node_rank) for node_rank in job.expected):
+        return []
+    commands: Commands = []
+    for node_rank in sorted(job.expected):
+        adopt_missing(job, node_rank)
+        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the elected manager")
+    return commands
 
 
 def _after_goodbye(job: JobState) -> Commands:
