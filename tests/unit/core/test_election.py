@@ -214,7 +214,7 @@ class TestTheElectedManager:
         job = self.elected()
         job.register(1)
         job.register(2)
-        job.send(ev.AgentLeft, 0, "succeeded")
+        job.send(ev.AgentLeft, 0, "succeeded", "")
         assert job.machine.phase is JobPhase.RUNNING
         assert job.machine.lost_nodes == []
 
