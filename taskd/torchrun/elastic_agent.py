@@ -16,7 +16,7 @@ import os
 import sys
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -251,6 +251,8 @@ class TaskdElasticAgent(LocalElasticAgent):
             self._workers_run = True
             if self.context is None:
                 return self.run_plainly(role)
+            found = self._places.manager_address
+            self._settings = replace(self._settings, manager_address=found)
             try:
                 return loop.run(self, self.context, self._settings)
             except loop.NoPlaceError as error:

@@ -45,6 +45,7 @@ class Places:
         self._has_joined = False
         self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
+        self.manager_address = settings.manager_address  # of the manager that has offered it
 
     def __getattr__(self, name: str) -> Any:
         """All else is torch's."""
@@ -130,6 +131,7 @@ class Places:
             if isinstance(place, Proceed):
                 return None
             if not isinstance(place, NoPlace):
+                self.manager_address = client.manager_address
                 return self._take(client, place)
         if not place.is_over:
             if asks:

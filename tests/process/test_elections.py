@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from testbed.hosts import INTERFACE
 from tests.process import harness
 from tests.process.test_recovery import (
     reference,  # noqa: F401
@@ -60,3 +61,38 @@ def test_the_manager_is_lost_with_its_node(tmp_path: pathlib.Path, reference) ->
         pids = {(fact["rank"], fact["pid"]) for fact in job.facts("entered")}
         assert len(pids) == NODES + 1, "rank 0 is another process, and nobody else is"
         assert job.leftovers() == set()
+
+
+@pytest.mark.extended  # the partitions are played in tests/simulation/test_partitions.py
+def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """The other part does, with a spare; when the network heals, the former part ends."""
+    steps = {"STEPS": "100"}
+    with (
+        harness.hosts(tmp_path, 4) as hosts,
+        harness.job(
+            tmp_path / "job",
+            GLOO_SOCKET_IFNAME=INTERFACE,
+            TASKD_RECOVER_STRATEGY="recover",
+            TASKD_MANAGER="auto",
+            TASKD_FAULT_TIMEOUT="6",
+            SLEEP_S="0.05",
+            **steps,
+        ) as job,
+    ):
+        manager = job.start_manager(host=hosts[0])
+        for node_rank in range(3):
+            job.start_node("train.py", node_rank, 3, hosts[node_rank], nproc=1)
+        spare = job.start_node("train.py", 3, 3, hosts[3], nproc=1, TASKD_SPARE="1")
+        manager.wait_text("(1 wait now)", LIMIT_S)
+        wait_for_step(job, 8)
+        hosts[0].cut()
+        outputs = [agent.wait(LIMIT_S) for agent in (*job.agents[1:3], spare)]
+        assert [output.returncode for output in outputs] == [0] * 3, job.story()
+        assert job.digests() == reference(nproc=3, **steps)
+        assert [record["strategy"] for record in job.recoveries()] == ["recover"]
+        assert hosts[0].counts()["lost_out"] > 0
+        assert "more than half of the agents are out of reach" in manager.text
+        assert job.agents[0].process.poll() is None, "it waits for the others"

@@ -68,7 +68,7 @@ class SpareClient:
             register=self._register,
             watches=asks,
         )
-        self._door = _door_of(config, incarnation)
+        self._door = None if asks else _door_of(config, incarnation)
         self._term = 0  # of the newest manager that it has heard of
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
@@ -85,6 +85,11 @@ class SpareClient:
         self._manager.close()
         if self._door is not None:
             self._door.close()
+
+    @property
+    def manager_address(self) -> str:
+        """Where the manager is: not where it was at first, if another one was elected."""
+        return self._manager.address
 
     def wait(
         self, patience_s: float = PATIENCE_S
