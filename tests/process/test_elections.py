@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from taskd import keys
 from testbed.hosts import INTERFACE
 from tests.process import harness
 from tests.process.test_recovery import (
@@ -34,8 +35,17 @@ def _start(job: harness.Job, node_rank: int, **env: str) -> harness.Output:
     return job.start_agent("train.py", nproc=1, options=options, **env)
 
 
-def test_the_manager_is_lost_with_its_node(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
+@pytest.mark.parametrize("has_secret", [False, True])
+def test_the_manager_is_lost_with_its_node(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+    has_secret: bool,
+) -> None:
     """Node 0 is killed with the manager: a spare takes its place, in the same step."""
+    env = {}
+    if has_secret:
+        assert keys.main(["new", "--out", str(tmp_path / "secret")]) == 0
+        env["TASKD_SECRET_FILE"] = str(tmp_path / "secret")
     with harness.job(
         tmp_path,
         TASKD_RECOVER_STRATEGY="recover",
@@ -43,7 +53,7 @@ def test_the_manager_is_lost_with_its_node(tmp_path: pathlib.Path, reference) ->
         TASKD_FAULT_TIMEOUT="6",
         STEPS="80",
         SLEEP_S="0.05",
-        TASKD_FILE_LOG_LEVEL="DEBUG",
+        **env,
     ) as job:
         manager = job.start_manager()
         agents = [_start(job, node_rank) for node_rank in range(NODES)]
