@@ -1,15 +1,14 @@
-"""ZeroMQ behind the `Link` contract. The only module that imports zmq.
+"""ZeroMQ behind the `Link` contract.
 
     Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, relay upwards,
                                                          worker without agent)
 
-Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from
-it, and the router lets in only the client key of that secret (a ZAP handler that is served within
-`poll`). Must not know messages.
+Owns sockets and their limits. With a secret links are encrypted, and a peer of a router is known by
+its name and its own key (`curve`), whichever connection it has; without, by the name alone, which
+is its routing id. Must not know messages.
 """
 
 import errno
-import hashlib
 import ipaddress
 import logging
 import math
@@ -19,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from socket import SOCK_STREAM, gaierror, getaddrinfo
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import AddressTakenError, TransportError
+from taskd.transport import curve
 from taskd.transport.base import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
@@ -56,18 +55,14 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
-_ZAP_DOMAIN = b"taskd"
 _FAILED_HANDSHAKES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "not our protocol, or another secret",
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "a wrong secret",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: (
+        "an earlier version of taskd: install the same one on all nodes"
+    ),
 }
-
-
-def _derive_key(secret: bytes, side: bytes) -> bytes:
-    """A CURVE secret key in the text form that ZeroMQ takes."""
-    return z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"taskd " + side).digest())
+_NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 
 
 def _endpoint(address: str) -> str:
@@ -206,6 +201,7 @@ class Router(_Socket):
         self._refused: list[str] = []
         self._peer_by_connection: dict[int, bytes] = {}  # by descriptor: who speaks there
         self._connection_by_peer: dict[bytes, int] = {}  # the same, the other way round
+        self._route_by_peer: dict[bytes, bytes] = {}  # with a secret: ZeroMQ's name for it
         self._disconnected: set[bytes] = set()
         self._secret = secret
         self.is_abused = False
@@ -227,11 +223,10 @@ class Router(_Socket):
         self._monitor = self._socket.get_monitor_socket(
             sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED
         )
-        self._zap: zmq.Socket[bytes] | None = None
-        self._client_key = b""
+        self._admission: curve.Admission | None = None
         try:
             if self._secret is not None:
-                self._require(self._secret)
+                self._admission = curve.Admission(self._secret, self._socket)
             self._socket.bind(_endpoint(_resolved(address)))
         except gaierror as error:
             self.close()
@@ -255,6 +250,7 @@ class Router(_Socket):
         self._disconnected.update(self._peer_by_connection.values())
         self._peer_by_connection.clear()
         self._connection_by_peer.clear()
+        self._route_by_peer.clear()
         self._linger_ms, self.is_abused = 0, False
         self.close()  # waits for the end of the context, so that the port is free
         self._linger_ms, self._context = _LINGER_MS, zmq.Context()
@@ -273,20 +269,37 @@ class Router(_Socket):
         """
         found: list[tuple[bytes, bytes]] = []
         byte_count = 0
-        while len(found) < _BATCH and byte_count < _BATCH_BYTES and not self.is_abused:
+        for _ in range(_BATCH):
+            if byte_count >= _BATCH_BYTES or self.is_abused:
+                break
             try:
-                peer = self._socket.recv(zmq.NOBLOCK)
+                route = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
             frame = self._socket.recv(copy=False, track=False)
+            peer = self._peer_of(route, frame)
+            if self._admission is not None and peer is not None and frame.more:
+                byte_count += len(frame)
+                frame = self._socket.recv(copy=False, track=False)
             data = frame.bytes
             byte_count += len(data)
-            self._note_connection(peer, frame)
             if frame.more:
                 data = b""
                 self._skip_parts()
-            found.append((peer, data))
+            if peer is not None:
+                found.append((peer, data))
         return found
+
+    def _peer_of(self, route: bytes, first: zmq.Frame) -> bytes | None:
+        """Who has sent the message of this first frame; None: with a secret, nobody who may."""
+        peer = route if self._admission is None else self._admission.speaker(first)
+        if peer is None:
+            self._refused.append(_NOBODY_VOUCHES)
+            return None
+        self._note_connection(peer, first)
+        if self._admission is not None:
+            self._route_by_peer[peer] = route
+        return peer
 
     def _skip_parts(self) -> None:
         """Of a message that is too long to be read to its end nothing more will be read."""
@@ -316,10 +329,14 @@ class Router(_Socket):
         if peer is not None:
             self._disconnected.add(peer)
             del self._connection_by_peer[peer]
+            self._route_by_peer.pop(peer, None)
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
-        return peer is not None and self._send([peer, data])
+        route = peer
+        if self._admission is not None and peer is not None:
+            route = self._route_by_peer.get(peer)
+        return route is not None and self._send([route, data])
 
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
@@ -340,17 +357,9 @@ class Router(_Socket):
             self._socket.disable_monitor()
         super().close()
 
-    def _require(self, secret: bytes) -> None:
-        server_key = _derive_key(secret, b"server")
-        self._client_key = zmq.curve_public(_derive_key(secret, b"client"))
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP_ADDRESS)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
-        return [self._monitor] if self._zap is None else [self._monitor, self._zap]
+        zap = [] if self._admission is None else [self._admission.socket]
+        return [self._monitor, *zap]
 
     def _serve(self) -> None:
         while self._monitor.poll(0):
@@ -360,19 +369,8 @@ class Router(_Socket):
                 self._ended(int(told["value"]))
             else:
                 self._refused.append(_FAILED_HANDSHAKES[event])
-        while self._zap is not None and self._zap.poll(0):
-            self._answer_zap(self._zap)
-
-    def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
-        """Let in whoever proved to hold the client key of our secret."""
-        version, request_id, _domain, _address, _identity, mechanism, *credentials = (
-            zap.recv_multipart()
-        )
-        is_allowed = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [
-            self._client_key
-        ]
-        status, text = (b"200", b"OK") if is_allowed else (b"400", b"not allowed")
-        zap.send_multipart([version, request_id, status, text, b"", b""])
+        if self._admission is not None:
+            self._admission.serve()
 
 
 class Dealer(_Socket):
@@ -386,11 +384,14 @@ class Dealer(_Socket):
         identity: str | bytes,
         *,
         secret: bytes | None = None,
+        key: curve.KeyPair | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
         beside: _Socket | None = None,
         watches: bool = False,
     ) -> None:
         """`identity`: at most 255 bytes, unique among the router's peers.
+
+        `key`: with a secret, that of this speaker; None: one that is drawn for this link.
 
         `watches`: `reaches` will be asked.
 
@@ -402,9 +403,12 @@ class Dealer(_Socket):
         """
         super().__init__(zmq.DEALER, address, unacknowledged_s, beside)
         self._linger_ms = 0
-        self._socket.setsockopt(
-            zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity
-        )
+        name = identity.encode() if isinstance(identity, str) else identity
+        self._header: list[bytes] = []  # what stands before each message
+        if secret is None:
+            self._socket.setsockopt(zmq.ROUTING_ID, name)
+        else:
+            self._header.append(curve.speak(self._socket, secret, name, key or curve.draw()))
         bound_ms = int(unacknowledged_s * 1000)
         pause_ms = min(_RECONNECT_MAX_MS, bound_ms // 4)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -412,13 +416,6 @@ class Dealer(_Socket):
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if watches:
             self._attempts = self._socket.get_monitor_socket(_ATTEMPTS)
-        if secret is not None:
-            client_key = _derive_key(secret, b"client")
-            self._socket.setsockopt(
-                zmq.CURVE_SERVERKEY, zmq.curve_public(_derive_key(secret, b"server"))
-            )
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(client_key))
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, client_key)
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
@@ -454,7 +451,7 @@ class Dealer(_Socket):
         """See `Link`. `peer` is None. Without a connection messages wait, up to a bound."""
         if peer is not None:
             raise ValueError("a dealer has one peer only")
-        return self._send([data])
+        return self._send([*self._header, data])
 
 
 def _is_local(address: str) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskd.core import events
 from taskd.core.policy.registration import Registration
 from taskd.errors import LocalProtocolError, RemoteProtocolError
-from taskd.transport import zeromq
+from taskd.transport import curve, zeromq
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class ManagerConnection:
         # All but the end of it is known to others. Whoever connects under the whole name is this
         # process: it says it to its manager, and to nobody else.
         self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
+        # With a secret, what other holders of it do not have: the key by which the manager knows
+        # this process from its start to its end.
+        self._key = None if secret is None else curve.draw()
         self._clock = clock
         self._timeouts = timeouts
         self._dealer = self._connect(watches=watches)
@@ -168,6 +171,7 @@ class ManagerConnection:
             self.address,
             self._identity,
             secret=self._secret,
+            key=self._key,
             unacknowledged_s=self._timeouts.unacknowledged_s,
             watches=watches,
         )
