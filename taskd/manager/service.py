@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_SILENT_S = 10.0  # until the first message on a connection: several heartbeats
+
 
 class Service:
     """See the module. `run` returns when the job is over or a signal asks for it."""
@@ -278,13 +280,21 @@ def open_service(
     """
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
-    bound_s = Timeouts.derive(config.fault_timeout_s).unacknowledged_s
     try:
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     except AddressTakenError:
         if starter is not None or not ask_to_leave(config.job_id, config.bind_address):
             raise
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     if starter is not None:
         starter.listens(link.address)
     return Service(config, link, identity=identity, starter=starter)
+
+
+def _listen(config: ManagerConfig) -> zeromq.Router:
+    return zeromq.Router(
+        config.bind_address,
+        secret=config.secret,
+        unacknowledged_s=Timeouts.derive(config.fault_timeout_s).unacknowledged_s,
+        silent_s=_SILENT_S,
+    )

@@ -9,20 +9,19 @@ is its routing id. Must not know messages.
 """
 
 import errno
-import ipaddress
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable, Sequence
-from socket import SOCK_STREAM, gaierror, getaddrinfo
+from socket import gaierror
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import AddressTakenError, TransportError
-from taskd.transport import curve
+from taskd.transport import binding, curve
 from taskd.transport.base import MAX_FRAME_BYTES
+from taskd.transport.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +62,7 @@ _FAILED_HANDSHAKES = {
     ),
 }
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
+_IS_SILENT = "nobody has said anything there"
 
 
 def _endpoint(address: str) -> str:
@@ -115,6 +115,10 @@ class _Socket:
     def _serve(self) -> None:
         """Serve them."""
 
+    def _due_at(self) -> float | None:
+        """When `receive` has something to do even if nothing has come; monotonic seconds."""
+        return None
+
     def _frames(self) -> Iterable[list[bytes]]:
         for _ in range(_BATCH):
             try:
@@ -144,9 +148,9 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
             *(socket for socket, _ in inner),
             *fds,
         ]
-        wait_ms = (
-            -1 if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-        )
+        due = [deadline, *(link._due_at() for link in links)]  # noqa: SLF001
+        due_at = min((at for at in due if at is not None), default=None)
+        wait_ms = -1 if due_at is None else math.ceil(max(0.0, due_at - time.monotonic()) * 1000)
         ready: set[zmq.Socket[bytes] | int] = {
             item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)
         }
@@ -189,10 +193,12 @@ class Router(_Socket):
         *,
         secret: bytes | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
+        silent_s: float | None = None,
         beside: _Socket | None = None,
     ) -> None:
         """`unacknowledged_s`: see `Dealer`.
 
+        `silent_s`: a new connection on which nobody speaks for so long is closed; None: it is not.
         `beside`: share its ZeroMQ context (needed for inproc addresses).
 
         Raises `TransportError`.
@@ -204,9 +210,10 @@ class Router(_Socket):
         self._route_by_peer: dict[bytes, bytes] = {}  # with a secret: ZeroMQ's name for it
         self._disconnected: set[bytes] = set()
         self._secret = secret
+        self._silence = None if silent_s is None else Silence(silent_s)
         self.is_abused = False
         self._listen(address)
-        if secret is None and not _is_local(self.address):
+        if secret is None and not binding.is_local(self.address):
             log.warning(
                 "%s can be reached by other hosts and no secret is set: whoever reaches it "
                 "can stop the job. Set TASKD_SECRET_FILE on every node.",
@@ -221,13 +228,15 @@ class Router(_Socket):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._monitor = self._socket.get_monitor_socket(
-            sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED
+            sum(_FAILED_HANDSHAKES)
+            | zmq.Event.DISCONNECTED
+            | (0 if self._silence is None else zmq.Event.ACCEPTED)
         )
         self._admission: curve.Admission | None = None
         try:
             if self._secret is not None:
                 self._admission = curve.Admission(self._secret, self._socket)
-            self._socket.bind(_endpoint(_resolved(address)))
+            self._socket.bind(_endpoint(binding.resolved(address)))
         except gaierror as error:
             self.close()
             raise TransportError(
@@ -239,7 +248,7 @@ class Router(_Socket):
             self.close()
             is_taken = error.errno == errno.EADDRINUSE
             kind = AddressTakenError if is_taken else TransportError
-            raise kind(_bind_failure(address, error)) from error
+            raise kind(binding.failure(address, error.errno, str(error))) from error
 
     def drop_connections(self) -> None:
         """Close all connections, free what has arrived on them and was not read, and listen again.
@@ -251,6 +260,8 @@ class Router(_Socket):
         self._peer_by_connection.clear()
         self._connection_by_peer.clear()
         self._route_by_peer.clear()
+        if self._silence is not None:
+            self._silence.all_over()
         self._linger_ms, self.is_abused = 0, False
         self.close()  # waits for the end of the context, so that the port is free
         self._linger_ms, self._context = _LINGER_MS, zmq.Context()
@@ -275,6 +286,7 @@ class Router(_Socket):
             try:
                 route = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._hang_up()
                 break
             frame = self._socket.recv(copy=False, track=False)
             peer = self._peer_of(route, frame)
@@ -301,6 +313,13 @@ class Router(_Socket):
             self._route_by_peer[peer] = route
         return peer
 
+    def _hang_up(self) -> None:
+        """All that has come was read: who has not spoken by now is a stranger."""
+        if self._silence is not None:
+            port = int(self.address.rpartition(":")[2])
+            silent = self._silence.hang_up(time.monotonic(), port)
+            self._refused += [_IS_SILENT] * silent
+
     def _skip_parts(self) -> None:
         """Of a message that is too long to be read to its end nothing more will be read."""
         for _ in range(_MAX_PARTS):
@@ -314,6 +333,8 @@ class Router(_Socket):
             connection = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
             return  # inproc: it ends with its process
+        if self._silence is not None:
+            self._silence.over(connection)
         if self._peer_by_connection.get(connection) == peer:
             return
         self._ended(connection)  # its number is that of a new one, and its end was not told yet
@@ -361,11 +382,19 @@ class Router(_Socket):
         zap = [] if self._admission is None else [self._admission.socket]
         return [self._monitor, *zap]
 
+    def _due_at(self) -> float | None:
+        return None if self._silence is None else self._silence.due_at
+
     def _serve(self) -> None:
         while self._monitor.poll(0):
             told = recv_monitor_message(self._monitor)
             event = zmq.Event(told["event"])
-            if event == zmq.Event.DISCONNECTED:
+            if event == zmq.Event.ACCEPTED:
+                assert self._silence is not None
+                self._silence.opened(int(told["value"]), time.monotonic())
+            elif event == zmq.Event.DISCONNECTED:
+                if self._silence is not None:
+                    self._silence.over(int(told["value"]))
                 self._ended(int(told["value"]))
             else:
                 self._refused.append(_FAILED_HANDSHAKES[event])
@@ -452,43 +481,3 @@ class Dealer(_Socket):
         if peer is not None:
             raise ValueError("a dealer has one peer only")
         return self._send([*self._header, data])
-
-
-def _is_local(address: str) -> bool:
-    """Whether only this host can reach it."""
-    if "://" in address:
-        return True  # inproc, ipc
-    host = address.rpartition(":")[0].strip("[]")
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _resolved(address: str) -> str:
-    """`address` with the IP address, IPv4 if there is one, of the name in it."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not re.search(r"[^\d.]", host) or ":" in host:
-        return address
-    found = getaddrinfo(host, None, type=SOCK_STREAM)
-    host = str(min(found)[4][0])  # AF_INET comes before AF_INET6
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind_failure(address: str, error: zmq.ZMQError) -> str:
-    """What to do when an address cannot be bound."""
-    port = address.rpartition(":")[2]
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"{address} is taken, perhaps by another manager: look for the process with  "
-            f"ss -ltnp 'sport = :{port}'  and stop it, or set TASKD_PORT to another port for the "
-            "manager and all agents"
-        )
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return (
-            f"{address} cannot be bound: this host has no such address; look at  ip addr  and "
-            "set TASKD_BIND_ADDR"
-        )
-    if error.errno == errno.EACCES:
-        return (
-            f"{address} cannot be bound: ports below 1024 need privileges; set TASKD_PORT to a "
-            "higher one"
-        )
-    return f"{address} cannot be bound: {error}; expected host:port"

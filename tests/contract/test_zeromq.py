@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from taskd.errors import TransportError
 from taskd.transport import base, curve, zeromq
+from taskd.transport.silence import Silence
 from tests.contract.test_links import SECRET, await_messages, by_name
 
 
@@ -283,3 +285,49 @@ def test_closing_does_not_wait_for_a_manager_that_never_was() -> None:
     began = time.monotonic()
     dealer.close()
     assert time.monotonic() - began < 0.9
+
+
+def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken_stay() -> None:
+    router = zeromq.Router("127.0.0.1:0", silent_s=0.3)
+    speaker, silent = zeromq.Dealer(router.address, "speaker"), zeromq.Dealer(router.address, "x")
+    speaker.send(None, b"x")
+    await_messages(router, 1)
+    assert await_refusals(router) == ["nobody has said anything there"]
+    silent.close()
+    while router.poll(1.0) or router.receive() or router.take_refused():
+        pass  # `silent` had connected again
+    assert router.take_disconnected() == set()
+    assert router.send(b"speaker", b"y")
+    assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
+    speaker.close()
+    router.close()
+
+
+def test_only_connections_of_its_own_port_are_closed(tmp_path) -> None:
+    """A descriptor that ends becomes another file's."""
+    silence = Silence(1.0)
+    ours, theirs = socket.socketpair()
+    with open(tmp_path / "file", "w") as file, ours, theirs:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            client = socket.create_connection(("127.0.0.1", port))
+            accepted = listener.accept()[0]
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.close(writer)
+        for descriptor in (file.fileno(), ours.fileno(), client.fileno(), writer, accepted.fileno()):
+            silence.opened(descriptor, 0.0)
+        assert silence.due_at == 1.0
+        assert silence.hang_up(0.9, port) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        assert silence.hang_up(1.0, port) == 5
+        assert silence.due_at is None
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write("x")
+        ours.send(b"x")
+        assert theirs.recv(1) == b"x"
+        assert client.recv(1) == b""
+        with pytest.raises(BrokenPipeError):
+            accepted.send(b"x")
+        client.close()
+        accepted.close()

@@ -40,7 +40,9 @@ class Relay:
         """Raises `TransportError` if the port is taken."""
         self._config = config
         self._clock = clock
-        self._router = zeromq.Router(config.listen_address, secret=config.secret)
+        self._router = zeromq.Router(
+            config.listen_address, secret=config.secret, silent_s=_SILENCE_S
+        )
         self._dealers: dict[bytes, zeromq.Dealer] = {}
         self._heard_at: dict[bytes, float] = {}
         self._once = SayOnce()
