@@ -20,6 +20,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from taskd.clock import MonotonicClock
+from taskd.config.secret import exposure
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
@@ -278,6 +279,9 @@ def open_service(
     Not by a manager of this job that an agent has started: that one leaves, unless this is one,
     too (`starter`).
     """
+    exposed = exposure()
+    if exposed is not None:
+        log.warning("the secret is not safe: %s", exposed)
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
     try:

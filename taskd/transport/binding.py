@@ -1,4 +1,4 @@
-"""The address of a listener: who can reach it, what its name means, what to do if it is not free."""
+"""The address of a listener: who can reach it, what its name means, why it cannot be bound."""
 
 import errno
 import ipaddress

@@ -315,7 +315,13 @@ def test_only_connections_of_its_own_port_are_closed(tmp_path) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         os.close(writer)
-        for descriptor in (file.fileno(), ours.fileno(), client.fileno(), writer, accepted.fileno()):
+        for descriptor in (
+            file.fileno(),
+            ours.fileno(),
+            client.fileno(),
+            writer,
+            accepted.fileno(),
+        ):
             silence.opened(descriptor, 0.0)
         assert silence.due_at == 1.0
         assert silence.hang_up(0.9, port) == 0

@@ -1,4 +1,4 @@
-"""Strangers who connect and then say nothing: they get no lasting hold of the manager's descriptors.
+"""Strangers who connect and say nothing get no lasting hold of the manager's descriptors.
 
 A real manager on loopback, and an agent that goes on meanwhile.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import socket
 import struct
 import threading
@@ -21,6 +20,7 @@ from tests.process import harness
 from tests.process.test_keys import SECRET, Agent
 
 if TYPE_CHECKING:
+    import pathlib
     from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
