@@ -25,6 +25,7 @@ from taskd.config.names import (
     SPARE_ENV,
 )
 from taskd.config.secret import check_secret, secret
+from taskd.config.signals import interrupt_signal
 from taskd.config.values import Environment, choice, listed, refusal, switch
 from taskd.core.policy.ladder import Strategy, allowed
 
@@ -90,6 +91,7 @@ class AgentConfig:
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
         preload, learns_preload = _preload(environment)
+        interrupt_signal(environment)  # its workers read it, and it is refused here
         if not keeps_secret:
             check_secret(environment)
         return cls(
