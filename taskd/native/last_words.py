@@ -200,9 +200,7 @@ def _free_signal() -> int:
     """A real-time signal that nobody in this process handles or ignores; 0: there is none."""
     first = usable_interrupt_signal() - 1  # from there on upwards they are the runtime's
     taken = _signals("self", b"SigCgt") | _signals("self", b"SigIgn")
-    return next(
-        (number for number in range(first, signal.SIGRTMIN, -1) if number not in taken), 0
-    )
+    return next((number for number in range(first, signal.SIGRTMIN, -1) if number not in taken), 0)
 
 
 def _signals(pid: int | str, field: bytes) -> set[int]:

@@ -45,8 +45,8 @@ def _listener(secret: bytes) -> KeyPair:
     return _pair(_hash(secret, b"server"))
 
 
-def _of_version_1_0(secret: bytes) -> KeyPair:
-    """What all speakers of that version have in common."""
+def _common_key(secret: bytes) -> KeyPair:
+    """What all speakers of earlier versions have in common."""
     return _pair(_hash(secret, b"client"))
 
 
@@ -81,7 +81,7 @@ class Admission:
     def __init__(self, secret: bytes, listener: "zmq.Socket[bytes]") -> None:
         """For one `listener` in a context. Raises `zmq.ZMQError`: the context has one already."""
         self._key = _derive(secret, b"voucher")
-        self._outdated = z85.decode(_of_version_1_0(secret).public)
+        self._outdated = z85.decode(_common_key(secret).public)
         self.socket: zmq.Socket[bytes] = listener.context.socket(zmq.REP)
         try:
             self.socket.bind(_ZAP_ADDRESS)

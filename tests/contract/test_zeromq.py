@@ -253,7 +253,7 @@ def test_one_key_has_one_name_on_all_its_connections(secured) -> None:
 
 
 def test_the_common_key_of_an_earlier_version_is_refused_and_the_reason_says_so(secured) -> None:
-    outdated = knows_the_listener(secured, curve._of_version_1_0(SECRET))
+    outdated = knows_the_listener(secured, curve._common_key(SECRET))
     outdated._send([b"x"])
     assert await_refusals(secured)[0].startswith("an earlier version of taskd")
     assert secured.receive() == []

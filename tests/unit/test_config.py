@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import signal
 
 import pytest
 
@@ -23,6 +24,7 @@ from taskd.config import (
     launcher,
 )
 from taskd.config.secret import exposure, without_secret
+from taskd.config.signals import interrupt_signal
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
@@ -209,6 +211,22 @@ def test_a_secret_that_others_can_read_or_replace_is_warned_of(
     assert said is None or (said in found and f"chmod 600 {path}" in found)
     assert exposure({}) is None
     assert exposure({"TASKD_SECRET_FILE": "/no/such/file"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(None, 9), ("", 9), ("SIGRTMIN+4", 4), (" SIGRTMIN+25", 25), (str(signal.SIGRTMIN + 12), 12)],
+)
+def test_the_signal_of_interrupts_is_a_real_time_one(text: str | None, number: int) -> None:
+    environment = {} if text is None else {"TASKD_INTERRUPT_SIGNAL": text}
+    assert interrupt_signal(environment) == signal.SIGRTMIN + number
+    AgentConfig.load(environment)
+
+
+@pytest.mark.parametrize("text", ["SIGRTMIN+3", "SIGRTMIN+26", "10", "99", "SIGUSR1", "+9", "x"])
+def test_a_signal_that_cannot_be_is_refused(text: str) -> None:
+    environment = {"TASKD_INTERRUPT_SIGNAL": text}
+    refusal(lambda: AgentConfig.load(environment), "TASKD_INTERRUPT_SIGNAL", "SIGRTMIN+25")
 
 
 def test_what_training_processes_get_of_the_environment_has_no_secret() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import taskd
-from testbed.script import RANK, fact, is_first, kill_self, planned_faults
+from testbed.script import fact, is_first, kill_self, planned_faults
 
 OWN = signal.SIGRTMIN + 9
 FAULTS = planned_faults(os.environ.get("FAULTS", ""))
