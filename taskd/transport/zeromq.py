@@ -406,6 +406,7 @@ class Dealer(_Socket):
     """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
     _attempts: "zmq.Socket[bytes] | None" = None
+    is_turned_away = False  # somebody listens there, and ends the connection: with `watches`
 
     def __init__(
         self,
@@ -422,7 +423,7 @@ class Dealer(_Socket):
 
         `key`: with a secret, that of this speaker; None: one that is drawn for this link.
 
-        `watches`: `reaches` will be asked.
+        `watches`: `reaches` or `is_turned_away` will be asked.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -444,7 +445,7 @@ class Dealer(_Socket):
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if watches:
-            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS)
+            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS | sum(_FAILED_HANDSHAKES))
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
@@ -461,6 +462,14 @@ class Dealer(_Socket):
         told = zmq.Event(recv_monitor_message(self._attempts)["event"])
         return told is zmq.Event.CONNECTED
 
+    def _inner(self) -> Iterable[zmq.Socket[bytes]]:
+        return () if self._attempts is None else (self._attempts,)
+
+    def _serve(self) -> None:
+        while self._attempts is not None and self._attempts.poll(0):
+            told = zmq.Event(recv_monitor_message(self._attempts)["event"])
+            self.is_turned_away = self.is_turned_away or told in _FAILED_HANDSHAKES
+
     def close(self) -> None:
         """See `Link`."""
         if self._attempts is not None:
@@ -474,6 +483,7 @@ class Dealer(_Socket):
         received = [(b"", frames[0] if len(frames) == 1 else b"") for frames in self._frames()]
         if received:
             self._linger_ms = _LINGER_MS  # somebody is there: last words are worth a moment
+            self.is_turned_away = False
         return received
 
     def send(self, peer: bytes | None, data: bytes) -> bool:

@@ -6,15 +6,17 @@ A manager in a thread, agents and impostors on real sockets.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
+from taskd.agent.clients.relay import Relay
 from taskd.agent.link.connection import ManagerConnection
 from taskd.clock import MonotonicClock
-from taskd.config import LogConfig, ManagerConfig
+from taskd.config import LogConfig, ManagerConfig, RelayConfig
 from taskd.core import events
 from taskd.core.timeouts import Timeouts
 from taskd.manager.service import Service
@@ -103,7 +105,7 @@ def manager(tmp_path: pathlib.Path) -> Iterator[Callable[..., Service]]:
         def start(address: str = "127.0.0.1:0", secret: bytes | None = SECRET) -> Service:
             config = ManagerConfig("job", "unused", 30.0, secret, LogConfig(tmp_path / "log"))
             service = Service(config, zeromq.Router(address, secret=secret))
-            thread = threading.Thread(target=service.run)
+            thread = threading.Thread(target=service.run, name=service._link.address)
             thread.start()
             stack.callback(stop, service, thread)
             return service
@@ -178,7 +180,7 @@ def test_an_agent_keeps_its_key_when_the_manager_is_restarted_and_the_first_one_
     agent.join()
     key = first._sessions.holders[0].peer
     first._executor.result = True
-    agent.until(lambda: first._link._socket.closed)
+    agent.until(lambda: address not in {thread.name for thread in threading.enumerate()})
     second = manager(address)
     agent.until(lambda: agent.accepted >= 2)
     assert second._sessions.holders[0].peer == key
@@ -203,3 +205,30 @@ def test_an_agent_that_is_started_again_has_another_key(manager, closing) -> Non
         else:
             closing.callback(agent.connection.close)
     assert keys[0].rpartition(b".")[2] != keys[1].rpartition(b".")[2]
+
+
+def test_a_client_of_a_relay_keeps_its_position_when_the_relay_is_started_again(
+    manager, closing
+) -> None:
+    """The manager knows it by the relay's key for it, which has to be the same then."""
+    service = manager()
+    config = RelayConfig("127.0.0.1:0", service._link.address, 0, SECRET)
+    relay = Relay(config, MonotonicClock())
+    relay.start()
+    address = relay.address
+    agent = Agent(address)
+    closing.callback(agent.connection.close)
+    agent.join()
+    known = service._sessions.holders[0].peer
+    relay.close()
+    agent.known.clear()
+    later = Relay(dataclasses.replace(config, listen_address=address), MonotonicClock())
+    later.start()
+    closing.callback(later.close)
+    assert agent.beats() == [True, True, True]
+    assert service._sessions.holders[0].peer == known
+    direct = Impostor(service._link.address, agent.connection._identity)
+    closing.callback(direct.dealer.close)
+    direct.say(registration())
+    agent.until(direct.listen)
+    assert isinstance(direct.heard[0], messages.Refused)

@@ -63,7 +63,6 @@ class SpareClient:
             node_rank=None,
             incarnation=uuid.uuid4().hex,
             register=self._register,
-            watches=asks,
         )
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
@@ -116,6 +115,7 @@ class SpareClient:
             elif self._clock.now() - heard_at > patience_s:
                 return NoPlace(
                     f"no manager has answered at {self._manager.address} for {patience_s:.0f} s"
+                    f"{self._manager.why_unheard}"
                 )
 
     def leave(self, *, takes_place: bool, reason: str) -> None:
