@@ -386,9 +386,10 @@ class Service:
             if self._automatic.moves("nobody answers who speaks as a manager"):
                 return
             log.warning(
-                "no manager answers at %s: training goes on as with plain torchrun. "
+                "no manager answers at %s%s: training goes on as with plain torchrun. "
                 "Start one there with `python manager.py`, or set TASKD_MANAGER_ADDR.",
                 self._manager.address,
+                self._manager.why_unheard,
             )
 
     @property

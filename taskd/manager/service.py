@@ -20,6 +20,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from taskd.clock import MonotonicClock
+from taskd.config.secret import exposure
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from taskd.transport.base import Listener
 
 log = logging.getLogger(__name__)
+
+_SILENT_S = 10.0  # until the first message on a connection: several heartbeats
 
 
 class Service:
@@ -298,15 +301,26 @@ def open_service(
     Not by a manager of this job that an agent has started: that one leaves, unless this is one,
     too (`starter`).
     """
+    exposed = exposure()
+    if exposed is not None:
+        log.warning("the secret is not safe: %s", exposed)
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
-    bound_s = Timeouts.derive(config.fault_timeout_s).unacknowledged_s
     try:
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     except AddressTakenError:
         if starter is not None or not ask_to_leave(config.job_id, config.bind_address):
             raise
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     if starter is not None:
         starter.listens(link.address)
     return Service(config, link, identity=identity, starter=starter, won=won)
+
+
+def _listen(config: ManagerConfig) -> zeromq.Router:
+    return zeromq.Router(
+        config.bind_address,
+        secret=config.secret,
+        unacknowledged_s=Timeouts.derive(config.fault_timeout_s).unacknowledged_s,
+        silent_s=_SILENT_S,
+    )

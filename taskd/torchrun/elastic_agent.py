@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from taskd.clock import MonotonicClock
+from taskd.config.secret import exposure
 from taskd.core.exits import exit_fault
 from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
@@ -243,6 +244,9 @@ class TaskdElasticAgent(LocalElasticAgent):
         from taskd.torchrun.settings import settings_of  # noqa: PLC0415
 
         self._settings = settings_of(self.master_host)
+        exposed = exposure()
+        if exposed is not None:
+            log.warning("the secret is not safe: %s", exposed)
         self._places = self._worker_group.spec.rdzv_handler = Places(
             self._worker_group.spec.rdzv_handler, self._worker_group.spec, self._settings
         )

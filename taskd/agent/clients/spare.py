@@ -66,7 +66,6 @@ class SpareClient:
             node_rank=None,
             incarnation=incarnation,
             register=self._register,
-            watches=asks,
         )
         self._door = None if asks else _door_of(config, incarnation)
         self._term = 0  # of the newest manager that it has heard of
@@ -129,6 +128,7 @@ class SpareClient:
             elif self._clock.now() - heard_at > patience_s:
                 return NoPlace(
                     f"no manager has answered at {self._manager.address} for {patience_s:.0f} s"
+                    f"{self._manager.why_unheard}"
                 )
 
     def leave(self, *, takes_place: bool, reason: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskd.core import events
 from taskd.core.policy.registration import Registration
 from taskd.errors import LocalProtocolError, RemoteProtocolError
-from taskd.transport import zeromq
+from taskd.transport import curve, zeromq
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class ManagerConnection:
         incarnation: str,
         rank: int | None = None,
         register: Callable[[], object],
-        watches: bool = False,
     ) -> None:
         """`job_id` to `rank`: who speaks, see `codec.Envelope`.
 
@@ -54,7 +53,6 @@ class ManagerConnection:
             clock: for heartbeats and silence.
             timeouts: of the job.
             register: says by `send` who this process is; called whenever that is due.
-            watches: `reaches` will be asked.
         """
         self.session = Registration(timeouts)
         self.address = address
@@ -66,9 +64,12 @@ class ManagerConnection:
         # All but the end of it is known to others. Whoever connects under the whole name is this
         # process: it says it to its manager, and to nobody else.
         self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
+        # With a secret, what other holders of it do not have: the key by which the manager knows
+        # this process from its start to its end.
+        self._key = None if secret is None else curve.draw()
         self._clock = clock
         self._timeouts = timeouts
-        self._dealer = self._connect(watches=watches)
+        self._dealer = self._connect()
         self.stranger = ""  # what answers at the address if it is no manager of this job
         self._register = register
         # hears of messages that the manager has not taken in
@@ -168,13 +169,24 @@ class ManagerConnection:
         """Whether anybody listens at the address."""
         return self._dealer.reaches(timeout_s)
 
-    def _connect(self, *, watches: bool = False) -> zeromq.Dealer:
+    @property
+    def why_unheard(self) -> str:
+        """What is known of why no manager answers, as the end of a sentence; "": nothing."""
+        if not self._dealer.is_turned_away:
+            return ""
+        return (
+            " (somebody listens there and ends the connection: another TASKD_SECRET_FILE than "
+            "here, or none on one side; another version of taskd; or no manager)"
+        )
+
+    def _connect(self) -> zeromq.Dealer:
         return zeromq.Dealer(
             self.address,
             self._identity,
             secret=self._secret,
+            key=self._key,
             unacknowledged_s=self._timeouts.unacknowledged_s,
-            watches=watches,
+            watches=True,
         )
 
     def _event_of(self, envelope: codec.Envelope, message: messages.Message) -> events.Event | None:
