@@ -91,9 +91,9 @@ class Places:
 
     def _refuse_a_number_too_high(self) -> None:
         """It would wait, unseen by the others, until they have ended."""
-        rank, count = getattr(self._inner, "rank", None), getattr(self._inner, "world_size", None)
-        if self._inner.get_backend() != "static" or rank is None or rank < (count or 0):
+        if self._inner.get_backend() != "static" or self._inner.rank < self._inner.world_size:
             return
+        rank, count = self._inner.rank, self._inner.world_size
         _end(
             f"--node-rank={rank} is none of the nodes 0 to {count - 1} that --nnodes={count} says: "
             "start as many torchruns as there are nodes, and those that are to wait for the place "

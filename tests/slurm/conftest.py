@@ -1,0 +1,30 @@
+"""One Slurm for all of these tests. Where there can be none they are skipped, and say why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from testbed import slurm
+from tests.process.test_recovery import reference as reference  # noqa: PLC0414
+from tests.slurm.training import NODES, SPARES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="session")
+def all_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    reason = slurm.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with slurm.Cluster(tmp_path_factory.mktemp("slurm"), NODES + SPARES) as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(all_nodes: slurm.Cluster) -> Iterator[slurm.Cluster]:
+    """All of its nodes are idle; what the test leaves behind is undone."""
+    yield all_nodes
+    all_nodes.repair()
