@@ -119,7 +119,8 @@ class Cluster:
             self._wait((self.folder / "munge.socket").exists, "munged")
             self._start("slurmctld", "slurmctld", "-D", "-c", on=self._control)
             for node in self.nodes:
-                self.start_node(node)
+                (self.folder / node.name).mkdir(exist_ok=True)
+                self._start(f"slurmd-{node.name}", "slurmd", "-D", "-N", node.name, on=node)
             self._wait(lambda: self._idle() == self._count, "all nodes")
             self._stack = stack.pop_all()
         return self
@@ -178,37 +179,11 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node.name}", "state=down", "reason=lost")
         return killed
 
-    def repair(self) -> None:
-        """All nodes are as at the beginning; no job is left."""
-        self.run("scancel", "--user=root")
-        for node in self.nodes:
-            if not any(self._is_slurmd(pid) for pid in node.host.pids()):
-                node.host.heal()
-                self.start_node(node)
-
-        def is_idle() -> bool:
-            for node in self.nodes:
-                self.run("scontrol", "update", f"nodename={node.name}", "state=resume", check=False)
-            return self._idle() == self._count and not self.run("squeue", "--noheader")
-
-        self._wait(is_idle, "all nodes, after a test")
-
     def log(self) -> str:
         """What the controller has said so far."""
         return (self.folder / "slurmctld.log").read_text()
 
-    def start_node(self, node: Node) -> None:
-        """Its slurmd."""
-        (self.folder / node.name).mkdir(exist_ok=True)
-        self._start(f"slurmd-{node.name}", "slurmd", "-D", "-N", node.name, on=node)
-
     # ------------------------------------------------------------------ own
-
-    @staticmethod
-    def _is_slurmd(pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return pathlib.Path(f"/proc/{pid}/comm").read_text() == "slurmd\n"
-        return False
 
     def _idle(self) -> int:
         found = self.run("sinfo", "--noheader", "--states=idle", "--format=%D", check=False).split()

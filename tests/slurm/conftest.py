@@ -1,4 +1,4 @@
-"""One Slurm for all of these tests. Where there can be none they are skipped, and say why."""
+"""A Slurm for each of these tests. Where there can be none they are skipped, and say why."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(scope="session")
-def all_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+@pytest.fixture
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    """One of its own for each test, in 2 s: nodes are lost in it."""
     reason = slurm.missing()
     if reason is not None:
         pytest.skip(reason)
     with slurm.Cluster(tmp_path_factory.mktemp("slurm"), NODES + SPARES) as found:
         yield found
-
-
-@pytest.fixture
-def cluster(all_nodes: slurm.Cluster) -> Iterator[slurm.Cluster]:
-    """All of its nodes are idle; what the test leaves behind is undone."""
-    yield all_nodes
-    all_nodes.repair()

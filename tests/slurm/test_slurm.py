@@ -104,6 +104,20 @@ def test_a_manager_that_is_killed_is_started_again(
     assert [record["strategy"] for record in training.records()] == ["recover-in-place"]
 
 
+def test_training_goes_on_when_the_host_of_the_manager_is_lost(
+    cluster: Cluster, training: Training, reference: Reference
+) -> None:
+    """The script is lost with it, and Slurm keeps the job: docs/launchers.md says so."""
+    job = training.submit()
+    training.wait_for_step(8)
+    cluster.lose(cluster.nodes[0])
+    training.wait_until(lambda: len(training.digests()) == 4, "the end of the training")
+    training.wait_until(lambda: not training.leftovers(), "the end of the torchruns")
+    assert training.digests() == reference(**STEPS)
+    assert len({fact["pid"] for fact in training.facts("entered")}) == 4
+    assert cluster.about(job)["JobState"] == "RUNNING"
+
+
 def saved(training: Training) -> int:
     """The step that is in the only checkpoint, which is whole."""
     (checkpoint,) = training.checkpoints()
