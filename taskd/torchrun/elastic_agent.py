@@ -278,12 +278,13 @@ class TaskdElasticAgent(LocalElasticAgent):
             return
         super()._initialize_workers(worker_group)
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def _rendezvous(self, *arguments: Any) -> None:
+        # No seam: whatever it takes and does, only its end without the others is said otherwise.
         if not self.is_supported:
-            return super()._rendezvous(worker_group)
+            return super()._rendezvous(*arguments)
         assert self.launch is not None
         try:
-            return super()._rendezvous(worker_group)
+            return super()._rendezvous(*arguments)
         except (DistError, RendezvousConnectionError, RendezvousTimeoutError) as error:
             endpoint = self.launch.rendezvous_endpoint
             raise SystemExit(f"taskd: {self._places.not_met(endpoint, error)}") from error
