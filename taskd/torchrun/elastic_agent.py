@@ -19,9 +19,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from taskd.clock import MonotonicClock
 from taskd.config.secret import exposure
@@ -278,6 +283,17 @@ class TaskdElasticAgent(LocalElasticAgent):
             self._workers_run = False  # torch's loop begins by starting workers: they run already
             return
         super()._initialize_workers(worker_group)
+
+    def _rendezvous(self, *arguments: Any) -> None:
+        # No seam: whatever it takes and does, only its end without the others is said otherwise.
+        if not self.is_supported:
+            return super()._rendezvous(*arguments)
+        assert self.launch is not None
+        try:
+            return super()._rendezvous(*arguments)
+        except (DistError, RendezvousConnectionError, RendezvousTimeoutError) as error:
+            endpoint = self.launch.rendezvous_endpoint
+            raise SystemExit(f"taskd: {self._places.not_met(endpoint, error)}") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
