@@ -60,6 +60,12 @@ class MainThreadInterrupter:
     def interrupt(self, reason: str) -> None:
         """From the runtime thread: the main thread is to leave the function."""
         self._interrupts.pending = reason
+        self.check()
+        if self._main is not None:
+            signal.pthread_kill(self._main, self._signal)
+
+    def check(self) -> None:
+        """Say it if the program has taken the signal: before the first fault, if it can be."""
         if not self._is_lost and signal.getsignal(self._signal) != self._handle:
             self._is_lost = True
             log.warning(
@@ -68,8 +74,6 @@ class MainThreadInterrupter:
                 self._signal,
                 self._signal - signal.SIGRTMIN,
             )
-        if self._main is not None:
-            signal.pthread_kill(self._main, self._signal)
 
     def _handle(self, _number: int, frame: FrameType | None) -> None:
         interrupts = self._interrupts
