@@ -27,8 +27,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help all install demo test test-all test-slice test-torch unit native-check format lint \
-	coverage mutants dist bench clean
+.PHONY: help all install demo test test-all test-slice test-slurm test-torch unit native-check \
+	format lint coverage mutants dist bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -70,13 +70,19 @@ demo: install ## a job that loses a rank and goes on
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
 test: $(VENV)/tested ## before each commit: what proves each promise once (9 minutes on 2 cores)
-	$(PYTEST) -m "not extended and not gpu" $(TESTS)
+	$(PYTEST) -m "not extended and not gpu and not slurm" $(TESTS)
 
 test-all: $(VENV)/tested ## also the extended tests: before a release (20 minutes)
-	$(PYTEST) -m "not gpu" $(TESTS)
+	$(PYTEST) -m "not gpu and not slurm" $(TESTS)
 
 test-slice: $(VENV)/tested ## extended tests that SEED chooses, for SLICE_S seconds
 	$(PYTEST) -p no:randomly --slice "$(SEED)" --slice-seconds $(SLICE_S) $(TESTS)
+
+# Installs Debian's packages where that is possible. One job after the other; some take minutes on a
+# machine that is busy, which is no reason to print stacks.
+test-slurm: $(VENV)/tested ## examples/slurm on a real Slurm of 3 nodes (5 minutes; root)
+	sh tests/slurm/packages.sh
+	$(PY) -m pytest -v -m slurm -o faulthandler_timeout=600 tests/slurm
 
 # An environment of its own, several GB, to be deleted at will; the libraries beside the sources are
 # built by it, too. Ends with a page in docs/measured/torch.

@@ -6,7 +6,8 @@
 #   NNODES, GPUS_PER_NODE   size of the job, 1 and 1 if not given
 #   MAX_RESTARTS            faults that may be recovered, 32767 if not given
 #   LAUNCHER                torchrun; with an unpatched torch use "python3 -m taskd.run"
-#   MANAGER                 manager.py, in the current directory
+#   MANAGER                 manager.py, in the current directory: node 0 starts it
+#   TASKD_MANAGER_ADDR      where the manager is, if somebody else starts it
 #   PRELOAD_LIBTASKD        on: libtaskd.so is loaded into every process of the training
 #   PID_FILE                where pre_stop.sh finds torchrun, /tmp/torchrun.pid; one for each job where several share a machine
 set -euo pipefail
@@ -19,7 +20,7 @@ export MASTER_PORT="${MASTER_PORT:-2222}"
 export TASKD_PROCESS_ENABLE="on"
 
 manager=""
-if [[ "${NODE_RANK}" == 0 ]]; then
+if [[ "${NODE_RANK}" == 0 && -z "${TASKD_MANAGER_ADDR:-}" ]]; then
     if ((NNODES > 1)); then
         : "${POD_IP:?is needed on the first of several nodes: the manager listens there}"
     fi

@@ -5,6 +5,8 @@
 `make test-all`  everything
 `.ci/run`        `make test`, and a slice of the extended ones that changes from commit to commit
 
+Outside of all of these: tests marked `gpu`, and tests marked `slurm` (`make test-slurm`).
+
 A test is extended because something in `make test` proves the same in another way. `EXTENDED` says
 what. New tests carry the marker themselves (`@pytest.mark.extended`).
 """

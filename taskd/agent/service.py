@@ -18,7 +18,9 @@ import uuid
 from typing import TYPE_CHECKING
 
 from taskd.agent.link.connection import ManagerConnection
+from taskd.agent.link.electing import Electing
 from taskd.agent.link.reports import Reports
+from taskd.agent.machine import machine_of, timeouts_of
 from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.agent.spawning.protocol import Exited, Started, StartFailed
 from taskd.agent.vitals.death_watch import DeathWatch
@@ -27,11 +29,11 @@ from taskd.agent.vitals.progress import Vitals
 from taskd.agent.workers.channels import WorkerChannels
 from taskd.agent.workers.examinations import Examinations
 from taskd.agent.workers.profiling import ProfilingOrders
+from taskd.config import join_address
 from taskd.core import commands, events
-from taskd.core.node import NodeMachine
 from taskd.core.node.draining import Step
 from taskd.core.phase import NodePhase
-from taskd.core.timeouts import Timeouts
+from taskd.core.policy.election import Won
 from taskd.errors import TaskdError
 
 if TYPE_CHECKING:
@@ -50,7 +52,6 @@ log = logging.getLogger(__name__)
 
 # between two glances at the workers, and between two heartbeats while one makes no progress
 _CLOSE_LOOK_S = 0.25
-_PLACE_LEASES = 4  # for so many leases the place of a lost node is asked for
 _BUGS = (TaskdError, AssertionError, LookupError, TypeError, ValueError, AttributeError)
 
 
@@ -94,8 +95,8 @@ class Service:
             config,
             clock,
         )
-        self._timeouts = timeouts = _timeouts_of(config)
-        self._machine = _machine_of(
+        self._timeouts = timeouts = timeouts_of(config, host.node_count)
+        self._machine = machine_of(
             host, timeouts, incarnation, generation, restarts_used, config, clock.now()
         )
         self._manager = ManagerConnection(
@@ -107,8 +108,9 @@ class Service:
             role="agent",
             node_rank=host.node_rank,
             incarnation=incarnation,
-            register=lambda: self._say(self._machine.registration(clock.now())),
+            register=self._register,
         )
+        self._electing = Electing(config, clock, host.node_rank, host.node_count, incarnation)
         self._manager.generation = generation
         self._reports = Reports(host.node_rank, self._manager.send)
         self._manager.rejected = self._reports.rejected
@@ -147,6 +149,7 @@ class Service:
                     events.AgentLeft(self._clock.now(), "farewell", self._host.node_rank, *farewell)
                 )
             self._mirroring.close()
+            self._electing.close()
             self._manager.close()
             self._deaths.close()
             self._endings.close()
@@ -154,6 +157,7 @@ class Service:
     def _turn(self) -> None:
         now = self._clock.now()
         self._follow_automatic(now)
+        self._follow_election(now)
         if now >= self._manager.beat_at or self._sees_no_progress(now):
             self._beat(now)
         self._wait(now)
@@ -163,7 +167,10 @@ class Service:
         self._read_deaths()
         self._read_processes()
         for event in self._manager.receive():
-            self._hear(event)
+            if self._electing.may_obey(event):
+                self._hear(event)
+            elif isinstance(event, events.ManagerJoined):  # later it is told of the other one
+                self._manager.redirect(self._manager.address, self._timeouts.heartbeat_s)
         self._say_of_mirrors(self._mirroring.read(now))
         self._read_drain()
         now = self._clock.now()
@@ -177,6 +184,7 @@ class Service:
             self._machine.next_deadline(),
             self._drain.state.deadline,
             self._automatic.next_deadline,
+            self._electing.next_deadline,
         ]
         if self._examinations.look_s is not None:
             deadlines.append(now + self._examinations.look_s)
@@ -189,7 +197,7 @@ class Service:
             *self._automatic.fds,
         ]
         first = min(deadline for deadline in deadlines if deadline is not None)
-        self._manager.poll(max(0.0, first - now), fds)
+        self._manager.poll(max(0.0, first - now), fds, self._electing.links)
 
     def _feed(self, event: events.Event) -> None:
         log.debug("event %s", event)
@@ -289,6 +297,7 @@ class Service:
             case events.ManagerJoined():  # it may be a new manager: it hears all that is known
                 self._is_manager_missed = False
                 self._automatic.joined()
+                self._electing.obey(self._manager.address, event.term)
                 self._drain.state.meet_manager()
                 self._feed(event)
                 for answer in self._profiling.answers(event.now):
@@ -296,6 +305,12 @@ class Service:
                 self._say_of_mirrors(self._mirroring.introduction(event.now))
             case events.CommandReceived(command=commands.SetProfiling() as command):
                 self._profiling.order(command, self._machine.generation)
+            case events.CommandReceived(command=commands.KeepRoster() as command):
+                if self._electing.keep(command.roster):
+                    number = command.roster.number
+                    self._say(
+                        events.RosterKept(event.now, event.cause, self._host.node_rank, number)
+                    )
             case events.CommandReceived(command=commands.Command() as command):
                 if isinstance(command, commands.Resume | commands.RestartGroup) and command.store:
                     self._host.meet_at(command.store)
@@ -311,9 +326,41 @@ class Service:
         if stranger and not self._is_registered:
             self._automatic.moves(f"somebody else answers, {stranger}")
         address = self._automatic.turn(now)
-        if address is not None and not self._is_registered:
-            self._seeks_since = now
-            self._manager.redirect(address or self._manager.address)
+        if address and self._automatic.term:
+            self._electing.started(self._automatic.term, address)
+            self._go_to(address)
+        elif address is not None and not self._is_registered:
+            self._go_to(address or self._manager.address)
+
+    def _go_to(self, address: str) -> None:
+        self._seeks_since = self._clock.now()
+        self._manager.redirect(address)
+
+    def _follow_election(self, now: float) -> None:
+        """Start the manager that the agents have elected here, or obey that of another node."""
+        for result in self._electing.read(now):
+            if isinstance(result, Won):
+                port = int(self._config.manager_address.rpartition(":")[2])
+                self._automatic.succeed(result, join_address(self._config.own_address, port))
+            elif result.address != self._manager.address:
+                log.warning(
+                    "node %d obeys the manager at %s from now on (term %d)",
+                    self._host.node_rank,
+                    result.address,
+                    result.term,
+                )
+                self._automatic.retire()
+                self._go_to(result.address)
+        self._electing.turn(now)
+
+    def _register(self) -> None:
+        self._say(
+            dataclasses.replace(
+                self._machine.registration(self._clock.now()),
+                voter=self._electing.address,
+                term=self._electing.election.promised,
+            )
+        )
 
     def _beat(self, now: float) -> None:
         """Once a second: a sign of life with what workers do, or another try to register."""
@@ -327,6 +374,7 @@ class Service:
                 self._timeouts.manager_silence_s,
             )
             self._seeks_since = now  # it was there: that nobody answers is said later
+            self._electing.miss(now)
             self._feed(event)
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
@@ -338,9 +386,10 @@ class Service:
             if self._automatic.moves("nobody answers who speaks as a manager"):
                 return
             log.warning(
-                "no manager answers at %s: training goes on as with plain torchrun. "
+                "no manager answers at %s%s: training goes on as with plain torchrun. "
                 "Start one there with `python manager.py`, or set TASKD_MANAGER_ADDR.",
                 self._manager.address,
+                self._manager.why_unheard,
             )
 
     @property
@@ -442,52 +491,6 @@ class Service:
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
                 )
             )
-
-
-def _timeouts_of(config: AgentConfig) -> Timeouts:
-    """Where a manager is started with the job, an early fault waits for that one, too."""
-    timeouts = Timeouts.derive(config.fault_timeout_s)
-    if not config.starts_manager:
-        return timeouts
-    return dataclasses.replace(timeouts, fallback_never_connected_s=timeouts.fallback_connected_s)
-
-
-def _machine_of(
-    host: Host,
-    timeouts: Timeouts,
-    incarnation: str,
-    generation: int,
-    restarts_used: int,
-    config: AgentConfig,
-    now: float,
-) -> NodeMachine:
-    return NodeMachine(
-        host.node_rank,
-        tuple(host.ranks),
-        timeouts,
-        node_count=host.node_count,
-        world_size=host.world_size,
-        max_restarts=host.max_restarts,
-        agent_incarnation=incarnation,
-        generation=generation,
-        restarts_used=restarts_used,
-        wait_for_exit=config.wait_for_exit,
-        substitute_until=now + _PLACE_LEASES * timeouts.agent_lease_s
-        if host.is_substitute
-        else None,
-        incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
-        store=_spare_store(host),
-    )
-
-
-def _spare_store(host: Host) -> str:
-    try:
-        return host.spare_store()
-    except OSError as error:
-        log.warning(
-            "node %d has no store for the case that another node is lost: %s", host.node_rank, error
-        )
-        return ""
 
 
 def _last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:

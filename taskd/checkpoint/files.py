@@ -22,18 +22,23 @@ _NO_SUCH_CALL = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: Path, within: Path | None = None) -> Iterator[int]:
     """Descriptor of a regular file. A link is not followed, a pipe not waited for.
+
+    Args:
+        path: of the file.
+        within: a folder above it: a link in place of any folder below is not followed either.
 
     Raises:
         CorruptCheckpointError: it is missing, no regular file, or cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = _open(path, path.parent if within is None else within)
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{path}: is missing") from None
     except OSError as error:
-        is_link = error.errno == errno.ELOOP
+        # a folder that is a link is "not a directory"
+        is_link = error.errno == errno.ELOOP or _has_link(path, within)
         reason = "is a symbolic link" if is_link else f"cannot be opened: {error.strerror}"
         raise CorruptCheckpointError(f"{path}: {reason}") from error
     try:
@@ -49,6 +54,26 @@ def opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _open(path: Path, within: Path) -> int:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    *folders, name = path.relative_to(within).parts
+    parent = os.open(within, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            below = os.open(folder, flags | os.O_PATH | os.O_DIRECTORY, dir_fd=parent)
+            os.close(parent)
+            parent = below
+        return os.open(name, flags | os.O_NONBLOCK, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def _has_link(path: Path, within: Path | None) -> bool:
+    return within is not None and any(
+        folder.is_symlink() for folder in path.parents if folder.is_relative_to(within)
+    )
+
+
 def read(path: Path, limit_bytes: int) -> bytes:
     """The content. Raises CorruptCheckpointError, also for more than `limit_bytes`."""
     with opened(path) as descriptor:
@@ -61,18 +86,18 @@ def read(path: Path, limit_bytes: int) -> bytes:
             return file.read(limit_bytes)
 
 
-def check_size(path: Path, size_bytes: int) -> None:
-    """Raises CorruptCheckpointError unless it is a regular file of that size."""
-    with opened(path) as descriptor:
+def check_size(path: Path, size_bytes: int, within: Path) -> None:
+    """Raises CorruptCheckpointError unless it is a regular file of that size. See `opened`."""
+    with opened(path, within) as descriptor:
         size = os.fstat(descriptor).st_size
         if size != size_bytes:
             raise CorruptCheckpointError(f"{path}: has {size} bytes, {size_bytes} were written")
 
 
-def check_content(path: Path, size_bytes: int, sha256: str) -> None:
-    """Raises CorruptCheckpointError unless it is a regular file of that content."""
-    check_size(path, size_bytes)
-    with opened(path) as descriptor:
+def check_content(path: Path, size_bytes: int, sha256: str, within: Path) -> None:
+    """Raises CorruptCheckpointError unless it is a regular file of that content. See `opened`."""
+    check_size(path, size_bytes, within)
+    with opened(path, within) as descriptor:
         found, _ = digest(descriptor)
     if found != sha256:
         raise CorruptCheckpointError(

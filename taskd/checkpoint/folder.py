@@ -5,6 +5,7 @@ periodic checkpoints of the same job.
 """
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,16 +136,40 @@ def _inspect(path: Path, job: str | None) -> Checkpoint:
 
 
 def _problems_of_files(checkpoint: Checkpoint, *, is_full: bool) -> list[CorruptCheckpointError]:
-    found = []
+    found, path = [], checkpoint.path
     for file in checkpoint.manifest.files:
         try:
             if is_full:
-                files.check_content(checkpoint.path / file.name, file.size_bytes, file.sha256)
+                files.check_content(path / file.name, file.size_bytes, file.sha256, path)
             else:
-                files.check_size(checkpoint.path / file.name, file.size_bytes)
+                files.check_size(path / file.name, file.size_bytes, path)
         except CorruptCheckpointError as error:
             found.append(error)
     return found
+
+
+def exposure(*paths: Path) -> str | None:
+    """Which of these folders other users own or can write, and what follows; None: none of them.
+
+    Raises nothing. Where all users are one, as in many containers, it means nothing.
+    """
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            continue
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (0, os.geteuid()):
+            who = f"belongs to user {found.st_uid}"
+        elif mode & stat.S_IWOTH:
+            who = f"can be written by every user (mode {mode:04o})"
+        else:
+            continue
+        return (
+            f"{path} {who}: whoever can write there can give the job another state, which "
+            "checksums do not show"
+        )
+    return None
 
 
 def retain(directory: Path, job: str, keep: int) -> list[Path]:

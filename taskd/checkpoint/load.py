@@ -87,7 +87,7 @@ def load(
     needed = {*items, *(place.relative_path for place in places.values())}
     for file in manifest.files:
         if file.name in needed:
-            files.check_content(path / file.name, file.size_bytes, file.sha256)
+            files.check_content(path / file.name, file.size_bytes, file.sha256, path)
     loaded = {
         name: _value(path / place.relative_path, name, place) for name, place in places.items()
     }

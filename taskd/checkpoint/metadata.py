@@ -71,7 +71,7 @@ def read(path: Path, manifest: Manifest) -> dcp.Metadata:
     sizes = {file.name: file.size_bytes for file in manifest.files}
     (entry,) = (file for file in manifest.files if file.name == METADATA_NAME)
     place = path / METADATA_NAME
-    files.check_content(place, entry.size_bytes, entry.sha256)
+    files.check_content(place, entry.size_bytes, entry.sha256, path)
     try:
         metadata = _Unpickler(io.BytesIO(files.read(place, entry.size_bytes))).load()
         reason = _problem(metadata, sizes)

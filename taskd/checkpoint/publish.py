@@ -69,7 +69,7 @@ def _publish(draft: Draft) -> Path:
     metadata = pickle.dumps(_metadata(draft, read))
     listed = [file for part in read for file in part.files] + user_files.merge(draft, read)
     for file in listed:
-        files.check_size(draft.path / file.name, file.size_bytes)
+        files.check_size(draft.path / file.name, file.size_bytes, draft.path)
     files.write_new(draft.path / METADATA_NAME, metadata)
     listed.append(FileEntry(METADATA_NAME, len(metadata), hashlib.sha256(metadata).hexdigest()))
     files.write_new(

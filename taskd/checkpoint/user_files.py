@@ -11,10 +11,12 @@ none is published, and a warning says why.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,13 +73,16 @@ def merge(draft: Draft, parts: Sequence[Part]) -> list[FileEntry]:
             return _move(draft, parts)
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
-    shutil.rmtree(draft.path / USER_FOLDER, ignore_errors=True)
+    with suppress(OSError):
+        files.remove(draft.path / USER_FOLDER)
     log.warning("%s: the files of on_dump() are left out: %s", draft, problem)
     return []
 
 
 def _move(draft: Draft, parts: Sequence[Part]) -> list[FileEntry]:
-    moved = []
+    moved, folder = [], draft.path / USER_FOLDER
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "is a symbolic link", os.fspath(folder))
     for part in parts:
         for file in part.user_files:
             target = draft.path / file.name

@@ -18,7 +18,6 @@ from taskd.config.agent import AgentConfig, is_patch_enabled
 from taskd.config.job import (
     DEFAULT_GRACE_S,
     DEFAULT_JOB_ID,
-    MIN_SECRET_BYTES,
     job_id,
     strategies,
 )
@@ -34,6 +33,7 @@ from taskd.config.paths import (
     profiling_switch,
 )
 from taskd.config.relay import CallbackAgentConfig, RelayConfig
+from taskd.config.secret import MIN_SECRET_BYTES
 from taskd.config.values import unknown
 from taskd.config.worker import WorkerConfig
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S

@@ -3,7 +3,7 @@
 import os
 import pathlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from taskd.config.addresses import DEFAULT_HOST, manager_address, pod_ip
 from taskd.config.job import (
@@ -11,7 +11,6 @@ from taskd.config.job import (
     DEFAULT_JOB_ID,
     fault_timeout,
     grace,
-    secret,
     strategies,
 )
 from taskd.config.log import LogConfig
@@ -25,6 +24,8 @@ from taskd.config.names import (
     PROCESS_ENABLE_ENV,
     SPARE_ENV,
 )
+from taskd.config.secret import check_secret, secret
+from taskd.config.signals import interrupt_signal
 from taskd.config.values import Environment, choice, listed, refusal, switch
 from taskd.core.policy.ladder import Strategy, allowed
 
@@ -45,7 +46,7 @@ class AgentConfig:
     job_id: str
     manager_address: str
     fault_timeout_s: float
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
     log: LogConfig
     wait_for_exit: bool = False
     starts_manager: bool = True
@@ -65,6 +66,11 @@ class AgentConfig:
         return "recover" in self.strategies
 
     @property
+    def elects(self) -> bool:
+        """Whether the agents elect another manager where theirs is lost with its host."""
+        return self.replaces_nodes and self.starts_manager
+
+    @property
     def drain_s(self) -> float | None:
         """Seconds from SIGTERM to the end, in which the job is saved; None: it is not saved."""
         return self.grace_s if Strategy.DUMP in allowed(self.strategies) else None
@@ -79,22 +85,27 @@ class AgentConfig:
         rendezvous_host: str | None = None,
         wait_for_exit: bool = False,
         own_address: str | None = None,
+        keeps_secret: bool = True,
     ) -> "AgentConfig":
         """From the environment.
 
         `master_addr` and `rendezvous_host` (torchrun's) locate the manager if nothing else does.
 
         `own_address`: of this node for others, if POD_IP does not say it.
+        `keeps_secret`: False: it is checked only, by a process that will be forked.
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
         preload, learns_preload = _preload(environment)
+        interrupt_signal(environment)  # its workers read it, and it is refused here
+        if not keeps_secret:
+            check_secret(environment)
         return cls(
             job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
             manager_address=manager_address(
                 environment, master_addr or rendezvous_host or DEFAULT_HOST
             ),
             fault_timeout_s=fault_timeout(environment),
-            secret=secret(environment),
+            secret=secret(environment) if keeps_secret else None,
             log=LogConfig.load(environment),
             wait_for_exit=wait_for_exit,
             starts_manager=choice(environment, MANAGER_ENV, ("auto", "off"), "auto") == "auto",

@@ -1,9 +1,8 @@
-"""What several processes of one job are told alike: its name, secret, times, strategies."""
+"""What several processes of one job are told alike: its name, times, strategies."""
 
 import json
 import os
 import pathlib
-import stat
 
 from taskd.config.names import (
     ANNOTATIONS_ENV,
@@ -12,7 +11,6 @@ from taskd.config.names import (
     HIGH_AVAILABILITY_ENV,
     IN_PLACE_ENV,
     JOB_ID_ENV,
-    SECRET_FILE_ENV,
     STRATEGY_ENV,
 )
 from taskd.config.values import Environment, listed, refusal, seconds
@@ -23,7 +21,6 @@ DEFAULT_JOB_ID = "default_job"
 DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s
 # Of a pod, as MindCluster's schedulers know them.
 STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION = "recover-strategy", "wait-reschedule-timeout"
-MIN_SECRET_BYTES = 16  # 128 bits, if they are random
 
 
 def job_id(environment: Environment = os.environ, otherwise: str | None = None) -> str:
@@ -39,24 +36,6 @@ def fault_timeout(environment: Environment) -> float:
 def grace(environment: Environment) -> float:
     """Seconds between SIGTERM and the end of a node."""
     return seconds(environment, GRACE_ENV, DEFAULT_GRACE_S)
-
-
-def secret(environment: Environment) -> bytes | None:
-    """The content of TASKD_SECRET_FILE; None: connections are not encrypted."""
-    path = environment.get(SECRET_FILE_ENV)
-    if not path:
-        return None
-    accepted = f"the path of a readable file with at least {MIN_SECRET_BYTES} bytes"
-    try:
-        file = pathlib.Path(path)
-        content, mode = file.read_bytes().strip(), file.stat().st_mode
-    except OSError as error:
-        raise refusal(SECRET_FILE_ENV, path, f"{accepted} ({error.strerror})") from None
-    if len(content) < MIN_SECRET_BYTES:
-        raise refusal(SECRET_FILE_ENV, path, f"{accepted} (it holds {len(content)})")
-    if mode & stat.S_IWOTH:
-        raise refusal(SECRET_FILE_ENV, path, f"{accepted}, which only its owner can write")
-    return content
 
 
 def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:

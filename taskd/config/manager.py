@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from taskd.config.addresses import bind_address, refuse_the_internet
@@ -14,7 +14,6 @@ from taskd.config.job import (
     grace,
     job_id,
     named_strategies,
-    secret,
 )
 from taskd.config.log import LogConfig
 from taskd.config.names import (
@@ -27,6 +26,7 @@ from taskd.config.names import (
     RESCHEDULE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
+from taskd.config.secret import secret
 from taskd.config.values import (
     Environment,
     Settings,
@@ -87,7 +87,7 @@ class ManagerConfig:
     job_id: str
     bind_address: str
     fault_timeout_s: float
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
     log: LogConfig
     node_count: int | None = None
     ranks_per_node: int | None = None

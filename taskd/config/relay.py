@@ -1,12 +1,13 @@
 """The settings of a relay, and of an agent that drives callbacks."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from taskd.config.addresses import MANAGER_PORT, RELAY_PORT, address_of
-from taskd.config.job import fault_timeout, job_id, secret
+from taskd.config.job import fault_timeout, job_id
 from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
+from taskd.config.secret import secret
 from taskd.config.values import Environment, Settings, checked, refusal
 from taskd.errors import ConfigError
 
@@ -20,7 +21,7 @@ class RelayConfig:
     listen_address: str
     upstream_address: str
     node_rank: int
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
 
     @classmethod
     def load(
@@ -47,7 +48,7 @@ class CallbackAgentConfig:
     upstream_address: str
     node_rank: int
     fault_timeout_s: float
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
 
     @classmethod
     def load(

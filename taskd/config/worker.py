@@ -1,16 +1,17 @@
 """The settings of a training process without agent."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from taskd.config.addresses import DEFAULT_HOST, RELAY_PORT, manager_address
-from taskd.config.job import job_id, secret
+from taskd.config.job import job_id
 from taskd.config.names import (
     LOCAL_WORLD_SIZE_ENV,
     MANAGER_ADDR_ENV,
     MS_NODE_RANK_ENV,
     RANK_ENV,
 )
+from taskd.config.secret import secret
 from taskd.config.values import Environment, digits, natural, refusal
 
 
@@ -24,7 +25,7 @@ class WorkerConfig:
     disk_limit_mb: int
     framework: str
     upstream_address: str
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
 
     @classmethod
     def load(

@@ -6,6 +6,7 @@ Each repeats the cause it answers and its generation.
 from dataclasses import dataclass, field
 
 from taskd.core.faults import Fault
+from taskd.core.votes import Roster
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,13 @@ class Dismiss(Command):
 
     succeeded: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRoster(Command):
+    """To every agent: who votes if this manager is missing. No part of any recovery."""
+
+    roster: Roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ class AgentRegistered(Event):
     `generation` and `restarts_used` are what the agent last heard: a fresh manager adopts the
     largest. `store`: host:port of a store at which the ranks can meet if the node of theirs is
     lost; "": it has none. `met_at`: the one that the newest order named; "": none has. `is_late`:
-    it came when the job ran already, in the place of another one.
+    it came when the job ran already, in the place of another one. `voter`: host:port at which it
+    can be asked for its vote; "": it has none. `term`: of no older manager it takes orders
+    (`taskd.core.policy.election`).
     """
 
     node_rank: int
@@ -79,6 +81,8 @@ class AgentRegistered(Event):
     store: str = ""
     met_at: str = ""
     is_late: bool = False
+    voter: str = ""
+    term: int = 0
 
     @property
     def is_substitute(self) -> bool:
@@ -92,13 +96,15 @@ class SpareRegistered(Event):
 
     `host`: the same for all torchruns of a machine. `name`: of that machine, for people. `asks`: it
     is no spare, and meets the others as usual if the job does not run yet. `node_rank`: its index
-    then, if it has one.
+    then, if it has one. `listens`: host:port at which it can be told of another manager; "": it
+    cannot.
     """
 
     host: str
     name: str
     asks: bool = False
     node_rank: int | None = None
+    listens: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,27 @@ class ManagerBeganAnew(Event):
     """
 
     node_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerElected(Event):
+    """The agents elected this manager, as the one before it is missing.
+
+    `ranks_per_node` ranks are on each node. Those nodes that did not agree (`voters` did) are lost
+    if they do not register soon.
+    """
+
+    node_count: int
+    ranks_per_node: int
+    voters: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RosterKept(Event):
+    """An agent knows this roster, and will vote by it."""
+
+    node_rank: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,10 +450,11 @@ class WorkerStartFailed(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class ManagerJoined(Event):
-    """The manager accepted our registration."""
+    """The manager accepted our registration. `term`: in which it was elected; 0: it was not."""
 
     generation: int
     restarts_used: int
+    term: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,11 @@ class Executor:
             case _:
                 raise TypeError(f"{type(command).__name__} is no command for a manager")
 
+    def depose(self, reason: str) -> None:
+        """The agents obey another manager, or are about to elect one."""
+        self.result = True
+        log.warning("this manager ends, training goes on: %s", reason)
+
     def set_profiling(self, wanted: int, node_ranks: Iterable[int] | None = None) -> None:
         """Tell the agents of these nodes, or of all, which domains are to be profiled."""
         generation = self._guarded.machine.generation

@@ -20,6 +20,7 @@ from taskd.wire import codec, messages, translate
 if TYPE_CHECKING:
     from taskd.clock import Clock
     from taskd.config import ManagerConfig
+    from taskd.manager.electorate import VoterDesk
     from taskd.manager.executor import Executor
     from taskd.manager.guarded import GuardedMachine
     from taskd.manager.outbox import Outbox
@@ -50,6 +51,7 @@ class Inbox:
         executor: Executor,
         profiling: ProfilingSwitch,
         spares: SpareDesk,
+        voters: VoterDesk,
     ) -> None:
         self._job_id = config.job_id
         self._takes_marks = config.hang.is_on
@@ -63,6 +65,7 @@ class Inbox:
         self._executor = executor
         self._profiling = profiling
         self._spares = spares
+        self._voters = voters
         self._allowance = Allowance(_LINES, _INTERVAL_S)
 
     def take(self, peer: bytes, data: bytes) -> None:
@@ -199,6 +202,9 @@ class Inbox:
             except ValueError as error:
                 raise RemoteProtocolError("malformed", str(error)) from error
             return
+        if isinstance(event, events.RosterKept):
+            self._voters.keeps(event)
+            return
         self._executor.feed(event)
         if isinstance(event, events.WorkerExamined):
             _log_stacks(event)
@@ -222,6 +228,11 @@ class Inbox:
                 )
             self._executor.feed(event)
             return
+        if self._voters.is_deposed_by(event):
+            self._executor.depose(f"node {node_rank} has voted for another manager")
+            return
+        if self._is_early(event):
+            return
         refusal = (
             self._sessions.quarantine.refusal(node_rank)
             or self._sessions.claim_refusal(node_rank, peer, envelope.incarnation)
@@ -240,6 +251,7 @@ class Inbox:
                 event.world_size,
             )
         answers = self._guarded.handle(event)
+        self._voters.register(event)
         self._sessions.accept(
             node_rank, Session(peer, envelope.incarnation, envelope.sequence, ranks)
         )
@@ -248,6 +260,15 @@ class Inbox:
         self._executor.execute_all(answers)
         if self._profiling.wanted is not None:
             self._executor.set_profiling(self._profiling.wanted, [node_rank])
+
+    def _is_early(self, event: events.AgentRegistered) -> bool:
+        """Whether it asks for a place that may not be given to it yet; it asks again."""
+        machine = self._guarded.machine
+        if event.node_rank not in machine.lost_nodes:
+            return False
+        holder = self._sessions.holders.get(event.node_rank)
+        is_same = holder is not None and holder.incarnation == event.agent_incarnation
+        return not is_same and not self._voters.may_replace()
 
     def _read_worker(
         self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int

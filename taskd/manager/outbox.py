@@ -25,9 +25,16 @@ class Outbox:
     """Sends to connections (`peer`) and to the agents of nodes."""
 
     def __init__(
-        self, job_id: str, link: Listener, sessions: Sessions, guarded: GuardedMachine
+        self,
+        job_id: str,
+        link: Listener,
+        sessions: Sessions,
+        guarded: GuardedMachine,
+        term: int = 0,
     ) -> None:
+        """`term`: in which this manager was elected; 0: it was not."""
         self._job_id = job_id
+        self._term = term
         self._link = link
         self._sessions = sessions
         self._guarded = guarded
@@ -62,7 +69,9 @@ class Outbox:
         machine = self._guarded.machine
         self.send(
             peer,
-            messages.Accepted(machine.generation, machine.restarts_used, self._guarded.incarnation),
+            messages.Accepted(
+                machine.generation, machine.restarts_used, self._guarded.incarnation, self._term
+            ),
             cause,
         )
 

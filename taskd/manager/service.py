@@ -20,11 +20,13 @@ import threading
 from typing import TYPE_CHECKING
 
 from taskd.clock import MonotonicClock
+from taskd.config.secret import exposure
 from taskd.core import events
 from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
 from taskd.core.timeouts import Timeouts
 from taskd.errors import AddressTakenError
+from taskd.manager.electorate import VoterDesk
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.inbox import Inbox
@@ -43,11 +45,14 @@ if TYPE_CHECKING:
     from taskd.clock import Clock
     from taskd.config import ManagerConfig
     from taskd.core.job.machine import RecoveryMachine
+    from taskd.core.policy.election import Won
     from taskd.log import Identity
     from taskd.manager.starter import Starter
     from taskd.transport.base import Listener
 
 log = logging.getLogger(__name__)
+
+_SILENT_S = 10.0  # until the first message on a connection: several heartbeats
 
 
 class Service:
@@ -60,10 +65,12 @@ class Service:
         clock: Clock | None = None,
         identity: Identity | None = None,
         starter: Starter | None = None,
+        won: Won | None = None,
     ) -> None:
         """`link`: bound and ready, closed by `run`.
 
-        `identity`: the log prefix, to be kept up to date. `starter`: if an agent has started it.
+        `identity`: the log prefix, to be kept up to date. `starter`: if an agent has started it,
+        `won`: because the agents have elected it.
         """
         self._starter = starter
         self._config = config
@@ -80,9 +87,22 @@ class Service:
             config.profiling_switch, self._clock.now(), self._sessions.ranks
         )
         self._guarded = GuardedMachine(config, self._clock, self._sessions, self._records)
-        outbox = Outbox(config.job_id, link, self._sessions, self._guarded)
+        outbox = Outbox(
+            config.job_id, link, self._sessions, self._guarded, 0 if won is None else won.term
+        )
         self._executor = Executor(self._guarded, outbox, self._records, identity)
-        self._spares = SpareDesk(config, self._clock, self._guarded, outbox)
+        self._voters = VoterDesk(self._guarded, self._sessions, outbox, won)
+        self._spares = SpareDesk(config, self._clock, self._guarded, outbox, self._voters)
+        if won is not None:
+            self._executor.feed(
+                events.ManagerElected(
+                    self._clock.now(),
+                    "elected",
+                    won.roster.node_count,
+                    won.roster.ranks_per_node,
+                    won.node_ranks,
+                )
+            )
         self._inbox = Inbox(
             config,
             self._clock,
@@ -93,6 +113,7 @@ class Service:
             self._executor,
             self._profiling,
             self._spares,
+            self._voters,
         )
 
     @property
@@ -194,6 +215,7 @@ class Service:
         if wanted is not None:
             self._executor.set_profiling(wanted)
         self._spares.turn(now)
+        self._voters.turn(self._spares.listeners)
         self._leave_if_nobody_comes(now)
         if self._starter is not None and self._starter.ends(ready, self._sessions.agents):
             self._executor.result = True
@@ -269,22 +291,36 @@ def _signals() -> Iterator[socket.socket | None]:
 
 
 def open_service(
-    config: ManagerConfig, identity: Identity | None = None, starter: Starter | None = None
+    config: ManagerConfig,
+    identity: Identity | None = None,
+    starter: Starter | None = None,
+    won: Won | None = None,
 ) -> Service:
     """A service on its port. Raises `TransportError` if that is taken.
 
     Not by a manager of this job that an agent has started: that one leaves, unless this is one,
     too (`starter`).
     """
+    exposed = exposure()
+    if exposed is not None:
+        log.warning("the secret is not safe: %s", exposed)
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
-    bound_s = Timeouts.derive(config.fault_timeout_s).unacknowledged_s
     try:
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     except AddressTakenError:
         if starter is not None or not ask_to_leave(config.job_id, config.bind_address):
             raise
-        link = zeromq.Router(config.bind_address, secret=config.secret, unacknowledged_s=bound_s)
+        link = _listen(config)
     if starter is not None:
         starter.listens(link.address)
-    return Service(config, link, identity=identity, starter=starter)
+    return Service(config, link, identity=identity, starter=starter, won=won)
+
+
+def _listen(config: ManagerConfig) -> zeromq.Router:
+    return zeromq.Router(
+        config.bind_address,
+        secret=config.secret,
+        unacknowledged_s=Timeouts.derive(config.fault_timeout_s).unacknowledged_s,
+        silent_s=_SILENT_S,
+    )

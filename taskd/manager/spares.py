@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from taskd.clock import Clock
     from taskd.config import ManagerConfig
+    from taskd.manager.electorate import VoterDesk
     from taskd.manager.guarded import GuardedMachine
     from taskd.manager.outbox import Outbox
     from taskd.wire import codec
@@ -38,11 +39,19 @@ class SpareDesk:
     """`take` is called for each message of a spare, `turn` after whatever else happened."""
 
     def __init__(
-        self, config: ManagerConfig, clock: Clock, guarded: GuardedMachine, outbox: Outbox
+        self,
+        config: ManagerConfig,
+        clock: Clock,
+        guarded: GuardedMachine,
+        outbox: Outbox,
+        voters: VoterDesk,
     ) -> None:
+        """`voters`: says whether a place may be given away."""
         self._clock, self._guarded, self._outbox = clock, guarded, outbox
         self._spares = Spares(Timeouts.derive(config.fault_timeout_s))
         self._connections: dict[str, bytes] = {}  # by the spare's incarnation
+        self._voters = voters
+        self._listens: dict[str, str] = {}  # by the same: where it hears of another manager
         self._hosts: dict[str, str] = {}  # where it is, for people, by the same
         self._allowance = Allowance(_LINES, _INTERVAL_S)
 
@@ -50,6 +59,11 @@ class SpareDesk:
     def next_deadline(self) -> float | None:
         """When `turn` has something to do."""
         return self._spares.next_deadline()
+
+    @property
+    def listeners(self) -> list[str]:
+        """Where spares can be told of another manager."""
+        return [address for address in self._listens.values() if address]
 
     def take(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
         """Read one message. Raises `RemoteProtocolError`."""
@@ -72,7 +86,8 @@ class SpareDesk:
 
     def turn(self, now: float) -> None:
         """Offer the places of lost nodes to those who wait."""
-        for offer in self._spares.offers(self._guarded.machine.lost_nodes, now):
+        lost = self._guarded.machine.lost_nodes
+        for offer in self._spares.offers(lost if lost and self._voters.may_replace() else (), now):
             log.warning(
                 "node %d is lost: its place is offered to the spare on %s",
                 offer.node_rank,
@@ -82,7 +97,8 @@ class SpareDesk:
             told = (machine.generation, offer.node_rank, machine.meeting_store)
             self._tell(offer.spare, commands.OfferPlace("spare", *told))
         for spare in [spare for spare in self._connections if spare not in self._spares]:
-            del self._connections[spare], self._hosts[spare]
+            del self._connections[spare], self._hosts[spare], self._listens[spare]
+            self._voters.note_change()
 
     def lose(self, connections: Collection[bytes]) -> None:
         """Their connections broke. Who is still there registers again."""
@@ -109,6 +125,8 @@ class SpareDesk:
         is_new = spare not in self._spares
         self._spares.join(spare, event.host, event.now)
         self._connections[spare], self._hosts[spare] = peer, event.name[:_NAME_CHARACTERS]
+        self._listens[spare] = event.listens[:_NAME_CHARACTERS]
+        self._voters.note_change()
         if is_new and self._spares.is_barred(event.host):
             self._say(
                 "a spare waits on %s, and is offered nothing: %s", spare, "it lost places before"

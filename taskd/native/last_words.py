@@ -27,6 +27,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from taskd.config.signals import usable_interrupt_signal
 from taskd.errors import NativeLibraryError
 from taskd.native import box_layout as layout
 from taskd.native import library
@@ -43,8 +44,6 @@ _LOOK_S = 0.002  # between two looks at a box that is being written
 
 _RECORD = struct.Struct("=4qQ5q")  # struct taskd_last_words up to the frames
 _PYTHON, _NATIVE = b"[python]\n", b"[native]\n"
-# to try, downwards: from 9 on they are the runtime's, which interrupts the main thread by one
-_FIRST_SIGNAL = signal.SIGRTMIN + 8
 _SENT_BY_PROGRAM = {0: "SI_USER", -1: "SI_QUEUE", -6: "SI_TKILL"}
 _CODES = {
     "SIGSEGV": ("SEGV_MAPERR", "SEGV_ACCERR", "SEGV_BNDERR", "SEGV_PKUERR"),
@@ -199,10 +198,9 @@ def _reserve_stack_of_faulthandler() -> None:
 
 def _free_signal() -> int:
     """A real-time signal that nobody in this process handles or ignores; 0: there is none."""
+    first = usable_interrupt_signal() - 1  # from there on upwards they are the runtime's
     taken = _signals("self", b"SigCgt") | _signals("self", b"SigIgn")
-    return next(
-        (number for number in range(_FIRST_SIGNAL, signal.SIGRTMIN, -1) if number not in taken), 0
-    )
+    return next((number for number in range(first, signal.SIGRTMIN, -1) if number not in taken), 0)
 
 
 def _signals(pid: int | str, field: bytes) -> set[int]:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from taskd.agent.spawning import processes
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.clock import MonotonicClock
+from taskd.config.secret import without_secret
 from taskd.errors import ForkserverError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
@@ -266,7 +267,7 @@ class TaskdContext(PContext):
         return SpawnRequest(
             token=worker.token,
             argv=tuple(str(argument) for argument in self.args[local_rank]),
-            env={**os.environ, **self.envs[local_rank]},
+            env={**without_secret(), **self.envs[local_rank]},
             own=tuple(self.envs[local_rank]),
             stdout=self.stdouts[local_rank] or None,
             stderr=self.stderrs[local_rank] or None,

@@ -16,14 +16,20 @@ import os
 import sys
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
 
 from taskd.clock import MonotonicClock
+from taskd.config.secret import exposure
 from taskd.core.exits import exit_fault
 from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
@@ -243,6 +249,9 @@ class TaskdElasticAgent(LocalElasticAgent):
         from taskd.torchrun.settings import settings_of  # noqa: PLC0415
 
         self._settings = settings_of(self.master_host)
+        exposed = exposure()
+        if exposed is not None:
+            log.warning("the secret is not safe: %s", exposed)
         self._places = self._worker_group.spec.rdzv_handler = Places(
             self._worker_group.spec.rdzv_handler, self._worker_group.spec, self._settings
         )
@@ -251,6 +260,8 @@ class TaskdElasticAgent(LocalElasticAgent):
             self._workers_run = True
             if self.context is None:
                 return self.run_plainly(role)
+            found = self._places.manager_address
+            self._settings = replace(self._settings, manager_address=found)
             try:
                 return loop.run(self, self.context, self._settings)
             except loop.NoPlaceError as error:
@@ -272,6 +283,17 @@ class TaskdElasticAgent(LocalElasticAgent):
             self._workers_run = False  # torch's loop begins by starting workers: they run already
             return
         super()._initialize_workers(worker_group)
+
+    def _rendezvous(self, *arguments: Any) -> None:
+        # No seam: whatever it takes and does, only its end without the others is said otherwise.
+        if not self.is_supported:
+            return super()._rendezvous(*arguments)
+        assert self.launch is not None
+        try:
+            return super()._rendezvous(*arguments)
+        except (DistError, RendezvousConnectionError, RendezvousTimeoutError) as error:
+            endpoint = self.launch.rendezvous_endpoint
+            raise SystemExit(f"taskd: {self._places.not_met(endpoint, error)}") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

@@ -81,7 +81,9 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             return original(config, *others, **named)
         config = rendezvous.resolved(config)
-        settings = AgentConfig.load()  # first of all: a wrong value is told before anything runs
+        # First of all: a wrong value is told before anything runs. The secret is read when the
+        # forkserver is there: workers, which are forks of it, must not have it in their memory.
+        settings = AgentConfig.load(keeps_secret=False)
         if settings.starts_manager:
             HangConfig.load()
         keep_collectives(torch.__version__)

@@ -45,6 +45,7 @@ class Places:
         self._has_joined = False
         self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
+        self.manager_address = settings.manager_address  # of the manager that has offered it
 
     def __getattr__(self, name: str) -> Any:
         """All else is torch's."""
@@ -57,6 +58,7 @@ class Places:
             return self._inner.next_rendezvous()
         if self._settings.is_spare:
             return self._offered() or _end("the manager has no use for a spare")
+        self._refuse_a_number_too_high()
         if self._may_be_late():
             found = self._offered(_UNASKED_S, asks=True)
             if found is not None:
@@ -77,6 +79,27 @@ class Places:
     def shutdown(self) -> bool:
         """To close the rendezvous is for those who have met in it."""
         return not self._has_joined or self.is_offered or bool(self._inner.shutdown())
+
+    def not_met(self, endpoint: str, error: Exception) -> str:
+        """What to say if not all nodes have come to the rendezvous in its time."""
+        limits = getattr(self._inner, "settings", None)
+        count = getattr(self._inner, "world_size", None) or getattr(limits, "min_nodes", "?")
+        why = str(error).strip() or f"not all have come in time ({type(error).__name__})."
+        return (
+            f"the nodes of --nnodes={count} have not met at {endpoint}: {why.splitlines()[0]} "
+            "Start a torchrun for each node, all with the same --nnodes and the same address"
+        )
+
+    def _refuse_a_number_too_high(self) -> None:
+        """It would wait, unseen by the others, until they have ended."""
+        if self._inner.get_backend() != "static" or self._inner.rank < self._inner.world_size:
+            return
+        rank, count = self._inner.rank, self._inner.world_size
+        _end(
+            f"--node-rank={rank} is none of the nodes 0 to {count - 1} that --nnodes={count} says: "
+            "start as many torchruns as there are nodes, and those that are to wait for the place "
+            "of a lost one with TASKD_SPARE=1"
+        )
 
     def _joined(self) -> RendezvousInfo:
         found = self._inner.next_rendezvous()
@@ -130,6 +153,7 @@ class Places:
             if isinstance(place, Proceed):
                 return None
             if not isinstance(place, NoPlace):
+                self.manager_address = client.manager_address
                 return self._take(client, place)
         if not place.is_over:
             if asks:

@@ -1,29 +1,27 @@
-"""ZeroMQ behind the `Link` contract. The only module that imports zmq.
+"""ZeroMQ behind the `Link` contract.
 
     Router (binds: manager, relay)  ◄── tcp ──►  Dealer (connects: agent, relay upwards,
                                                          worker without agent)
 
-Owns sockets, their limits, and encryption: with a secret both sides derive their CURVE keys from
-it, and the router lets in only the client key of that secret (a ZAP handler that is served within
-`poll`). Must not know messages.
+Owns sockets and their limits. With a secret links are encrypted, and a peer of a router is known by
+its name and its own key (`curve`), whichever connection it has; without, by the name alone, which
+is its routing id. Must not know messages.
 """
 
 import errno
-import hashlib
-import ipaddress
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable, Sequence
-from socket import SOCK_STREAM, gaierror, getaddrinfo
+from socket import gaierror
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import AddressTakenError, TransportError
+from taskd.transport import binding, curve
 from taskd.transport.base import MAX_FRAME_BYTES
+from taskd.transport.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +54,15 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
-_ZAP_DOMAIN = b"taskd"
 _FAILED_HANDSHAKES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "not our protocol, or another secret",
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "a wrong secret",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: (
+        "an earlier version of taskd: install the same one on all nodes"
+    ),
 }
-
-
-def _derive_key(secret: bytes, side: bytes) -> bytes:
-    """A CURVE secret key in the text form that ZeroMQ takes."""
-    return z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"taskd " + side).digest())
+_NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
+_IS_SILENT = "nobody has said anything there"
 
 
 def _endpoint(address: str) -> str:
@@ -120,6 +115,10 @@ class _Socket:
     def _serve(self) -> None:
         """Serve them."""
 
+    def _due_at(self) -> float | None:
+        """When `receive` has something to do even if nothing has come; monotonic seconds."""
+        return None
+
     def _frames(self) -> Iterable[list[bytes]]:
         for _ in range(_BATCH):
             try:
@@ -149,9 +148,9 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
             *(socket for socket, _ in inner),
             *fds,
         ]
-        wait_ms = (
-            -1 if deadline is None else math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
-        )
+        due = [deadline, *(link._due_at() for link in links)]  # noqa: SLF001
+        due_at = min((at for at in due if at is not None), default=None)
+        wait_ms = -1 if due_at is None else math.ceil(max(0.0, due_at - time.monotonic()) * 1000)
         ready: set[zmq.Socket[bytes] | int] = {
             item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)
         }
@@ -194,10 +193,12 @@ class Router(_Socket):
         *,
         secret: bytes | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
+        silent_s: float | None = None,
         beside: _Socket | None = None,
     ) -> None:
         """`unacknowledged_s`: see `Dealer`.
 
+        `silent_s`: a new connection on which nobody speaks for so long is closed; None: it is not.
         `beside`: share its ZeroMQ context (needed for inproc addresses).
 
         Raises `TransportError`.
@@ -206,11 +207,13 @@ class Router(_Socket):
         self._refused: list[str] = []
         self._peer_by_connection: dict[int, bytes] = {}  # by descriptor: who speaks there
         self._connection_by_peer: dict[bytes, int] = {}  # the same, the other way round
+        self._route_by_peer: dict[bytes, bytes] = {}  # with a secret: ZeroMQ's name for it
         self._disconnected: set[bytes] = set()
         self._secret = secret
+        self._silence = None if silent_s is None else Silence(silent_s)
         self.is_abused = False
         self._listen(address)
-        if secret is None and not _is_local(self.address):
+        if secret is None and not binding.is_local(self.address):
             log.warning(
                 "%s can be reached by other hosts and no secret is set: whoever reaches it "
                 "can stop the job. Set TASKD_SECRET_FILE on every node.",
@@ -225,14 +228,15 @@ class Router(_Socket):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._monitor = self._socket.get_monitor_socket(
-            sum(_FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED
+            sum(_FAILED_HANDSHAKES)
+            | zmq.Event.DISCONNECTED
+            | (0 if self._silence is None else zmq.Event.ACCEPTED)
         )
-        self._zap: zmq.Socket[bytes] | None = None
-        self._client_key = b""
+        self._admission: curve.Admission | None = None
         try:
             if self._secret is not None:
-                self._require(self._secret)
-            self._socket.bind(_endpoint(_resolved(address)))
+                self._admission = curve.Admission(self._secret, self._socket)
+            self._socket.bind(_endpoint(binding.resolved(address)))
         except gaierror as error:
             self.close()
             raise TransportError(
@@ -244,7 +248,7 @@ class Router(_Socket):
             self.close()
             is_taken = error.errno == errno.EADDRINUSE
             kind = AddressTakenError if is_taken else TransportError
-            raise kind(_bind_failure(address, error)) from error
+            raise kind(binding.failure(address, error.errno, str(error))) from error
 
     def drop_connections(self) -> None:
         """Close all connections, free what has arrived on them and was not read, and listen again.
@@ -255,6 +259,9 @@ class Router(_Socket):
         self._disconnected.update(self._peer_by_connection.values())
         self._peer_by_connection.clear()
         self._connection_by_peer.clear()
+        self._route_by_peer.clear()
+        if self._silence is not None:
+            self._silence.all_over()
         self._linger_ms, self.is_abused = 0, False
         self.close()  # waits for the end of the context, so that the port is free
         self._linger_ms, self._context = _LINGER_MS, zmq.Context()
@@ -273,20 +280,45 @@ class Router(_Socket):
         """
         found: list[tuple[bytes, bytes]] = []
         byte_count = 0
-        while len(found) < _BATCH and byte_count < _BATCH_BYTES and not self.is_abused:
+        for _ in range(_BATCH):
+            if byte_count >= _BATCH_BYTES or self.is_abused:
+                break
             try:
-                peer = self._socket.recv(zmq.NOBLOCK)
+                route = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._hang_up()
                 break
             frame = self._socket.recv(copy=False, track=False)
+            peer = self._peer_of(route, frame)
+            if self._admission is not None and peer is not None and frame.more:
+                byte_count += len(frame)
+                frame = self._socket.recv(copy=False, track=False)
             data = frame.bytes
             byte_count += len(data)
-            self._note_connection(peer, frame)
             if frame.more:
                 data = b""
                 self._skip_parts()
-            found.append((peer, data))
+            if peer is not None:
+                found.append((peer, data))
         return found
+
+    def _peer_of(self, route: bytes, first: zmq.Frame) -> bytes | None:
+        """Who has sent the message of this first frame; None: with a secret, nobody who may."""
+        peer = route if self._admission is None else self._admission.speaker(first)
+        if peer is None:
+            self._refused.append(_NOBODY_VOUCHES)
+            return None
+        self._note_connection(peer, first)
+        if self._admission is not None:
+            self._route_by_peer[peer] = route
+        return peer
+
+    def _hang_up(self) -> None:
+        """All that has come was read: who has not spoken by now is a stranger."""
+        if self._silence is not None:
+            port = int(self.address.rpartition(":")[2])
+            silent = self._silence.hang_up(time.monotonic(), port)
+            self._refused += [_IS_SILENT] * silent
 
     def _skip_parts(self) -> None:
         """Of a message that is too long to be read to its end nothing more will be read."""
@@ -301,6 +333,8 @@ class Router(_Socket):
             connection = int(frame.get(zmq.SRCFD))
         except zmq.ZMQError:
             return  # inproc: it ends with its process
+        if self._silence is not None:
+            self._silence.over(connection)
         if self._peer_by_connection.get(connection) == peer:
             return
         self._ended(connection)  # its number is that of a new one, and its end was not told yet
@@ -316,10 +350,14 @@ class Router(_Socket):
         if peer is not None:
             self._disconnected.add(peer)
             del self._connection_by_peer[peer]
+            self._route_by_peer.pop(peer, None)
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`."""
-        return peer is not None and self._send([peer, data])
+        route = peer
+        if self._admission is not None and peer is not None:
+            route = self._route_by_peer.get(peer)
+        return route is not None and self._send([route, data])
 
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
@@ -340,45 +378,35 @@ class Router(_Socket):
             self._socket.disable_monitor()
         super().close()
 
-    def _require(self, secret: bytes) -> None:
-        server_key = _derive_key(secret, b"server")
-        self._client_key = zmq.curve_public(_derive_key(secret, b"client"))
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP_ADDRESS)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key)
-        self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
-        return [self._monitor] if self._zap is None else [self._monitor, self._zap]
+        zap = [] if self._admission is None else [self._admission.socket]
+        return [self._monitor, *zap]
+
+    def _due_at(self) -> float | None:
+        return None if self._silence is None else self._silence.due_at
 
     def _serve(self) -> None:
         while self._monitor.poll(0):
             told = recv_monitor_message(self._monitor)
             event = zmq.Event(told["event"])
-            if event == zmq.Event.DISCONNECTED:
+            if event == zmq.Event.ACCEPTED:
+                assert self._silence is not None
+                self._silence.opened(int(told["value"]), time.monotonic())
+            elif event == zmq.Event.DISCONNECTED:
+                if self._silence is not None:
+                    self._silence.over(int(told["value"]))
                 self._ended(int(told["value"]))
             else:
                 self._refused.append(_FAILED_HANDSHAKES[event])
-        while self._zap is not None and self._zap.poll(0):
-            self._answer_zap(self._zap)
-
-    def _answer_zap(self, zap: zmq.Socket[bytes]) -> None:
-        """Let in whoever proved to hold the client key of our secret."""
-        version, request_id, _domain, _address, _identity, mechanism, *credentials = (
-            zap.recv_multipart()
-        )
-        is_allowed = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [
-            self._client_key
-        ]
-        status, text = (b"200", b"OK") if is_allowed else (b"400", b"not allowed")
-        zap.send_multipart([version, request_id, status, text, b"", b""])
+        if self._admission is not None:
+            self._admission.serve()
 
 
 class Dealer(_Socket):
     """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
     _attempts: "zmq.Socket[bytes] | None" = None
+    is_turned_away = False  # somebody listens there, and ends the connection: with `watches`
 
     def __init__(
         self,
@@ -386,13 +414,16 @@ class Dealer(_Socket):
         identity: str | bytes,
         *,
         secret: bytes | None = None,
+        key: curve.KeyPair | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
         beside: _Socket | None = None,
         watches: bool = False,
     ) -> None:
         """`identity`: at most 255 bytes, unique among the router's peers.
 
-        `watches`: `reaches` will be asked.
+        `key`: with a secret, that of this speaker; None: one that is drawn for this link.
+
+        `watches`: `reaches` or `is_turned_away` will be asked.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -402,23 +433,19 @@ class Dealer(_Socket):
         """
         super().__init__(zmq.DEALER, address, unacknowledged_s, beside)
         self._linger_ms = 0
-        self._socket.setsockopt(
-            zmq.ROUTING_ID, identity.encode() if isinstance(identity, str) else identity
-        )
+        name = identity.encode() if isinstance(identity, str) else identity
+        self._header: list[bytes] = []  # what stands before each message
+        if secret is None:
+            self._socket.setsockopt(zmq.ROUTING_ID, name)
+        else:
+            self._header.append(curve.speak(self._socket, secret, name, key or curve.draw()))
         bound_ms = int(unacknowledged_s * 1000)
         pause_ms = min(_RECONNECT_MAX_MS, bound_ms // 4)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if watches:
-            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS)
-        if secret is not None:
-            client_key = _derive_key(secret, b"client")
-            self._socket.setsockopt(
-                zmq.CURVE_SERVERKEY, zmq.curve_public(_derive_key(secret, b"server"))
-            )
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(client_key))
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, client_key)
+            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS | sum(_FAILED_HANDSHAKES))
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
@@ -435,6 +462,14 @@ class Dealer(_Socket):
         told = zmq.Event(recv_monitor_message(self._attempts)["event"])
         return told is zmq.Event.CONNECTED
 
+    def _inner(self) -> Iterable[zmq.Socket[bytes]]:
+        return () if self._attempts is None else (self._attempts,)
+
+    def _serve(self) -> None:
+        while self._attempts is not None and self._attempts.poll(0):
+            told = zmq.Event(recv_monitor_message(self._attempts)["event"])
+            self.is_turned_away = self.is_turned_away or told in _FAILED_HANDSHAKES
+
     def close(self) -> None:
         """See `Link`."""
         if self._attempts is not None:
@@ -448,50 +483,11 @@ class Dealer(_Socket):
         received = [(b"", frames[0] if len(frames) == 1 else b"") for frames in self._frames()]
         if received:
             self._linger_ms = _LINGER_MS  # somebody is there: last words are worth a moment
+            self.is_turned_away = False
         return received
 
     def send(self, peer: bytes | None, data: bytes) -> bool:
         """See `Link`. `peer` is None. Without a connection messages wait, up to a bound."""
         if peer is not None:
             raise ValueError("a dealer has one peer only")
-        return self._send([data])
-
-
-def _is_local(address: str) -> bool:
-    """Whether only this host can reach it."""
-    if "://" in address:
-        return True  # inproc, ipc
-    host = address.rpartition(":")[0].strip("[]")
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-
-
-def _resolved(address: str) -> str:
-    """`address` with the IP address, IPv4 if there is one, of the name in it."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not re.search(r"[^\d.]", host) or ":" in host:
-        return address
-    found = getaddrinfo(host, None, type=SOCK_STREAM)
-    host = str(min(found)[4][0])  # AF_INET comes before AF_INET6
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _bind_failure(address: str, error: zmq.ZMQError) -> str:
-    """What to do when an address cannot be bound."""
-    port = address.rpartition(":")[2]
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"{address} is taken, perhaps by another manager: look for the process with  "
-            f"ss -ltnp 'sport = :{port}'  and stop it, or set TASKD_PORT to another port for the "
-            "manager and all agents"
-        )
-    if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return (
-            f"{address} cannot be bound: this host has no such address; look at  ip addr  and "
-            "set TASKD_BIND_ADDR"
-        )
-    if error.errno == errno.EACCES:
-        return (
-            f"{address} cannot be bound: ports below 1024 need privileges; set TASKD_PORT to a "
-            "higher one"
-        )
-    return f"{address} cannot be bound: {error}; expected host:port"
+        return self._send([*self._header, data])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import ClassVar, TypeVar, get_type_hints
 
-from taskd.core import commands, events
+from taskd.core import commands, events, votes
 from taskd.core.marks import Mark
 
 EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
@@ -22,6 +22,7 @@ EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     6: events.AgentLeft,
     10: events.SpareRegistered,
     11: events.SpareLeft,
+    12: events.RosterKept,
     20: events.WorkerStarted,
     21: events.WorkerDeclared,
     22: events.WorkerLost,
@@ -60,6 +61,7 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     66: commands.OfferPlace,
     67: commands.Dismiss,
     68: commands.Proceed,
+    69: commands.KeepRoster,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 
@@ -132,6 +134,7 @@ class Accepted(Message):
     generation: int
     restarts_used: int
     manager_incarnation: str
+    term: int = 0
 
 
 @_message(3)
@@ -191,3 +194,21 @@ class Rejected(Message):
     type: int
     sequence: int
     reason: str
+
+
+@_message(70)
+@dataclass(frozen=True, slots=True)
+class AskVote(votes.AskVote, Message):
+    """From agent to agent; see the base."""
+
+
+@_message(71)
+@dataclass(frozen=True, slots=True)
+class Vote(votes.Vote, Message):
+    """The answer to `AskVote`; see the base."""
+
+
+@_message(72)
+@dataclass(frozen=True, slots=True)
+class Elected(votes.Elected, Message):
+    """From the agent that has started a manager to all voters and spares; see the base."""

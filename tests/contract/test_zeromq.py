@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 
 import pytest
 
 from taskd.errors import TransportError
-from taskd.transport import base, zeromq
-from tests.contract.test_links import SECRET, await_messages
+from taskd.transport import base, curve, zeromq
+from taskd.transport.silence import Silence
+from tests.contract.test_links import SECRET, await_messages, by_name
 
 
 @pytest.fixture
@@ -24,8 +26,10 @@ def await_refusals(router: zeromq.Router, limit_s: float = 10.0) -> list[str]:
     deadline = time.monotonic() + limit_s
     while True:
         router.poll(0.05)
+        heard = router.receive()
         refused = router.take_refused()
         if refused:
+            assert heard == []
             return refused
         assert time.monotonic() < deadline, "nobody was refused"
 
@@ -144,7 +148,7 @@ def test_without_the_secret_nobody_gets_in(theirs: bytes | None) -> None:
     assert router.receive() == []
     friend = zeromq.Dealer(router.address, "friend", secret=SECRET)
     friend.send(None, b"y")
-    assert await_messages(router, 1) == [(b"friend", b"y")]
+    assert by_name(await_messages(router, 1)) == [(b"friend", b"y")]
     for link in (stranger, friend, router):
         link.close()
 
@@ -163,29 +167,103 @@ def test_a_dealer_tells_whether_anybody_listens() -> None:
     away.close()
 
 
-def test_a_key_that_is_not_on_the_list_does_not_get_in() -> None:
-    """Somebody who knows the listener's public key, but not the secret.
-
-    Encryption alone must not be enough.
-    """
-    router = zeromq.Router("127.0.0.1:0", secret=SECRET)
+def knows_the_listener(router: zeromq.Router, pair: curve.KeyPair) -> zeromq.Dealer:
+    """Somebody who has the listener's public key, but not the secret, and this key pair."""
     stranger = zeromq.Dealer.__new__(zeromq.Dealer)
     zeromq._Socket.__init__(stranger, zeromq.zmq.DEALER, router.address, 5.0, None)
-    public, private = zeromq.zmq.curve_keypair()
-    server_key = zeromq.zmq.curve_public(zeromq._derive_key(SECRET, b"server"))
+    stranger._header, stranger._linger_ms = [], 0
     for option, value in (
-        (zeromq.zmq.CURVE_SERVERKEY, server_key),
-        (zeromq.zmq.CURVE_PUBLICKEY, public),
-        (zeromq.zmq.CURVE_SECRETKEY, private),
+        (zeromq.zmq.CURVE_SERVERKEY, curve._listener(SECRET).public),
+        (zeromq.zmq.CURVE_PUBLICKEY, pair.public),
+        (zeromq.zmq.CURVE_SECRETKEY, pair.private),
     ):
         stranger._socket.setsockopt(option, value)
     stranger._socket.connect(f"tcp://{router.address}")
-    stranger.send(None, b"x")
-    assert await_refusals(router) == ["a wrong secret"]
-    assert router.receive() == []
-    stranger._linger_ms = 0
+    return stranger
+
+
+@pytest.fixture
+def secured():
+    made = zeromq.Router("127.0.0.1:0", secret=SECRET)
+    yield made
+    made.close()
+
+
+def test_a_key_for_which_nobody_vouches_says_nothing_that_is_heard(secured) -> None:
+    """Encryption alone must not be enough."""
+    pair, other = curve.draw(), curve.draw()
+    stranger = knows_the_listener(secured, pair)
+    friend = zeromq.Dealer(secured.address, "friend", secret=SECRET, key=other)
+    (theirs,) = friend._header
+    for frames in (
+        [b"x"],
+        [b"", b"x"],
+        [bytes(32) + b"friend", b"x"],
+        [theirs, b"x"],  # of another key
+        [bytes(5000), b"x"],
+        [b"header", b"x", b"more"],
+    ):
+        stranger._send(frames)
+    refused: list[str] = []
+    while len(refused) < 6:
+        refused += await_refusals(secured)
+    assert set(refused) == {"a key for which nobody with the secret vouches"}
+    friend.send(None, b"y")
+    assert by_name(await_messages(secured, 1)) == [(b"friend", b"y")]
     stranger.close()
-    router.close()
+    friend.close()
+
+
+def test_a_voucher_is_of_one_name(secured) -> None:
+    pair = curve.draw()
+    speaker = zeromq.Dealer(secured.address, "agent-1", secret=SECRET, key=pair)
+    speaker._header[0] = speaker._header[0].replace(b"agent-1", b"agent-0")
+    speaker.send(None, b"x")
+    assert await_refusals(secured) == ["a key for which nobody with the secret vouches"]
+    speaker.close()
+
+
+def test_two_with_one_name_are_two_and_each_is_answered(secured) -> None:
+    """Neither takes the connection of the other, as with a routing id."""
+    first, second = (zeromq.Dealer(secured.address, "agent-0", secret=SECRET) for _ in range(2))
+    for dealer, words in ((first, b"first"), (second, b"second"), (first, b"first")):
+        dealer.send(None, words)
+        ((peer, said),) = await_messages(secured, 1)
+        assert said == words
+        assert secured.send(peer, b"to " + words)
+        assert await_messages(dealer, 1, (secured,)) == [(b"", b"to " + words)]
+    assert secured.take_disconnected() == set()
+    first.close()
+    second.close()
+
+
+def test_one_key_has_one_name_on_all_its_connections(secured) -> None:
+    """It comes back before anybody has noticed that it was away."""
+    pair, peers = curve.draw(), set()
+    for _ in range(3):
+        dealer = zeromq.Dealer(secured.address, "a", secret=SECRET, key=pair)
+        dealer.send(None, b"x")
+        ((peer, _),) = await_messages(secured, 1)
+        assert secured.send(peer, b"answer")
+        assert await_messages(dealer, 1, (secured,)) == [(b"", b"answer")]
+        peers.add(peer)
+        dealer.close()
+    assert len(peers) == 1
+    assert secured.take_disconnected() == peers
+
+
+def test_the_common_key_of_an_earlier_version_is_refused_and_the_reason_says_so(secured) -> None:
+    outdated = knows_the_listener(secured, curve._common_key(SECRET))
+    outdated._send([b"x"])
+    assert await_refusals(secured)[0].startswith("an earlier version of taskd")
+    assert secured.receive() == []
+    outdated.close()
+
+
+def test_a_key_pair_shows_its_public_half_only() -> None:
+    pair = curve.draw()
+    assert pair.public.decode() in repr(pair)
+    assert pair.private.decode() not in repr(pair)
 
 
 def test_an_address_that_others_reach_is_warned_of_unless_there_is_a_secret(caplog) -> None:
@@ -207,3 +285,55 @@ def test_closing_does_not_wait_for_a_manager_that_never_was() -> None:
     began = time.monotonic()
     dealer.close()
     assert time.monotonic() - began < 0.9
+
+
+def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken_stay() -> None:
+    router = zeromq.Router("127.0.0.1:0", silent_s=0.3)
+    speaker, silent = zeromq.Dealer(router.address, "speaker"), zeromq.Dealer(router.address, "x")
+    speaker.send(None, b"x")
+    await_messages(router, 1)
+    assert await_refusals(router) == ["nobody has said anything there"]
+    silent.close()
+    while router.poll(1.0) or router.receive() or router.take_refused():
+        pass  # `silent` had connected again
+    assert router.take_disconnected() == set()
+    assert router.send(b"speaker", b"y")
+    assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
+    speaker.close()
+    router.close()
+
+
+def test_only_connections_of_its_own_port_are_closed(tmp_path) -> None:
+    """A descriptor that ends becomes another file's."""
+    silence = Silence(1.0)
+    ours, theirs = socket.socketpair()
+    with open(tmp_path / "file", "w") as file, ours, theirs:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            client = socket.create_connection(("127.0.0.1", port))
+            accepted = listener.accept()[0]
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.close(writer)
+        for descriptor in (
+            file.fileno(),
+            ours.fileno(),
+            client.fileno(),
+            writer,
+            accepted.fileno(),
+        ):
+            silence.opened(descriptor, 0.0)
+        assert silence.due_at == 1.0
+        assert silence.hang_up(0.9, port) == 0
+        before = len(os.listdir("/proc/self/fd"))
+        assert silence.hang_up(1.0, port) == 5
+        assert silence.due_at is None
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write("x")
+        ours.send(b"x")
+        assert theirs.recv(1) == b"x"
+        assert client.recv(1) == b""
+        with pytest.raises(BrokenPipeError):
+            accepted.send(b"x")
+        client.close()
+        accepted.close()

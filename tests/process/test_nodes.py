@@ -145,3 +145,67 @@ def test_two_torchruns_of_one_index(
         check_recovered(job, finished, reference(STEPS="300"), faults=0, replaced=set())
         assert "two torchruns of one index are a mistake" in nodes.manager.text
         assert job.recoveries() == []
+
+
+def _start(job: harness.Job, node_rank: int, node_count: int, *options: str) -> harness.Output:
+    return job.start_agent(
+        "train.py",
+        nproc=2,
+        options=(
+            f"--nnodes={node_count}",
+            f"--node-rank={node_rank}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={job.master_port}",
+            *options,
+        ),
+    )
+
+
+def test_a_node_too_many_is_told_at_once_and_the_others_train(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    with _job(tmp_path) as job:
+        job.start_manager()
+        first, second, third = (_start(job, node_rank, 2) for node_rank in range(3))
+        finished = third.wait(LIMIT_S)
+        assert finished.returncode == 1, finished.output
+        assert finished.last_line == (
+            "taskd: --node-rank=2 is none of the nodes 0 to 1 that --nnodes=2 says: start as many "
+            "torchruns as there are nodes, and those that are to wait for the place of a lost one "
+            "with TASKD_SPARE=1"
+        )
+        assert "Traceback" not in finished.output
+        assert second.wait(LIMIT_S).returncode == 0, job.story()
+        check_recovered(job, first.wait(LIMIT_S), reference(STEPS="40"), faults=0, replaced=set())
+
+
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backend: str) -> None:
+    """When the time of the rendezvous is over; without a traceback of torch."""
+    with _job(tmp_path) as job:
+        if backend == "static":
+            nodes = [_start(job, node_rank, 3, "--rdzv-conf=timeout=5") for node_rank in (0, 2)]
+        else:
+            place = f"--rdzv-endpoint=127.0.0.1:{job.master_port}"
+            told = ("--nnodes=3", "--rdzv-backend=c10d", place, "--rdzv-id=one")
+            nodes = [
+                job.start_agent(
+                    "train.py",
+                    nproc=2,
+                    options=(*told, f"--rdzv-conf=is_host={is_host},join_timeout=5"),
+                )
+                for is_host in (1, 0)
+            ]
+        ended = [node.wait(LIMIT_S) for node in nodes]
+        assert [finished.returncode for finished in ended] == [1, 1], job.story()
+        why = "2/3 clients joined." if backend == "static" else "(RendezvousTimeoutError)."
+        told = f"taskd: the nodes of --nnodes=3 have not met at 127.0.0.1:{job.master_port}: "
+        for finished in ended:
+            assert finished.last_line.startswith(told)
+            assert finished.last_line.endswith(
+                " Start a torchrun for each node, all with the same --nnodes and the same address"
+            )
+            assert "Traceback" not in finished.output
+        assert f"{why} Start" in ended[0].last_line
+        assert not job.facts()

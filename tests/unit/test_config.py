@@ -6,8 +6,10 @@ Default, accepted values, and an error that names key, value and what is accepte
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
+import signal
 
 import pytest
 
@@ -21,6 +23,8 @@ from taskd.config import (
     WorkerConfig,
     launcher,
 )
+from taskd.config.secret import exposure, without_secret
+from taskd.config.signals import interrupt_signal
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
@@ -165,6 +169,68 @@ def test_the_secret_is_read_from_its_file(tmp_path: pathlib.Path) -> None:
     refusal(
         lambda: AgentConfig.load(environment), "TASKD_SECRET_FILE", "at least 16 bytes", "holds 5"
     )
+
+
+def test_a_secret_is_checked_without_being_kept_and_shown_in_no_text(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"\n  0123456789abcdef \n")
+    environment = {"TASKD_SECRET_FILE": str(path)}
+    kept, checked = (AgentConfig.load(environment, keeps_secret=keeps) for keeps in (True, False))
+    assert (kept.secret, checked.secret) == (b"0123456789abcdef", None)
+    assert "0123456789abcdef" not in repr(kept) + repr(ManagerConfig.load({}, environment))
+    path.write_bytes(b"     short          ")
+    refusal(lambda: AgentConfig.load(environment, keeps_secret=False), "holds 5")
+    path.write_bytes(b"      ")
+    refusal(lambda: AgentConfig.load(environment, keeps_secret=False), "holds 0")
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "said"),
+    [
+        (0o600, None, None),
+        (0o400, 0, None),
+        (0o644, None, "mode 0644"),
+        (0o620, None, "mode 0620"),
+        (0o600, 12345, "belongs to user 12345"),
+    ],
+)
+def test_a_secret_that_others_can_read_or_replace_is_warned_of(
+    tmp_path: pathlib.Path, mode: int, owner: int | None, said: str | None
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"0123456789abcdef")
+    path.chmod(mode)
+    if owner is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(path, owner, -1)
+    found = exposure({"TASKD_SECRET_FILE": str(path)})
+    assert (found is None) == (said is None), found
+    assert said is None or (said in found and f"chmod 600 {path}" in found)
+    assert exposure({}) is None
+    assert exposure({"TASKD_SECRET_FILE": "/no/such/file"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(None, 9), ("", 9), ("SIGRTMIN+4", 4), (" SIGRTMIN+25", 25), (str(signal.SIGRTMIN + 12), 12)],
+)
+def test_the_signal_of_interrupts_is_a_real_time_one(text: str | None, number: int) -> None:
+    environment = {} if text is None else {"TASKD_INTERRUPT_SIGNAL": text}
+    assert interrupt_signal(environment) == signal.SIGRTMIN + number
+    AgentConfig.load(environment)
+
+
+@pytest.mark.parametrize("text", ["SIGRTMIN+3", "SIGRTMIN+26", "10", "99", "SIGUSR1", "+9", "x"])
+def test_a_signal_that_cannot_be_is_refused(text: str) -> None:
+    environment = {"TASKD_INTERRUPT_SIGNAL": text}
+    refusal(lambda: AgentConfig.load(environment), "TASKD_INTERRUPT_SIGNAL", "SIGRTMIN+25")
+
+
+def test_what_training_processes_get_of_the_environment_has_no_secret() -> None:
+    assert without_secret({"TASKD_SECRET_FILE": "x", "A": "b"}) == {"A": "b"}
 
 
 def test_an_agent_without_settings_has_the_documented_defaults() -> None:

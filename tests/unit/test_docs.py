@@ -376,3 +376,16 @@ def test_the_picture_of_the_phases_is_that_of_the_tables() -> None:
     assert f"```mermaid\n{diagram.mermaid()}\n```" in text, (
         "put there what `python -m taskd.testing.diagram` prints"
     )
+
+
+def test_each_attack_of_the_page_on_security_has_its_test() -> None:
+    attacks = rows(section("docs/security.md", "Each attack has a test"))
+    assert {number for number, _, _ in attacks} == {
+        "S1",
+        "S2",
+        *(f"S{row}" for row in range(5, 11)),
+    }
+    for number, attack, named in attacks:
+        (path, word) = code_spans(named)[0].split(" -k ")
+        names = re.findall(r"def (test_\w+)", (ROOT / "tests" / f"{path}.py").read_text())
+        assert [name for name in names if word in name], f"{number}, {attack}: no {named}"

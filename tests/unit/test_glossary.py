@@ -26,7 +26,7 @@ _PLAIN = """
     data dcp detector diagram dismiss domain elastic encoder end ending error event examination
     exception exchange executor exit explorer fail failed fall file finish first flat folder give
     guarded hang heard held histories history hold hook host import inbox index interpreter
-    invariant join kernel key kill kind know known last launcher layout leave leaving left
+    invariant join kernel keep kept key kill kind know known last launcher layout leave leaving left
     libraries library link liveness load log loop loss lost machine main may memory message
     metadata name native network no object open order outbox outer owner pair part patch path
     pause payload periodic permission piece policy position proceed profile profiler profiling
@@ -35,7 +35,7 @@ _PLAIN = """
     save saver scaler schema script send server service set setting shell signal signature
     simulation small source spawn spawner speaker start stop stopped store stream switch
     table target tell test text timed torchrun trace train transition translate transport
-    uncaught unpickling upstream user value vitals wait warmth watch wire world zeromq
+    uncaught unpickling upstream user value vitals wait warmth watch wire won world zeromq
 """
 PLAIN = frozenset(_PLAIN.split())
 _ENDINGS = ("", "s", "es", "d", "ed", "ped", "ing", "ning", "r", "er", "al", "ation")

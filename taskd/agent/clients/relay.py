@@ -18,7 +18,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from taskd.log import SayOnce
-from taskd.transport import zeromq
+from taskd.transport import curve, zeromq
 
 if TYPE_CHECKING:
     from taskd.clock import Clock
@@ -40,7 +40,9 @@ class Relay:
         """Raises `TransportError` if the port is taken."""
         self._config = config
         self._clock = clock
-        self._router = zeromq.Router(config.listen_address, secret=config.secret)
+        self._router = zeromq.Router(
+            config.listen_address, secret=config.secret, silent_s=_SILENCE_S
+        )
         self._dealers: dict[bytes, zeromq.Dealer] = {}
         self._heard_at: dict[bytes, float] = {}
         self._once = SayOnce()
@@ -104,8 +106,13 @@ class Relay:
                 if self._once.is_new("full"):
                     log.warning("relay: more than %d clients, others are not served", _MAX_CLIENTS)
                 return
+            secret = self._config.secret
             dealer = zeromq.Dealer(
-                self._config.upstream_address, peer, secret=self._config.secret, beside=self._router
+                self._config.upstream_address,
+                peer,
+                secret=secret,
+                key=None if secret is None else curve.relayed(secret, peer),
+                beside=self._router,
             )
             self._dealers[peer] = dealer
         self._heard_at[peer] = now

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskd.agent.link.connection import ManagerConnection
+from taskd.agent.link.electing import Door
 from taskd.core import commands, events
 from taskd.core.timeouts import Timeouts
-from taskd.wire import translate
+from taskd.errors import TransportError
+from taskd.wire import messages, translate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -53,6 +55,7 @@ class SpareClient:
         """`name`: of this machine, for people. The others: see `SpareRegistered`."""
         self._host, self._name, self._clock = config.host, name, clock
         self._asks, self._node_rank = asks, node_rank
+        incarnation = uuid.uuid4().hex
         self._manager = ManagerConnection(
             config.manager_address,
             config.secret,
@@ -61,10 +64,11 @@ class SpareClient:
             job_id=config.job_id,
             role="spare",
             node_rank=None,
-            incarnation=uuid.uuid4().hex,
+            incarnation=incarnation,
             register=self._register,
-            watches=asks,
         )
+        self._door = None if asks else _door_of(config, incarnation)
+        self._term = 0  # of the newest manager that it has heard of
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
         return self
@@ -78,6 +82,13 @@ class SpareClient:
         if error is not None:  # a signal, mostly
             self.leave(takes_place=False, reason=f"{type(error).__name__}: {error}")
         self._manager.close()
+        if self._door is not None:
+            self._door.close()
+
+    @property
+    def manager_address(self) -> str:
+        """Where the manager is: not where it was at first, if another one was elected."""
+        return self._manager.address
 
     def wait(
         self, patience_s: float = PATIENCE_S
@@ -90,7 +101,8 @@ class SpareClient:
             return NoPlace(f"nobody listens at {self._manager.address}")
         heard_at = self._clock.now()
         while True:
-            self._manager.poll()
+            self._manager.poll(links=[] if self._door is None else [self._door.link])
+            self._follow_election()
             for event in self._manager.turn():
                 heard_at = self._clock.now()
                 match event:
@@ -116,6 +128,7 @@ class SpareClient:
             elif self._clock.now() - heard_at > patience_s:
                 return NoPlace(
                     f"no manager has answered at {self._manager.address} for {patience_s:.0f} s"
+                    f"{self._manager.why_unheard}"
                 )
 
     def leave(self, *, takes_place: bool, reason: str) -> None:
@@ -126,6 +139,32 @@ class SpareClient:
 
     def _register(self) -> None:
         now = self._clock.now()
-        told = (self._host, self._name, self._asks, self._node_rank)
+        listens = "" if self._door is None else self._door.address
+        told = (self._host, self._name, self._asks, self._node_rank, listens)
         registered = events.SpareRegistered(now, "spare", *told)
         self._manager.send(translate.event_to_message(registered), registered.cause)
+
+    def _follow_election(self) -> None:
+        """Go to another manager, if the agents have elected one."""
+        if self._door is None:
+            return
+        self._door.turn()
+        for _, _, message in self._door.heard(self._door.link):
+            if isinstance(message, messages.Elected) and message.term > self._term:
+                self._term = message.term
+                log.warning(
+                    "this spare obeys the manager at %s from now on (term %d)",
+                    message.address,
+                    message.term,
+                )
+                self._manager.redirect(message.address)
+
+
+def _door_of(config: AgentConfig, incarnation: str) -> Door | None:
+    if not config.elects:
+        return None
+    try:
+        return Door(config, None, incarnation)
+    except TransportError as error:
+        log.warning("this spare will not hear of another manager: %s", error)
+        return None

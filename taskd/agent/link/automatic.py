@@ -8,6 +8,7 @@ When to start it is decided in `taskd.core.policy.automatic`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 import taskd
 from taskd.config import DEFAULT_HOST, join_address
 from taskd.core.policy import automatic
+from taskd.wire.succession import encode_won
 
 if TYPE_CHECKING:
     from taskd.clock import Clock
+    from taskd.core.policy.election import Won
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class AutomaticManager:
         )
         self._place = place or ""
         self._job_id, self._node_rank = job_id, node_rank
+        self._won: Won | None = None  # the election in which it was elected
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._is_up = False  # it has said where it listens
@@ -88,6 +92,28 @@ class AutomaticManager:
         """Whether it has been started, and does not listen yet."""
         return self._process is not None and not self._is_up
 
+    @property
+    def term(self) -> int:
+        """In which it was elected; 0: it was not."""
+        return 0 if self._won is None else self._won.term
+
+    def succeed(self, won: Won, place: str) -> None:
+        """The agents have elected the next manager. It listens at `place`, or on another port."""
+        self.retire()
+        log.warning("node %d starts the next manager (term %d)", self._node_rank, won.term)
+        self._won, self._is_alone = won, False
+        self._place = place
+        self._policy = automatic.AutomaticManager(self._clock.now(), is_wanted=True, is_alone=False)
+
+    def retire(self) -> None:
+        """Another manager has been elected: the one that was started here is over."""
+        self._policy.stop()
+        if self._process is not None and self._link is not None:
+            self._process.kill()
+            self._process.wait()
+            self._link.close()
+        self._process = self._link = self._won = None
+
     def joined(self) -> None:
         """A manager has accepted this node."""
         self._policy.joined()
@@ -117,16 +143,19 @@ class AutomaticManager:
 
     def _start(self) -> None:
         if _is_taken(self._place):
-            self._policy.port_is_taken()
-            return
+            if self._won is None:
+                self._policy.port_is_taken()
+                return
+            self._place = join_address(self._place.rpartition(":")[0].strip("[]"), 0)
         ours, theirs = socket.socketpair()
         words = [_root(), self._place, str(theirs.fileno()), self._job_id, str(self._node_rank)]
+        words.append(str(self.term))
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _MAIN, *words],
                     pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if self._won is None else subprocess.PIPE,
                     start_new_session=True,  # a Ctrl-C is torchrun's
                 )
             except OSError as error:
@@ -134,6 +163,9 @@ class AutomaticManager:
                 self._policy.port_is_taken()  # nothing to wait for: training goes on without one
                 log.warning("node %d cannot start a manager: %s", self._node_rank, error)
                 return
+        if self._won is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError), self._process.stdin as told:  # its end is seen
+                told.write(encode_won(self._won))
         ours.setblocking(False)
         self._link, self._is_up = ours, False
         self._policy.started()
@@ -150,7 +182,7 @@ class AutomaticManager:
             said = b""
         if said:
             self._place, self._is_up = said.decode(), True
-            return self._place if self._is_alone else ""
+            return self._place if self._is_alone or self._won is not None else ""
         self._link.close()
         self._link = None
         status = self._process.wait()

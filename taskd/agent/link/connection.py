@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from taskd.core import events
 from taskd.core.policy.registration import Registration
 from taskd.errors import LocalProtocolError, RemoteProtocolError
-from taskd.transport import zeromq
+from taskd.transport import curve, zeromq
 from taskd.wire import codec, messages, translate
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class ManagerConnection:
         incarnation: str,
         rank: int | None = None,
         register: Callable[[], object],
-        watches: bool = False,
     ) -> None:
         """`job_id` to `rank`: who speaks, see `codec.Envelope`.
 
@@ -54,7 +53,6 @@ class ManagerConnection:
             clock: for heartbeats and silence.
             timeouts: of the job.
             register: says by `send` who this process is; called whenever that is due.
-            watches: `reaches` will be asked.
         """
         self.session = Registration(timeouts)
         self.address = address
@@ -66,24 +64,31 @@ class ManagerConnection:
         # All but the end of it is known to others. Whoever connects under the whole name is this
         # process: it says it to its manager, and to nobody else.
         self._identity, self._secret = f"{who}.{secrets.token_hex(16)}", secret
+        # With a secret, what other holders of it do not have: the key by which the manager knows
+        # this process from its start to its end.
+        self._key = None if secret is None else curve.draw()
         self._clock = clock
         self._timeouts = timeouts
-        self._dealer = self._connect(watches=watches)
+        self._dealer = self._connect()
         self.stranger = ""  # what answers at the address if it is no manager of this job
         self._register = register
         # hears of messages that the manager has not taken in
         self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
         self._sequence = 0
 
-    def poll(self, timeout_s: float | None = None, fds: Sequence[int] = ()) -> set[int]:
-        """Wait for the manager, for `fds`, for `timeout_s` or until a heartbeat is due.
+    def poll(
+        self,
+        timeout_s: float | None = None,
+        fds: Sequence[int] = (),
+        links: Sequence[zeromq.Router | zeromq.Dealer] = (),
+    ) -> set[int]:
+        """Wait for the manager, `fds`, `links`, for `timeout_s` or until a heartbeat is due.
 
         Returns those of `fds` that are readable.
         """
         until_beat_s = max(0.0, self.beat_at - self._clock.now())
-        return self._dealer.poll(
-            until_beat_s if timeout_s is None else min(until_beat_s, timeout_s), fds
-        )
+        wait_s = until_beat_s if timeout_s is None else min(until_beat_s, timeout_s)
+        return zeromq.poll([self._dealer, *links], wait_s, fds)
 
     def turn(self) -> Iterator[events.Event]:
         """`receive`, and `beat` if it is time."""
@@ -148,10 +153,11 @@ class ManagerConnection:
         envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
         return codec.encode(envelope, message)
 
-    def redirect(self, address: str) -> None:
-        """Look for the manager there from now on, and at once. What was not sent yet is dropped."""
+    def redirect(self, address: str, delay_s: float = 0.0) -> None:
+        """Look for the manager there from now on. What was not sent yet is dropped."""
         self._dealer.close()
-        self.address, self.stranger, self.beat_at = address, "", self._clock.now()
+        self.address, self.stranger = address, ""
+        self.beat_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
         self._dealer = self._connect()
 
@@ -163,13 +169,24 @@ class ManagerConnection:
         """Whether anybody listens at the address."""
         return self._dealer.reaches(timeout_s)
 
-    def _connect(self, *, watches: bool = False) -> zeromq.Dealer:
+    @property
+    def why_unheard(self) -> str:
+        """What is known of why no manager answers, as the end of a sentence; "": nothing."""
+        if not self._dealer.is_turned_away:
+            return ""
+        return (
+            " (somebody listens there and ends the connection: another TASKD_SECRET_FILE than "
+            "here, or none on one side; another version of taskd; or no manager)"
+        )
+
+    def _connect(self) -> zeromq.Dealer:
         return zeromq.Dealer(
             self.address,
             self._identity,
             secret=self._secret,
+            key=self._key,
             unacknowledged_s=self._timeouts.unacknowledged_s,
-            watches=watches,
+            watches=True,
         )
 
     def _event_of(self, envelope: codec.Envelope, message: messages.Message) -> events.Event | None:
@@ -190,7 +207,7 @@ class ManagerConnection:
                     self._place,
                 )
                 return events.ManagerJoined(
-                    now, "accepted", message.generation, message.restarts_used
+                    now, "accepted", message.generation, message.restarts_used, message.term
                 )
             case messages.Refused():
                 self.session.refused()

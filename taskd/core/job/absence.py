@@ -22,7 +22,7 @@ from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-_MAY_WAIT = TRAINING - {JobPhase.RESTARTING}
+_MAY_WAIT = TRAINING - {JobPhase.RESTARTING} | {JobPhase.JOINING}
 
 
 def replaces_nodes(job: JobState) -> bool:

@@ -94,6 +94,17 @@ def join_overdue(job: JobState) -> Commands:
     return give_up(job, reason, None if first is None else first.fault)
 
 
+def adopt_missing(job: JobState, node_rank: int) -> None:
+    """What a manager that was elected knows of a node that has not registered with it.
+
+    No life of a rank has had a higher number than that of the generation.
+    """
+    for rank in job.expected.pop(node_rank, ()):
+        life = Member(rank, node_rank, job.generation, WorkerState.RUNNING, job.now)
+        life.enter()
+        job.membership.adopt(life)
+
+
 def lose_unreported(job: JobState, member: Member) -> None:
     """A registration says that this rank is lost.
 
@@ -110,6 +121,6 @@ def lose_unreported(job: JobState, member: Member) -> None:
 def _take_over_lost(job: JobState, members: Iterable[Member]) -> None:
     counted = {timed.fault.life for timed in job.unanswered}
     for member in members:
-        is_lost = member.state is WorkerState.LOST
+        is_lost = member.state is WorkerState.LOST and member.node_rank not in job.absent
         if is_lost and (member.rank, member.incarnation) not in counted:
             lose_unreported(job, member)

@@ -75,7 +75,7 @@ WORKER_EVENTS = (
 )  # fmt: skip
 EVENTS: tuple[type[ev.Event], ...] = (
     *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining,
-    ev.AgentMirrors, ev.MirrorsHeld, ev.ManagerBeganAnew, ev.Tick,
+    ev.AgentMirrors, ev.MirrorsHeld, ev.ManagerBeganAnew, ev.ManagerElected, ev.Tick,
 )  # fmt: skip
 
 Rules = dict[type[ev.Event], Rule]
@@ -115,6 +115,7 @@ _ALWAYS: Rules = {
     ev.AgentRegistered: Rule(nodes.registered),
     ev.AgentHeard: Rule(hangs.heard_elsewhere, follows=_nothing),
     ev.ManagerBeganAnew: Rule(nodes.expect, follows=_nothing),
+    ev.ManagerElected: Rule(nodes.elected, follows=_nothing),
     ev.AgentMirrors: Rule(nodes.ask_for_peer, follows=_nothing),
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
     ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads

@@ -229,6 +229,12 @@ class Membership:
                     self.finish(member)
                 self.note_version(report.version)
 
+    def adopt(self, member: Member) -> None:
+        """A rank of a node that only an earlier manager knew."""
+        node = self.nodes.setdefault(member.node_rank, Node(member.node_rank, "", _NO_LIMIT, (), 0))
+        node.ranks = (*node.ranks, member.rank)
+        self.members[member.rank] = member
+
     def leave(self, node_rank: int, outcome: str) -> None:
         """An agent is gone. It may be one that only an earlier manager knew."""
         node = self.nodes.setdefault(node_rank, Node(node_rank, "", _NO_LIMIT, (), 0))

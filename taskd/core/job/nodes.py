@@ -11,7 +11,7 @@ from taskd.core.job import orders
 from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
-from taskd.core.job.joining import complete, lose_unreported, wait_for_others
+from taskd.core.job.joining import adopt_missing, complete, lose_unreported, wait_for_others
 from taskd.core.job.meeting import note_store
 from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
 from taskd.core.job.state import JobState
@@ -52,6 +52,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     note_store(job, event)
     _take_over_faults(job, event)
     job.membership.register(event)
+    job.expected.pop(event.node_rank, None)
     job.leases.renew(event.node_rank, event.now)
     job.generation = max(job.generation, event.generation)
     job.budget.adopt(event.restarts_used)
@@ -66,7 +67,7 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)
-    return []
+    return _lose_missing(job)
 
 
 def left(job: JobState, event: ev.AgentLeft) -> Commands:
@@ -78,8 +79,11 @@ def left(job: JobState, event: ev.AgentLeft) -> Commands:
 def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands:
     """An agent is not there any more."""
     membership = job.membership
-    membership.leave(node_rank, outcome)
     job.leases.drop(node_rank)
+    if outcome == LOST_NODE and node_rank in job.expected:
+        return _lose_missing(job)
+    job.expected.pop(node_rank, None)
+    membership.leave(node_rank, outcome)
     if job.phase is JobPhase.ENDING:
         return end_if_all_left(job)
     gone = f"the agent of node {node_rank} {how}"
@@ -89,6 +93,8 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         return end(job, succeeded=True, reason=gone, left_alone=True)
     if outcome == LOST_NODE and may_wait(job, node_rank):
         wait_for_node(job, node_rank, gone)
+        if job.phase is JobPhase.JOINING:
+            (complete if membership.is_complete else wait_for_others)(job)
         return []
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_needed(job, member) for member in members):
@@ -100,6 +106,20 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     for member in members:
         membership.finish(member)
     return _after_goodbye(job)
+
+
+def _lose_missing(job: JobState) -> Commands:
+    """Whom an elected manager expects, and nobody has heard of in time, once all others are there.
+
+    Until then they may still come.
+    """
+    if any(job.leases.is_held(node_rank) for node_rank in job.expected):
+        return []
+    commands: Commands = []
+    for node_rank in sorted(job.expected):
+        adopt_missing(job, node_rank)
+        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the elected manager")
+    return commands
 
 
 def _after_goodbye(job: JobState) -> Commands:
@@ -127,6 +147,18 @@ def expect(job: JobState, event: ev.ManagerBeganAnew) -> Commands:
     """Agents that an earlier machine knew: whoever does not come back is lost."""
     for node_rank in event.node_ranks:
         job.leases.renew(node_rank, event.now)
+    return []
+
+
+def elected(job: JobState, event: ev.ManagerElected) -> Commands:
+    """The agents elected this manager: whoever does not come is lost with the host of the last."""
+    per_node = event.ranks_per_node
+    for node_rank in range(event.node_count):
+        first = node_rank * per_node
+        job.expected[node_rank] = tuple(range(first, first + per_node))
+        job.leases.renew(node_rank, event.now)
+        if node_rank not in event.voters:
+            job.leases.doubt(node_rank, event.now)
     return []
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from taskd.core import events as ev
 from taskd.core.job.machine import EVENTS
 
-_OF_A_NODE = (ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld)
+_OF_A_NODE = (ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.RosterKept)
 # a manager that begins anew for one node each second serves no other
 HARM_LIMIT = 3
 
@@ -20,7 +20,7 @@ def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[
 
     The kind of the refusal ("malformed", "foreign") and its text.
     """
-    if not isinstance(event, (*EVENTS, ev.WorkerProfiling)):
+    if not isinstance(event, (*EVENTS, ev.WorkerProfiling, ev.RosterKept)):
         return "malformed", f"{type(event).__name__} is not for a manager"
     if isinstance(event, ev.WorkerEvent) and event.rank not in ranks:
         return "foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own"

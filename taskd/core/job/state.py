@@ -86,6 +86,8 @@ class JobState(MachineState):
     dump: EmergencyDump | None = None
     awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     absent: Deadlines[int] = field(default_factory=Deadlines)  # nodes: to come back
+    # Ranks of nodes that an elected manager knows of, and that have not registered with it.
+    expected: dict[int, tuple[int, ...]] = field(default_factory=dict)
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on

@@ -34,7 +34,7 @@ class AutomaticManager:
     def joined(self) -> None:
         """A manager has accepted this node."""
         if not self._is_running:
-            self._stop()
+            self.stop()
 
     def moves(self, now: float) -> bool:
         """Who listens there does not serve this node. Whether ours is started elsewhere."""
@@ -51,11 +51,12 @@ class AutomaticManager:
             self.port_is_taken()
             return False
         if status in (EXIT_LEFT, EXIT_WRONG_SETTINGS) or self.restarts == MAX_RESTARTS:
-            self._stop()
+            self.stop()
             return False
         self.due_at = now + self.restarts  # the first at once
         self.restarts += 1
         return True
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """None is started here any more."""
         self.due_at, self._is_wanted = None, False

@@ -7,18 +7,20 @@ select, a lock) that an asynchronous exception would wait for.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from typing import TYPE_CHECKING
+
+from taskd.config.signals import usable_interrupt_signal
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from taskd.worker.life import Interrupts
 
-# First real-time signal to try. The lowest ones are used by debuggers and C libraries more often
-# than these.
-_FIRST_SIGNAL = signal.SIGRTMIN + 9
+log = logging.getLogger(__name__)
+
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
@@ -49,16 +51,29 @@ class MainThreadInterrupter:
         self._main = threading.main_thread().ident
         self._signal = next(
             number
-            for number in range(_FIRST_SIGNAL, signal.SIGRTMAX)
+            for number in range(usable_interrupt_signal(), signal.SIGRTMAX)
             if signal.getsignal(number) == signal.SIG_DFL
         )
         signal.signal(self._signal, self._handle)
+        self._is_lost = False  # the program has taken the signal
 
     def interrupt(self, reason: str) -> None:
         """From the runtime thread: the main thread is to leave the function."""
         self._interrupts.pending = reason
+        self.check()
         if self._main is not None:
             signal.pthread_kill(self._main, self._signal)
+
+    def check(self) -> None:
+        """Say it if the program has taken the signal: before the first fault, if it can be."""
+        if not self._is_lost and signal.getsignal(self._signal) != self._handle:
+            self._is_lost = True
+            log.warning(
+                "the program has taken signal %d (SIGRTMIN+%d), by which taskd interrupts it: it "
+                "is interrupted late or has to be replaced. Set TASKD_INTERRUPT_SIGNAL to another",
+                self._signal,
+                self._signal - signal.SIGRTMIN,
+            )
 
     def _handle(self, _number: int, frame: FrameType | None) -> None:
         interrupts = self._interrupts

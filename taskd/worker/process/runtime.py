@@ -72,8 +72,9 @@ class Runtime(Supervisor):
         self.outer_group = OuterGroup(
             life.rank, self.orders, self.gate, self.verdict, is_of_job=bootstrap.gated
         )
+        self._interrupter = MainThreadInterrupter(life.interrupts)
         self._unwinding = Unwinding(
-            life, self.orders, self.groups, self._boundary, MainThreadInterrupter(life.interrupts)
+            life, self.orders, self.groups, self._boundary, self._interrupter
         )
         self._pulse = Pulse(life, self.groups)
         self.sigterm = None if bootstrap.grace_s is None else Sigterm()
@@ -138,6 +139,7 @@ class Runtime(Supervisor):
         self.life.mark(Phase.ENTERED)
         if not self._entered:
             self._entered = True
+            self._interrupter.check()
             self.outer_group.note_entry()
             self.uplink.tell(events.WorkerDeclared, "entered", entered=True)
 

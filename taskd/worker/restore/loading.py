@@ -60,6 +60,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
         problems = agreement.gather(problem)
         if not problems and checkpoint is not None:
             if life.rank == 0:
+                _warn_if_exposed(directory, path)
                 manifest = checkpoint.manifest
                 _say(
                     f"restoring step {manifest.version} from {path}: the newest whole checkpoint, "
@@ -74,6 +75,12 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
             f"{directory}{_skipped(passed_over)}"
         )
     return None
+
+
+def _warn_if_exposed(directory: Path, path: Path) -> None:
+    exposed = folder.exposure(directory, path)
+    if exposed is not None:
+        _say(f"the checkpoint is not safe: {exposed}")
 
 
 def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def _check(path: Path, life: Life) -> tuple[Checkpoint | None, str]:
     try:
         checkpoint = folder.check(path, life.job_id)
         for file in checkpoint.manifest.files[life.rank :: life.world_size]:
-            files.check_content(path / file.name, file.size_bytes, file.sha256)
+            files.check_content(path / file.name, file.size_bytes, file.sha256, path)
     except (CheckpointError, OSError) as error:
         return None, f"rank {life.rank}: {error}"
     return checkpoint, ""

@@ -143,6 +143,33 @@ def test_one_flipped_bit_is_found_in_full(tmp_path, name) -> None:
         assert tree(tmp_path) == was
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "said"),
+    [
+        (0o755, None, None),
+        (0o775, None, None),  # a group that shares its checkpoints
+        (0o777, None, "can be written by every user (mode 0777)"),
+        (0o1777, None, "can be written by every user (mode 1777)"),
+        (0o700, 12345, "belongs to user 12345"),
+    ],
+)
+@pytest.mark.parametrize("which", ["directory", "checkpoint"])
+def test_a_folder_that_others_own_or_can_write_is_told_of(
+    tmp_path, which, mode, owner, said
+) -> None:
+    path = save(tmp_path, 1)
+    changed = tmp_path if which == "directory" else path
+    changed.chmod(mode)
+    if owner is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(changed, owner, -1)
+    found = folder.exposure(tmp_path, path, tmp_path / "missing")
+    assert (found is None) == (said is None), found
+    assert said is None or found.startswith(f"{changed} {said}: ")
+    assert folder.check(path, "job").path == path
+
+
 def test_with_nothing_valid_nothing_is_chosen(tmp_path) -> None:
     assert folder.newest_valid(tmp_path / "missing", "job") == (None, [])
     path = save(tmp_path, 1)

@@ -11,6 +11,7 @@ from checkpoints import assert_holds, draft_of, state_of, tree
 from taskd.checkpoint import folder
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
+from taskd.errors import CorruptCheckpointError
 
 
 def save(directory, *fills, version=7):
@@ -74,6 +75,36 @@ def test_what_is_not_whole_is_left_out_and_the_tensors_stay(tmp_path, caplog, fi
     folder.check(path, "job", is_full=True)
     assert_holds(path, 7, (0, 1))
     assert tree(tmp_path).keys() == tree(path.parent).keys()
+
+
+def test_a_link_in_place_of_their_folder_is_written_through_by_nobody(tmp_path, caplog):
+    """Somebody who can make names in the directory puts it there while the draft is written."""
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    elsewhere.mkdir()
+    draft = draft_of(directory, 7, writers=(0,), world_size=1)
+    write(draft, 0, state_of(7), {"ranks/0/random": bytes([0, 7])}, writes("file"))
+    (draft.path / "user").symlink_to(elsewhere)
+    path = publish(draft)
+    assert "the files of on_dump() are left out" in caplog.text
+    assert os.listdir(elsewhere) == []
+    assert not os.path.lexists(path / "user")
+    assert_holds(path, 7, (0,))
+
+
+@pytest.mark.parametrize("linked", ["user", "user/iter"])
+def test_a_link_in_place_of_a_folder_is_not_read_through(tmp_path, linked):
+    directory = tmp_path / "checkpoints"
+    path = save(directory, writes("iter/file"))
+    moved = tmp_path / "moved"
+    (path / linked).rename(moved)
+    (path / linked).symlink_to(moved)
+    for is_full in (False, True):
+        (problem,) = folder.problems(path, is_full=is_full)
+        assert problem == f"{path}/user/iter/file: is a symbolic link"
+    with pytest.raises(CorruptCheckpointError, match="is a symbolic link"):
+        folder.check(path, "job")
+    chosen, passed_over = folder.newest_valid(directory, "job")
+    assert (chosen, len(passed_over)) == (None, 1)
 
 
 def test_a_draft_that_is_given_up_takes_them_along(tmp_path):

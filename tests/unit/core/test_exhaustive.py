@@ -20,11 +20,13 @@ BESIDE_THE_MACHINES = {
     ev.WorkerProfiling,
     ev.SpareRegistered,
     ev.SpareLeft,
+    ev.RosterKept,
     do.SetProfiling,
     do.Pair,
     do.OfferPlace,
     do.Dismiss,
     do.Proceed,
+    do.KeepRoster,
 }
 
 

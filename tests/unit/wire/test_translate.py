@@ -27,6 +27,9 @@ LINK_ONLY = {
     messages.RegisterWorker,
     messages.Unsupported,
     messages.Rejected,
+    messages.AskVote,
+    messages.Vote,
+    messages.Elected,
 }
 
 
@@ -54,7 +57,7 @@ def test_every_message_is_an_event_a_command_or_part_of_the_link() -> None:
 
 def test_every_event_that_the_manager_handles_travels() -> None:
     recovery = pytest.importorskip("taskd.core.job.machine")
-    local = {events.Tick, events.AgentHeard, events.ManagerBeganAnew}
+    local = {events.Tick, events.AgentHeard, events.ManagerBeganAnew, events.ManagerElected}
     assert set(recovery.EVENTS) - local <= set(EVENTS)
 
 

@@ -1,0 +1,238 @@
+"""How an agent takes part in the election of a manager: its door, and its questions to others.
+
+      agent  ── AskVote ──►  doors of all other voters        ◄── Vote ──
+             ── Elected ──►  doors of all voters and spares    (who has started the manager)
+
+The door, a port of its own, is open from the start; connections to other doors are there only
+during an election, and while this node has the elected manager. When to ask and what to answer is
+decided in `taskd.core.policy.election`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from taskd.config import join_address
+from taskd.core import events
+from taskd.core.policy.election import MIN_VOTERS, Election, Won
+from taskd.core.votes import Elected
+from taskd.errors import RemoteProtocolError, TransportError
+from taskd.log import SayOnce
+from taskd.transport import zeromq
+from taskd.wire import codec, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from taskd.clock import Clock
+    from taskd.config import AgentConfig
+    from taskd.core.votes import AskVote, Roster
+
+log = logging.getLogger(__name__)
+
+_REPEAT_S = 5.0  # who was cut off hears where the manager is when he is back
+
+
+class Door:
+    """Where a process hears that another manager was elected, and is asked for its vote."""
+
+    def __init__(self, config: AgentConfig, node_rank: int | None, incarnation: str) -> None:
+        """`node_rank`: None for a spare. Raises `TransportError`."""
+        role = "spare" if node_rank is None else "agent"
+        self._sender = (config.job_id, role, node_rank, None, incarnation, 0)
+        self._secret = config.secret
+        self.link = zeromq.Router(join_address(config.own_address, 0), secret=config.secret)
+        self._said = 0
+        self._once = SayOnce()
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self.link.address
+
+    def heard(self, link: zeromq.Router | zeromq.Dealer) -> list[tuple[bytes, str, object]]:
+        """What others of this job said there: connection, incarnation, message."""
+        found: list[tuple[bytes, str, object]] = []
+        for peer, data in link.receive():
+            try:
+                envelope, message = codec.decode(data)
+            except RemoteProtocolError as error:
+                if self._once.is_new(error.reason, str(error)):
+                    log.warning("what is no word of another voter was refused: %s", error)
+                continue
+            if envelope.job_id == self._sender[0] and isinstance(envelope.incarnation, str):
+                found.append((peer, envelope.incarnation, message))
+        return found
+
+    def turn(self) -> None:
+        """Let go of what is not looked at."""
+        self.link.take_refused()
+        self.link.take_disconnected()
+
+    def encode(self, message: messages.Message) -> bytes:
+        """The bytes of a message of this process."""
+        self._said += 1
+        return codec.encode(codec.Envelope(*self._sender, self._said, "election"), message)
+
+    def connect(self, address: str) -> zeromq.Dealer:
+        """To the door of another one. Raises `TransportError`."""
+        name = f"{self._sender[4]}.{self._said}"
+        return zeromq.Dealer(address, name, secret=self._secret, beside=self.link)
+
+    def close(self) -> None:
+        """No more."""
+        self.link.close()
+
+
+class Electing:
+    """See the module. `read` and `turn` are called by the agent's loop."""
+
+    def __init__(
+        self, config: AgentConfig, clock: Clock, node_rank: int, node_count: int, incarnation: str
+    ) -> None:
+        """Where no port can be had, or it is not wanted, this node has no vote."""
+        self.election = Election(incarnation)
+        self._clock, self._node_rank = clock, node_rank
+        self._door: Door | None = None
+        self._ways: dict[str, zeromq.Dealer] = {}  # by address
+        self._elected: Elected | None = None  # that this node has started
+        self._repeats_at = 0.0
+        if not config.elects or node_count < MIN_VOTERS:
+            return
+        try:
+            self._door = Door(config, node_rank, incarnation)
+        except TransportError as error:
+            log.warning("node %d has no vote if the manager is lost: %s", node_rank, error)
+
+    @property
+    def address(self) -> str:
+        """Where it can be asked for its vote; "": nowhere."""
+        return "" if self._door is None else self._door.address
+
+    @property
+    def links(self) -> list[zeromq.Router | zeromq.Dealer]:
+        """To be polled."""
+        return [] if self._door is None else [self._door.link, *self._ways.values()]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `turn` has something to do."""
+        deadlines = (self.election.next_deadline, self._repeats_at if self._elected else None)
+        return min((due for due in deadlines if due is not None), default=None)
+
+    def may_obey(self, event: events.Event) -> bool:
+        """Whether the manager that says this is not older than one that this node has voted for."""
+        term = event.term if isinstance(event, events.ManagerJoined) else self.election.term
+        return self.election.may_obey(term)
+
+    def obey(self, address: str, term: int) -> None:
+        """A manager has accepted this agent."""
+        self.election.obey(address, term)
+        if self._elected is None:
+            self._hang_up()
+
+    def miss(self, now: float) -> None:
+        """The manager has been silent for too long."""
+        self.election.miss(now)
+
+    def keep(self, roster: Roster) -> bool:
+        """The manager says who votes. Whether this agent knows it from now on."""
+        return self._door is not None and self.election.keep(roster)
+
+    def started(self, term: int, address: str) -> None:
+        """The manager that was started here listens: all others are to hear of it."""
+        self._elected = Elected(term, address)
+        self._tell_elected(self._clock.now())
+
+    def turn(self, now: float) -> None:
+        """Ask others if it is time, and repeat who was elected."""
+        if self._elected is not None and now >= self._repeats_at:
+            self._tell_elected(now)
+        ask = self.election.turn(now)
+        if ask is not None:
+            self._ask(ask)
+
+    def read(self, now: float) -> list[Won | Elected]:
+        """What others said, and what is to follow: start a manager, or obey another one."""
+        if self._door is None:
+            return []
+        self._door.turn()
+        results: list[Won | Elected | None] = []
+        for peer, name, message in self._door.heard(self._door.link):
+            if isinstance(message, messages.AskVote):
+                self._answer(peer, name, message)
+            elif isinstance(message, messages.Elected):
+                results.append(message)
+        for way in list(self._ways.values()):
+            for _, name, message in self._door.heard(way):
+                if isinstance(message, messages.Vote):
+                    results.append(self._take_vote(name, message, now))
+        return [
+            result
+            for result in results
+            if isinstance(result, Won)
+            or (isinstance(result, Elected) and self.election.follows(result))
+        ]
+
+    def close(self) -> None:
+        """No more."""
+        self._hang_up()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _answer(self, peer: bytes, name: str, ask: messages.AskVote) -> None:
+        assert self._door is not None
+        vote = self.election.take_ask(name, ask, self._clock.now())
+        if vote.is_given and not vote.is_trial:
+            log.warning(
+                "node %d votes for the manager of another node (term %d)", self._node_rank, ask.term
+            )
+        answer = messages.Vote(
+            vote.term, vote.is_trial, vote.is_given, vote.manager, vote.manager_term
+        )
+        self._door.link.send(peer, self._door.encode(answer))
+
+    def _take_vote(self, name: str, vote: messages.Vote, now: float) -> Won | Elected | None:
+        result = self.election.take_vote(name, vote, now)
+        if isinstance(result, (Won, Elected)) or result is None:
+            return result
+        self._ask(result)
+        return None
+
+    def _ask(self, ask: AskVote) -> None:
+        roster = self.election.roster
+        assert roster is not None
+        if not ask.is_trial:
+            log.warning("node %d asks for votes (term %d)", self._node_rank, ask.term)
+        message = messages.AskVote(ask.term, ask.is_trial, ask.roster_term, ask.roster_number)
+        self._send(
+            message, (one.address for one in roster.voters if one.name != self.election.name)
+        )
+
+    def _tell_elected(self, now: float) -> None:
+        roster, elected = self.election.roster, self._elected
+        assert roster is not None
+        assert elected is not None
+        self._repeats_at = now + _REPEAT_S
+        others = (one.address for one in roster.voters if one.name != self.election.name)
+        self._send(messages.Elected(elected.term, elected.address), [*others, *roster.listeners])
+
+    def _send(self, message: messages.Message, addresses: Iterable[str]) -> None:
+        if self._door is None:
+            return
+        data = self._door.encode(message)
+        for address in addresses:
+            try:
+                if address not in self._ways:
+                    self._ways[address] = self._door.connect(address)
+            except TransportError as error:
+                log.warning("node %d cannot reach a voter: %s", self._node_rank, error)
+                continue
+            self._ways[address].send(None, data)
+
+    def _hang_up(self) -> None:
+        for way in self._ways.values():
+            way.close()
+        self._ways.clear()

@@ -1,0 +1,205 @@
+"""Who goes on when the manager's host is lost: the agents elect the node where the next one starts.
+
+Voters are the agents of the first 99 places of a job (a *roster*, which the manager tells them).
+One that misses its manager asks the others, and starts the next one if a *quorum* agrees, more than
+half of the roster. The other agents and spares have no vote; they are told where the manager is.
+
+Two managers never bring the same job on, whatever is slow, lost or cut off. No clock is needed for
+that, because
+
+1. a voter obeys one manager at a time, and none of an older term than it has voted for;
+2. training goes on after a recovery only when the agents of *all* places obey the same manager;
+3. a manager replaces agents only while at least half of the roster is there (`is_half`), so that
+   the others cannot elect, and while half of it obeys nobody else can be elected either;
+4. when agents have been replaced, those of the former roster count beside the next one, which needs
+   both quorums, until all have it: by then whoever knows only the former one is less than a quorum.
+
+A manager that starts with the job is one of half of the roster, too: of two nodes, or of two halves
+of four, its side goes on, and the other one waits and ends when its time is over.
+
+The terms are those of Raft (Ongaro and Ousterhout, 2014); a trial is its pre-vote. There is no log:
+agents tell a new manager all that it has to know. Knows no connection and no clock.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+
+_RETRY_S = 0.25  # a round of votes takes a round trip
+_START_S = 5.0  # a manager that was elected has to be there
+_STEP_S = 0.15  # between two who would ask in the same moment: the next in order comes first
+MAX_VOTERS = 99  # more would not make it any safer
+MIN_VOTERS = 3  # of two, none is more than half
+
+
+@dataclass(frozen=True, slots=True)
+class Won:
+    """This voter is to start the manager of `term`, elected by those of `roster` in `names`."""
+
+    term: int
+    roster: Roster
+    names: tuple[str, ...]
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Of those who gave their vote."""
+        return tuple(one.node_rank for one in self.roster.voters if one.name in self.names)
+
+
+class Election:
+    """One voter: it asks the others when its manager is missing, and is asked by them.
+
+    `turn` says what to ask of all others; `take_...` takes in what one of them said.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.roster: Roster | None = None
+        self.term = 0  # of the manager that it obeys, or obeyed last
+        self.promised = 0  # the newest term that it has given its vote in
+        self.next_deadline: float | None = None  # when `turn` has something to do
+        self._address = ""  # of that manager
+        self._is_missed = True
+        self._waits_until = 0.0  # for a manager that is being started
+        self._asked: AskVote | None = None  # by this voter, and still open
+        self._given: set[str] = set()
+
+    @property
+    def can_elect(self) -> bool:
+        """Whether there are enough to elect a manager."""
+        return self.roster is not None and len(self.roster.voters) >= MIN_VOTERS
+
+    def may_obey(self, term: int) -> bool:
+        """Whether it has not voted for, or obeyed, a later manager."""
+        return term >= max(self.promised, self.term)
+
+    def obey(self, address: str, term: int) -> None:
+        """The manager of this term has accepted the agent."""
+        self._address, self.term, self.promised = address, term, max(term, self.promised)
+        self._is_missed, self.next_deadline, self._asked = False, None, None
+        self._waits_until = 0.0
+
+    def miss(self, now: float) -> None:
+        """The manager has been silent for too long."""
+        self._is_missed = True
+        if self.can_elect:
+            self.next_deadline = now + self._order * _STEP_S
+
+    def keep(self, roster: Roster) -> bool:
+        """The manager tells who votes. Whether that is from now on what this voter knows."""
+        is_newer = self.roster is None or roster.key >= self.roster.key
+        if not is_newer or self.name not in roster.names or not self.may_obey(roster.term):
+            return False
+        self.roster = roster
+        return True
+
+    def turn(self, now: float) -> AskVote | None:
+        """What to ask all others now, if it is time."""
+        if self.next_deadline is None or now < self.next_deadline:
+            return None
+        self.next_deadline = now + _RETRY_S + self._order * _STEP_S
+        return self._ask(is_trial=True)
+
+    def take_ask(self, candidate: str, ask: AskVote, now: float) -> Vote:
+        """The answer to another one that would start a manager."""
+        is_given = self._would_give(candidate, ask, now)
+        if is_given and not ask.is_trial:
+            self.promised, self._asked = ask.term, None  # its own candidacy is over
+            self._wait(now)
+        if self._is_missed:
+            return Vote(ask.term, ask.is_trial, is_given)
+        return Vote(ask.term, ask.is_trial, is_given, self._address, self.term)
+
+    def take_vote(self, name: str, vote: Vote, now: float) -> AskVote | Elected | Won | None:
+        """What follows from it: the next question to all, whom to obey, or that this one won."""
+        if self._is_missed and vote.manager and self.may_obey(vote.manager_term):
+            return Elected(vote.manager_term, vote.manager)
+        asked = self._asked
+        is_answer = asked is not None and (vote.term, vote.is_trial) == (asked.term, asked.is_trial)
+        if asked is None or self.roster is None or not is_answer or not vote.is_given:
+            return None
+        self._given.add(name)
+        if not self.roster.is_quorum(self._given):
+            return None
+        if asked.is_trial:
+            self.next_deadline = now + 2 * _RETRY_S
+            return self._ask(is_trial=False)
+        self._asked = None
+        self._wait(now)
+        return Won(asked.term, self.roster, tuple(sorted(self._given)))
+
+    def follows(self, elected: Elected) -> bool:
+        """Whether to obey that manager from now on, instead of another or none."""
+        return elected.term > self.term and self.may_obey(elected.term)
+
+    @property
+    def _order(self) -> int:
+        assert self.roster is not None
+        return self.roster.names.index(self.name)
+
+    def _ask(self, *, is_trial: bool) -> AskVote:
+        assert self.roster is not None
+        term = max(self.promised, self.term) + 1
+        if not is_trial:
+            self.promised = term  # its own vote
+        self._given = {self.name}
+        self._asked = AskVote(term, is_trial, *self.roster.key)
+        return self._asked
+
+    def _wait(self, now: float) -> None:
+        """A manager is being started."""
+        self._waits_until = now + _START_S
+        self.next_deadline = self._waits_until + self._order * _STEP_S
+
+    def _would_give(self, candidate: str, ask: AskVote, now: float) -> bool:
+        if not self._is_missed or self.roster is None or now < self._waits_until:
+            return False
+        is_known = (ask.roster_term, ask.roster_number) >= self.roster.key
+        is_voter = any(candidate in group for group in (self.roster.names, *self.roster.former))
+        return is_voter and is_known and ask.term > max(self.promised, self.term)
+
+
+class Electorate:
+    """The manager's side: who votes, and whether it may replace an agent that is lost."""
+
+    def __init__(self, term: int = 0, roster: Roster | None = None) -> None:
+        """`roster`: that of the election in which this manager was elected."""
+        self.term = term
+        self.roster = roster
+        self._kept: set[str] = set()  # by whom the roster is kept
+
+    def compose(
+        self,
+        node_count: int,
+        ranks_per_node: int,
+        voters: tuple[Voter, ...],
+        listeners: tuple[str, ...],
+    ) -> Roster | None:
+        """The next roster, for all of `voters`; None: they have been told.
+
+        To be asked while the agents of all places are there. Who is lost stays a voter until then.
+        """
+        known = self.roster
+        former: tuple[tuple[str, ...], ...] = ()
+        if known is not None and known.names != tuple(voter.name for voter in voters):
+            former = (known.names, *known.former)
+        elif known is not None and not self._kept >= set(known.names):
+            former = known.former
+        number = 0 if known is None else known.number
+        new = Roster(self.term, number, node_count, ranks_per_node, voters, former, listeners)
+        if new == known:
+            return None
+        self.roster, self._kept = replace(new, number=number + 1), set()
+        return self.roster
+
+    def keeps(self, name: str, number: int) -> None:
+        """A voter has told that it has the roster of this number."""
+        if self.roster is not None and number == self.roster.number:
+            self._kept.add(name)
+
+    def may_replace(self, present: Collection[str]) -> bool:
+        """Whether nobody else could be elected, if these are the voters that are there."""
+        if self.roster is None or len(self.roster.voters) < MIN_VOTERS:
+            return True
+        return self.roster.is_half(present)

@@ -1,0 +1,95 @@
+"""What voters tell each other and their manager in an election, as data.
+
+`taskd.core.policy.election` says who votes for whom, and why.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """The agent of one place. `name`: its incarnation. `address`: host:port where others ask it."""
+
+    node_rank: int
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """All voters, in order of their places.
+
+    `term`, `number`: of the manager, and of the roster. `former`: the names of earlier rosters that
+    count beside it, until all have this one. `listeners`: addresses of spares, and of agents that
+    do not vote. `node_count`, `ranks_per_node`: of the job.
+    """
+
+    term: int
+    number: int
+    node_count: int
+    ranks_per_node: int
+    voters: tuple[Voter, ...]
+    former: tuple[tuple[str, ...], ...] = ()
+    listeners: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The larger, the newer."""
+        return self.term, self.number
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the voters."""
+        return tuple(voter.name for voter in self.voters)
+
+    def is_quorum(self, names: Collection[str]) -> bool:
+        """Whether these may elect a manager."""
+        return all(2 * _count(group, names) > len(group) for group in self._groups)
+
+    def is_half(self, names: Collection[str]) -> bool:
+        """Whether those who are not among these cannot elect another one."""
+        return all(2 * _count(group, names) >= len(group) for group in self._groups)
+
+    @property
+    def _groups(self) -> list[tuple[str, ...]]:
+        return [self.names, *self.former]
+
+
+def _count(group: Collection[str], names: Collection[str]) -> int:
+    return sum(name in names for name in group)
+
+
+@dataclass(frozen=True, slots=True)
+class AskVote:
+    """A candidate asks for the vote, or (`is_trial`) whether it would get it, which binds nobody.
+
+    `roster_term`, `roster_number`: of the roster that it knows.
+    """
+
+    term: int
+    is_trial: bool
+    roster_term: int
+    roster_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """The answer to `AskVote`, whose `term` and `is_trial` it repeats.
+
+    `manager` and `manager_term`: where the manager is that the voter obeys; "": it has none.
+    """
+
+    term: int
+    is_trial: bool
+    is_given: bool
+    manager: str = ""
+    manager_term: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """The manager of this term listens at `address`."""
+
+    term: int
+    address: str

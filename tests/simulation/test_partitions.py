@@ -1,0 +1,80 @@
+"""Hosts that do not reach each other: at most one part of a job goes on, and it is known which."""
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from taskd.core.policy.election import Election, Electorate
+from taskd.core.votes import Roster
+from taskd.testing.partitions import World, patterns, play
+
+SEED = int(os.environ["TASKD_TEST_SEED"])
+STORIES = 150
+
+
+def expected(node_count: int, blocks: dict[int, int]) -> str:
+    """Who goes on: the first manager, one that is elected, or nobody."""
+    sizes = Counter(blocks.values())
+    if 2 * sizes[blocks[0]] >= node_count:
+        return "first"
+    return "elected" if 2 * max(sizes.values()) > node_count else "nobody"
+
+
+@pytest.mark.parametrize("node_count", [3, 4, 5])
+def test_in_every_pattern_the_larger_part_goes_on_and_no_other(node_count: int) -> None:
+    """The part with half of the nodes or more that has the manager, or else more than half."""
+    seen = Counter()
+    for blocks in patterns(node_count):
+        world = World(node_count, random.Random(1))
+        world.split(blocks)
+        world.settle()
+        assert len(world.who_goes_on()) <= 1, blocks
+        whole = [manager for manager in world.managers if world.is_whole(manager)]
+        who = "nobody" if not whole else "first" if whole[0] is world.managers[0] else "elected"
+        assert who == expected(node_count, blocks), blocks
+        seen[who] += 1
+        world.split({})
+        world.settle()
+        whole = [manager for manager in world.managers if world.is_whole(manager)]
+        assert len(whole) == 1, f"after {blocks} has healed"
+    assert sum(seen.values()) == {3: 5, 4: 15, 5: 52}[node_count]  # the numbers of Bell
+    assert min(seen[who] for who in ("first", "elected", "nobody")) > 0
+
+
+@pytest.mark.parametrize("node_count", [3, 4, 5, 7])
+def test_the_host_of_the_manager_is_lost(node_count: int) -> None:
+    """And then that of the next one, as long as more than half of the agents are there."""
+    world = World(node_count, random.Random(1))
+    for lost in range(2):
+        (manager,) = world.who_goes_on()
+        world.kill(manager.host)
+        world.settle()
+        (manager,) = world.who_goes_on()
+        assert world.is_whole(manager)
+        assert manager.electorate.term == lost + 1
+
+
+def test_whatever_happens_two_managers_never_bring_the_job_on() -> None:
+    """Hosts fall apart, die and meet again; messages are lost."""
+    elected = replaced = 0
+    for number in range(STORIES):
+        chance = random.Random(SEED + number)
+        managers, others = play(SEED + number, chance.choice((3, 4, 5)))
+        elected, replaced = elected + managers - 1, replaced + others
+    assert elected > STORIES / 10
+    assert replaced > STORIES
+
+
+@pytest.mark.parametrize(("owner", "rule"), [
+    (Electorate, "may_replace"), (Roster, "is_quorum"), (Election, "may_obey"),
+])  # fmt: skip
+def test_without_one_of_the_rules_the_job_is_there_twice(
+    monkeypatch: pytest.MonkeyPatch, owner: type, rule: str
+) -> None:
+    """What proves that the stories above would show it."""
+    monkeypatch.setattr(owner, rule, lambda *_: True)
+    with pytest.raises(AssertionError, match=r"[23] managers"):
+        for seed in range(1000):
+            play(seed, 4)

@@ -1,0 +1,238 @@
+"""Who votes for whom; what the elected manager makes of those who do not come."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from taskd.core import commands as do
+from taskd.core import events as ev
+from taskd.core.phase import JobPhase
+from taskd.core.policy.election import MAX_VOTERS, Election, Electorate, Won
+from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+from taskd.wire import codec, translate
+from tests.unit.core.answers import kinds, only
+from tests.unit.core.test_meeting import Job
+
+NAMES = ("a", "b", "c")
+
+
+def roster(number: int = 1, names: tuple[str, ...] = NAMES, term: int = 0, **more) -> Roster:
+    voters = tuple(Voter(rank, name, f"{name[:20]}:1") for rank, name in enumerate(names))
+    return Roster(term, number, len(names), 2, voters, **more)
+
+
+def voter(name: str, *, misses: bool = True, known: Roster | None = None) -> Election:
+    """One that obeyed the manager at m:1 and has missed it since."""
+    one = Election(name)
+    one.obey("m:1", 0)
+    assert one.keep(known or roster())
+    if misses:
+        one.miss(10.0)
+    return one
+
+
+def first_ask(one: Election) -> AskVote:
+    assert one.next_deadline is not None
+    ask = one.turn(one.next_deadline)
+    assert ask is not None
+    return ask
+
+
+class TestVoters:
+    def test_two_of_three_elect(self) -> None:
+        candidate, other = voter("b"), voter("c")
+        trial = first_ask(candidate)
+        assert (trial.term, trial.is_trial) == (1, True)
+        ask = candidate.take_vote("c", other.take_ask("b", trial, 10.3), 10.3)
+        assert ask == AskVote(1, is_trial=False, roster_term=0, roster_number=1)
+        won = candidate.take_vote("c", other.take_ask("b", ask, 10.3), 10.3)
+        assert won == Won(1, roster(), ("b", "c"))
+        assert won.node_ranks == (1, 2)
+        assert not other.may_obey(0), "the manager that both have missed may come back"
+        assert other.follows(Elected(1, "b:2"))
+
+    def test_the_first_place_asks_first(self) -> None:
+        deadlines = [voter(name).next_deadline for name in NAMES]
+        assert deadlines == sorted(set(deadlines))
+
+    def test_who_hears_the_manager_gives_no_vote_and_says_where_it_is(self) -> None:
+        vote = voter("c", misses=False).take_ask("b", first_ask(voter("b")), 10.3)
+        assert vote == Vote(1, is_trial=True, is_given=False, manager="m:1", manager_term=0)
+
+    def test_who_is_told_where_a_newer_manager_is_goes_there(self) -> None:
+        lost, told = voter("b"), Vote(1, is_trial=True, is_given=False, manager="n:1",
+                                      manager_term=4)  # fmt: skip
+        found = lost.take_vote("c", told, 10.3)
+        assert found == Elected(4, "n:1")
+        assert lost.follows(found)
+        lost.obey("n:1", 4)
+        assert not lost.follows(Elected(4, "n:1"))
+        assert not lost.follows(Elected(3, "o:1"))
+
+    def test_one_vote_in_a_term(self) -> None:
+        one, ask = voter("c"), AskVote(1, is_trial=False, roster_term=0, roster_number=1)
+        assert one.take_ask("b", ask, 10.0).is_given
+        assert not one.take_ask("a", ask, 10.0).is_given
+
+    def test_a_manager_that_was_elected_has_time_to_start(self) -> None:
+        """Else the next candidate would have all votes before the first manager listens."""
+        one, ask = voter("c"), AskVote(1, is_trial=False, roster_term=0, roster_number=1)
+        one.take_ask("b", ask, 10.0)
+        later = dataclasses.replace(ask, term=2)
+        assert not one.take_ask("a", later, 12.0).is_given
+        assert one.take_ask("a", later, 16.0).is_given
+
+    def test_a_trial_binds_nobody(self) -> None:
+        one, trial = voter("c"), AskVote(1, is_trial=True, roster_term=0, roster_number=1)
+        assert one.take_ask("b", trial, 10.0).is_given
+        assert one.may_obey(0)
+
+    @pytest.mark.parametrize(("candidate", "number"), [("stranger", 2), ("b", 1)])
+    def test_strangers_and_who_knows_an_older_roster_get_no_vote(
+        self, candidate: str, number: int
+    ) -> None:
+        one = voter("c", known=roster(2))
+        ask = AskVote(1, is_trial=True, roster_term=0, roster_number=number)
+        assert not one.take_ask(candidate, ask, 10.0).is_given
+
+    def test_a_late_vote_of_another_round_counts_nothing(self) -> None:
+        candidate = voter("b")
+        trial = first_ask(candidate)
+        for vote in (Vote(trial.term, False, True), Vote(trial.term + 1, True, True)):
+            assert candidate.take_vote("c", vote, 10.3) is None
+
+    def test_an_older_roster_or_one_without_it_is_not_kept(self) -> None:
+        one = voter("b", known=roster(5))
+        assert not one.keep(roster(4))
+        assert not one.keep(roster(6, ("a", "c", "d")))
+        assert one.keep(roster(6))
+
+    def test_of_two_voters_nobody_asks(self) -> None:
+        one = voter("b", known=roster(1, ("a", "b")))
+        assert one.next_deadline is None
+
+    def test_while_voters_are_exchanged_both_rosters_have_to_agree(self) -> None:
+        joint = roster(2, ("a", "d", "e"), former=(("a", "b", "c"),))
+        assert not joint.is_quorum({"d", "e"})
+        assert not joint.is_quorum({"a", "b"})
+        assert joint.is_quorum({"a", "b", "d"})
+
+
+class TestElectorate:
+    def compose(self, one: Electorate, names: tuple[str, ...]) -> Roster | None:
+        return one.compose(len(names), 2, roster(names=names).voters, ())
+
+    def test_it_is_told_once(self) -> None:
+        one = Electorate()
+        assert self.compose(one, NAMES) == roster(1)
+        assert self.compose(one, NAMES) is None
+
+    def test_the_former_counts_until_all_have_the_next(self) -> None:
+        one, new = Electorate(), ("a", "b", "d")
+        self.compose(one, NAMES)
+        assert self.compose(one, new) == roster(2, new, former=(NAMES,))
+        assert not one.may_replace({"d"})
+        for name in ("a", "b"):
+            one.keeps(name, 2)
+        assert self.compose(one, new) is None
+        one.keeps("d", 1)
+        assert self.compose(one, new) is None, "that was an older one"
+        one.keeps("d", 2)
+        assert self.compose(one, new) == roster(3, new)
+
+    def test_half_of_the_voters_are_enough_and_less_are_not(self) -> None:
+        one = Electorate()
+        self.compose(one, ("a", "b", "c", "d"))
+        assert one.may_replace({"a", "b"})
+        assert not one.may_replace({"a"})
+
+    def test_where_nobody_can_be_elected_anybody_may_be_replaced(self) -> None:
+        one = Electorate()
+        assert one.may_replace(())
+        self.compose(one, ("a", "b"))
+        assert one.may_replace(())
+
+    def test_an_elected_manager_tells_its_own_roster(self) -> None:
+        one = Electorate(3, roster(7))
+        assert self.compose(one, NAMES) == roster(8, term=3)
+
+
+class TestTheElectedManager:
+    """Of a job of three nodes of one rank; node 0 was lost with the manager."""
+
+    def elected(self) -> Job:
+        job = Job()
+        job.send(ev.ManagerElected, 3, 1, (1, 2))
+        return job
+
+    def test_a_node_that_does_not_come_is_lost_and_waited_for(self) -> None:
+        job = self.elected()
+        assert job.register(1) == []
+        assert job.register(2) == []
+        assert job.machine.phase is JobPhase.JOINING
+        job.now += 3.1  # the heartbeats that it should have sent
+        said = job.send(ev.Tick)
+        assert job.machine.lost_nodes == [0]
+        assert only(said, do.Interrupt).generation == 1
+        for rank in (1, 2):
+            job.pause(rank)
+        resume = only(job.replace(0), do.Resume)
+        assert resume.version == 5
+        assert {move.rank: move.source for move in resume.moves if not move.keeps} == {0: 1}
+        assert resume.store == "agent 1:1"
+
+    def test_all_come_and_nothing_happens(self) -> None:
+        job = self.elected()
+        for node in range(3):
+            assert job.register(node) == []
+        assert job.machine.phase is JobPhase.RUNNING
+        job.now += 5.0
+        assert job.send(ev.Tick) == []
+
+    def test_one_that_comes_late_is_no_less_there(self) -> None:
+        """Nobody is given up before all others are there."""
+        job = self.elected()
+        job.register(1)
+        job.now += 3.1
+        assert job.send(ev.Tick) == []
+        job.register(0)
+        job.register(2)
+        assert job.machine.phase is JobPhase.RUNNING
+        assert job.machine.lost_nodes == []
+
+    def test_the_last_one_that_comes_ends_the_wait(self) -> None:
+        job = self.elected()
+        job.register(1)
+        job.now += 3.1
+        job.send(ev.Tick)
+        assert only(job.register(2), do.Interrupt).generation == 1
+        assert job.machine.lost_nodes == [0]
+
+    def test_one_that_says_goodbye_is_not_missed(self) -> None:
+        job = self.elected()
+        job.register(1)
+        job.register(2)
+        job.send(ev.AgentLeft, 0, "succeeded", "")
+        assert job.machine.phase is JobPhase.RUNNING
+        assert job.machine.lost_nodes == []
+
+    def test_a_voter_has_a_whole_lease(self) -> None:
+        job = self.elected()
+        job.register(0)
+        job.register(1)
+        job.now += 10.0
+        job.send(ev.AgentHeard, 0)
+        job.send(ev.AgentHeard, 1)
+        assert kinds(job.send(ev.Tick)) == []
+        assert job.machine.phase is JobPhase.JOINING
+
+
+def test_a_roster_of_the_largest_job_fits_into_a_message() -> None:
+    names = tuple(f"{rank:032}" for rank in range(MAX_VOTERS))
+    others = tuple(f"[2001:db8:0:0:0:0:1:{rank:x}]:54321" for rank in range(4096 - MAX_VOTERS))
+    full = roster(2**40, names, 2**20, former=(names[::-1], names), listeners=others)
+    message = translate.command_to_message(do.KeepRoster("roster", 2**20, full))
+    envelope = codec.Envelope("job", "manager", None, None, "a" * 32, 0, 0, "roster")
+    assert len(codec.encode(envelope, message)) <= codec.MAX_MESSAGE_BYTES
