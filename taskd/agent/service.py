@@ -34,7 +34,7 @@ from taskd.core import commands, events
 from taskd.core.node.draining import Step
 from taskd.core.phase import NodePhase
 from taskd.core.policy.election import Won
-from taskd.errors import TaskdError
+from taskd.errors import TaskdError, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -306,11 +306,8 @@ class Service:
             case events.CommandReceived(command=commands.SetProfiling() as command):
                 self._profiling.order(command, self._machine.generation)
             case events.CommandReceived(command=commands.KeepRoster() as command):
-                if self._electing.keep(command.roster):
-                    number = command.roster.number
-                    self._say(
-                        events.RosterKept(event.now, event.cause, self._host.node_rank, number)
-                    )
+                for kept in self._electing.keep(command.roster, event.now):
+                    self._say(kept)
             case events.CommandReceived(command=commands.Command() as command):
                 if isinstance(command, commands.Resume | commands.RestartGroup) and command.store:
                     self._host.meet_at(command.store)
@@ -334,7 +331,10 @@ class Service:
 
     def _go_to(self, address: str) -> None:
         self._seeks_since = self._clock.now()
-        self._manager.redirect(address)
+        try:
+            self._manager.redirect(address)
+        except TransportError as error:
+            log.warning("node %d stays with its manager: %s", self._host.node_rank, error)
 
     def _follow_election(self, now: float) -> None:
         """Start the manager that the agents have elected here, or obey that of another node."""

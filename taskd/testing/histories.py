@@ -18,7 +18,7 @@ import secrets
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from taskd.core import commands as do
@@ -43,6 +43,7 @@ _QUALITIES = (
 _GOOD_REASONS = (
     "returned everywhere", "came back", "times:", "in a row", "already left", "already ended well",
     "not known to this manager", "no manager answers", "has been silent",
+    "has not come to the elected manager",
 )  # fmt: skip
 _AWAY_S = (0.01, 1.0, 5.0, 40.0, 100.0, 400.0)  # until another host has the place of a lost one
 _CHUNK = 50  # histories that a process takes at once: a few seconds
@@ -137,6 +138,8 @@ def _with_lost_nodes(rng: random.Random, script: FaultScript, nodes: int) -> Fau
         Trouble(rng.random() * 0.5, "agent", rng.choice(others), rng.choice(_AWAY_S))
         for _ in range(rng.randint(1, 2))
     ]
+    if nodes > 2 and rng.random() < 0.4:  # the first of them had the manager
+        lost[0] = replace(lost[0], kind="host")
     return FaultScript.of([*script, *lost])
 
 

@@ -21,8 +21,8 @@ class Trouble:
     `kind`: of a rank: "kill" (SIGKILL), "crash" (SIGSEGV), "exit" (exit 3), "exit early" (exit 0),
     "raise", "tear" (an exception between optimizer.step() and commit()), "freeze" (SIGSTOP), "fail
     start" (its next process cannot be started); of a node: "cut" (its connection), "agent" (killed,
-    with its workers); of the job: "manager" (killed, back after `lasts_s`). `target`: the rank or
-    the node.
+    with its workers), "host" (the same, with the manager on it: another one is elected after
+    a while); of the job: "manager" (killed, back after `lasts_s`). `target`: the rank or the node.
     """
 
     at: float

@@ -117,6 +117,12 @@ class SimulatedManager:
         heard = None if node_rank in self._gaps else self._heard.get(node_rank)
         return self._sequence.get(node_rank, 0), heard
 
+    def is_elected_by(self, node_count: int, ranks_per_node: int, voters: tuple[int, ...]) -> None:
+        """The agents of these nodes have elected it."""
+        self._feed(
+            ev.ManagerElected(self._clock.now(), "elected", node_count, ranks_per_node, voters)
+        )
+
     def kill(self) -> None:
         """SIGKILL."""
         self.is_alive = False

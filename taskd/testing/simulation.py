@@ -39,6 +39,7 @@ class Result:
     missed: list[Trouble] = field(default_factory=list)
 
 
+_ELECTION_S = 4.0  # to miss a manager, to vote, and to start the next one
 _FIRST_HOST = "agent 0"  # of the store at which the ranks meet
 
 
@@ -146,6 +147,9 @@ class SimulatedJob:
         """Whether there was something to hurt."""
         if trouble.kind == "manager":
             return self._kill_manager(trouble.lasts_s)
+        if trouble.kind == "host":
+            was_hurt = self._hurt_node(trouble)
+            return was_hurt and self._kill_manager(_ELECTION_S, is_elected=True)
         if trouble.kind in {"agent", "cut"}:
             return self._hurt_node(trouble)
         worker = self.world.workers.get(trouble.target)
@@ -227,12 +231,21 @@ class SimulatedJob:
         )
         self.stories.append(self.manager.machine.story)
 
-    def _kill_manager(self, lasts_s: float) -> bool:
+    def _kill_manager(self, lasts_s: float, *, is_elected: bool = False) -> bool:
         if self.manager is None or not self.manager.is_alive:
             return False
         self.manager.kill()
-        self.clock.call_in(lasts_s, self._start_manager)
+        self.clock.call_in(lasts_s, self._elect_manager if is_elected else self._start_manager)
         return True
+
+    def _elect_manager(self) -> None:
+        """As all agents that are there have agreed; too few: somebody starts one."""
+        self._start_manager()
+        assert self.manager is not None
+        there = [agent for agent in self.agents if agent.is_alive and agent.is_known]
+        voters = tuple(agent.node_rank for agent in there)
+        if 2 * len(voters) > len(self.agents):
+            self.manager.is_elected_by(len(self.agents), len(self._ranks[0]), voters)
 
     def _watch(self, machine: RecoveryMachine, command: do.Command) -> None:
         """Look at each command of the manager as it is made."""

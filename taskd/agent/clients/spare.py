@@ -152,12 +152,14 @@ class SpareClient:
         for _, _, message in self._door.heard(self._door.link):
             if isinstance(message, messages.Elected) and message.term > self._term:
                 self._term = message.term
-                log.warning(
-                    "this spare obeys the manager at %s from now on (term %d)",
-                    message.address,
-                    message.term,
-                )
-                self._manager.redirect(message.address)
+                self._go_to(message.address)
+
+    def _go_to(self, address: str) -> None:
+        log.warning("this spare obeys the manager at %s from now on (term %d)", address, self._term)
+        try:
+            self._manager.redirect(address)
+        except TransportError as error:
+            log.warning("this spare stays with its manager: %s", error)
 
 
 def _door_of(config: AgentConfig, incarnation: str) -> Door | None:

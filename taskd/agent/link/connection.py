@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from taskd.core import events
 from taskd.core.policy.registration import Registration
-from taskd.errors import LocalProtocolError, RemoteProtocolError
+from taskd.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from taskd.transport import curve, zeromq
 from taskd.wire import codec, messages, translate
 
@@ -154,12 +154,20 @@ class ManagerConnection:
         return codec.encode(envelope, message)
 
     def redirect(self, address: str, delay_s: float = 0.0) -> None:
-        """Look for the manager there from now on. What was not sent yet is dropped."""
+        """Look for the manager there from now on. What was not sent yet is dropped.
+
+        Raises `TransportError`: it is no address, and nothing has changed.
+        """
+        former, self.address = self.address, address
+        try:
+            dealer = self._connect()
+        except TransportError:
+            self.address = former
+            raise
         self._dealer.close()
-        self.address, self.stranger = address, ""
+        self._dealer, self.stranger = dealer, ""
         self.beat_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
-        self._dealer = self._connect()
 
     def close(self) -> None:
         """Leave; last words get a moment to go out."""

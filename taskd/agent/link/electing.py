@@ -66,7 +66,10 @@ class Door:
         return found
 
     def turn(self) -> None:
-        """Let go of what is not looked at."""
+        """Let go of what is not looked at, and of what a stranger has left."""
+        if self.link.is_abused:
+            log.warning("somebody floods %s: its connections were dropped", self.address)
+            self.link.drop_connections()
         self.link.take_refused()
         self.link.take_disconnected()
 
@@ -129,6 +132,8 @@ class Electing:
     def obey(self, address: str, term: int) -> None:
         """A manager has accepted this agent."""
         self.election.obey(address, term)
+        if self._elected is not None and self._elected.term < term:
+            self._elected = None  # the manager of this node is over
         if self._elected is None:
             self._hang_up()
 
@@ -136,9 +141,11 @@ class Electing:
         """The manager has been silent for too long."""
         self.election.miss(now)
 
-    def keep(self, roster: Roster) -> bool:
-        """The manager says who votes. Whether this agent knows it from now on."""
-        return self._door is not None and self.election.keep(roster)
+    def keep(self, roster: Roster, now: float) -> list[events.Event]:
+        """The manager says who votes. Returns what it is to hear."""
+        if self._door is None or not self.election.keep(roster):
+            return []
+        return [events.RosterKept(now, "roster", self._node_rank, roster.number)]
 
     def started(self, term: int, address: str) -> None:
         """The manager that was started here listens: all others are to hear of it."""
@@ -157,12 +164,14 @@ class Electing:
         """What others said, and what is to follow: start a manager, or obey another one."""
         if self._door is None:
             return []
+        if self._door.link.is_abused:
+            self._hang_up()  # the ways share what is closed now
         self._door.turn()
         results: list[Won | Elected | None] = []
         for peer, name, message in self._door.heard(self._door.link):
             if isinstance(message, messages.AskVote):
                 self._answer(peer, name, message)
-            elif isinstance(message, messages.Elected):
+            elif isinstance(message, messages.Elected) and self.election.knows(name):
                 results.append(message)
         for way in list(self._ways.values()):
             for _, name, message in self._door.heard(way):

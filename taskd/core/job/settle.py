@@ -56,9 +56,12 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
     ranks, is_declared = [member.rank for member in lost], job.membership.is_declared
     choice = choose(is_declared=is_declared, lost=ranks, absent=gone_nodes, allowed=job.allowed)
     explain(job, choice)
-    is_over = choice.strategy in (Strategy.DUMP, Strategy.EXIT)
-    if is_over or (gone_nodes and choice.strategy is Strategy.RESTART):
-        return dump.end_job(job, "", attempt.faults[0].fault if attempt.faults else None)
+    culprit = attempt.faults[0].fault if attempt.faults else None
+    if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
+        return dump.end_job(job, "", culprit)
+    if gone_nodes and choice.strategy is Strategy.RESTART:
+        anew = f"all processes cannot start anew while node {gone_nodes[0]} is lost"
+        return dump.end_job(job, f"{job.what_happened()}, and {anew}", culprit)
     is_first = not attempt.reason and not attempt.taken_over
     if is_first or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):
         attempt.strategy, attempt.reason = choice.strategy, choice.reason

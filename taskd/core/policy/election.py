@@ -129,9 +129,16 @@ class Election:
         self._wait(now)
         return Won(asked.term, self.roster, tuple(sorted(self._given)))
 
+    def knows(self, name: str) -> bool:
+        """Whether this is a voter of its roster, or was one of the former."""
+        groups = () if self.roster is None else (self.roster.names, *self.roster.former)
+        return any(name in group for group in groups)
+
     def follows(self, elected: Elected) -> bool:
         """Whether to obey that manager from now on, instead of another or none."""
-        return elected.term > self.term and self.may_obey(elected.term)
+        has_moved = elected.term == self.term and elected.address != self._address
+        is_other = elected.term > self.term or (has_moved and self._is_missed)
+        return is_other and self.may_obey(elected.term)
 
     @property
     def _order(self) -> int:
@@ -156,8 +163,7 @@ class Election:
         if not self._is_missed or self.roster is None or now < self._waits_until:
             return False
         is_known = (ask.roster_term, ask.roster_number) >= self.roster.key
-        is_voter = any(candidate in group for group in (self.roster.names, *self.roster.former))
-        return is_voter and is_known and ask.term > max(self.promised, self.term)
+        return self.knows(candidate) and is_known and ask.term > max(self.promised, self.term)
 
 
 class Electorate:

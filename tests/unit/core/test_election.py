@@ -71,6 +71,14 @@ class TestVoters:
         assert not lost.follows(Elected(4, "n:1"))
         assert not lost.follows(Elected(3, "o:1"))
 
+    def test_a_manager_of_the_same_term_may_have_another_port(self) -> None:
+        """It was started again, and its port was taken."""
+        one = voter("b", misses=False)
+        assert not one.follows(Elected(0, "m:2"))
+        one.miss(10.0)
+        assert one.follows(Elected(0, "m:2"))
+        assert not one.follows(Elected(0, "m:1"))
+
     def test_one_vote_in_a_term(self) -> None:
         one, ask = voter("c"), AskVote(1, is_trial=False, roster_term=0, roster_number=1)
         assert one.take_ask("b", ask, 10.0).is_given

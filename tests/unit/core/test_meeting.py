@@ -8,6 +8,7 @@ import pytest
 
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.job.machine import RecoveryMachine
 from taskd.core.node import NodeMachine
 from taskd.core.phase import JobPhase
@@ -156,3 +157,16 @@ def test_a_node_tells_where_it_was_told_to_meet() -> None:
 def test_a_node_says_that_it_came_late() -> None:
     node = NodeMachine(1, (1,), _TIMEOUTS, node_count=3, world_size=3, substitute_until=9.0)
     assert node.registration(1.0).is_late
+
+
+def test_processes_cannot_all_start_anew_while_a_node_is_lost() -> None:
+    """The reason says so, and not that a restart were forbidden."""
+    job = Job().joined()
+    job.lose(0)
+    job.pause(1)
+    for rank in (1, 2):
+        fault = Fault(FaultKind.KILLED, rank, 0, "SIGKILL", version=5)
+        said = job.send(ev.WorkerLost, rank, 0, fault, 0.0)
+    reason = only(said, do.GiveUp).reason
+    assert "and all processes cannot start anew while node 0 is lost" in reason
+    assert "recover-strategy" not in reason

@@ -1,0 +1,121 @@
+"""The port at which an agent is asked for its vote, on real sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.agent.link.electing import Door, Electing
+from taskd.clock import MonotonicClock
+from taskd.config import AgentConfig
+from taskd.core.policy.election import Won
+from taskd.core.votes import Elected, Roster, Voter
+from taskd.transport import zeromq
+from taskd.wire import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DEADLINE_S = 20.0
+NAMES = ("first", "second", "third")
+
+
+def config(**changed: object) -> AgentConfig:
+    """Of a job that replaces nodes."""
+    loaded = AgentConfig.load({"TASKD_RECOVER_STRATEGY": "recover"}, job_id="job")
+    return dataclasses.replace(loaded, **changed)
+
+
+class Agents:
+    """Three voters that miss the manager they have obeyed."""
+
+    def __init__(self) -> None:
+        self.clock = MonotonicClock()
+        self.agents = [
+            Electing(config(), self.clock, rank, 3, name) for rank, name in enumerate(NAMES)
+        ]
+        voters = tuple(
+            Voter(rank, name, agent.address)
+            for rank, (name, agent) in enumerate(zip(NAMES, self.agents, strict=True))
+        )
+        self.roster = Roster(0, 1, 3, 1, voters)
+        for agent in self.agents:
+            agent.obey("10.0.0.1:9601", 0)
+            (kept,) = agent.keep(self.roster, self.clock.now())
+            assert kept.number == 1
+
+    def run(self, *who: int) -> Won | Elected:
+        """These take part, until something follows."""
+        until = self.clock.now() + _DEADLINE_S
+        while self.clock.now() < until:
+            for rank in who:
+                agent, now = self.agents[rank], self.clock.now()
+                zeromq.poll(agent.links, 0.01)
+                for result in agent.read(now):
+                    return result
+                agent.turn(now)
+        raise TimeoutError
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    made = Agents()
+    yield made
+    made.close()
+
+
+def tell(agents: Agents, to: int, name: str, message: messages.Message) -> None:
+    """Somebody says this at the door of an agent."""
+    door = Door(config(), 1, name)
+    way = door.connect(agents.agents[to].address)
+    way.send(None, door.encode(message))
+    way.send(None, b"garbage")
+    until = agents.clock.now() + _DEADLINE_S
+    link = agents.agents[to].links[0]
+    zeromq.poll([link], until - agents.clock.now())
+    agents.tellers = [*getattr(agents, "tellers", []), (way, door)]
+
+
+def test_two_that_miss_the_manager_elect_the_first_of_them(agents: Agents) -> None:
+    for rank in (1, 2):
+        agents.agents[rank].miss(agents.clock.now())
+    won = agents.run(1, 2)
+    assert isinstance(won, Won)
+    assert (won.term, won.node_ranks) == (1, (1, 2))
+    agents.agents[1].started(1, "10.0.0.2:9601")
+    assert agents.run(2) == messages.Elected(1, "10.0.0.2:9601")
+
+
+def test_who_hears_the_manager_brings_the_others_back(agents: Agents) -> None:
+    agents.agents[2].obey("10.0.0.3:9601", 4)
+    agents.agents[1].miss(agents.clock.now())
+    assert agents.run(1, 2) == Elected(4, "10.0.0.3:9601")
+
+
+def test_a_stranger_names_no_manager(agents: Agents) -> None:
+    tell(agents, 0, "stranger", messages.Elected(7, "10.0.0.9:9601"))
+    assert agents.agents[0].read(agents.clock.now()) == []
+    tell(agents, 0, "third", messages.Elected(7, "10.0.0.9:9601"))
+    assert agents.run(0) == messages.Elected(7, "10.0.0.9:9601")
+    for way, door in agents.tellers:
+        way.close()
+        door.close()
+
+
+@pytest.mark.parametrize(("node_count", "changed"), [
+    (2, {}), (3, {"starts_manager": False}), (3, {"strategies": ("recover-in-place",)}),
+])  # fmt: skip
+def test_where_nothing_is_elected_no_port_is_open(
+    node_count: int, changed: dict[str, object]
+) -> None:
+    one = Electing(config(**changed), MonotonicClock(), 0, node_count, "first")
+    assert one.address == ""
+    assert one.links == []
+    assert one.read(0.0) == []
+    one.close()
