@@ -55,7 +55,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 
 $(VENV)/tested: $(VENV)/installed
 	$(PY) -m pip install --quiet "pytest<9.2" hypothesis pytest-timeout pytest-randomly pytest-xdist \
-		scikit-learn coverage ruff==0.17.6 mypy==2.4.1
+		scikit-learn pyyaml coverage ruff==0.17.6 mypy==2.4.1
 	# Its loader carries a position. --no-deps: torch is there, and the rest is not imported.
 	$(PY) -m pip install --quiet --no-deps torchdata==0.11.0
 	$(PY) setup.py --quiet build_ext --inplace

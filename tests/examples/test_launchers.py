@@ -13,13 +13,20 @@ import pytest
 
 from tests.examples.test_deployment import START, programs
 from tests.examples.test_examples import EXAMPLES
-from tests.examples.test_kubernetes import container, environment, pods, read
 from tests.process import harness
 from tests.process.test_recovery import (
     check_recovered,
     reference,  # noqa: F401
     wait_for_step,
     wait_until,
+)
+
+pytest.importorskip("yaml", reason="PyYAML is in the extra `test`")
+from tests.examples.test_kubernetes import (
+    container,
+    environment,
+    pods,
+    read,
 )
 
 if TYPE_CHECKING:

@@ -120,9 +120,8 @@ def test_a_host_that_is_killed_is_named_and_the_job_saved(tmp_path: pathlib.Path
 
 
 @pytest.mark.extended
-def test_a_job_that_has_lost_a_host_goes_on_with_another_one(
-    tmp_path: pathlib.Path, reference
-) -> None:
+def test_a_job_that_has_lost_a_host_goes_on_with_another_one(tmp_path: pathlib.Path) -> None:
+    """What only that host had, the random numbers of its ranks, is gone, and that is said."""
     with job_on_hosts(tmp_path, 3, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
         assert hosts[2].kill()
         check_lost(job, 2, says=SILENT, code=2)
@@ -135,7 +134,12 @@ def test_a_job_that_has_lost_a_host_goes_on_with_another_one(
             f"read version {checkpoint.manifest.version} from {checkpoint.path}"
         }
         assert len(job.agents) == former + 3
-        assert job.digests() == reference(nproc=6, **STEPS)
+        assert len(set(job.digests().values())) == 1
+        assert len(job.digests()) == 6
+        said = f"{checkpoint.path} has no RNG and sampler state of this rank"
+        for node_rank, agent in enumerate(agents):
+            for rank in (2 * node_rank, 2 * node_rank + 1):
+                assert (f"rank {rank}: {said}" in agent.text) == (node_rank == 2)
 
 
 @pytest.mark.extended

@@ -121,6 +121,12 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
             named,
             with_values=True,
         )
+    elif is_same_world and holding.name == checkpoint.manifest.states[0]:
+        _say(
+            f"rank {life.rank}: {checkpoint.path} has no RNG and sampler state of this rank, which "
+            "was lost with its node: it goes on with those that the script sets, and may read "
+            "some data again"
+        )
     return own
 
 
