@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
 import tempfile
 
@@ -32,19 +33,44 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seed", type=int, default=1, help="of the schedule (default 1)")
     add("--faults", type=int, default=20, help="how many (default 20)")
-    add("--every", type=float, default=3.0, metavar="S",
-        help="mean seconds from a recovery to the next fault (default 3)")
-    add("--kinds", default=",".join(schedule.DEFAULT_KINDS),
-        help="; ".join(f"{kind}: {what}" for kind, what in schedule.KINDS.items()))
+    add(
+        "--every",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="mean seconds from a recovery to the next fault (default 3)",
+    )
+    add(
+        "--kinds",
+        default=",".join(schedule.DEFAULT_KINDS),
+        help="; ".join(f"{kind}: {what}" for kind, what in schedule.KINDS.items()),
+    )
     add("--reference", action="store_true", help="run the command without faults first")
-    add("--digest", metavar="REGEX",
-        help="what the output must have in common with that of the reference")
-    add("--limit", type=float, default=120.0, metavar="S",
-        help="seconds that a recovery may take (default 120)")
-    add("--start-limit", type=float, default=300.0, metavar="S",
-        help="seconds until the job trains (default 300)")
-    add("--directory", type=pathlib.Path, default=pathlib.Path("taskd_chaos"),
-        help="outputs, logs and checkpoints, in a new folder (default ./taskd_chaos)")
+    add(
+        "--digest",
+        metavar="REGEX",
+        help="what the output must have in common with that of the reference",
+    )
+    add(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that a recovery may take (default 120)",
+    )
+    add(
+        "--start-limit",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds until the job trains (default 300)",
+    )
+    add(
+        "--directory",
+        type=pathlib.Path,
+        default=pathlib.Path("taskd_chaos"),
+        help="outputs, logs and checkpoints, in a new folder (default ./taskd_chaos)",
+    )
     add("--json", type=pathlib.Path, metavar="FILE", help="write the verdict there, too")
     add("--dry-run", action="store_true", help="print the schedule only")
     return parser  # fmt: skip
@@ -146,11 +172,16 @@ def main(arguments: list[str]) -> int:
         _say(line)
     if options.dry_run:
         return 0
+    # the job is in a session of its own, and must not outlive us
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         result = _judge(words, faults, options, pattern)
     except (ConfigError, NotReadyError, OSError) as error:
         sys.stderr.write(f"taskd.chaos: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("taskd.chaos: interrupted: the job has been ended, there is no verdict\n")
+        return 1
     for line in verdict.table(result):
         _say(line)
     if options.json:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import pathlib
     from collections.abc import Sequence
 
+_LOOK_S = 0.001  # the kernel stops a process at once, but tells nobody
+_STOPPED_OR_GONE = ("T", "t", "Z", "X", "")
 _GRACE_S = 20.0  # for the end of a job that is told to end: workers, then torchrun, then manager
 
 
@@ -66,7 +68,7 @@ class Command:
     def end(self) -> None:
         """SIGTERM, some time, then SIGKILL for all that is left of it."""
         job = {self.pid, *target.descendants(self.pid, target.parents())}
-        handles = [handle for pid in job if (handle := _open(pid)) is not None]
+        handles = [handle for pid in job | target.session(self.pid) if (handle := _open(pid))]
         if self.status is None:
             os.killpg(self.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -75,8 +77,6 @@ class Command:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -98,16 +98,19 @@ def hit(pid: int, number: signal.Signals, limit_s: float) -> bool:
     try:
         signal.pidfd_send_signal(handle, number)
         if number != signal.SIGSTOP:
-            return bool(select.select([handle], [], [], limit_s)[0])
+            return _has_ended(handle, limit_s)
         left_s = limit_s
-        while left_s > 0:
-            if target.state_of(pid) in ("T", "t", "Z", "X", ""):
-                return True
-            if select.select([handle], [], [], 0.001)[0]:
-                return True  # it has been killed already, because it had stopped
-            left_s -= 0.001
-        return False
+        while left_s > 0 and target.state_of(pid) not in _STOPPED_OR_GONE:
+            if _has_ended(handle, _LOOK_S):
+                break  # it has been killed already, because it had stopped
+            left_s -= _LOOK_S
     except ProcessLookupError:
         return False
+    else:
+        return left_s > 0
     finally:
         os.close(handle)
+
+
+def _has_ended(handle: int, limit_s: float) -> bool:
+    return bool(select.select([handle], [], [], limit_s)[0])

@@ -149,7 +149,8 @@ class Run:
 
     def _wait_ready(self) -> None:
         """Manager and all workers are there, and have committed a step if they ever do."""
-        before, since = [], 0.0
+        before: list[int] = []
+        since = 0.0
         workers: list[Worker] = []
         for passed in self._looks(self._start_s):
             workers = target.workers(self._command.pid)
@@ -215,7 +216,9 @@ class Run:
             pid, _SIGNALS.get(fault.kind, signal.SIGKILL), _EFFECT_S
         )
         if not injected.has_happened:
-            injected.trouble = f"fault {fault.number} ({fault.kind}) did not happen to process {pid}"
+            injected.trouble = (
+                f"fault {fault.number} ({fault.kind}) did not happen to process {pid}"
+            )
             return
         try:
             if fault.kind == "manager":

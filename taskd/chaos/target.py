@@ -1,4 +1,4 @@
-"""Who can be hit: the workers, agents and the manager of the job below one process, read from /proc.
+"""Who can be hit: workers, agents and manager of the job below one process, read from /proc.
 
 A worker is a process that holds its own black box; its agent is the parent of its forkserver. The
 manager says its pid in its log. Looks only; touches nobody.
@@ -57,12 +57,23 @@ def descendants(root: int, parent_by_pid: dict[int, int]) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in parent_by_pid.items():
         children.setdefault(parent, []).append(pid)
-    found, todo = set(), [root]
+    found: set[int] = set()
+    todo = [root]
     while todo:
         new = set(children.get(todo.pop(), [])) - found
         found |= new
         todo += new
     return sorted(found)
+
+
+def session(leader: int) -> set[int]:
+    """All processes of a session, also those whose parent has ended."""
+    found = set()
+    for pid in parents():
+        with suppress(OSError):
+            if int(_stat(pid)[3]) == leader:
+                found.add(pid)
+    return found
 
 
 def workers(root: int) -> list[Worker]:

@@ -13,12 +13,12 @@ Faults of the manager cost no training time and are left out of both.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Sequence
 
     from taskd.chaos.run import Injected, Outcome
@@ -63,7 +63,7 @@ def digest_of(output: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def compare(reference: str, output: str, pattern: re.Pattern[str]) -> tuple[str, str]:
-    """"yes" or "no", and why not."""
+    """Whether they are equal, "yes" or "no", and why not."""
     expected, found = digest_of(reference, pattern), digest_of(output, pattern)
     if not expected:
         return "no", f"--digest {pattern.pattern!r} matches nothing of what the reference prints"
