@@ -150,6 +150,8 @@ def _judge(
         "every_s": options.every,
         "kinds": options.kinds,
         "ranks": outcome.ranks,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_1min_after": round(os.getloadavg()[0], 2),
         **result,
     }
 

@@ -105,7 +105,7 @@ def manager(log: pathlib.Path) -> int | None:
 def registrations(log: pathlib.Path, pid: int) -> int:
     """How many nodes have registered with the manager of this pid."""
     _, _, rest = read(log).rpartition(f"(pid {pid})")
-    return len(re.findall(r" node \d+ of \d+ registered, ranks ", rest))
+    return len(set(re.findall(r" node (\d+) of \d+ registered, ranks ", rest)))
 
 
 def read(path: pathlib.Path) -> str:

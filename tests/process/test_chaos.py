@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,26 +22,32 @@ LIMIT_S = 150
 FOUND_AS = {"kill": "killed", "segv": "crashed", "stop": "hang"}
 
 
-def chaos(
-    job: harness.Job, *options: str, script: str = "train.py", agent: tuple[str, ...] = ()
-) -> tuple[harness.Finished, dict]:
-    """Run it as a user does, to its end; returns that, and the verdict."""
-    install_path = install(job.directory / "installed")
-    env = {key: value for key, value in job.env.items() if not key.startswith("TASKD_")}
-    env |= {"PYTHONPATH": install_path, "TASKD_PORT": str(job.port)}
-    verdict = job.directory / "verdict.json"
+def start(job: harness.Job, *options: str, agent: tuple[str, ...] = ()) -> harness.Output:
+    """As a user does."""
+    path = install(job.directory / "installed")
+    env = {key: value for key, value in job.env.items() if not key.startswith("TASKD_P")}
+    env |= {"PYTHONPATH": path, "TASKD_PORT": str(job.port), "TASKD_MANAGER": "auto"}
     command = [
-        *(sys.executable, "-m", "taskd.chaos", "--json", str(verdict), *options),
+        *(sys.executable, "-m", "taskd.chaos", *options),
+        *("--json", str(job.directory / "verdict.json")),
         *("--directory", str(job.directory / "chaos"), "--"),
         *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=taskd"),
-        *("--nproc-per-node=4", *agent, str(harness.SCRIPTS / script)),
+        *("--nproc-per-node=4", *agent, str(harness.SCRIPTS / "train.py")),
     ]
-    process = harness.Output(command, env, job.directory / "chaos.out", job.directory)
+    return harness.Output(command, env, job.directory / "chaos.out", job.directory)
+
+
+def chaos(
+    job: harness.Job, *options: str, agent: tuple[str, ...] = ()
+) -> tuple[harness.Finished, dict]:
+    """Run it to its end; returns that, and the verdict."""
+    process = start(job, *options, agent=agent)
     try:
         finished = process.wait(LIMIT_S)
     finally:
         process.end()
-    return finished, json.loads(verdict.read_text()) if verdict.exists() else {}
+    path = job.directory / "verdict.json"
+    return finished, json.loads(path.read_text()) if path.exists() else {}
 
 
 def check(verdict: dict, kinds: dict[str, int]) -> None:
@@ -108,3 +115,17 @@ def test_every_kind_and_a_job_that_is_too_short(tmp_path: pathlib.Path) -> None:
         assert "of 20 faults: give it more steps" in finished.output
         assert verdict["not_recovered"] == []
         assert verdict["exit_code"] == 0
+
+
+@pytest.mark.extended  # the same context as in the tests above
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_whoever_ends_it_ends_the_job(tmp_path: pathlib.Path, number: int, status: int) -> None:
+    with harness.job(tmp_path, STEPS="4000", SLEEP_S="0.05") as job:
+        process = start(job, "--faults=100", "--every=100")
+        try:
+            process.wait_text("4 training processes", LIMIT_S)
+            process.process.send_signal(number)
+            assert process.wait(LIMIT_S).returncode == status, process.text
+        finally:
+            process.end()
+        assert job.leftovers() == set()
