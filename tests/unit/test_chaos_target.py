@@ -67,18 +67,17 @@ def test_the_manager_is_the_one_that_has_listened_last(tmp_path: pathlib.Path) -
     log = tmp_path / "manager.log"
     assert target.manager(log) is None
     own = os.getpid()
-    log.write_text(
-        "manager of job j listens on 127.0.0.1:9601 (pid 1)\n"
-        "manager node 0 of 2 registered, ranks [0] of 2\nmanager node 1 of 2 registered, ranks [1] of 2\n"
-        f"manager of job j listens on 127.0.0.1:9601 (pid {own})\n"
-        "manager node 1 of 2 registered, ranks [1] of 2\nmanager node 1 of 2 registered, ranks [1] of 2\n"
-    )
+    listens = "manager of job j listens on 127.0.0.1:9601 (pid {})\n"
+    registered = "manager node {} of 2 registered, ranks [{}] of 2\n"
+    with log.open("w") as file:
+        file.write(listens.format(1) + registered.format(0, 0) + registered.format(1, 1))
+        file.write(listens.format(own) + 2 * registered.format(1, 1))
     assert target.manager(log) == own
     assert target.registrations(log, own) == 1
     with process("true") as running:
         running.wait()
     with log.open("a") as file:
-        file.write(f"manager of job j listens on 127.0.0.1:9601 (pid {running.pid})\n")
+        file.write(listens.format(running.pid))
     assert target.manager(log) is None
     assert target.registrations(log, running.pid) == 0
 
