@@ -76,6 +76,8 @@ class Command:
         for handle in handles:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles:
+            _has_ended(handle, _GRACE_S)
             os.close(handle)
         self._process.wait()
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from taskd.native import box_layout
 
 _BOX = "/memfd:taskd-black-box"
-_FORKSERVER = b"taskd-forkserver"
 _NUMBERS = ("pid", "incarnation", "phase", "version")  # words of the box from OFFSET_PID on
 LEAVING = (4, 5)  # phases: the function has returned, the process is on its way out
 
@@ -84,14 +83,10 @@ def workers(root: int) -> list[Worker]:
 
 
 def agents(root: int) -> list[int]:
-    """The torchruns at or below `root` that have a forkserver."""
+    """The torchruns that have workers: a worker's parent is the forkserver of one. No spare is."""
     parent_by_pid = parents()
-    found = set()
-    for pid in descendants(root, parent_by_pid):
-        with suppress(OSError):
-            if pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().startswith(_FORKSERVER):
-                found.add(parent_by_pid[pid])
-    return sorted(found)
+    forkservers = {parent_by_pid.get(worker.pid, 0) for worker in workers(root)}
+    return sorted({parent_by_pid.get(pid, 0) for pid in forkservers} - {0})
 
 
 def manager(log: pathlib.Path) -> int | None:

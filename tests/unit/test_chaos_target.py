@@ -54,6 +54,8 @@ def test_a_worker_is_who_holds_its_own_black_box() -> None:
         below = target.descendants(running.pid, target.parents())
         assert below == [child]
         assert target.workers(running.pid) == []
+        # the agent is two above: here this process stands for a forkserver
+        assert target.agents(os.getpid()) == [os.getppid()]
         assert {running.pid, child} <= target.session(os.getsid(0))
         assert command.hit(running.pid, signal.SIGKILL, LIMIT_S)
         assert target.workers(os.getpid()) == []
