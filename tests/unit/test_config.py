@@ -469,6 +469,7 @@ READERS_OF_OTHER_THINGS = (
     "taskd/torchrun/",
     "taskd/worker/",
     "taskd/run.py",
+    "taskd/chaos/__main__.py",  # the command of a user gets it as it is
     "taskd/python/adaptor/handler.py",  # whether anything of taskd is to be loaded
 )
 

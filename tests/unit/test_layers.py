@@ -38,6 +38,9 @@ FORBIDDEN = {
     "taskd.worker": ("taskd.manager", "taskd.agent", "taskd.torchrun", *VENEER, "taskd.testing"),
     "taskd.torchrun": ("taskd.manager", *VENEER, "taskd.testing"),
     "taskd.testing": (*SHELLS, *VENEER, "taskd.config", "taskd.log"),
+    # It looks at the job of a user from outside, like a stranger.
+    "taskd.chaos": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport",
+    "taskd.checkpoint", "taskd.testing"),
     "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native",
     "taskd.testing"),
 }  # fmt: skip
@@ -54,7 +57,8 @@ TORCH_ALLOWED = (
     "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/libraries.py",
     "taskd/agent/spawning/program.py", "taskd/run.py",
 )  # fmt: skip
-PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/")
+# The command of a user, and signals to its job.
+PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/", "taskd/chaos/command.py")
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
 # Ends itself, when its agent is gone: not a process that it started.
 OWN_END = {"taskd/native/death_alarm.py"}
