@@ -65,10 +65,11 @@ class VoterDesk:
 
     def may_replace(self) -> bool:
         """Whether the place of a lost node may be given to another agent."""
+        agents, machine = self._sessions.agents, self._guarded.machine
         present = {
-            str(session.incarnation)
-            for node_rank, session in self._sessions.agents.items()
-            if self._guarded.machine.is_present(node_rank)
+            str(agents[node_rank].incarnation)
+            for node_rank in range(MAX_VOTERS)
+            if node_rank in agents and machine.is_present(node_rank)
         }
         may = self._electorate.may_replace(present)
         if not may and not self._is_held_back:
@@ -76,7 +77,7 @@ class VoterDesk:
                 "more than half of the agents are out of reach (%d of %d are here): they may go on "
                 "with another manager, so nobody is replaced before they are back",
                 len(present),
-                len(self._addresses),
+                min(len(self._addresses), MAX_VOTERS),
             )
         self._is_held_back = not may
         return may

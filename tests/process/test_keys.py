@@ -125,16 +125,23 @@ def closing() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def test_another_holder_of_the_secret_does_not_speak_for_a_position_whatever_name_he_presents(
-    manager, closing
-) -> None:
-    """He knows node, incarnation, job, secret, and the whole name under which the agent speaks."""
+@pytest.fixture
+def attacked(manager, closing):
+    """A manager, the agent that has joined it, and who connects under the name of that."""
     service = manager()
     agent = Agent(service._link.address)
     closing.callback(agent.connection.close)
     agent.join()
     impostor = Impostor(service._link.address, agent.connection._identity)
     closing.callback(impostor.dealer.close)
+    return service, agent, impostor
+
+
+def test_another_holder_of_the_secret_does_not_speak_for_a_position_whatever_name_he_presents(
+    attacked,
+) -> None:
+    """He knows node, incarnation, job, secret, and the whole name under which the agent speaks."""
+    service, agent, impostor = attacked
     for message in (registration(), messages.AgentLeft(0, "failed", ""), messages.Heartbeat()):
         impostor.say(message)
     agent.until(lambda: len(impostor.listen()) >= 3)
@@ -154,14 +161,9 @@ def test_another_holder_of_the_secret_does_not_speak_for_a_position_whatever_nam
 
 
 def test_a_new_incarnation_under_the_same_name_waits_until_the_position_is_free(
-    manager, closing
+    attacked,
 ) -> None:
-    service = manager()
-    agent = Agent(service._link.address)
-    closing.callback(agent.connection.close)
-    agent.join()
-    impostor = Impostor(service._link.address, agent.connection._identity)
-    closing.callback(impostor.dealer.close)
+    _, agent, impostor = attacked
     impostor.say(registration("a1"), incarnation="a1")
     agent.until(impostor.listen)
     (answer,) = impostor.heard

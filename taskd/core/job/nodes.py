@@ -80,7 +80,8 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     """An agent is not there any more."""
     membership = job.membership
     job.leases.drop(node_rank)
-    if outcome == LOST_NODE and node_rank in job.expected:
+    # Of several that an elected manager expects in vain, the last one has had the others lost, too.
+    if outcome == LOST_NODE and (node_rank in job.expected or node_rank in job.absent):
         return _lose_missing(job)
     job.expected.pop(node_rank, None)
     membership.leave(node_rank, outcome)

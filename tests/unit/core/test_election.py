@@ -191,6 +191,18 @@ class TestTheElectedManager:
         assert {move.rank: move.source for move in resume.moves if not move.keeps} == {0: 1}
         assert resume.store == "agent 1:1"
 
+    def test_two_that_do_not_come_are_one_loss_each(self) -> None:
+        """Their time is over in the same moment."""
+        job = Job(nodes=5, able=(1, 2, 3))
+        job.send(ev.ManagerElected, 5, 1, (1, 2, 3))
+        for node in (1, 2, 3):
+            job.register(node)
+        job.now += 3.1
+        said = job.send(ev.Tick)
+        assert job.machine.lost_nodes == [0, 4]
+        assert only(said, do.Interrupt).generation == 1
+        assert job.machine.restarts_used == 2
+
     def test_all_come_and_nothing_happens(self) -> None:
         job = self.elected()
         for node in range(3):
