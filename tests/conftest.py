@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unused = lanes.mark(items)
     if unused and config.args == ["tests"]:
         raise pytest.UsageError(
-            f"no test is called {', '.join(sorted(unused))}: see EXTENDED in tests/lanes.py"
+            f"no test is called {', '.join(sorted(unused))}: see tests/extended.py"
         )
 
 

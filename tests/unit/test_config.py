@@ -6,14 +6,13 @@ Default, accepted values, and an error that names key, value and what is accepte
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import re
 import signal
 
 import pytest
 
-from taskd import config, keys
+from taskd import config
 from taskd.config import (
     AgentConfig,
     CallbackAgentConfig,
@@ -23,7 +22,6 @@ from taskd.config import (
     WorkerConfig,
     launcher,
 )
-from taskd.config.secret import exposure, without_secret
 from taskd.config.signals import interrupt_signal
 from taskd.errors import ConfigError
 
@@ -159,60 +157,6 @@ def test_wrong_variables_are_named(key: str, value: str) -> None:
     refusal(lambda: ManagerConfig.load({}, {key: value}), key, repr(value))
 
 
-def test_the_secret_is_read_from_its_file(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"0123456789abcdef\n")
-    environment = {"TASKD_SECRET_FILE": str(path)}
-    assert ManagerConfig.load({}, environment).secret == b"0123456789abcdef"
-    assert AgentConfig.load(environment).secret == b"0123456789abcdef"
-    path.write_bytes(b"short\n")
-    refusal(
-        lambda: AgentConfig.load(environment), "TASKD_SECRET_FILE", "at least 16 bytes", "holds 5"
-    )
-
-
-def test_a_secret_is_checked_without_being_kept_and_shown_in_no_text(
-    tmp_path: pathlib.Path,
-) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"\n  0123456789abcdef \n")
-    environment = {"TASKD_SECRET_FILE": str(path)}
-    kept, checked = (AgentConfig.load(environment, keeps_secret=keeps) for keeps in (True, False))
-    assert (kept.secret, checked.secret) == (b"0123456789abcdef", None)
-    assert "0123456789abcdef" not in repr(kept) + repr(ManagerConfig.load({}, environment))
-    path.write_bytes(b"     short          ")
-    refusal(lambda: AgentConfig.load(environment, keeps_secret=False), "holds 5")
-    path.write_bytes(b"      ")
-    refusal(lambda: AgentConfig.load(environment, keeps_secret=False), "holds 0")
-
-
-@pytest.mark.parametrize(
-    ("mode", "owner", "said"),
-    [
-        (0o600, None, None),
-        (0o400, 0, None),
-        (0o644, None, "mode 0644"),
-        (0o620, None, "mode 0620"),
-        (0o600, 12345, "belongs to user 12345"),
-    ],
-)
-def test_a_secret_that_others_can_read_or_replace_is_warned_of(
-    tmp_path: pathlib.Path, mode: int, owner: int | None, said: str | None
-) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"0123456789abcdef")
-    path.chmod(mode)
-    if owner is not None:
-        if os.geteuid() != 0:
-            pytest.skip("only root gives files away")
-        os.chown(path, owner, -1)
-    found = exposure({"TASKD_SECRET_FILE": str(path)})
-    assert (found is None) == (said is None), found
-    assert said is None or (said in found and f"chmod 600 {path}" in found)
-    assert exposure({}) is None
-    assert exposure({"TASKD_SECRET_FILE": "/no/such/file"}) is None
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [(None, 9), ("", 9), ("SIGRTMIN+4", 4), (" SIGRTMIN+25", 25), (str(signal.SIGRTMIN + 12), 12)],
@@ -227,10 +171,6 @@ def test_the_signal_of_interrupts_is_a_real_time_one(text: str | None, number: i
 def test_a_signal_that_cannot_be_is_refused(text: str) -> None:
     environment = {"TASKD_INTERRUPT_SIGNAL": text}
     refusal(lambda: AgentConfig.load(environment), "TASKD_INTERRUPT_SIGNAL", "SIGRTMIN+25")
-
-
-def test_what_training_processes_get_of_the_environment_has_no_secret() -> None:
-    assert without_secret({"TASKD_SECRET_FILE": "x", "A": "b"}) == {"A": "b"}
 
 
 def test_an_agent_without_settings_has_the_documented_defaults() -> None:
@@ -488,51 +428,6 @@ def test_settings_are_read_from_the_environment_here_alone() -> None:
         found = (root / reader).read_text(encoding="utf-8")
         named = set(re.findall(r"os\.environ\.get\(\s*\"(\w+)\"", found))
         assert named <= {"MASTER_ADDR", "PYTHONFAULTHANDLER"}, reader
-
-
-@pytest.mark.parametrize(
-    ("address", "is_refused"),
-    [
-        ("8.8.8.8", True),
-        ("2600::1", True),
-        ("10.0.0.1", False),
-        ("172.16.3.4", False),
-        ("100.64.0.1", False),
-        ("fd00::1", False),
-        ("*", False),
-        ("node-0", False),
-    ],
-)
-def test_a_manager_listens_on_a_public_address_with_a_secret_only(
-    tmp_path: pathlib.Path, address: str, is_refused: bool
-) -> None:
-    """The recipes say POD_IP and no secret: what they mean is a private address."""
-    secret = tmp_path / "secret"
-    assert keys.main(["new", "--out", str(secret)]) == 0
-    if is_refused:
-        refusal(
-            lambda: ManagerConfig.load({}, {"POD_IP": address}),
-            "POD_IP", "taskd.keys new", "TASKD_SECRET_FILE", "TASKD_INSECURE=on",
-        )  # fmt: skip
-    else:
-        ManagerConfig.load({}, {"POD_IP": address})
-    ManagerConfig.load({}, {"POD_IP": address, "TASKD_INSECURE": "on"})
-    ManagerConfig.load({}, {"POD_IP": address, "TASKD_SECRET_FILE": str(secret)})
-
-
-def test_a_new_secret_is_its_owner_s_and_replaces_nothing(tmp_path: pathlib.Path, capsys) -> None:
-    path = tmp_path / "secret"
-    assert keys.main(["new", "--out", str(path)]) == 0
-    assert f"export TASKD_SECRET_FILE={path}" in capsys.readouterr().out
-    content = path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert len(content.strip()) == 64
-    assert keys.main(["new", "--out", str(path)]) == 1
-    assert "File exists" in capsys.readouterr().err
-    assert path.read_text() == content
-    path.chmod(0o666)
-    environment = {"TASKD_SECRET_FILE": str(path)}
-    refusal(lambda: ManagerConfig.load({}, environment), "only its owner can write")
 
 
 @pytest.mark.parametrize(
