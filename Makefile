@@ -66,6 +66,9 @@ install: $(VENV)/installed ## .venv with torch and taskd; compiles csrc/
 demo: install ## a job that loses a rank and goes on
 	$(PY) examples/demo.py
 
+# Without compiled files each process that a test starts compiles taskd, and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Side by side, and what shares processes in one of them; see tests/lanes.py.
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
 

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from taskd.errors import ConfigError, Interrupted, StateError, TaskdError
     from taskd.worker.recoverable import recoverable
+    from taskd.worker.state.elastic_sampler import ElasticSampler
     from taskd.worker.state.phases import checkpointing, evaluating
     from taskd.worker.train_state import TrainState
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConfigError", "Interrupted", "StateError", "TaskdError", "TrainState", "__version__",
-    "checkpointing", "evaluating", "recoverable",
+    "ConfigError", "ElasticSampler", "Interrupted", "StateError", "TaskdError", "TrainState",
+    "__version__", "checkpointing", "evaluating", "recoverable",
 ]  # fmt: skip
 
 _HOMES = {
     "ConfigError": "taskd.errors",
+    "ElasticSampler": "taskd.worker.state.elastic_sampler",
     "Interrupted": "taskd.errors",
     "StateError": "taskd.errors",
     "TaskdError": "taskd.errors",

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from testbed.facts import facts_in
-from testbed.proc import MARK_ENV, marked, state_of
+from testbed.proc import MARK_ENV, marked, state_of, threads_of
 from testbed.processes import ROOT, Finished, Output, environment, free_port, torchrun
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ class Job:
             fact["rank"]: f"rank {fact['rank']}, state {self._state(fact['pid'])}: {fact}"
             for fact in self.facts()
         }
-        return "\n".join([*said, *(last[rank] for rank in sorted(last))])
+        left = [f"pid {pid}: {threads_of(pid)}" for pid in sorted(self.leftovers())]
+        return "\n".join([*said, *(last[rank] for rank in sorted(last)), *left])
 
     @staticmethod
     def _state(pid: int) -> str:
@@ -159,6 +160,10 @@ class Job:
             return state_of(pid)
         except FileNotFoundError:
             return "gone"
+
+    def tell(self) -> None:
+        """What a fault with "told-" has waited for is there."""
+        (self.facts_dir / "told").touch()
 
     def facts(self, what: str | None = None) -> list[dict]:
         """What the workers noted, with their rank, in order of time."""
@@ -189,9 +194,13 @@ class Job:
 
 @contextlib.contextmanager
 def job(directory: pathlib.Path, **env: str) -> Iterator[Job]:
-    """A job that is cleaned up whatever happens."""
+    """A job that is cleaned up whatever happens. What fails within says how the job was then."""
     running = Job(directory, **env)
     try:
         yield running
+    except (AssertionError, TimeoutError) as error:
+        if sys.version_info >= (3, 11):
+            error.add_note(running.story())
+        raise
     finally:
         running.close()

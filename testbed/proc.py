@@ -30,6 +30,23 @@ def status_of(pid: int) -> dict[str, str]:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in status)}
 
 
+def threads_of(pid: int) -> str:
+    """Name, state and the kernel function that it waits in, of each thread: for a failure's text.
+
+    "gone" of a process that has ended.
+    """
+    try:
+        tasks = sorted(pathlib.Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return "gone"
+    found = []
+    for task in tasks:
+        with contextlib.suppress(OSError):
+            name, state = (task / "comm").read_text().strip(), stat_of(int(task.name))[0]
+            found.append(f"{name} {state} {(task / 'wchan').read_text()}")
+    return ", ".join(found)
+
+
 def _all_pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,13 @@ def mark(items: Iterable[pytest.Item]) -> set[str]:
 
     Returns patterns that fit no test.
     """
-    unused = {pattern for pattern, _ in EXTENDED}
+    expressions = {pattern: re.compile(fnmatch.translate(pattern)) for pattern, _ in EXTENDED}
+    any_of_them = re.compile("|".join(one.pattern for one in expressions.values()))
+    unused = set(expressions)
     for item in items:
-        fitting = {pattern for pattern, _ in EXTENDED if fnmatch.fnmatchcase(item.nodeid, pattern)}
-        unused -= fitting
-        if fitting:
+        # most tests fit none, which one expression tells ten times sooner than hundreds
+        if any_of_them.match(item.nodeid):
+            unused -= {name for name, one in expressions.items() if one.match(item.nodeid)}
             item.add_marker(pytest.mark.extended)
         for fixture, group in _GROUPS_BY_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):

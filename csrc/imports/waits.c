@@ -25,6 +25,9 @@
 #include <unistd.h>
 
 #define MAX_EXPIRED 1024 /* threads of aborted groups that have not been freed yet */
+/* A thread that is about to sleep when it expires is in no wait yet that could be ended: it sleeps
+ * no longer than this. */
+#define SLICE_NS 250000000L
 /* Longer than any timeout; 2,800 of them fit before an overflow. */
 #define LEAP_NS (30LL * 24 * 3600 * 1000000000LL)
 
@@ -89,25 +92,58 @@ static void leave(struct waiter *self)
     pthread_mutex_unlock(&lock);
 }
 
+static bool is_before(const struct timespec *one, const struct timespec *other)
+{
+    return one->tv_sec != other->tv_sec ? one->tv_sec < other->tv_sec
+                                        : one->tv_nsec < other->tv_nsec;
+}
+
+/* `until`, or SLICE_NS from now if that is sooner. Of another clock than the condition's: `until`
+ * of a clock that began later is always sooner. */
+static const struct timespec *slice_of(clockid_t clock, const struct timespec *until,
+                                       struct timespec *soon)
+{
+    clock_gettime(clock, soon);
+    soon->tv_nsec += SLICE_NS;
+    if (soon->tv_nsec >= 1000000000L) {
+        soon->tv_sec++;
+        soon->tv_nsec -= 1000000000L;
+    }
+    return is_before(soon, until) ? soon : until;
+}
+
+/* What the caller is told. The end of a slice is a spurious wakeup: it looks at what it waits for,
+ * and waits again. */
+static int outcome(int result, const struct timespec *limit, const struct timespec *until)
+{
+    if (is_expired)
+        return ETIMEDOUT;
+    return result == ETIMEDOUT && limit != until ? 0 : result;
+}
+
 static int timedwait(pthread_cond_t *cond, pthread_mutex_t *mutex, const struct timespec *until)
 {
     struct waiter self;
+    struct timespec soon;
+    const struct timespec *limit = slice_of(CLOCK_REALTIME, until, &soon);
     int result = ETIMEDOUT;
     if (enter(&self, cond))
-        result = original_timedwait(cond, mutex, until);
+        result = original_timedwait(cond, mutex, limit);
     leave(&self);
-    return is_expired ? ETIMEDOUT : result;
+    return outcome(result, limit, until);
 }
 
 static int clockwait(pthread_cond_t *cond, pthread_mutex_t *mutex, clockid_t clock,
                      const struct timespec *until)
 {
     struct waiter self;
+    struct timespec soon;
+    const struct timespec *limit = slice_of(clock, until, &soon);
     int result = ETIMEDOUT;
     if (enter(&self, cond))
-        result = original_clockwait(cond, mutex, clock, until);
+        result = original_clockwait(cond, mutex, clock, limit);
     leave(&self);
-    return is_expired ? ETIMEDOUT : result;
+    return outcome(result, limit, until);
 }
 
 /* Each look finds the clock a leap further on: a deadline that was computed from the last look is

@@ -237,8 +237,8 @@ TASKD_API int taskd_prefer_soon(void);
 TASKD_API int taskd_waits_hook(const char *library);
 
 /* Ends the timed waits of these threads, now and from now on, as if their time were over. Returns
- * how many were waiting. A thread that was just beginning to wait may be missed: call again until
- * it has gone on. */
+ * how many were waiting. One that was just beginning to wait is not among them: it goes on a
+ * quarter of a second later. */
 TASKD_API int taskd_waits_expire(const int32_t *tids, int count);
 
 /* These threads have ended: their numbers may be given to others. */

@@ -60,6 +60,7 @@ def machine_of(
         else None,
         incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
         store=_spare_store(host),
+        first_host=host.first_host(),
     )
 
 

@@ -28,6 +28,7 @@ from taskd.agent.vitals.endings import Endings
 from taskd.agent.vitals.progress import Vitals
 from taskd.agent.workers.channels import WorkerChannels
 from taskd.agent.workers.examinations import Examinations
+from taskd.agent.workers.imports import ImportReport
 from taskd.agent.workers.profiling import ProfilingOrders
 from taskd.config import join_address
 from taskd.core import commands, events
@@ -88,13 +89,8 @@ class Service:
         """
         self._automatic = automatic
         incarnation = uuid.uuid4().hex
-        self._identity, self._drain, self._host, self._config, self._clock = (
-            identity,
-            drain,
-            host,
-            config,
-            clock,
-        )
+        self._identity, self._drain, self._host = identity, drain, host
+        self._config, self._clock = config, clock
         self._timeouts = timeouts = timeouts_of(config, host.node_count)
         self._machine = machine_of(
             host, timeouts, incarnation, generation, restarts_used, config, clock.now()
@@ -120,6 +116,7 @@ class Service:
         self._channels = WorkerChannels(
             host, clock, encode=self._manager.encode, find_mirror=self._mirroring.find
         )
+        self._imports = ImportReport(host)
         self._profiling = ProfilingOrders(host, self._channels.tell)
         self._examinations = Examinations(host, clock, timeouts.examine_s)
         self._deaths, self._vitals, self._endings = DeathWatch(), Vitals(), Endings()
@@ -171,7 +168,8 @@ class Service:
                 self._hear(event)
             elif isinstance(event, events.ManagerJoined):  # later it is told of the other one
                 self._manager.redirect(self._manager.address, self._timeouts.heartbeat_s)
-        self._say_of_mirrors(self._mirroring.read(now))
+        self._say_beside(self._mirroring.read(now))
+        self._say_beside(self._imports.news(now) if self._is_registered else ())
         self._read_drain()
         now = self._clock.now()
         deadline = self._machine.next_deadline()
@@ -235,7 +233,7 @@ class Service:
                     if self._profiling.heard(event) and self._is_registered:
                         self._say(event)
                 case events.WorkerMirrors():
-                    self._say_of_mirrors(self._mirroring.want(event.now))
+                    self._say_beside(self._mirroring.want(event.now))
                 case events.WorkerUncaught():
                     self._endings.said((rank, event.incarnation), event.fault)
                 case _:
@@ -297,21 +295,22 @@ class Service:
             case events.ManagerJoined():  # it may be a new manager: it hears all that is known
                 self._is_manager_missed = False
                 self._automatic.joined()
+                self._imports.joined()
                 self._electing.obey(self._manager.address, event.term)
                 self._drain.state.meet_manager()
                 self._feed(event)
                 for answer in self._profiling.answers(event.now):
                     self._say(answer)
-                self._say_of_mirrors(self._mirroring.introduction(event.now))
+                self._say_beside(self._mirroring.introduction(event.now))
             case events.CommandReceived(command=commands.SetProfiling() as command):
                 self._profiling.order(command, self._machine.generation)
             case events.CommandReceived(command=commands.KeepRoster() as command):
                 for kept in self._electing.keep(command.roster, event.now):
                     self._say(kept)
             case events.CommandReceived(command=commands.Command() as command):
-                if isinstance(command, commands.Resume | commands.RestartGroup) and command.store:
-                    self._host.meet_at(command.store)
-                self._say_of_mirrors(self._mirroring.obey(command, self._host.workers, event.now))
+                if isinstance(command, commands.Resume | commands.RestartGroup):
+                    self._host.meet(command, len(self._machine.lives.present))
+                self._say_beside(self._mirroring.obey(command, self._host.workers, event.now))
                 if not isinstance(command, commands.Pair):
                     self._feed(event)
             case _:
@@ -416,7 +415,7 @@ class Service:
     def _say(self, event: events.Event) -> None:
         self._reports.say(event)
 
-    def _say_of_mirrors(self, said: Iterable[events.Event]) -> None:
+    def _say_beside(self, said: Iterable[events.Event]) -> None:
         """Beside the machine, too: a manager that joins later hears it then."""
         for event in said if self._is_registered else ():
             self._say(event)

@@ -12,7 +12,7 @@ from taskd.config.names import (
     POD_IP_ENV,
     PORT_ENV,
 )
-from taskd.config.values import Environment, Settings, refusal, switch
+from taskd.config.values import Environment, Settings, listed, refusal, switch
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([\w.-]*\w)?", re.ASCII)
 DEFAULT_HOST = "127.0.0.1"
@@ -91,13 +91,17 @@ def refuse_the_internet(environment: Environment, address: str, secret: bytes | 
     )
 
 
-def manager_address(environment: Environment, otherwise: str) -> str:
-    """TASKD_MANAGER_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else `otherwise`."""
-    text = environment.get(MANAGER_ADDR_ENV)
-    if not text:
+def manager_addresses(environment: Environment, otherwise: str) -> list[str]:
+    """Where the manager is, and then where another one may be when its host is lost.
+
+    Those of TASKD_MANAGER_ADDR, else loopback if LOCAL_PROXY_ENABLE is on, else `otherwise`.
+    """
+    port = _manager_port(environment)
+    texts = listed(environment.get(MANAGER_ADDR_ENV))
+    if not texts:
         host = DEFAULT_HOST if _is_local_proxy(environment) else otherwise
-        return join_address(host, _manager_port(environment))
-    return join_address(*split_address(MANAGER_ADDR_ENV, text, _manager_port(environment)))
+        return [join_address(host, port)]
+    return [join_address(*split_address(MANAGER_ADDR_ENV, text, port)) for text in texts]
 
 
 def pod_ip(environment: Environment = os.environ) -> str:

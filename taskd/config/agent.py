@@ -5,7 +5,7 @@ import pathlib
 import re
 from dataclasses import dataclass, field
 
-from taskd.config.addresses import DEFAULT_HOST, manager_address, pod_ip
+from taskd.config.addresses import DEFAULT_HOST, join_address, manager_addresses, pod_ip
 from taskd.config.job import (
     DEFAULT_GRACE_S,
     DEFAULT_JOB_ID,
@@ -26,6 +26,7 @@ from taskd.config.names import (
 )
 from taskd.config.secret import check_secret, secret
 from taskd.config.signals import interrupt_signal
+from taskd.config.slurm import nodes_of_allocation
 from taskd.config.values import Environment, choice, listed, refusal, switch
 from taskd.core.policy.ladder import Strategy, allowed
 
@@ -40,6 +41,7 @@ class AgentConfig:
     `wait_for_exit`: a replacement starts only when the device of the dead one is free.
     `starts_manager`: the agent of the first node may start one where nobody else has.
     `is_spare`: it has no place in the job, and waits for that of a lost node.
+    `other_addresses`: where the manager may be when its host was lost, and another one elected.
     `preload`: modules for the forkserver; `learns_preload`: and those that the script imports.
     """
 
@@ -59,16 +61,17 @@ class AgentConfig:
     own_address: str = DEFAULT_HOST
     host: str = ""
     is_spare: bool = False
+    other_addresses: tuple[str, ...] = ()
 
     @property
     def replaces_nodes(self) -> bool:
         """Whether the user asks for that. Without a list nobody does: it costs a message a step."""
-        return "recover" in self.strategies
+        return not {"recover", "elastic-training"}.isdisjoint(self.strategies)
 
     @property
     def elects(self) -> bool:
         """Whether the agents elect another manager where theirs is lost with its host."""
-        return self.replaces_nodes and self.starts_manager
+        return "recover" in self.strategies and self.starts_manager
 
     @property
     def drain_s(self) -> float | None:
@@ -99,11 +102,13 @@ class AgentConfig:
         interrupt_signal(environment)  # its workers read it, and it is refused here
         if not keeps_secret:
             check_secret(environment)
+        managers = manager_addresses(environment, master_addr or rendezvous_host or DEFAULT_HOST)
+        port = int(managers[0].rpartition(":")[2])  # an elected manager has the same
+        nodes = [join_address(name, port) for name in nodes_of_allocation(environment)]
         return cls(
             job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
-            manager_address=manager_address(
-                environment, master_addr or rendezvous_host or DEFAULT_HOST
-            ),
+            manager_address=managers[0],
+            other_addresses=tuple(dict.fromkeys([*managers, *nodes]))[1:],
             fault_timeout_s=fault_timeout(environment),
             secret=secret(environment) if keeps_secret else None,
             log=LogConfig.load(environment),

@@ -23,6 +23,22 @@ def master_address(environment: Environment = os.environ) -> str | None:
     return environment.get("MASTER_ADDR") or None
 
 
+def set_world(
+    rank: int, world_size: int, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Torchrun's variables for a process that has this rank in a world of this size from now on.
+
+    What is said of its node (LOCAL_RANK, LOCAL_WORLD_SIZE) stays.
+    """
+    named = {"RANK": rank, "WORLD_SIZE": world_size}
+    named |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size}
+    per_node = environment.get("LOCAL_WORLD_SIZE", "")
+    if per_node.isdigit() and int(per_node):
+        named |= {"GROUP_RANK": rank // int(per_node)}
+        named |= {"GROUP_WORLD_SIZE": world_size // int(per_node)}
+    environment.update({name: str(number) for name, number in named.items()})
+
+
 # The second is what torch 2.8 calls it; later versions warn of that name.
 _RECORDER_ENVS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDED_CALLS = "2000"  # torch's own default elsewhere

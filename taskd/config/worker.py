@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
-from taskd.config.addresses import DEFAULT_HOST, RELAY_PORT, manager_address
+from taskd.config.addresses import DEFAULT_HOST, RELAY_PORT, manager_addresses
 from taskd.config.job import job_id
 from taskd.config.names import (
     LOCAL_WORLD_SIZE_ENV,
@@ -48,7 +48,7 @@ class WorkerConfig:
         else:
             raise refusal("framework", framework, '"pt" or "ms"')
         if environment.get(MANAGER_ADDR_ENV):
-            upstream = manager_address(environment, DEFAULT_HOST)
+            upstream = manager_addresses(environment, DEFAULT_HOST)[0]
         else:
             upstream = f"{DEFAULT_HOST}:{RELAY_PORT}"
         return cls(

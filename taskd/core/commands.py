@@ -97,13 +97,15 @@ class Resume(Command):
 
     `version` None: nobody holds state, everybody starts afresh. A rank without a move keeps its
     copy: messages leave these out, so that they are small however large the job is. `store`:
-    host:port where the ranks meet; "": where they met before.
+    host:port where the ranks meet; "": where they met before. `active`: the ranks of which the
+    world consists, in order; (): all of the job. Everywhere in here ranks are those of the job.
     """
 
     version: int | None
     moves: tuple[Move, ...]
     restarts_used: int
     store: str = ""
+    active: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,14 @@ class OfferPlace(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Preload(Command):
+    """To a spare: import what the workers do, see `ImportsKnown`. No part of any recovery."""
+
+    modules: tuple[str, ...]
+    variables: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Proceed(Command):
     """To a torchrun that asked: meet the others as usual. No part of any recovery."""
 
@@ -238,7 +248,8 @@ class RecoveryRecord:
     """
 
     generation: int
-    # "retry", "recover-in-place" or "restart"; "dump" or "exit" if the job ended by it
+    # "retry", "recover-in-place", "recover", "elastic-training" or "restart"; "dump" or "exit" if
+    # the job ended by it
     strategy: str
     faults: tuple[Fault, ...]
     followers: int  # others whose communication broke as a consequence
@@ -255,8 +266,13 @@ class RecoveryRecord:
     total_s: float
     restarts_used: int
     max_restarts: int
-    reason: str = ""  # why that strategy
+    # These explain the decision and are none themselves: in a story that an earlier version has
+    # written they may be others.
+    reason: str = field(default="", compare=False)  # why that strategy
     not_completed: str = ""  # what came before the last rank's first new commit; "": nothing did
+    # (cheaper strategy, why not that one), from cheap to dear
+    skipped: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    code: int = field(default=0, compare=False)  # `taskd.core.policy.ladder.Outcome`
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +300,14 @@ class ReportNoProgress(Command):
     """Say that recoveries lead nowhere: what keeps happening, and when the job ends by it."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportWorld(Command):
+    """Say that the job goes on with fewer nodes, or with more again. `is_smaller`: which."""
+
+    text: str
+    is_smaller: bool
 
 
 @dataclass(frozen=True, slots=True)

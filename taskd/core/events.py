@@ -67,7 +67,9 @@ class AgentRegistered(Event):
     lost; "": it has none. `met_at`: the one that the newest order named; "": none has. `is_late`:
     it came when the job ran already, in the place of another one. `voter`: host:port at which it
     can be asked for its vote; "": it has none. `term`: of no older manager it takes orders
-    (`taskd.core.policy.election`).
+    (`taskd.core.policy.election`). `first_host`: the node that has the store of the rendezvous, if
+    it is one of the job's, and the ranks still meet where they met first. `active`: the ranks of
+    which the world consists since the newest `Resume`; (): all of the job.
     """
 
     node_rank: int
@@ -83,6 +85,8 @@ class AgentRegistered(Event):
     is_late: bool = False
     voter: str = ""
     term: int = 0
+    first_host: int | None = None
+    active: tuple[int, ...] = ()
 
     @property
     def is_substitute(self) -> bool:
@@ -145,6 +149,19 @@ class RosterKept(Event):
 
     node_rank: int
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImportsKnown(Event):
+    """What the workers of this node have imported at their first step, in its order.
+
+    Without the script's own modules. `variables`: names of those in the environment that differ
+    between a worker and its torchrun, which no import for others may read.
+    """
+
+    node_rank: int
+    modules: tuple[str, ...]
+    variables: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

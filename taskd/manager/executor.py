@@ -91,6 +91,8 @@ class Executor:
                     "the tracebacks",
                     command.text,
                 )
+            case commands.ReportWorld():
+                _say_world(command)
             case commands.ReportNoBuddy():
                 log.warning(
                     "no snapshot can be mirrored: all nodes are on one host (%s), which "
@@ -125,6 +127,13 @@ class Executor:
             "succeeded" if command.succeeded else "failed",
             command.reason,
         )
+
+
+def _say_world(command: commands.ReportWorld) -> None:
+    if command.is_smaller:
+        log.warning("elastic-training: %s", command.text)
+    else:
+        log.info("elastic-training: %s", command.text)
 
 
 def _log_end(command: commands.GiveUp) -> None:

@@ -205,6 +205,9 @@ class Inbox:
         if isinstance(event, events.RosterKept):
             self._voters.keeps(event)
             return
+        if isinstance(event, events.ImportsKnown):
+            self._spares.learn(event)
+            return
         self._executor.feed(event)
         if isinstance(event, events.WorkerExamined):
             _log_stacks(event)

@@ -88,9 +88,12 @@ class Outbox:
         raise RemoteProtocolError(reason, text)
 
     def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:
-        """Send a command to the agents of these nodes, or of all."""
+        """Send a command to the agents of these nodes, or of all that the job goes on with."""
         data = self._encode(translate.command_to_message(command), command.cause)
-        for node_rank in sorted(self._sessions.agents) if node_ranks is None else node_ranks:
+        if node_ranks is None:
+            left_out = self._guarded.machine.membership.left_out
+            node_ranks = sorted(self._sessions.agents.keys() - left_out)
+        for node_rank in node_ranks:
             session = self._sessions.agents.get(node_rank)
             if session is None or self._link.send(session.peer, data):
                 continue

@@ -15,10 +15,12 @@ from taskd import files
 from taskd.clock import wall_time
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault
+from taskd.core.policy.ladder import Outcome, Strategy
 from taskd.log import make_directory
 
 log = logging.getLogger(__name__)
 
+_ENDED = frozenset({Outcome.DUMP_OR_EXIT.value, Outcome.EXIT_ONLY.value})
 _KEPT_STORIES = 20  # each holds everything up to its recovery; at most 3 MB each, so 60 MB
 _PHASES = ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step")
 
@@ -48,7 +50,9 @@ def join_ranks(ranks: Iterable[int]) -> str:
 def describe(record: RecoveryRecord) -> str:
     """The one line."""
     who = "; ".join(describe_fault(fault) for fault in record.faults) or (
-        "a recovery that was under way began again"
+        "no process has failed"
+        if record.code in _ENDED or record.strategy == Strategy.ELASTIC.value
+        else "a recovery under way began again"
     )
     followers = f" ({record.followers} others followed)" if record.followers else ""
     if record.version is None:
@@ -72,15 +76,31 @@ def describe(record: RecoveryRecord) -> str:
     outcome = (
         "recovered by"
         if not record.not_completed
-        else (f"not recovered ({record.not_completed}) by")
+        else (f"not recovered ({record.not_completed}; code {record.code}) by")
     )
-    why = f" ({record.reason})" if record.reason else ""
     return (
-        f"{outcome} {record.strategy}{why}: {who}{followers}; generation {record.generation}; "
-        f"{restored}; "
+        f"{outcome} {record.strategy}{_why(record)}: {who}{followers}; "
+        f"generation {record.generation}; {restored}; "
         f"{redone}; {record.total_s:.3f} s ({phases}); "
         f"restarts {record.restarts_used} of {record.max_restarts}"
     )
+
+
+def _why(record: RecoveryRecord) -> str:
+    """In brackets: why this strategy and none of the cheaper ones, as far as nobody has said it."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in record.skipped:
+        names_by_reason.setdefault(reason, []).append(name)
+    whys = [
+        record.reason,
+        *(f"not {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()),
+    ]
+    told = [
+        why
+        for why, reason in zip(whys, [record.reason, *names_by_reason], strict=True)
+        if reason and reason not in record.not_completed
+    ]
+    return f" ({'; '.join(told)})" if told else ""
 
 
 def _s(ranks: list[int]) -> str:
@@ -115,6 +135,7 @@ class Records:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
         plain = {"job_id": self._job_id, "time": self._wall_time(), **dataclasses.asdict(record)}
+        plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
         self._write("recoveries.jsonl", [json.dumps(plain)], files.append)
 
     def story(self, generation: int, lines: Iterable[str]) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from taskd.clock import MonotonicClock
 from taskd.config.secret import exposure
 from taskd.core import events
-from taskd.core.policy.ladder import is_unprotected
 from taskd.core.policy.leaving import Leaving, NotJoined
 from taskd.core.timeouts import Timeouts
 from taskd.errors import AddressTakenError
@@ -138,15 +137,9 @@ class Service:
         )
         log.info(
             "recover-strategy: %s (%s)",
-            ",".join(self._config.strategies) or "everything but a dump",
+            ",".join(self._config.strategies) or "everything but a dump and elastic training",
             self._config.strategies_source or "nobody has said anything",
         )
-        if is_unprotected(self._config.strategies):
-            log.warning(
-                "recover-strategy is %s, which is not built: the first fault ends the job; add "
-                "recover-in-place to TASKD_RECOVER_STRATEGY",
-                ",".join(self._config.strategies),
-            )
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
             signals = stack.enter_context(_signals())

@@ -53,6 +53,7 @@ class SpareDesk:
         self._voters = voters
         self._listens: dict[str, str] = {}  # by the same: where it hears of another manager
         self._hosts: dict[str, str] = {}  # where it is, for people, by the same
+        self._imports: events.ImportsKnown | None = None  # as a node has told
         self._allowance = Allowance(_LINES, _INTERVAL_S)
 
     @property
@@ -83,6 +84,12 @@ class SpareDesk:
         elif spare in self._spares:
             self._spares.leave(spare, now, takes_place=event.takes_place)
             self._say("the spare on %s leaves: %s", spare, event.reason)
+
+    def learn(self, event: events.ImportsKnown) -> None:
+        """What workers import, spares may import beforehand."""
+        self._imports = event
+        for spare in self._spares.names:
+            self._tell_imports(spare)
 
     def turn(self, now: float) -> None:
         """Offer the places of lost nodes to those who wait."""
@@ -134,6 +141,13 @@ class SpareDesk:
         elif is_new:
             self._say("a spare waits on %s (%s wait now)", spare, str(len(self._spares)))
         self._outbox.welcome(peer, event.cause)
+        self._tell_imports(spare)
+
+    def _tell_imports(self, spare: str) -> None:
+        if self._imports is not None:
+            told = (self._imports.modules, self._imports.variables)
+            generation = self._guarded.machine.generation
+            self._tell(spare, commands.Preload("imports", generation, *told))
 
     def _tell(self, spare: str, command: commands.Command) -> None:
         """One that cannot be reached registers when it is back, and is offered a place again."""

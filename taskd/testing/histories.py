@@ -43,7 +43,7 @@ _QUALITIES = (
 _GOOD_REASONS = (
     "returned everywhere", "came back", "times:", "in a row", "already left", "already ended well",
     "not known to this manager", "no manager answers", "has been silent",
-    "has not come to the elected manager",
+    "has not come to the elected manager", "cannot start anew without node",
 )  # fmt: skip
 _AWAY_S = (0.01, 1.0, 5.0, 40.0, 100.0, 400.0)  # until another host has the place of a lost one
 _CHUNK = 50  # histories that a process takes at once: a few seconds
@@ -123,6 +123,10 @@ def make(seed: int, number: int) -> SimulatedJob:
     if nodes > 1 and rng.random() < 0.3:
         arguments["reschedule_s"] = 270.0
         script = _with_lost_nodes(rng, script, nodes)
+        kind = rng.random()
+        if kind < 0.5:  # and some go on without it, at once or when it was waited for
+            arguments["strategies"] = ("recover", "elastic-training")
+            arguments["reschedule_s"] = rng.choice((0.0, 30.0, 270.0))
     return SimulatedJob(script=script, **arguments)
 
 
@@ -162,7 +166,7 @@ def judge(job: SimulatedJob, result: Result) -> str:
         wrong = [
             rank
             for rank, state in result.states.items()
-            if state != steps and result.outcomes[rank // per_node] is not None
+            if state != steps and _has_stayed(job, result.outcomes[rank // per_node])
         ]
         assert not wrong, f"ranks {wrong} do not hold every step once"
         return ""
@@ -171,6 +175,17 @@ def judge(job: SimulatedJob, result: Result) -> str:
         f"ended: {reason}"
     )
     return reason or "without a manager"
+
+
+def _has_stayed(job: SimulatedJob, outcome: object) -> bool:
+    """Whether this node was part of the job at its end.
+
+    One that the others went on without, and that came back too late, ends as failed.
+    """
+    is_elastic = "elastic-training" in job.strategies
+    return outcome is not None and not (
+        is_elastic and isinstance(outcome, do.FinishRun) and outcome.outcome == "failed"
+    )
 
 
 def play(seed: int, number: int) -> Outcome:

@@ -98,9 +98,12 @@ class SimulatedManager:
         network: MemoryNetwork,
         watch: Callable[[RecoveryMachine, do.Command], None],
         reschedule_s: float = 0.0,
+        strategies: tuple[str, ...] = (),
     ) -> None:
         self.name = name
-        self.machine = RecoveryMachine("simulated", timeouts, reschedule_s=reschedule_s)
+        self.machine = RecoveryMachine(
+            "simulated", timeouts, strategies=strategies, reschedule_s=reschedule_s
+        )
         self.is_alive = True
         self._clock, self._network, self._watch = clock, network, watch
         self._alarm = Alarm(clock, self._tick)

@@ -40,7 +40,6 @@ class Result:
 
 
 _ELECTION_S = 4.0  # to miss a manager, to vote, and to start the next one
-_FIRST_HOST = "agent 0"  # of the store at which the ranks meet
 
 
 class SimulatedJob:
@@ -62,8 +61,12 @@ class SimulatedJob:
         wait_for_exit: bool = False,
         has_manager: bool = True,
         reschedule_s: float = 0.0,
+        strategies: tuple[str, ...] = (),
     ) -> None:
-        """`reschedule_s`: a lost node is waited for, and another one takes its place."""
+        """`reschedule_s`: a lost node is waited for, and another one takes its place.
+
+        `strategies`: what the user allows; with "elastic-training" the others go on without it.
+        """
         rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
         self.timeouts = Timeouts.derive(fault_timeout_s)
@@ -78,7 +81,8 @@ class SimulatedJob:
         self._missed: list[Trouble] = []
         self._ended: do.EndJob | None = None
         self._managers = self._substitutes = 0
-        self._reschedule_s = reschedule_s
+        self._reschedule_s, self.strategies = reschedule_s, strategies
+        self._first_host = seed % nodes  # any node may have the store of the rendezvous
         self.manager: SimulatedManager | None = None
         if has_manager:
             self._start_manager()
@@ -165,7 +169,7 @@ class SimulatedJob:
         if not agent.is_known or not agent.is_alive:
             return False  # a node that never comes is waited for
         agent.kill()
-        if self._reschedule_s:
+        if self._reschedule_s or "elastic-training" in self.strategies:
             start = functools.partial(self._start_substitute, trouble.target)
             self.clock.call_in(trouble.lasts_s, start)
         return True
@@ -179,6 +183,7 @@ class SimulatedJob:
             agent_incarnation=incarnation,
             substitute_until=substitute_until,
             store=incarnation,  # a name is as good as an address
+            first_host=self._first_host if substitute_until is None else None,
         )
         return SimulatedAgent(node, machine, self.timeouts, self.world, self.network)
 
@@ -228,6 +233,7 @@ class SimulatedJob:
             self.network,
             self._watch,
             self._reschedule_s,
+            self.strategies,
         )
         self.stories.append(self.manager.machine.story)
 
@@ -252,8 +258,9 @@ class SimulatedJob:
         self.commands.append(command)
         if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
             hosts = {node.agent_incarnation for node in machine.membership.nodes.values()}
-            store = command.store or _FIRST_HOST
-            assert store in hosts, f"resumed at the store of {store!r}, which was replaced"
+            firsts = {"agent 0", f"agent {self._first_host}"}
+            stores = {command.store} if command.store else firsts
+            assert stores <= hosts, f"resumed at a store of {stores - hosts}, which was replaced"
             for worker in self.world.workers.values():
                 is_out = (
                     not worker.is_alive

@@ -43,14 +43,16 @@ class World:
     _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
 
     def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
-        """A collective.
+        """A collective of the world that this rank was told of.
 
         Everybody goes on a little after the last one has come, if they are still in it.
         """
+        active = self.workers[rank].active
+        assert not active or rank in active
         assert self.workers[rank].is_alive
         waiting = self._met.setdefault(key, {})
         waiting[rank] = go_on
-        if len(waiting) == self.world_size:
+        if len(waiting) == (len(active) or self.world_size):
             del self._met[key]
             for call in waiting.values():
                 self.clock.call_in(self.rng.random() * 0.004, call)
@@ -89,6 +91,7 @@ class SimulatedWorker:
         self.parked: list[int] | None = None
         self.is_clean = True
         self.plan: do.Resume | None = None
+        self.active: tuple[int, ...] = ()
         self.raise_next = self.tear_next = False
         self.resumed_at = self._read_at = 0.0
         self._must_report_recovery = False
@@ -151,6 +154,7 @@ class SimulatedWorker:
 
     def _go_in(self, command: do.Resume) -> None:
         self.target, self.must_gate, self.plan = command.generation, False, command
+        self.active = command.active
         self.generation, self.resumed_at = command.generation, self.world.clock.now()
         self._must_report_recovery = True
         if self.phase == "asking":

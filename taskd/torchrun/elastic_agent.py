@@ -16,7 +16,7 @@ import os
 import sys
 import uuid
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -35,6 +35,7 @@ from taskd.core.policy.ladder import RepeatRules
 from taskd.errors import ForkserverError
 from taskd.torchrun import stores
 from taskd.torchrun.context import TaskdContext
+from taskd.torchrun.meeting import base_store, host_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -83,6 +84,7 @@ class TaskdElasticAgent(LocalElasticAgent):
         self.restarts_used = 0
         self.incarnations: dict[int, int] = {}  # last one given out, by global rank
         self._started_at = 0.0
+        self._awaited_nodes = 0  # see `await_nodes`
         self._is_plain = False
         self._repeats = RepeatRules()
         self._workers_run = False
@@ -168,16 +170,29 @@ class TaskdElasticAgent(LocalElasticAgent):
             return ""
         return self._stores.spare(self._worker_group, self._settings.own_address)
 
+    def first_host(self) -> int | None:
+        """The node that has the store of the rendezvous; None: none of them, or nobody needs it."""
+        if not self._keeper_distance or self._stores.moved_to:
+            return None
+        group = self._worker_group
+        return host_of(base_store(group.store), str(group.spec.rdzv_handler.get_run_id()))
+
     def meet_at(self, address: str) -> None:
         """All ranks meet at this store from now on: the node of theirs was lost."""
         self._stores.move(address)
+
+    def await_nodes(self, count: int) -> None:
+        """So many nodes are there at the end of the job, if no other is back by then; 0: all."""
+        self._awaited_nodes = count
 
     def succeeded(self) -> RunResult:
         """The result when every worker has finished.
 
         Waits for the other agents as torch's loop does.
         """
-        self._worker_group.state = WorkerState.SUCCEEDED
+        group = self._worker_group
+        group.state = WorkerState.SUCCEEDED
+        group.group_world_size = self._awaited_nodes or group.group_world_size
         if self._stores.moved_to:
             self._await_others()
         else:
@@ -246,14 +261,16 @@ class TaskdElasticAgent(LocalElasticAgent):
         # Loaded before the workers start: they may need the agent within their first milliseconds.
         from taskd.torchrun import loop  # noqa: PLC0415
         from taskd.torchrun.places import Places  # noqa: PLC0415
-        from taskd.torchrun.settings import settings_of  # noqa: PLC0415
+        from taskd.torchrun.settings import settings_of, with_manager_at  # noqa: PLC0415
 
         self._settings = settings_of(self.master_host)
         exposed = exposure()
         if exposed is not None:
             log.warning("the secret is not safe: %s", exposed)
-        self._places = self._worker_group.spec.rdzv_handler = Places(
-            self._worker_group.spec.rdzv_handler, self._worker_group.spec, self._settings
+        assert self.launch is not None
+        spec = self._worker_group.spec
+        self._places = spec.rdzv_handler = Places(
+            spec.rdzv_handler, spec, self._settings, self.launch.spawner
         )
         while True:
             self._initialize_workers(self._worker_group)
@@ -261,7 +278,7 @@ class TaskdElasticAgent(LocalElasticAgent):
             if self.context is None:
                 return self.run_plainly(role)
             found = self._places.manager_address
-            self._settings = replace(self._settings, manager_address=found)
+            self._settings = with_manager_at(self._settings, found)
             try:
                 return loop.run(self, self.context, self._settings)
             except loop.NoPlaceError as error:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from taskd.core import commands
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from taskd.agent.spawning.protocol import Reply
+    from taskd.agent.spawning.protocol import Imported, Reply
     from taskd.torchrun.context import LocalWorker, TaskdContext
     from taskd.torchrun.launcher import Launcher
 
@@ -48,6 +50,11 @@ class TorchrunHost:
         ranks = [worker.global_rank for worker in self._launcher.worker_group.workers]
         return [(ranks[worker.local_rank], worker, reply) for worker, reply in self._context.read()]
 
+    @property
+    def imported(self) -> Imported | None:
+        """What its workers have imported at their first step; None: it is not known."""
+        return self._context.spawner.imported
+
     def open_store(self, generation: int) -> None:
         """The store at which all workers meet that start anew in this generation."""
         if self.node_rank == 0:
@@ -57,9 +64,16 @@ class TorchrunHost:
         """Host:port of a store of this node, for when that of another node is lost; "": none."""
         return self._launcher.spare_store()
 
-    def meet_at(self, address: str) -> None:
-        """All ranks meet at this store from now on: the node of theirs was lost."""
-        self._launcher.meet_at(address)
+    def first_host(self) -> int | None:
+        """The node that has the store of the rendezvous; None: none of them, or nobody needs it."""
+        return self._launcher.first_host()
+
+    def meet(self, order: commands.Resume | commands.RestartGroup, per_node: int) -> None:
+        """Where all ranks meet from now on, and on how many nodes: each has so many of them."""
+        if order.store:
+            self._launcher.meet_at(order.store)
+        active = order.active if isinstance(order, commands.Resume) else ()
+        self._launcher.await_nodes(len(active) // per_node)
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int

@@ -48,8 +48,14 @@ class Launcher(Protocol):
         Raises OSError.
         """
 
+    def first_host(self) -> int | None:
+        """The node that has the store of the rendezvous; None: none of them, or nobody needs it."""
+
     def meet_at(self, address: str) -> None:
         """All ranks meet at this store from now on: the node of theirs was lost."""
+
+    def await_nodes(self, count: int) -> None:
+        """So many nodes are there at the end of the job, if no other is back by then; 0: all."""
 
     def succeeded(self) -> RunResult:
         """The result when every worker has finished."""

@@ -3,17 +3,20 @@
 The agent of node 0 writes it into the store beneath torch's rendezvous whenever all workers start.
 
     base store: taskd/store/<run>/last    a `Meeting`, as JSON
+                taskd/host/<run>          the node that has this store, if one of the job's has it
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import uuid
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 
 import taskd
 
@@ -86,6 +89,42 @@ def base_store(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def note_host(base: Store, run_id: str, node_rank: int) -> None:
+    """Write down that this node has the store, if it has. For the others before they number ranks.
+
+    torch does not say it. With c10d the torchrun that finds its own address in the endpoint has the
+    store, or the first one that can open the port; its node may get any number.
+    """
+    if isinstance(base, TCPStore) and base.port in _listening_ports():
+        base.set(_host_key(run_id), str(node_rank))
+
+
+def host_of(base: Store, run_id: str) -> int | None:
+    """The node that has this store; None: none of the job's. Raises RuntimeError."""
+    key = _host_key(run_id)
+    return int(base.get(key)) if base.check([key]) else None
+
+
+def _listening_ports() -> set[int]:
+    """TCP ports at which this process listens, as far as its descriptors last."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(one.getsockname()[1]))
+        except OSError:  # another thread has closed it meanwhile
+            continue
+    return found
+
+
+def _host_key(run_id: str) -> str:
+    return f"taskd/host/{run_id}"
 
 
 def _key(run_id: str) -> str:

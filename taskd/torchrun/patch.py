@@ -70,6 +70,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     from taskd.agent.spawning.spawner import Spawner  # noqa: PLC0415
     from taskd.clock import MonotonicClock  # noqa: PLC0415
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
+    from taskd.torchrun.deferred import deferred  # noqa: PLC0415
 
     @functools.wraps(original)
     def launch_agent(config: Any, *others: Any, **named: Any) -> Any:
@@ -86,6 +87,8 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = AgentConfig.load(keeps_secret=False)
         if settings.starts_manager:
             HangConfig.load()
+        if settings.replaces_nodes:
+            config = deferred(config)
         keep_collectives(torch.__version__)
         use_numeric_names()  # the rendezvous is a store's client
         # Those that follow are fresh interpreters: by then torchrun has threads.

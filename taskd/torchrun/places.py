@@ -16,16 +16,20 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from taskd import log as log_setup
+from taskd.agent.clients.preloads import Preloads
 from taskd.agent.clients.spare import PATIENCE_S, NoPlace, SpareClient
+from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.clock import MonotonicClock
 from taskd.config import join_address
+from taskd.config.secret import without_secret
 from taskd.core.commands import Proceed
 from taskd.torchrun import stores
-from taskd.torchrun.meeting import Meeting, base_store
+from taskd.torchrun.meeting import Meeting, base_store, note_host
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
 
+    from taskd.agent.spawning.spawner import Spawner
     from taskd.config import AgentConfig
     from taskd.core.commands import OfferPlace
 
@@ -34,14 +38,18 @@ log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=60)  # of the host of the store, which is there: the job runs
 # A torchrun that is no spare, and finds that the job runs already, looks for its manager so long.
 _UNASKED_S = 15.0
+_NO_WORKER = -1  # no token of any
 
 
 class Places:
     """A rendezvous handler before torch's (`inner`). See the module."""
 
-    def __init__(self, inner: Any, spec: WorkerSpec, settings: AgentConfig) -> None:
-        """`spec`: of the workers. `settings`: of this agent."""
+    def __init__(
+        self, inner: Any, spec: WorkerSpec, settings: AgentConfig, spawner: Spawner
+    ) -> None:
+        """`spec`: of the workers. `settings`, `spawner`: of this agent."""
         self._inner, self._spec, self._settings = inner, spec, settings
+        self._spawner = spawner
         self._has_joined = False
         self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
@@ -55,7 +63,7 @@ class Places:
         """The place of this torchrun. Raises SystemExit: there is none."""
         self.is_offered = False
         if self._has_joined:
-            return self._inner.next_rendezvous()
+            return self._joined()
         if self._settings.is_spare:
             return self._offered() or _end("the manager has no use for a spare")
         self._refuse_a_number_too_high()
@@ -104,6 +112,7 @@ class Places:
     def _joined(self) -> RendezvousInfo:
         found = self._inner.next_rendezvous()
         self._has_joined = True
+        note_host(base_store(found.store), self._run_id, found.rank)
         return found
 
     # ------------------------------------------------------------------ where the others have met
@@ -148,13 +157,13 @@ class Places:
         node_rank = getattr(self._inner, "rank", None) if asks else None
         log_setup.setup(self._settings.log, job_id=self._settings.job_id, role="spare")
         name, clock = os.uname().nodename, MonotonicClock()
-        with SpareClient(self._settings, name, clock, asks=asks, node_rank=node_rank) as client:
+        with SpareClient(
+            self._settings, name, clock, asks=asks, node_rank=node_rank, preloads=self._preloads
+        ) as client:
             place = client.wait(patience_s)
-            if isinstance(place, Proceed):
-                return None
             if not isinstance(place, NoPlace):
                 self.manager_address = client.manager_address
-                return self._take(client, place)
+                return None if isinstance(place, Proceed) else self._take(client, place)
         if not place.is_over:
             if asks:
                 log.info("on to the rendezvous: %s", place.reason)
@@ -163,6 +172,12 @@ class Places:
             return None
         log.info("the job is over: %s", place.reason)
         raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")
+
+    @property
+    def _preloads(self) -> Preloads:
+        argv = tuple(str(argument) for argument in self._spec.args)
+        size = {"LOCAL_WORLD_SIZE": str(self._spec.local_world_size)}
+        return Preloads(self._spawner, SpawnRequest(_NO_WORKER, argv, without_secret() | size))
 
     def _take(self, client: SpareClient, offer: OfferPlace) -> RendezvousInfo:
         node_rank = offer.node_rank

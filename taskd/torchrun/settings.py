@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 from typing import TYPE_CHECKING
@@ -37,12 +38,30 @@ def settings_of(master: str) -> AgentConfig:
     own_address = _towards(master) if master else ""
     if master and not pod_ip() and _is_own(master):
         master = DEFAULT_HOST  # a manager that was not told its address listens there, on this host
-    return AgentConfig.load(
+    settings = AgentConfig.load(
         master_addr=master or None,
         # A dead process may still hold the device; on the CPU there is nothing to wait for.
         wait_for_exit=any(os.path.exists(path) for path in _DEVICE_FILES),
         own_address=own_address,
     )
+    if not master or own_address or pod_ip():
+        return settings
+    # The name of the first node may be gone with it; this one has to be found all the same.
+    hosts = (address.rpartition(":")[0] for address in settings.other_addresses)
+    found = next((own for own in map(_towards, hosts) if own), DEFAULT_HOST)
+    return dataclasses.replace(settings, own_address=found)
+
+
+def with_manager_at(settings: AgentConfig, address: str) -> AgentConfig:
+    """The configuration of an agent that has found the manager there, or is to look there.
+
+    If the name of the first node meant nothing at the start, the address of this one for others is
+    known only now.
+    """
+    own_address = settings.own_address
+    if own_address == DEFAULT_HOST and not pod_ip():
+        own_address = _towards(address.rpartition(":")[0]) or own_address
+    return dataclasses.replace(settings, manager_address=address, own_address=own_address)
 
 
 def manager_place(

@@ -3,7 +3,7 @@
 import errno
 import ipaddress
 import re
-from socket import SOCK_STREAM, getaddrinfo
+from socket import SOCK_STREAM, gaierror, getaddrinfo
 
 
 def is_local(address: str) -> bool:
@@ -22,6 +22,15 @@ def resolved(address: str) -> str:
     found = getaddrinfo(host, None, type=SOCK_STREAM)
     host = str(min(found)[4][0])  # AF_INET comes before AF_INET6
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def shown(address: str) -> str:
+    """`address`, and behind it what the name in it means now. For people; it may take seconds."""
+    try:
+        numeric = resolved(address)
+    except gaierror as error:
+        return f"{address} ({error.strerror})"
+    return address if numeric == address else f"{address} ({numeric.rpartition(':')[0]})"
 
 
 def failure(address: str, number: int | None, text: str) -> str:

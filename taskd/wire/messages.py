@@ -23,6 +23,7 @@ EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     10: events.SpareRegistered,
     11: events.SpareLeft,
     12: events.RosterKept,
+    13: events.ImportsKnown,
     20: events.WorkerStarted,
     21: events.WorkerDeclared,
     22: events.WorkerLost,
@@ -62,6 +63,7 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     67: commands.Dismiss,
     68: commands.Proceed,
     69: commands.KeepRoster,
+    61: commands.Preload,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 

@@ -177,10 +177,15 @@ class Saving:
 
 @dataclass
 class Life:
-    """One incarnation of one rank."""
+    """One incarnation of one rank.
+
+    `rank`: that of the job, by which it is known to the agent, for good. `active`: the ranks of
+    which the world of its process groups consists, in order; (): all of the job. Which one of them
+    it is, is its rank there.
+    """
 
     rank: int
-    world_size: int
+    world_size: int  # of the present world
     incarnation: int
     box: BlackBox | None = None
     job_id: str = ""
@@ -192,6 +197,26 @@ class Life:
     profiling: Switches = field(default_factory=Switches)
     supervisor: Supervisor = field(default_factory=Supervisor)
     is_retired: bool = False  # TrainStates that are made from now on only count
+    active: tuple[int, ...] = ()
+    is_resized: bool = False  # the world is another one since the last commit
+    has_elastic_data: bool = False  # the script reads its data with a `taskd.ElasticSampler`
+    job_size: int = 0
+
+    def __post_init__(self) -> None:
+        self.job_size = self.world_size
+
+    @property
+    def world_rank(self) -> int:
+        """Its rank in the present world."""
+        return self.world_rank_of(self.rank)
+
+    def world_rank_of(self, rank: int) -> int:
+        """The rank in the present world of this rank of the job, which is part of it."""
+        return self.active.index(rank) if self.active else rank
+
+    def rank_of(self, world_rank: int) -> int:
+        """Opposite of `world_rank_of`."""
+        return self.active[world_rank] if self.active else world_rank
 
     def mark(self, phase: Phase) -> None:
         """Note in the black box, and in the profile, what the main thread begins to do."""

@@ -111,12 +111,13 @@ def test_a_manager_that_is_killed_is_started_again_and_recovers(
 
 def test_a_manager_py_that_comes_late_takes_over(tmp_path: pathlib.Path, reference) -> None:
     env = {"STEPS": "80", "SLEEP_S": "0.05"}
-    with installed_job(tmp_path, FAULTS="1@5:forward:kill;2@70:forward:kill", **env) as job:
+    with installed_job(tmp_path, FAULTS="1@5:forward:kill;2@70:forward:told-kill", **env) as job:
         agent = start(job)
         agent.wait_text("recovered by", LIMIT_S)
         wait_for_step(job, 10)
         manager = job.start_manager()
         manager.wait_text("registered, ranks", LIMIT_S)
+        job.tell()
         check(job, reference(STEPS="80"), faults=2)
         assert "a manager.py of this job takes over" in agent.text
         assert "recovered by recover-in-place" in manager.text

@@ -230,11 +230,13 @@ def test_a_grace_of_one_second(tmp_path: pathlib.Path, fault: str) -> None:
         finished = agent.wait(40)
         # A draft may be left, if the time was over while it was written: the next start removes it.
         found = folder.scan(tmp_path / "taskd_checkpoints", "test-job", is_full=True).valid
-        assert (finished.returncode == 2) == bool(found), job.story()
-        if not found:
-            assert "ends without having saved: 1 s (TASKD_GRACE_S) are over" in finished.output
         assert job.manager is not None
         job.manager.wait(20)
+        if finished.returncode == 2:
+            assert found, job.story()
+        else:  # one that was just being published may be there, and nobody has heard of it
+            assert "ends without having saved: 1 s (TASKD_GRACE_S) are over" in finished.output
+            assert not found or "-> Publish" in job.manager.text, job.story()
         assert job.leftovers() == set()
 
 
@@ -275,12 +277,13 @@ def test_after_a_fault_the_job_may_go_on_from_its_dump(
 
 def test_the_manager_that_an_agent_started_stays_too(tmp_path: pathlib.Path) -> None:
     """It is signalled with everything else, and not started once more."""
-    with harness.job(
-        tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY, TASKD_MANAGER="auto"
-    ) as job:
+    env = {"TASKD_RECOVER_STRATEGY": STRATEGY, "TASKD_MANAGER": "auto"}
+    with harness.job(tmp_path, STEPS="40", FAULTS="1@5:step:told-go-on", **env) as job:
         agent = job.start_agent("train.py")
+        agent.wait_text("joined the manager", 60)
         wait_for_step(job, 5)
         terminate(job.leftovers())
+        job.tell()
         finished = agent.wait(60)
         assert finished.returncode == 2, job.story()
         (checkpoint,) = checkpoints(job)

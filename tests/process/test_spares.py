@@ -13,6 +13,7 @@ from tests.process.test_recovery import (
     check_recovered,
     reference,  # noqa: F401
     wait_for_step,
+    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -271,6 +272,85 @@ def test_node_0_is_started_again(
         (record,) = job.recoveries()
         assert record["strategy"] == "recover"
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={0, 1})
+
+
+@pytest.mark.extended  # where they meet then: tests/unit/core/test_meeting.py
+def test_the_host_of_the_rendezvous_is_lost_and_is_not_node_0(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """With c10d the addresses give the numbers, and any node may have the store."""
+    with _job(tmp_path) as job:
+        manager = job.start_manager()
+        hosts = {"1": "127.0.0.2", "0": "127.0.0.1"}
+        agents = [_with_address(job, host, address) for host, address in hosts.items()]
+        spare = _with_address(job, "0", "127.0.0.3", TASKD_SPARE="1")
+        manager.wait_text("(1 wait now)", LIMIT_S)
+        wait_for_step(job, 8)
+        os.kill(agents[0].process.pid, signal.SIGKILL)
+        assert spare.wait(LIMIT_S).returncode == 0, job.story()
+        finished = agents[1].wait(LIMIT_S)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
+
+
+@pytest.mark.parametrize("preload", ["auto", pytest.param("off", marks=pytest.mark.extended)])
+def test_a_spare_has_imported_what_the_workers_import(tmp_path: pathlib.Path, preload: str) -> None:
+    """Also what takes long: its replacements find it in their memory."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "takes_long.py").write_text(_TAKES_LONG)
+    env = {"RECOVERABLE": "1", "IMPORTS": "takes_long", "TASKD_PRELOAD": preload}
+    with _job(tmp_path / "job", **env) as job:
+        job.env["PYTHONPATH"] = os.pathsep.join([str(library), job.env["PYTHONPATH"]])
+        manager = job.start_manager()
+        spare = _importing(job, 2, TASKD_SPARE="1")
+        agents = [_importing(job, node_rank) for node_rank in range(2)]
+        manager.wait_text("(1 wait now)", LIMIT_S)
+        wait_until(job, lambda: len(job.facts("imported")) == 2)
+        if preload == "auto":
+            spare.wait_text("are preloaded after", LIMIT_S)
+        os.kill(agents[1].process.pid, signal.SIGKILL)
+        wait_until(job, lambda: len(job.facts("imported")) == 3)
+        (job.facts_dir / "go").touch()
+        assert spare.wait(LIMIT_S).returncode == agents[0].wait(LIMIT_S).returncode == 0
+        *_, fact = job.facts("imported")
+        (record,) = job.recoveries()
+        assert (fact["rank"], record["strategy"]) == (1, "recover")
+        is_preloaded = fact["who"]["takes_long"] == "taskd-preloaded"
+        assert is_preloaded is (preload == "auto"), fact
+        assert fact["who"]["beside_importing"] != "taskd-preloaded", "it is the script's own"
+        assert job.leftovers() == set()
+
+
+_TAKES_LONG = """import time
+WHO = open("/proc/self/comm").read().strip()
+time.sleep(1.5)
+"""
+
+
+def _importing(job: harness.Job, node_rank: int, **env: str) -> harness.Output:
+    options = (
+        "--nnodes=2",
+        f"--node-rank={node_rank}",
+        "--master-addr=127.0.0.1",
+        f"--master-port={job.master_port}",
+    )
+    return job.start_agent("importing.py", nproc=1, options=options, **env)
+
+
+def _with_address(job: harness.Job, is_host: str, address: str, **env: str) -> harness.Output:
+    """A torchrun whose place c10d finds by its address. `is_host`: "1": it has the store."""
+    options = (
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{job.master_port}",
+        "--rdzv-id=one",
+        f"--rdzv-conf=is_host={is_host}",
+        f"--local-addr={address}",
+    )
+    return job.start_agent("train.py", nproc=2, options=options, **env)
 
 
 @pytest.mark.extended

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = """
 import json, os, random, signal, stat, sys, threading
-import numpy, torch
 main = sys.modules["__main__"]
 def descriptor(number):
     try:
@@ -50,8 +49,6 @@ print(json.dumps({
                  s.isatty(), type(s.buffer).__name__]
                 for s in (sys.stdin, sys.stdout, sys.stderr)],
     "own": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__],
-    "state": torch.get_rng_state().numel(),
-    "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
     "python threads": [t.name for t in threading.enumerate()],
     "kernel threads": len(os.listdir("/proc/self/task")), "comm": open("/proc/self/comm").read(),
     "cmdline": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
@@ -62,10 +59,24 @@ print(json.dumps({
     "executable": sys.executable, "prefix": sys.prefix,
     "dont_write_bytecode": sys.dont_write_bytecode,
     "root handlers": len(__import__("logging").getLogger().handlers),
-    "default dtype": str(torch.get_default_dtype()),
-    "grad": torch.is_grad_enabled(), "children": __import__("multiprocessing").active_children(),
+    "children": __import__("multiprocessing").active_children(),
+    **of_torch(),
 }, sort_keys=True))
 """
+# Where the script lies is nothing to torch, whose import takes a second of processor time and more.
+PLACE_PROBE = "def of_torch(): return {}\n" + PROBE
+PROBE = (
+    """
+import numpy, torch
+def of_torch():
+    return {
+        "state": torch.get_rng_state().numel(), "default dtype": str(torch.get_default_dtype()),
+        "threads": [torch.get_num_threads(), torch.get_num_interop_threads()],
+        "grad": torch.is_grad_enabled(),
+    }
+"""
+    + PROBE
+)
 POOL = """
 import multiprocessing, sys
 class Local:
@@ -112,10 +123,10 @@ PACKAGE = {
 PROGRAMS = {
     "probe": script(PROBE, "a", "b c", OMP_NUM_THREADS="1", EXTRA="x"),
     "probe two threads": script(PROBE, OMP_NUM_THREADS="2"),
-    "probe by absolute path": Program({"main.py": PROBE}, ("-u", "@/main.py")),
-    "probe by dotted path": Program({"main.py": PROBE}, ("-u", "./main.py")),
-    "probe in a folder": Program({"sub/main.py": PROBE}, ("-u", "sub/main.py")),
-    "probe as module": Program({"probe.py": PROBE}, ("-u", "-m", "probe", "x")),
+    "probe by absolute path": Program({"main.py": PLACE_PROBE}, ("-u", "@/main.py")),
+    "probe by dotted path": Program({"main.py": PLACE_PROBE}, ("-u", "./main.py")),
+    "probe in a folder": Program({"sub/main.py": PLACE_PROBE}, ("-u", "sub/main.py")),
+    "probe as module": Program({"probe.py": PLACE_PROBE}, ("-u", "-m", "probe", "x")),
     "exit none": script("import sys; sys.exit()"),
     "exit 0": script("import sys; sys.exit(0)"),
     "exit 3": script("import sys; sys.exit(3)"),

@@ -23,6 +23,7 @@ from taskd.config import (
     launcher,
 )
 from taskd.config.signals import interrupt_signal
+from taskd.config.slurm import MAX_NODES, nodes_of_allocation
 from taskd.errors import ConfigError
 
 PT = {"RANK": "5", "LOCAL_WORLD_SIZE": "2"}
@@ -225,6 +226,46 @@ def test_where_an_agent_finds_the_manager(environment: dict, address: str) -> No
         ).manager_address
         == address
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "others"),
+    [
+        ({"TASKD_MANAGER_ADDR": "one"}, ()),
+        ({"TASKD_MANAGER_ADDR": "one:8, two,[::1]:7"}, ("two:9601", "[::1]:7")),
+        ({"SLURM_JOB_NODELIST": "master,n[1-2]"}, ("n1:9601", "n2:9601")),
+        (
+            {"TASKD_MANAGER_ADDR": "n2:8,other", "SLURM_JOB_NODELIST": "n[1-2]"},
+            ("other:9601", "n1:8"),
+        ),
+    ],
+)
+def test_where_a_torchrun_that_comes_late_finds_another_manager(
+    environment: dict, others: tuple[str, ...]
+) -> None:
+    assert AgentConfig.load(environment, master_addr="master").other_addresses == others
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        ("one", ["one"]),
+        ("one,n[1-3,07],n[009-010]", ["one", "n1", "n2", "n3", "n07", "n009", "n010"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+        ("n[3-1]", []),
+        ("n[1-3", []),
+        ("n[a-b],one", ["one"]),
+        ("n]1[,one", ["one"]),
+    ],
+)
+def test_the_names_of_the_nodes_of_slurm(text: str, names: list[str]) -> None:
+    assert nodes_of_allocation({"SLURM_JOB_NODELIST": text}) == names
+
+
+@pytest.mark.parametrize("text", ["n[1-999999999]", "n[0-99][0-99][0-99]", "a,n[1-9999],b"])
+def test_no_more_nodes_of_slurm_are_asked_than_a_job_has(text: str) -> None:
+    assert len(nodes_of_allocation({"SLURM_JOB_NODELIST": text})) == MAX_NODES
 
 
 def test_without_master_address_the_rendezvous_host_is_asked() -> None:

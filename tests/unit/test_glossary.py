@@ -33,7 +33,7 @@ _PLAIN = """
     program progress protocol raise random rang ready receive recover reduced refuse
     register repeat replace replay report request return returned rollback rule run runtime
     save saver scaler schema script send server service set setting shell signal signature
-    simulation small source spawn spawner speaker start stop stopped store stream switch
+    simulation slurm small source spawn spawner speaker start stop stopped store stream switch
     table target tell test text timed torchrun trace train transition translate transport
     uncaught unpickling upstream user value vitals wait warmth watch wire won world zeromq
 """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from taskd.config import AgentConfig
-from taskd.torchrun.settings import manager_place
+from taskd.torchrun.settings import manager_place, settings_of, with_manager_at
 
 HERE, ELSEWHERE = "127.0.0.2", "192.0.2.1"  # an address of this host, and one of no host
 
@@ -54,6 +56,26 @@ def test_of_several_nodes_the_first_one_has_it(monkeypatch) -> None:
     assert place(monkeypatch, "127.0.0.1:9601", "localhost", 1, 2) is None
     assert place(monkeypatch, "127.0.0.1:9601", "", 1, 2) is None
     assert place(monkeypatch, f"{ELSEWHERE}:9601", ELSEWHERE, 0, 2) is None
+
+
+def test_a_name_that_means_nothing_at_the_start_leaves_no_loopback_address(monkeypatch) -> None:
+    """Others would be told to meet at the stores of their own hosts."""
+    monkeypatch.delenv("POD_IP", raising=False)
+    outward = settings_of(ELSEWHERE).own_address
+    if outward == "127.0.0.1":
+        pytest.skip("this host has no address but loopback")
+    real, is_known = socket.getaddrinfo, False
+
+    def resolve(host, *arguments, **named):
+        if host == "first-node" and not is_known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(ELSEWHERE if host == "first-node" else host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    settings = settings_of("first-node")
+    assert settings.own_address == "127.0.0.1"
+    is_known = True
+    assert with_manager_at(settings, "first-node:9601").own_address == outward
 
 
 def _has_ipv6() -> bool:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import datetime as dt
 import threading
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
 
+from taskd.torchrun.meeting import host_of, note_host
 from taskd.torchrun.stores import TrainerStores
+
+if TYPE_CHECKING:
+    import pathlib
 
 
 @pytest.fixture
@@ -62,3 +67,17 @@ def test_a_node_whose_first_node_opens_none_says_so(base: dist.TCPStore) -> None
     with pytest.raises(OSError, match="node 1: no store for the start of generation 3"):
         stores.open(group(base, 1), 3, 0.0)
     assert (stores.generation, stores.environment) == (0, before)
+
+
+def test_who_has_the_store_of_the_rendezvous_tells_the_others(base: dist.TCPStore) -> None:
+    """Processes that do not have it: tests/process/test_spares.py."""
+    client = dist.TCPStore("127.0.0.1", base.port, timeout=dt.timedelta(seconds=30))
+    assert host_of(client, "run") is None
+    note_host(base, "run", 3)
+    assert host_of(client, "run") == 3
+
+
+def test_a_store_in_a_file_is_on_no_node(tmp_path: pathlib.Path) -> None:
+    base = dist.FileStore(str(tmp_path / "store"), 1)
+    note_host(base, "run", 3)
+    assert host_of(base, "run") is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,17 +18,21 @@ from taskd.agent.link.electing import Door
 from taskd.core import commands, events
 from taskd.core.timeouts import Timeouts
 from taskd.errors import TransportError
+from taskd.log import SayOnce
+from taskd.transport.binding import shown
 from taskd.wire import messages, translate
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from taskd.agent.clients.preloads import Preloads
     from taskd.clock import Clock
     from taskd.config import AgentConfig
 
 log = logging.getLogger(__name__)
 
 _REACH_S = 1.0  # for a connection to somebody who is there
+_ANSWER_S = 5.0  # and for an answer, where the manager may be elsewhere: one that is busy has 1 s
 PATIENCE_S = 600.0  # without any manager, as long as torchrun waits for other nodes
 
 
@@ -51,11 +56,17 @@ class SpareClient:
         *,
         asks: bool = False,
         node_rank: int | None = None,
+        preloads: Preloads | None = None,
     ) -> None:
-        """`name`: of this machine, for people. The others: see `SpareRegistered`."""
+        """`name`: of this machine, for people. The others: see `SpareRegistered`.
+
+        `preloads`: imports what the workers import.
+        """
         self._host, self._name, self._clock = config.host, name, clock
-        self._asks, self._node_rank = asks, node_rank
+        self._asks, self._node_rank, self._preloads = asks, node_rank, preloads
         incarnation = uuid.uuid4().hex
+        self._addresses = deque([config.manager_address, *config.other_addresses])
+        self._elsewhere_at = clock.now()  # when the manager is looked for at the next of them
         self._manager = ManagerConnection(
             config.manager_address,
             config.secret,
@@ -69,6 +80,7 @@ class SpareClient:
         )
         self._door = None if asks else _door_of(config, incarnation)
         self._term = 0  # of the newest manager that it has heard of
+        self._said = SayOnce()  # where the manager is looked for
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
         return self
@@ -97,39 +109,54 @@ class SpareClient:
 
         `patience_s`: for so long no manager need answer.
         """
-        if self._asks and not self._manager.reaches(_REACH_S):
-            return NoPlace(f"nobody listens at {self._manager.address}")
+        if not self._finds_somebody(is_first=True) and self._asks:
+            return NoPlace(f"nobody listens at {self._places}")
         heard_at = self._clock.now()
         while True:
-            self._manager.poll(links=[] if self._door is None else [self._door.link])
+            self._wait()
             self._follow_election()
+            self._look_elsewhere()
             for event in self._manager.turn():
                 heard_at = self._clock.now()
-                match event:
-                    case events.ManagerJoined() if self._asks:
-                        log.warning(
-                            "the job runs already: this torchrun waits as a spare, for the place "
-                            "of a lost node"
-                        )
-                    case events.ManagerRefused():
-                        return NoPlace(event.reason)
-                    case events.CommandReceived(
-                        command=commands.OfferPlace() | commands.Proceed() as answer
-                    ):
-                        return answer
-                    case events.CommandReceived(command=commands.Dismiss() as dismissal):
-                        return NoPlace(
-                            dismissal.reason, is_over=True, succeeded=dismissal.succeeded
-                        )
-                    case _:
-                        log.debug("a spare is not concerned by %s", event)
+                answer = self._hear(event)
+                if answer is not None:
+                    return answer
             if self._manager.session.is_registered:
                 heard_at = self._clock.now()
             elif self._clock.now() - heard_at > patience_s:
                 return NoPlace(
-                    f"no manager has answered at {self._manager.address} for {patience_s:.0f} s"
+                    f"no manager has answered at {self._places} for {patience_s:.0f} s"
                     f"{self._manager.why_unheard}"
                 )
+
+    def _wait(self) -> None:
+        fds = [] if self._preloads is None else self._preloads.fds
+        self._manager.poll(fds=fds, links=[] if self._door is None else [self._door.link])
+        if self._preloads is not None:
+            self._preloads.read()
+
+    def _hear(self, event: events.Event) -> commands.OfferPlace | commands.Proceed | NoPlace | None:
+        """What ends the wait; None: it goes on."""
+        match event:
+            case events.ManagerJoined() if self._asks:
+                log.warning(
+                    "the job runs already: this torchrun waits as a spare, for the place of a "
+                    "lost node"
+                )
+            case events.ManagerRefused():
+                return NoPlace(event.reason)
+            case events.CommandReceived(
+                command=commands.OfferPlace() | commands.Proceed() as answer
+            ):
+                return answer
+            case events.CommandReceived(command=commands.Preload() as order):
+                if self._preloads is not None:
+                    self._preloads.order(order)
+            case events.CommandReceived(command=commands.Dismiss() as dismissal):
+                return NoPlace(dismissal.reason, is_over=True, succeeded=dismissal.succeeded)
+            case _:
+                log.debug("a spare is not concerned by %s", event)
+        return None
 
     def leave(self, *, takes_place: bool, reason: str) -> None:
         """Say goodbye; the place that was offered is taken, or not."""
@@ -144,6 +171,50 @@ class SpareClient:
         registered = events.SpareRegistered(now, "spare", *told)
         self._manager.send(translate.event_to_message(registered), registered.cause)
 
+    @property
+    def _places(self) -> str:
+        """Where a manager is looked for, for people."""
+        return ", ".join(sorted({self._manager.address, *self._addresses}))
+
+    def _look_elsewhere(self) -> None:
+        """On to the next address, if nobody answers at this one.
+
+        Where there is but one its name may come to mean another host: ZeroMQ looks it up again at
+        each attempt.
+        """
+        now = self._clock.now()
+        if now < self._elsewhere_at:
+            return
+        if len(self._addresses) > 1 and not self._manager.session.is_registered:
+            self._finds_somebody()
+            return
+        self._elsewhere_at = now + _ANSWER_S
+        if not self._manager.session.is_registered:
+            self._say_where()
+
+    def _finds_somebody(self, *, is_first: bool = False) -> bool:
+        """Go on to the first address at which somebody listens. `is_first`: also the present one.
+
+        Afterwards there is time for an answer; if nobody listens anywhere, for somebody to come.
+        """
+        is_found = is_first and self._manager.reaches(_REACH_S)
+        if is_first and not is_found:
+            self._say_where()
+        for _ in range(len(self._addresses) - 1):
+            if is_found:
+                break
+            self._addresses.rotate(-1)
+            is_found = self._goes_to(self._addresses[0]) and self._manager.reaches(_REACH_S)
+            self._say_where()
+        self._elsewhere_at = self._clock.now() + (_ANSWER_S if is_found else _REACH_S)
+        return is_found
+
+    def _say_where(self) -> None:
+        """Which address is tried, and what its name means: a host that is gone, perhaps."""
+        where = shown(self._manager.address)
+        if self._said.is_new(where):
+            log.info("the manager is looked for at %s", where)
+
     def _follow_election(self) -> None:
         """Go to another manager, if the agents have elected one."""
         if self._door is None:
@@ -152,14 +223,21 @@ class SpareClient:
         for _, _, message in self._door.heard(self._door.link):
             if isinstance(message, messages.Elected) and message.term > self._term:
                 self._term = message.term
-                self._go_to(message.address)
+                log.warning(
+                    "this spare obeys the manager at %s from now on (term %d)",
+                    message.address,
+                    message.term,
+                )
+                self._goes_to(message.address)
 
-    def _go_to(self, address: str) -> None:
-        log.warning("this spare obeys the manager at %s from now on (term %d)", address, self._term)
+    def _goes_to(self, address: str) -> bool:
         try:
             self._manager.redirect(address)
         except TransportError as error:
             log.warning("this spare stays with its manager: %s", error)
+            return False
+        self._elsewhere_at = self._clock.now() + _ANSWER_S
+        return True
 
 
 def _door_of(config: AgentConfig, incarnation: str) -> Door | None:

@@ -24,6 +24,7 @@ import taskd
 from taskd.agent.spawning import processes, server
 from taskd.agent.spawning.protocol import (
     Forked,
+    Imported,
     Note,
     PreloadedLost,
     Ready,
@@ -64,6 +65,7 @@ class Forkserver:
         self.reason = reason
         self.alive = True
         self.is_ready = False  # it has imported what it is to import, and answers at once
+        self.imported: Imported | None = None  # by the first worker
         self._is_reaped = False
 
     @classmethod
@@ -141,6 +143,8 @@ class Forkserver:
                             "the preloaded process %s: replacements import what the script imports",
                             reason,
                         )
+                    case Imported():
+                        self.imported = reply
                     case Forked():
                         pass  # between the forkserver and its preloaded process
                     case _:

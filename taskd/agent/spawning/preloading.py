@@ -17,6 +17,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ import msgpack
 from taskd.agent.spawning import child, libraries, processes, program, warmth
 from taskd.agent.spawning.protocol import (
     Forked,
+    Imported,
     Note,
     Ready,
     SpawnRequest,
@@ -68,6 +70,7 @@ _ANSWER_S = 3.0  # a fork takes milliseconds; then the forkserver does it itself
 _PIPE_BYTES = 1 << 20  # what an unprivileged process may ask for; a report has some 30 KB
 _LENGTH = struct.Struct(">I")
 _SHOWN = 20  # modules that a log line names
+_TOLD_CHARACTERS = 100_000  # of names: 4,000 modules; a message may have 256 KiB
 
 
 class Report:
@@ -204,9 +207,7 @@ class _Process:
         parsed = program.parse(request.argv)
         assert parsed is not None  # it was started by a fork
         self._program = parsed
-        self._folder = (
-            os.getcwd() if parsed.is_module else os.path.dirname(os.path.realpath(parsed.target))
-        )
+        self._folder = program.folder_of(parsed)
         self._threads_wanted = request.env.get("OMP_NUM_THREADS")
         self._own = frozenset(request.own)
         self._left_out: dict[str, str] = {}
@@ -225,12 +226,9 @@ class _Process:
 
     def _wanted(self) -> list[str]:
         """In the order of the worker, each package before its modules: it is judged by itself."""
-        own = Own(self._folder)
-        package = self._program.target.partition(".")[0] if self._program.is_module else None
         names = [
             ".".join(name.split(".")[:depth])
-            for name, place in self._report["modules"]
-            if name != "__mp_main__" and name.partition(".")[0] != package and not own.has(place)
+            for name in foreign_modules(self._program, self._report)
             for depth in range(1, name.count(".") + 2)
         ]
         return [name for name in dict.fromkeys(names) if name not in sys.modules]
@@ -377,6 +375,42 @@ class _Process:
         self._wire.detach()  # closed by its number
         self._standbys.leave()
         child.become(request, self._setting.search_path, self._blas, warm=True)
+
+
+def foreign_modules(parsed: program.Program, report: dict[str, Any]) -> list[str]:
+    """What a worker has imported, without the script's own modules."""
+    own = Own(program.folder_of(parsed))
+    package = parsed.target.partition(".")[0] if parsed.is_module else None
+    return [
+        name
+        for name, place in report["modules"]
+        if name != "__mp_main__" and name.partition(".")[0] != package and not own.has(place)
+    ]
+
+
+def imported(request: SpawnRequest, report: dict[str, Any]) -> Imported:
+    """What others may be told of this report: names alone."""
+    parsed = program.parse(request.argv)
+    assert parsed is not None  # it was started by a fork
+    theirs, ours = report["environment"], dict(os.environ)
+    differing = {name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)}
+    names = [name for name in foreign_modules(parsed, report) if name not in sys.modules]
+    lengths = itertools.accumulate(len(name) for name in names)
+    count = sum(length <= _TOLD_CHARACTERS for length in lengths)
+    return Imported(names[:count], sorted(differing | set(request.own)))
+
+
+def told(request: SpawnRequest, search_path: tuple[str, ...]) -> dict[str, Any] | None:
+    """A report from what another node has told (`imported`); None: no use can be made of it."""
+    parsed, names = program.parse(request.argv), (request.worker or {}).get("modules", [])
+    names = [name for name in names if all(part.isidentifier() for part in name.split("."))]
+    if parsed is None or not names:
+        return None
+    return {
+        "modules": [(name, None) for name in names],
+        "path": program.path_of(parsed, search_path),
+        "environment": request.env,
+    }
 
 
 def _throw_away(count: int, tell: Callable[[socket.socket], None]) -> tuple[int, str | None]:

@@ -38,6 +38,17 @@ def parse(argv: tuple[str, ...]) -> Program | None:
     return Program(rest[0], is_module, tuple(rest[1:]))
 
 
+def folder_of(program: Program) -> str:
+    """Where its own modules are."""
+    return os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
+
+
+def path_of(program: Program, search_path: tuple[str, ...]) -> list[str]:
+    """`sys.path` when it begins; `search_path` is what is behind the folder of the script."""
+    safe_path = getattr(sys.flags, "safe_path", False)
+    return [*([] if safe_path else [folder_of(program)]), *search_path]
+
+
 def run(program: Program, search_path: tuple[str, ...], worker: dict[str, Any] | None) -> NoReturn:
     """Run the program as `__main__` and end the process as an interpreter would."""
     main = types.ModuleType("__main__")
@@ -48,9 +59,7 @@ def run(program: Program, search_path: tuple[str, ...], worker: dict[str, Any] |
         # multiprocessing's name for it: what spawned children send back is looked up here
         sys.modules["__mp_main__"] = main
     sys.argv[:] = [program.target, *program.arguments]
-    safe_path = getattr(sys.flags, "safe_path", False)
-    first = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
-    sys.path[:] = [*([] if safe_path else [first]), *search_path]
+    sys.path[:] = path_of(program, search_path)
     runtime = _start_runtime(worker)
     uncaught: BaseException | None = None
     try:

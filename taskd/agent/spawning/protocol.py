@@ -39,7 +39,8 @@ class SpawnRequest:
     own: tuple[str, ...] = ()
     # None: where torchrun was when it started the forkserver, even if that was removed since
     cwd: str | None = None
-    kind: str = "python"  # or "exec": a fresh interpreter, always
+    # or "exec": a fresh interpreter, always; "preload": no process, see `Spawner.preload`
+    kind: str = "python"
     stdout: str | None = None  # a file to append to
     stderr: str | None = None
     fds: dict[str, int] = field(default_factory=dict)
@@ -72,6 +73,14 @@ class PreloadedLost:
     """The forkserver's preloaded process is gone."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What the first worker has imported, see `taskd.core.events.ImportsKnown`."""
+
+    modules: list[str]
+    variables: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +125,10 @@ class Exited:
 
 
 Reply = Started | StartFailed | Exited
-Word = Reply | Ready | Note | PreloadedLost | Forked  # whatever is not a request
+Word = Reply | Ready | Note | PreloadedLost | Imported | Forked  # whatever is not a request
 _WORDS = {
-    cls.__name__: cls for cls in (Ready, Note, PreloadedLost, Forked, Started, StartFailed, Exited)
+    cls.__name__: cls
+    for cls in (Ready, Note, PreloadedLost, Imported, Forked, Started, StartFailed, Exited)
 }
 
 

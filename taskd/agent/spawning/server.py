@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from taskd.agent.spawning import child, libraries, processes, warmth
-from taskd.agent.spawning.preloading import Preloaded, Report, Setting
+from taskd.agent.spawning.preloading import Preloaded, Report, Setting, imported, told
 from taskd.agent.spawning.protocol import (
     Exited,
+    Imported,
     Note,
     PreloadedLost,
     Ready,
@@ -140,6 +141,9 @@ class _Server:
         """One request, one answer."""
         try:
             request = request_from(message, descriptors)
+            if request.kind == "preload":
+                self._preload_as_told(request)
+                return
             note = self._cold_reason or warmth.why_not_warm(request, self._environment)
             if self.learns and note is None and request.worker and not request.worker.get("plain"):
                 self._ask_for_report(request)
@@ -257,8 +261,22 @@ class _Server:
             return
         self._forget_report()
         if found:  # else the worker ended too early: the next one is asked
-            setting = Setting(self._search_path, self._environment, self._blas)
-            self._preloaded = Preloaded(report.request, found, setting)
+            self._preloaded = Preloaded(report.request, found, self._setting)
+            self._reply(imported(report.request, found))
+
+    @property
+    def _setting(self) -> Setting:
+        return Setting(self._search_path, self._environment, self._blas)
+
+    def _preload_as_told(self, request: SpawnRequest) -> None:
+        """By what a worker of another node has imported: this one has none yet. Raises OSError."""
+        is_begun = self._report is not None or self._preloaded is not None
+        report = told(request, self._search_path)
+        if report is None or is_begun or not self.learns or self._cold_reason is not None:
+            return
+        self._preloaded = Preloaded(request, report, self._setting)
+        names = [name for name, _ in report["modules"]]
+        self._reply(Imported(names, list(request.own)))  # another manager may not know it
 
     def _forget_report(self) -> None:
         if self._report is not None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from taskd.agent.spawning.forkserver import Forkserver
-    from taskd.agent.spawning.protocol import Reply
+    from taskd.agent.spawning.protocol import Imported, Reply
     from taskd.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,22 @@ class Spawner:
             raise
         self._waiting.append(replace(request, fds=own))
         self._hand_over()
+
+    @property
+    def imported(self) -> Imported | None:
+        """What the workers of the present forkserver import; None: it is not known."""
+        return self.forkserver.imported
+
+    def preload(self, request: SpawnRequest) -> None:
+        """Import what the workers of other nodes do, before there is one here.
+
+        `request`: what those will be, without descriptors; `own`: the variables that differ;
+        `worker`: {"modules": names}. No answer: without it a worker imports for itself.
+        """
+        try:
+            self.forkserver.spawn(replace(request, kind="preload"))
+        except ForkserverError as error:
+            log.debug("%s", error)  # `read` sees the same, and replaces it
 
     def read(self) -> list[Reply]:
         """What happened since the last call; never blocks for long."""

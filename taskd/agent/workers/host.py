@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from taskd.agent.spawning.protocol import Reply
+    from taskd.agent.spawning.protocol import Imported, Reply
+    from taskd.core import commands
     from taskd.native.arenas import Arenas
     from taskd.native.black_box import BlackBox
     from taskd.transport.channel import Channel
@@ -71,6 +72,10 @@ class Host(Protocol):
         Former incarnations are told of, too.
         """
 
+    @property
+    def imported(self) -> Imported | None:
+        """What its workers have imported at their first step; None: it is not known."""
+
     def open_store(self, generation: int) -> None:
         """The store at which all workers meet that start anew in this generation.
 
@@ -83,8 +88,11 @@ class Host(Protocol):
         Opened by the first call. Raises OSError.
         """
 
-    def meet_at(self, address: str) -> None:
-        """All ranks meet at this store from now on: the node of theirs was lost."""
+    def first_host(self) -> int | None:
+        """The node that has the store of the rendezvous; None: none of them, or nobody needs it."""
+
+    def meet(self, order: commands.Resume | commands.RestartGroup, per_node: int) -> None:
+        """Where all ranks meet from now on, and on how many nodes: each has so many of them."""
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int

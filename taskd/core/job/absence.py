@@ -6,13 +6,15 @@ of the lost node have no process and no order until an agent registers in its pl
 - its own agent, whose link was cut: workers that are still there are taken back;
 - another one (a new pod, a spare): all its ranks are replaced, and receive the state from others.
 
-Nobody came in time: the job ends, with a dump if those who are left hold everything.
+Nobody came in time: the job goes on without the node, if elastic training is allowed
+(`taskd.core.job.elastic`), and at once if no node is to be waited for. Else it ends, with a dump if
+those who are left hold everything.
 """
 
 from taskd.core import events as ev
 from taskd.core.commands import Interrupt
 from taskd.core.faults import FaultKind
-from taskd.core.job import orders
+from taskd.core.job import elastic, orders
 from taskd.core.job.dump import end_job
 from taskd.core.job.meeting import leave_node, may_leave, place
 from taskd.core.job.membership import Member
@@ -26,12 +28,16 @@ _MAY_WAIT = TRAINING - {JobPhase.RESTARTING} | {JobPhase.JOINING}
 
 
 def replaces_nodes(job: JobState) -> bool:
-    """Whether any lost node is waited for in this job."""
+    """Whether the place of a lost node may be taken by another one in this job."""
+    return _waits(job) or elastic.is_allowed(job)
+
+
+def _waits(job: JobState) -> bool:
     return Strategy.RECOVER in job.allowed and job.reschedule_s > 0
 
 
 def may_wait(job: JobState, node_rank: int) -> bool:
-    """Whether this lost node is waited for. If not, the job ends."""
+    """Whether this lost node is waited for, or done without. If not, the job ends."""
     return (
         replaces_nodes(job)
         and may_leave(job, node_rank)
@@ -46,7 +52,7 @@ def wait_for_node(job: JobState, node_rank: int, how: str) -> None:
     """From now on it is waited for. One fault tells of all its ranks."""
     leave_node(job, node_rank)
     place(job)  # now, as who comes in its place asks for it
-    job.absent.set(node_rank, job.now + job.reschedule_s)
+    job.absent.set(node_rank, job.now + (job.reschedule_s if _waits(job) else 0.0))
     members = job.membership.on_node(node_rank)
     for member in members:
         member.lose()
@@ -87,7 +93,17 @@ def _take_back(job: JobState, member: Member, report: ev.WorkerReport) -> None:
 
 def nobody_came(job: JobState) -> Commands:
     """A lost node was waited for long enough."""
-    node_rank = min(job.absent.overdue(job.now))
+    overdue = sorted(job.absent.overdue(job.now))
+    within = f"nobody took its place within {job.reschedule_s:g} s (node {overdue[0]})"
+    why = [within] if _waits(job) else []
+    if elastic.is_allowed(job):
+        assert job.attempt is not None
+        problem = elastic.problem(job, overdue)
+        if why:
+            job.attempt.skipped[Strategy.RECOVER] = within
+        if problem is None:
+            return elastic.go_on_without(job, overdue)
+        job.attempt.skipped[Strategy.ELASTIC] = problem
+        why.append(f"the job cannot go on without it: {problem}")
     job.absent.clear()
-    within = f"nobody took its place within {job.reschedule_s:g} s"
-    return end_job(job, f"{job.what_happened()}, and {within} (node {node_rank})")
+    return end_job(job, ", and ".join([job.what_happened(), *why]))

@@ -25,7 +25,7 @@ def begin_attempt(job: JobState, faults: list[TimedFault]) -> tuple[Commands, At
     commands = close_attempt(job, f"before every rank had made a new step, {why}")
     began_at = None if before is None else before.outage_began_at
     job.attempt = Attempt(job.cause, job.now, outage_began_at=began_at)
-    is_known = bool(faults or job.inherited or job.suspects)
+    is_known = bool(faults or job.inherited or job.suspects or job.growing)
     job.attempt.take_over(job.inherited, is_known=is_known)
     job.inherited = []
     return commands, job.attempt

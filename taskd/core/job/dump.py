@@ -24,7 +24,7 @@ from taskd.core.job.record import Attempt
 from taskd.core.job.state import EmergencyDump, JobState
 from taskd.core.phase import DUMPING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
-from taskd.core.policy.ladder import Strategy
+from taskd.core.policy.ladder import NOT_ALLOWED, Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -45,6 +45,7 @@ def end_job(
     if job.phase in DUMPING:
         return []
     job.absent.clear()
+    job.attempt = job.attempt or Attempt(job.cause, job.now)
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
         job.dump = dump = EmergencyDump(
@@ -86,7 +87,7 @@ def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
     dump.finish_step_by = job.now + grace_s / 2 if grace_s and not is_out else None
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
-    job.attempt = job.attempt or Attempt(job.cause, job.now)
+    assert job.attempt is not None
     job.attempt.strategy = Strategy.DUMP
     for member in job.membership.live():
         if member.state is WorkerState.STARTING and member.replaced:
@@ -121,10 +122,18 @@ def write_dump(job: JobState) -> Commands:
     for rank in dump.writers:
         job.awaited.set(rank, job.now + job.timeouts.dump_s)
     order = do.Dump(
-        job.cause, job.generation, dump.version, dump.writers, job.membership.world_size or 0,
+        job.cause, job.generation, dump.version, dump.writers, len(job.members),
         _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
     )  # fmt: skip
     return job.order_all(order)
+
+
+def can_dump(job: JobState) -> bool:
+    """Whether a dump is allowed, and those who have stopped, and node memory, have it all."""
+    if Strategy.DUMP not in job.allowed:
+        return False
+    cut = plan_cut(_copies(job), job.membership.committed)
+    return not isinstance(cut, NoCut) and bool(cut.version)
 
 
 def _copies(job: JobState) -> list[Copy]:
@@ -293,6 +302,7 @@ def _order_publisher(job: JobState, dump: EmergencyDump, phase: JobPhase) -> Com
 
 
 def _fail(job: JobState, dump: EmergencyDump, problem: str) -> Commands:
+    _pass_over_dump(job, problem)
     return give_up(job, f"{_reason(job, dump)}; and no dump: {problem}", _fault(job, dump))
 
 
@@ -300,7 +310,14 @@ def _give_up(job: JobState, dump: EmergencyDump) -> Commands:
     """Nothing may be saved, or nothing can be; the reason tells why no restart was tried either."""
     barred = "" if dump.reason else "; no restart is allowed (recover-strategy)"
     no_dump = f"; and no dump: {dump.problem}" if dump.problem else ""
+    _pass_over_dump(job, dump.problem or NOT_ALLOWED)
     return give_up(job, f"{_reason(job, dump)}{barred}{no_dump}", _fault(job, dump))
+
+
+def _pass_over_dump(job: JobState, problem: str) -> None:
+    """For the record: why there was no dump."""
+    if job.attempt is not None:
+        job.attempt.skipped[Strategy.DUMP] = problem
 
 
 def _reason(job: JobState, dump: EmergencyDump) -> str:

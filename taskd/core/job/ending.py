@@ -17,7 +17,7 @@ def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str
     """End the job as failed: agents stop their workers. `dump`: the checkpoint that it leaves."""
     job.phase, job.reason = JobPhase.ENDING, reason
     if job.attempt is not None:
-        job.attempt.strategy = Strategy.DUMP if dump else Strategy.EXIT
+        job.attempt.end_by(Strategy.DUMP if dump else Strategy.EXIT, reason)
     records = close_attempt(job, f"the job was given up: {reason}")
     _wait_for_nothing(job)
     job.story.note(job.now, f"given up: {reason}")

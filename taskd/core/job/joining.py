@@ -52,6 +52,12 @@ def complete(job: JobState) -> None:
     """Every rank is known. Faults that waited, and a recovery that was begun before, come first."""
     members = job.membership.ordered()
     job.phase, job.join_by = JobPhase.RUNNING, None
+    if job.membership.told_world[1] and len(members) != job.membership.world_size:
+        job.membership.is_reduced = True
+        job.told_active = job.membership.active
+        for node_rank in [node for node in job.expected if job.membership.is_left_out(node)]:
+            del job.expected[node_rank]
+            job.leases.drop(node_rank)
     working = {member.rank for member in members if not member.is_done}
     job.unanswered = [timed for timed in job.unanswered if timed.fault.rank in working]
     job.suspects = [timed for timed in job.suspects if timed.fault.rank in working]

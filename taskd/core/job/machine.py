@@ -52,7 +52,7 @@ Hard cases:
 from collections.abc import Iterable
 
 from taskd.core import events as ev
-from taskd.core.job import absence, clock, dump, hangs, meeting, nodes, workers
+from taskd.core.job import absence, clock, dump, elastic, hangs, meeting, nodes, workers
 from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
@@ -299,7 +299,7 @@ class RecoveryMachine(Machine[JobState]):
     @property
     def lost_nodes(self) -> list[int]:
         """The nodes whose place is free, and waited for."""
-        return self._state.absent.pending()
+        return sorted({*self._state.absent.pending(), *elastic.free_places(self._state)})
 
     @property
     def replaces_nodes(self) -> bool:

@@ -1,9 +1,11 @@
 """The store at which the ranks meet in each generation: on which node it is, and where it moves.
 
-The first one is that of node 0, and its address is nobody's business here. Each agent of a job that
-replaces nodes keeps another store ready, and registers with its address. When the node is
-lost whose store is used, the next `Resume` or `RestartGroup` names the store of the first node that
-is there, and so do all later ones. Nothing is taken along: keys are prefixed by generation.
+The first one is that of node 0, and its address is nobody's business here. Who comes late finds it
+through the store of the rendezvous, which may be on another node (c10d); agents tell on which. Each
+agent of a job that replaces nodes keeps another store ready, and registers with its address. When a
+node is lost whose store is used, the next `Resume` or `RestartGroup` names the store of the first
+node that is there, and so do all later ones. Nothing is taken along: keys are prefixed by
+generation.
 """
 
 from taskd.core import events as ev
@@ -17,32 +19,36 @@ def note_store(job: JobState, event: ev.AgentRegistered) -> None:
     if event.store:
         meeting.ready[event.node_rank] = event.store
     meeting.moved_to = meeting.moved_to or event.met_at
-    if event.is_late and event.node_rank == 0:
-        meeting.is_first_lost = True
+    if event.first_host is not None:
+        meeting.first_hosts.add(event.first_host)
+    if event.is_late:
+        meeting.lost.add(event.node_rank)
 
 
 def leave_node(job: JobState, node_rank: int) -> None:
     """This node is lost."""
     job.meeting.ready.pop(node_rank, None)
-    if node_rank == 0:
-        job.meeting.is_first_lost = True
+    job.meeting.lost.add(node_rank)
 
 
 def may_leave(job: JobState, node_rank: int) -> bool:
     """Whether the ranks can meet without this node."""
     meeting = job.meeting
-    used = 0 if not meeting.moved_to else _host_of(job, meeting.moved_to)
-    return used != node_rank or _first_host(job, without=node_rank) is not None
+    used = {_host_of(job, meeting.moved_to)} if meeting.moved_to else meeting.first_hosts
+    return node_rank not in used or _first_host(job, without=node_rank) is not None
 
 
 def is_late(job: JobState, node_rank: int | None) -> bool:
     """Whether the job runs, and a torchrun with this index cannot meet the others as usual.
 
-    Agents register when all nodes have met: who asks after that is late. With an index it still
-    meets the others at the store of node 0, while that is there, and is no stranger there.
+    Agents register when all nodes have met: who asks after that is late; and an elected manager
+    knows of them before they register. With an index it still meets the others at the store of node
+    0, while that is there, and is no stranger there.
     """
-    meets_as_usual = node_rank not in (None, 0) and not job.meeting.moved_to
-    return bool(job.membership.nodes) and not meets_as_usual
+    meeting, nodes = job.meeting, job.membership.nodes
+    is_there = all(rank in nodes and nodes[rank].is_present for rank in meeting.first_hosts)
+    meets_as_usual = node_rank not in (None, 0) and is_there and not meeting.moved_to
+    return bool(nodes or job.expected) and not meets_as_usual
 
 
 def place(job: JobState) -> str | None:
@@ -51,8 +57,10 @@ def place(job: JobState) -> str | None:
     None: the store that they used is lost, and no node has another.
     """
     meeting = job.meeting
-    is_first = not meeting.moved_to
-    is_lost = meeting.is_first_lost if is_first else _host_of(job, meeting.moved_to) is None
+    if meeting.moved_to:
+        is_lost = _host_of(job, meeting.moved_to) is None
+    else:
+        is_lost = not meeting.first_hosts.isdisjoint(meeting.lost)
     if not is_lost:
         return meeting.moved_to
     host = _first_host(job)

@@ -143,6 +143,12 @@ class Membership:
     ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
     witness: int = -1  # a rank that has something to do, when that was last looked at
     mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node
+    # Of nodes that the job goes on without: their ranks, as they were. A manager that was started
+    # again does not know them.
+    away: dict[int, Member] = field(default_factory=dict)
+    # What agents say of a smaller world, before all are known: in which generation, which ranks.
+    told_world: tuple[int, tuple[int, ...]] = (-1, ())
+    is_reduced: bool = False  # the world consists of fewer nodes than the job
 
     def refusal(self, event: AgentRegistered) -> str | None:
         """Why this agent may not join, or None."""
@@ -160,8 +166,9 @@ class Membership:
 
     def _bad_numbers(self, event: AgentRegistered) -> str | None:
         """What no agent of ours says, whatever the job: nothing of it may get into a table."""
-        if not 0 <= event.node_rank < event.node_count:
-            return f"node {event.node_rank} is outside of a job of {event.node_count} nodes"
+        for node_rank in (event.node_rank, event.first_host or 0):
+            if not 0 <= node_rank < event.node_count:
+                return f"node {node_rank} is outside of a job of {event.node_count} nodes"
         if event.node_count > event.world_size:
             return f"{event.node_count} nodes cannot share a world of {event.world_size}"
         lives = (report.incarnation for report in event.workers)
@@ -198,6 +205,8 @@ class Membership:
         return None
 
     def _bad_ranks(self, event: AgentRegistered) -> str | None:
+        if not all(0 <= rank < event.world_size for rank in event.active):
+            return f"the active ranks are among those of a world of {event.world_size}"
         for report in event.workers:
             if not 0 <= report.rank < event.world_size:
                 return f"rank {report.rank} is outside of a world of {event.world_size}"
@@ -222,6 +231,7 @@ class Membership:
         self.nodes[event.node_rank] = Node(
             event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation
         )
+        self._note_world(event)
         for report in sorted(event.workers, key=lambda report: report.rank):
             if report.rank not in self.members:
                 member = self.members[report.rank] = _adopt(report, event)
@@ -265,31 +275,90 @@ class Membership:
                 self.mirrors.setdefault(rank, {})[node_rank] = versions
 
     def copy_of(self, member: Member) -> Copy:
-        """What a member holds. If its node is lost: the mirrors of its snapshots, and where."""
+        """What a member holds. If its node was lost: the mirrors of its snapshots, and where.
+
+        So, too, of one that has been started in its place and has nothing.
+        """
         copy = member.copy()
-        if copy.alive or self.nodes[member.node_rank].is_present:
+        is_new = member.replaced and copy.version is None and not copy.snapshots
+        if not is_new and (copy.alive or self.nodes[member.node_rank].is_present):
             return copy
         found = {
             node_rank: versions
             for node_rank, versions in self.mirrors.get(member.rank, {}).items()
             if node_rank in self.nodes and self.nodes[node_rank].is_present
         }
-        node_rank = max(
-            sorted(found), key=lambda node_rank: max(found[node_rank]), default=member.node_rank
-        )
-        return replace(copy, node=node_rank, snapshots=found.get(node_rank, ()))
+        if not found:
+            return copy if copy.alive else replace(copy, snapshots=())
+        node_rank = max(sorted(found), key=lambda node_rank: max(found[node_rank]))
+        return replace(copy, alive=False, node=node_rank, snapshots=found[node_rank])
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank is registered, or belongs to a node that left before it could."""
         if self.world_size is None:
             return False
+        told = self.told_world[1]
+        if told and all(rank in self.members for rank in told):
+            return True
         return len(self.members) == self.world_size or len(self.nodes) == self.joined_node_count
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The ranks of which the world consists, in order; (): all of the job."""
+        return tuple(sorted(self.members)) if self.is_reduced else ()
+
+    def is_left_out(self, node_rank: int) -> bool:
+        """Whether the job goes on without this node."""
+        node = self.nodes.get(node_rank)
+        ranks = () if node is None else node.ranks
+        return self.is_reduced and not any(rank in self.members for rank in ranks)
+
+    @property
+    def left_out(self) -> list[int]:
+        """The nodes that the job goes on without."""
+        if not self.is_reduced:
+            return []
+        return [rank for rank in range(self.joined_node_count or 0) if self.is_left_out(rank)]
+
+    @property
+    def present_count(self) -> int:
+        """The nodes that are there."""
+        return sum(node.is_present for node in self.nodes.values())
+
+    def leave_out(self, node_rank: int) -> None:
+        """The job goes on without the ranks of this node."""
+        self.is_reduced = True
+        for rank in self.nodes[node_rank].ranks:
+            self.away[rank] = self.members.pop(rank)
+            self.stopped_early.discard(rank)
+            self.ended_early.discard(rank)
+
+    def take_back(self, event: AgentRegistered) -> None:
+        """Its node is there again, or another in its place: it has no process that counts."""
+        self.register(event)
+        for told in self.on_node(event.node_rank):
+            member = self.away.pop(told.rank, told)
+            member.incarnation = max(member.incarnation, told.incarnation)
+            self.members[member.rank] = member
+            member.node_rank, member.version, member.snapshots = event.node_rank, None, ()
+            member.box_versions = ()
+            member.lose()
+        self.is_reduced = len(self.members) != self.world_size
+
+    def _note_world(self, event: AgentRegistered) -> None:
+        """The newest generation counts. Who came late has not heard of a smaller world yet."""
+        generation, _ = self.told_world
+        is_new = event.generation > generation
+        if not (event.is_late and not event.active) and (
+            is_new or (event.generation == generation and not event.active)
+        ):
+            self.told_world = (event.generation, event.active)
 
     @property
     def max_restarts(self) -> int:
         """The budget of the job: the smallest that any node was given."""
-        return min(node.max_restarts for node in self.nodes.values())
+        return min((node.max_restarts for node in self.nodes.values()), default=0)
 
     def ordered(self) -> list[Member]:
         """All members by rank."""
@@ -347,11 +416,15 @@ class Membership:
     def on_node(self, node_rank: int) -> list[Member]:
         """Members of one node, by rank; none of one that has not registered."""
         node = self.nodes.get(node_rank)
-        return [] if node is None else [self.members[rank] for rank in node.ranks]
+        ranks = () if node is None else node.ranks
+        return [self.members[rank] for rank in ranks if rank in self.members]
 
     def absent_nodes(self) -> list[Node]:
-        """Nodes that left, by rank."""
-        return [self.nodes[rank] for rank in sorted(self.nodes) if not self.nodes[rank].is_present]
+        """Nodes of the world that left, by rank."""
+        nodes = [self.nodes[rank] for rank in sorted(self.nodes)]
+        return [
+            node for node in nodes if not node.is_present and not self.is_left_out(node.node_rank)
+        ]
 
     @property
     def is_declared(self) -> bool:
@@ -370,7 +443,10 @@ class Membership:
         """Assert that nodes and members agree."""
         for node in self.nodes.values():
             for rank in node.ranks:
-                assert self.members[rank].node_rank == node.node_rank, (rank, node)
+                is_away = not node.is_present and rank in self.away
+                member = self.away[rank] if is_away else self.members[rank]
+                assert member.node_rank == node.node_rank, (rank, node)
+        assert not self.away.keys() & self.members.keys()
 
 
 def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:

@@ -7,7 +7,7 @@ Owns what the job learns from agents about themselves. What workers report is in
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
-from taskd.core.job import orders
+from taskd.core.job import elastic, orders
 from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
@@ -37,7 +37,7 @@ def refusal(job: JobState, event: ev.AgentRegistered) -> str | None:
         return f"the job has ended: {job.reason}"
     if job.phase is not JobPhase.JOINING and event.generation > job.generation:
         return f"the job is in generation {job.generation}, this agent says {event.generation}"
-    return job.membership.refusal(event)
+    return elastic.refusal(job, event) or job.membership.refusal(event)
 
 
 def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
@@ -48,8 +48,16 @@ def registered(job: JobState, event: ev.AgentRegistered) -> Commands:
     refused = refusal(job, event)
     if refused is not None:
         return job.ignore(f"refused: {refused}")
-    known = job.membership.nodes.get(event.node_rank)
     note_store(job, event)
+    if elastic.is_back(job, event):
+        job.leases.renew(event.node_rank, event.now)
+        return elastic.come_back(job, event)
+    return _take_in(job, event)
+
+
+def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
+    """An agent of the present world, or the first ones of all."""
+    known = job.membership.nodes.get(event.node_rank)
     _take_over_faults(job, event)
     job.membership.register(event)
     job.expected.pop(event.node_rank, None)
@@ -81,7 +89,8 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     membership = job.membership
     job.leases.drop(node_rank)
     # Of several that an elected manager expects in vain, the last one has had the others lost, too.
-    if outcome == LOST_NODE and (node_rank in job.expected or node_rank in job.absent):
+    is_known = outcome == LOST_NODE and (node_rank in job.expected or node_rank in job.absent)
+    if is_known or membership.is_left_out(node_rank):
         return _lose_missing(job)
     job.expected.pop(node_rank, None)
     membership.leave(node_rank, outcome)
@@ -165,6 +174,8 @@ def elected(job: JobState, event: ev.ManagerElected) -> Commands:
 
 def drain(job: JobState, event: ev.AgentDraining) -> Commands:
     """A node is to end, in good time."""
+    if job.membership.is_left_out(event.node_rank):
+        return job.ignore(f"node {event.node_rank} is to end: the job goes on without it")
     reason = f"node {event.node_rank} is to end ({event.detail})"
     return end_job(job, reason, None, event.grace_s)
 

@@ -31,7 +31,8 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
             patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
             job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
     inherited = "a recovery was under way when the manager was restarted"
-    planned = inherited if job.dump is None else job.dump.reason or inherited
+    planned = attempt.reason if job.growing else inherited
+    planned = planned if job.dump is None else job.dump.reason or inherited
     reason = job.what_happened() if attempt.faults else planned
     committed = job.membership.committed
     order = do.Interrupt(attempt.cause, job.generation, reason, committed, finish_step)
@@ -73,7 +74,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     store = meeting.place(job)
     if store is None:
         return give_up(job, f"{job.what_happened()}, and no node has a store to meet at")
-    job.phase = JobPhase.RESTARTING
+    job.phase, job.told_active, job.growing = JobPhase.RESTARTING, (), set()
     job.generation += 1
     job.resumed_generation = job.generation
     job.awaited.clear()

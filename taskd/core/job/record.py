@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from taskd.core.commands import Move, RecoveryRecord
 from taskd.core.events import WorkerRecovered
 from taskd.core.faults import FaultKind, TimedFault
-from taskd.core.policy.ladder import Strategy
+from taskd.core.policy.ladder import Choice, Outcome, Strategy
 
 
 @dataclass(slots=True)
@@ -31,6 +31,8 @@ class Attempt:
     began_at: float  # for a recovery without a fault: when it was seen to be needed
     strategy: Strategy = Strategy.RETRY
     reason: str = ""  # why that strategy
+    skipped: dict[Strategy, str] = field(default_factory=dict)  # and why not these
+    ended_as: Outcome | None = None  # the job has ended by it, so that no other one follows
     taken_over: str = ""  # what an earlier manager has to do with it
     outage_began_at: float | None = None  # the first death since a recovery was completed
     faults: list[TimedFault] = field(default_factory=list)
@@ -59,6 +61,16 @@ class Attempt:
         elif not is_known:
             unknown = "what came before is not known: the time counts from then"
             self.taken_over = f"{restarted}, and {unknown}"
+
+    def pass_over(self, choice: Choice) -> None:
+        """Why no strategy before the chosen one can work."""
+        self.skipped.update(choice.skipped)
+
+    def end_by(self, strategy: Strategy, reason: str) -> None:
+        """The job ends: with a dump, or without."""
+        self.strategy, self.reason = strategy, reason
+        is_saved = strategy is Strategy.DUMP
+        self.ended_as = Outcome.DUMP_OR_EXIT if is_saved else Outcome.EXIT_ONLY
 
     def commanded(self, now: float) -> None:
         """The commands of a new generation go out."""
@@ -153,7 +165,23 @@ class Attempt:
             max_restarts=max_restarts,
             reason="; ".join(filter(None, (self.reason, self.taken_over))),
             not_completed=not_completed,
+            skipped=self._skipped(),
+            code=self._result(not_completed).value,
         )
+
+    def _skipped(self) -> tuple[tuple[str, str], ...]:
+        """Why no cheaper strategy. What no choice has told is the reason of this one."""
+        if self.strategy is Strategy.ELASTIC and not self.faults:
+            return ()  # nodes are back: there was nothing to recover from
+        cheaper = list(Strategy)[: list(Strategy).index(self.strategy)]
+        otherwise = self.reason or self.taken_over
+        told = ((each.value, self.skipped.get(each, otherwise)) for each in cheaper)
+        return tuple((name, why) for name, why in told if why)
+
+    def _result(self, not_completed: str) -> Outcome:
+        if not not_completed:
+            return Outcome.RECOVERED
+        return Outcome.FAILED if self.ended_as is None else self.ended_as
 
     def _source(self, move: Move) -> str:
         if self.version is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import FaultKind, TimedFault
-from taskd.core.job import dump, orders
+from taskd.core.job import dump, elastic, orders
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, close_restart, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
@@ -29,7 +29,7 @@ _LADDER = list(Strategy)
 
 def answer(job: JobState) -> Commands:
     """Count the faults, choose a strategy, stop everybody, replace who is gone."""
-    faults, suspects = job.unanswered, job.suspects
+    faults, suspects = elastic.without_returns(job, job.unanswered), job.suspects
     records, attempt = begin_attempt(job, faults)
     job.unanswered, job.suspects, job.suspect_until = [], [], None
     job.is_recovery_needed = False
@@ -53,14 +53,26 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
     if job.membership.gone_for_good():
         return _end_without_all(job)
     lost = job.membership.lost()
-    ranks, is_declared = [member.rank for member in lost], job.membership.is_declared
-    choice = choose(is_declared=is_declared, lost=ranks, absent=gone_nodes, allowed=job.allowed)
+    ranks = [member.rank for member in lost if member.rank not in job.growing]
+    is_planned = not (ranks or gone_nodes or attempt.faults)
+    bound = elastic.problem(job, gone_nodes) if gone_nodes else None
+    choice = (elastic.planned(job, attempt) if is_planned else None) or choose(
+        is_declared=job.membership.is_declared,
+        lost=ranks,
+        absent=gone_nodes,
+        bound=bound,
+        allowed=job.allowed,
+    )
     explain(job, choice)
+    attempt.pass_over(choice)
     culprit = attempt.faults[0].fault if attempt.faults else None
     if choice.strategy in (Strategy.DUMP, Strategy.EXIT):
-        return dump.end_job(job, "", culprit)
-    if gone_nodes and choice.strategy is Strategy.RESTART:
-        anew = f"all processes cannot start anew while node {gone_nodes[0]} is lost"
+        cannot = f"{job.what_happened()}, and the job cannot go on without it: {bound}"
+        is_bound = bound is not None and elastic.is_allowed(job)
+        return dump.end_job(job, cannot if is_bound else "", culprit)
+    missing = [*gone_nodes, *job.membership.left_out]
+    if missing and choice.strategy is Strategy.RESTART:
+        anew = f"all processes cannot start anew without node {missing[0]}"
         return dump.end_job(job, f"{job.what_happened()}, and {anew}", culprit)
     is_first = not attempt.reason and not attempt.taken_over
     if is_first or _LADDER.index(choice.strategy) >= _LADDER.index(attempt.strategy):

@@ -10,7 +10,11 @@ from collections.abc import Collection
 from taskd.core import events as ev
 from taskd.core.job.machine import EVENTS
 
-_OF_A_NODE = (ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.RosterKept)
+_BESIDE_THE_MACHINE = (ev.WorkerProfiling, ev.RosterKept, ev.ImportsKnown)
+_OF_A_NODE = (
+    ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.RosterKept,
+    ev.ImportsKnown,
+)  # fmt: skip
 # a manager that begins anew for one node each second serves no other
 HARM_LIMIT = 3
 
@@ -20,7 +24,7 @@ def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[
 
     The kind of the refusal ("malformed", "foreign") and its text.
     """
-    if not isinstance(event, (*EVENTS, ev.WorkerProfiling, ev.RosterKept)):
+    if not isinstance(event, (*EVENTS, *_BESIDE_THE_MACHINE)):
         return "malformed", f"{type(event).__name__} is not for a manager"
     if isinstance(event, ev.WorkerEvent) and event.rank not in ranks:
         return "foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own"

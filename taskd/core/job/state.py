@@ -14,7 +14,7 @@ from taskd.core.job.membership import Member, Membership
 from taskd.core.job.record import Attempt, StartedAnew
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
-from taskd.core.policy.ladder import WITHOUT_DUMP, Budget, RepeatRules, Strategy
+from taskd.core.policy.ladder import BY_DEFAULT, Budget, RepeatRules, Strategy
 from taskd.core.policy.leases import Deadlines, Leases
 from taskd.core.policy.stagnation import Stagnation
 from taskd.core.policy.stragglers import Stragglers
@@ -52,7 +52,8 @@ class PeerRequests:
 class MeetingPlace:
     """Where the ranks meet, see `taskd.core.job.meeting`."""
 
-    is_first_lost: bool = False  # node 0, which hosted the first store
+    first_hosts: set[int] = field(default_factory=lambda: {0})  # nodes with the first stores
+    lost: set[int] = field(default_factory=set)  # nodes that are not what they were at first
     moved_to: str = ""  # the address that the newest order named; "": none has
     ready: dict[int, str] = field(default_factory=dict)  # addresses, by node
 
@@ -64,7 +65,7 @@ class JobState(MachineState):
     timeouts: Timeouts
     membership: Membership
     leases: Leases
-    allowed: frozenset[Strategy] = WITHOUT_DUMP
+    allowed: frozenset[Strategy] = BY_DEFAULT
     restarts_after_dump: bool = False
     reschedule_s: float = 0.0  # a lost node is waited for so many seconds; 0: not at all
     phase: JobPhase = JobPhase.JOINING
@@ -88,6 +89,10 @@ class JobState(MachineState):
     absent: Deadlines[int] = field(default_factory=Deadlines)  # nodes: to come back
     # Ranks of nodes that an elected manager knows of, and that have not registered with it.
     expected: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # Elastic training, see `taskd.core.job.elastic`.
+    growing: set[int] = field(default_factory=set)  # ranks that come back, until all go on
+    told_active: tuple[int, ...] = ()  # the world of the newest Resume, as it names it
+    failed_returns: dict[int, int] = field(default_factory=dict)  # by node
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import describe
-from taskd.core.job import meeting, orders
+from taskd.core.job import elastic, meeting, orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
-from taskd.core.job.dump import end_job, write_dump
+from taskd.core.job.dump import can_dump, end_job, write_dump
 from taskd.core.job.ending import give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
@@ -83,17 +83,26 @@ def advance(job: JobState) -> Commands:
 
 def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
-    cut = plan_cut([member.copy() for member in live], job.membership.committed)
+    copies = [member.copy() for member in live]
+    if job.membership.active != job.told_active:
+        copies = [replace(copy, snapshots=()) for copy in copies]
+    cut = plan_cut(copies, job.membership.committed)
     if isinstance(cut, NoCut):
+        if can_dump(job):
+            return end_job(job, "")  # a restart would lose what is left
         choice = choose(is_declared=True, lost=[], no_cut=cut.reason, allowed=job.allowed)
         explain(job, choice)
+        attempt.pass_over(choice)
         if choice.strategy is Strategy.EXIT:
             return give_up(job, cut.reason)
+        if job.membership.left_out:
+            anew = f"all processes cannot start anew without node {job.membership.left_out[0]}"
+            return end_job(job, f"{cut.reason}, and {anew}")
         attempt.strategy, attempt.reason = choice.strategy, cut.reason
         return orders.restart_group(job, cut.reason)
     store = meeting.place(job)
     if store is None:
-        return give_up(job, f"{job.what_happened()}, and no node has a store to meet at")
+        return end_job(job, f"{job.what_happened()}, and no node has a store to meet at")
     job.story.note(job.now, f"cut: {cut.reason}; steps redone: {cut.redone}")
     for rank in cut.lacking_extras:
         job.story.note(job.now, f"its black box held no extras of version {cut.version}", rank)
@@ -105,8 +114,9 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
     who = (attempt.cause, job.generation)
-    order = do.Resume(*who, cut.version, cut.moves, job.budget.used, store)
-    return job.order_all(order)
+    active = job.membership.active
+    order = do.Resume(*who, cut.version, cut.moves, job.budget.used, store, active)
+    return [*job.order_all(order), *elastic.note_world(job)]
 
 
 # ---------------------------------------------------------------------- broken processes

@@ -200,6 +200,7 @@ class NodeMachine(Machine[NodeState]):
     Args:
         substitute_until: it takes the place of a lost node, and asks for that until then.
         store: host:port of one at which the ranks can meet if the node of theirs is lost.
+        first_host: see `AgentRegistered`.
         incarnations: of the first lives, by rank; 0 where not given.
         generation, restarts_used: not 0 after a restart without a manager.
         wait_for_exit: a replacement starts only when the process before it is gone.
@@ -224,6 +225,7 @@ class NodeMachine(Machine[NodeState]):
         wait_for_exit: bool = False,
         substitute_until: float | None = None,
         store: str = "",
+        first_host: int | None = None,
     ) -> None:
         arguments = {
             "node_rank": node_rank, "ranks": tuple(ranks), "timeouts": timeouts,
@@ -231,6 +233,7 @@ class NodeMachine(Machine[NodeState]):
             "agent_incarnation": agent_incarnation, "generation": generation,
             "restarts_used": restarts_used, "incarnations": dict(incarnations or {}),
             "wait_for_exit": wait_for_exit, "substitute_until": substitute_until, "store": store,
+            "first_host": first_host,
         }  # fmt: skip
         has_workers = substitute_until is None
         lives = Lives(ranks, incarnations or {}, generation, are_there=has_workers)
@@ -242,7 +245,7 @@ class NodeMachine(Machine[NodeState]):
         self.node_rank = node_rank
         size = len(lives.present) if world_size is None else world_size
         self.agent_incarnation = agent_incarnation
-        self._store, self._is_late = store, not has_workers
+        self._store, self._is_late, self._first_host = store, not has_workers, first_host
         self._introduction = (node_rank, agent_incarnation, node_count, size, max_restarts)
 
     @property
@@ -266,6 +269,8 @@ class NodeMachine(Machine[NodeState]):
         return ev.AgentRegistered(
             now, cause, *self._introduction, node.generation, node.restarts_used,
             node.lives.reports(now), self._store, node.met_at, self._is_late,
+            first_host=self._first_host,
+            active=node.active,
         )  # fmt: skip
 
     def next_deadline(self) -> float | None:

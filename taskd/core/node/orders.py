@@ -95,8 +95,11 @@ def kill(node: NodeState, command: do.KillWorker) -> Commands:
 
 def resume(node: NodeState, command: do.Resume) -> Commands:
     """Everybody in again."""
+    if command.active and node.lives.present.keys().isdisjoint(command.active):
+        return node.ignore("the job goes on without this node")
     _adopt_restarts(node, command)
     node.met_at = command.store or node.met_at
+    node.active = command.active
     commands: Commands = []
     for life in _with_process(node):
         if life.resumed < command.generation:
@@ -113,6 +116,7 @@ def restart_group(node: NodeState, command: do.RestartGroup) -> Commands:
     """All processes end, and start anew when they are gone."""
     _adopt_restarts(node, command)
     node.met_at = command.store or node.met_at
+    node.active = ()
     present = node.lives.present
     new = [
         (rank, incarnation)

@@ -27,6 +27,7 @@ class NodeState(MachineState):
     manager_lost_at: float | None = None  # None: there has never been a manager
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
     met_at: str = ""  # the store that the newest order named; "": none has
+    active: tuple[int, ...] = ()  # ranks of which the world consists; (): all of the job
     is_released: bool = False  # every function has returned, the workers may end
     give_up: do.GiveUp | None = None  # STOPPING: the order by which the job ends
 

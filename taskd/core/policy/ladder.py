@@ -7,6 +7,7 @@ The ladder, from cheap to dear:
     retry              every process is alive: all leave the step and enter their function again
     recover-in-place   some processes are gone: they alone are replaced
     recover            a node is gone: all wait until it, or another in its place, is there
+    elastic-training   nobody came in place of the node: the others go on without it
     restart            nothing can be kept: all processes are replaced
     dump               nothing may be replaced: the state is written to disk, then the job ends
     exit               the job ends
@@ -30,7 +31,7 @@ Whatever is different each time, and leads nowhere all the same, is ended by
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signature
 
@@ -46,24 +47,36 @@ class Strategy(str, Enum):
     RETRY = "retry"
     RECOVER_IN_PLACE = "recover-in-place"
     RECOVER = "recover"
+    ELASTIC = "elastic-training"
     RESTART = "restart"
     DUMP = "dump"
     EXIT = "exit"
 
 
-# May be asked for and is not built: allows nothing by itself.
-NOT_BUILT = "elastic-training"
-WITHOUT_DUMP = frozenset(Strategy) - {Strategy.DUMP}
+class Outcome(IntEnum):
+    """What came of a recovery. The codes are MindCluster's."""
+
+    RECOVERED = 0  # every rank has made a new step
+    FAILED = 405  # it was not completed, and another strategy may be tried
+    DUMP_OR_EXIT = 406  # it was not completed, and the job was saved before it ended
+    EXIT_ONLY = 499  # it was not completed, and the job has ended unsaved
+
+
+# What is allowed if nobody says anything. A smaller world may read its data in another way, so
+# nobody gets one without asking for it.
+BY_DEFAULT = frozenset(Strategy) - {Strategy.DUMP, Strategy.ELASTIC}
+NOT_ALLOWED = "not allowed (recover-strategy)"
 
 # What a name of the `recover-strategy` list allows. "recover" and "recover-in-place" replace
 # processes, which includes leaving them all alive, and replacing all where nothing can be kept;
-# "recover" replaces nodes as well.
+# "recover" replaces nodes as well. Those that lose a node see that as broken communication first,
+# and have to leave their step, so that "elastic-training" includes "retry".
 _IN_PLACE = {Strategy.RETRY, Strategy.RECOVER_IN_PLACE, Strategy.RESTART}
 _ALLOWED_BY = {
     "retry": {Strategy.RETRY},
     "recover": _IN_PLACE | {Strategy.RECOVER},
     "recover-in-place": _IN_PLACE,
-    NOT_BUILT: set(),
+    "elastic-training": {Strategy.RETRY, Strategy.ELASTIC},
     "dump": {Strategy.DUMP},
     "exit": set(),
 }
@@ -71,17 +84,12 @@ STRATEGY_NAMES = tuple(_ALLOWED_BY)
 
 
 def allowed(names: Iterable[str]) -> frozenset[Strategy]:
-    """What these names allow; none at all: everything but a dump.
+    """What these names allow; none at all: everything but a dump and elastic training.
 
     Raises KeyError for a name that is not in `STRATEGY_NAMES`.
     """
     named = [_ALLOWED_BY[name] for name in names]
-    return frozenset({Strategy.EXIT}.union(*named)) if named else WITHOUT_DUMP
-
-
-def is_unprotected(names: Iterable[str]) -> bool:
-    """Whether no fault can be answered because these names ask for what is not built."""
-    return NOT_BUILT in names and Strategy.RETRY not in allowed(names)
+    return frozenset({Strategy.EXIT}.union(*named)) if named else BY_DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,8 @@ def choose(
     lost: Sequence[int],
     absent: Sequence[int] = (),
     no_cut: str | None = None,
-    allowed: frozenset[Strategy] = WITHOUT_DUMP,
+    bound: str | None = None,
+    allowed: frozenset[Strategy] = BY_DEFAULT,
 ) -> Choice:
     """The cheapest strategy that can work.
 
@@ -107,6 +116,7 @@ def choose(
         is_declared: a live worker uses `taskd.recoverable`.
         lost: ranks whose process is gone.
         absent: nodes that are lost, and waited for.
+        bound: why the job cannot go on without these nodes, if that is so.
         no_cut: why no copy of the state can be gone on from, if that is so.
         allowed: what the user allows (`recover-strategy`).
     """
@@ -122,12 +132,17 @@ def choose(
             obstacle or (None if absent else "no node is lost"),
             f"{away}, and waited for; the others hold the state",
         ),
+        (
+            Strategy.ELASTIC,
+            obstacle or (bound if absent else "no node is lost"),
+            f"{away}: the job goes on without it",
+        ),
         (Strategy.RESTART, None, obstacle or "nothing milder is allowed"),
         (Strategy.DUMP, obstacle, "nothing milder is allowed"),
     ):
         if strategy in allowed and problem is None:
             return Choice(strategy, reason, tuple(skipped))
-        skipped.append((strategy, problem or "not allowed (recover-strategy)"))
+        skipped.append((strategy, problem or NOT_ALLOWED))
     return Choice(Strategy.EXIT, "nothing milder is possible", tuple(skipped))
 
 

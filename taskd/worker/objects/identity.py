@@ -78,7 +78,7 @@ def _note(name: str, tensor: torch.Tensor, places: dict[str, None], details: lis
     sharding = shards.sharding_of(tensor, name)
     if sharding is not None and sharding.place:
         places.update(dict.fromkeys(shards.places(tensor.device_mesh, sharding.placements)))
-        details.append(f"{name} {sharding}")
+        details.append(f"{name} {sharding.without_replicas()}")
 
 
 def _checked(shard_id: str | int | None) -> str:

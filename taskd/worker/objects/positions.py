@@ -93,6 +93,14 @@ class Positions:
             if role not in self._waiting or role in self._restored
         }
 
+    def of_any_world(self, positions: dict[str, Any]) -> dict[str, Any]:
+        """Those that mean the same in a world of another size: none in the data."""
+        return {
+            role: position
+            for role, position in positions.items()
+            if not walks_data(self._objects.get(role))
+        }
+
     def write(self, positions: dict[str, Any]) -> None:
         """Put states into the objects of this entry. Roles that are not there are passed over."""
         for role, position in positions.items():

@@ -13,7 +13,7 @@ again on the mesh of the new generation.
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class Sharding:
         return (f"of shape {self.shape}, placed {placements} on mesh {self.mesh}") + (
             f" at {self.place}" if self.place else ""
         )
+
+    def without_replicas(self) -> "Sharding":
+        """The same however many replicas there are: `place` says over what it is sharded."""
+        return replace(self, mesh="")
 
 
 # ---------------------------------------------------------------- one tensor

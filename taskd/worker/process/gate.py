@@ -13,6 +13,7 @@ from taskd.core import events
 from taskd.native import collectives
 from taskd.native.black_box import Phase
 from taskd.worker.life import Plan
+from taskd.worker.process import world
 from taskd.worker.process.orders import Where
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Gate:
 
         if self._dumping is None:
             self._dumping = Dumping(self._life, self._life.job_id)
-        stage, detail = self._dumping.obey(order)
+        stage, detail = self._dumping.obey(world.in_world(order, self._life))
         if stage:
             self._uplink.tell(
                 events.WorkerDumped,
@@ -124,6 +125,7 @@ class Gate:
         )
         life.interrupts.pending = None
         life.interrupts.is_held = False
+        world.enter(life, resume.active)
         if resume.store:
             self._groups.move(resume.store)
         self._groups.begin(resume.generation)
@@ -135,6 +137,7 @@ class Gate:
     def report_recovery(self) -> None:
         """The first version of the generation is committed: say how long that took."""
         life, resumed_at, now = self._life, self._orders.resumed_at, time.monotonic()
+        world.report_step(life)
         groups_at = self._groups.created_at or resumed_at
         state_at = max(life.records.restored_at or groups_at, groups_at)
         self._uplink.tell(

@@ -111,7 +111,7 @@ class Unwinding:
         with orders.condition:
             if orders.is_inside and orders.must_gate and orders.generation == abort.generation:
                 self._interrupter.interrupt(abort.reason)
-        # A thread that was just beginning to wait was missed.
+        # A thread that was just beginning to wait would sleep a quarter of a second longer.
         self._abort = (
             replace(abort, due=time.monotonic() + _AGAIN_S, tries=abort.tries - 1)
             if abort.tries > 1

@@ -59,7 +59,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
         checkpoint, problem = _check(path, life)
         problems = agreement.gather(problem)
         if not problems and checkpoint is not None:
-            if life.rank == 0:
+            if life.world_rank == 0:
                 _warn_if_exposed(directory, path)
                 manifest = checkpoint.manifest
                 _say(
@@ -69,7 +69,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
                 )
             return checkpoint
         passed_over.append((path, problems[0]))
-    if passed_over and life.rank == 0:
+    if passed_over and life.world_rank == 0:
         _say(
             f"starting afresh: no whole checkpoint of job {life.job_id} in "
             f"{directory}{_skipped(passed_over)}"
@@ -96,7 +96,7 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
     name = name_of_state(holding)
     if name not in held.values:
         raise StateError(_not_in(checkpoint, holding, held.values))
-    own_name, layouts = name_of_rank(life.rank), name_of_layouts(life.records.states.values())
+    own_name, layouts = name_of_rank(life.world_rank), name_of_layouts(life.records.states.values())
     is_same_world = checkpoint.manifest.world_size == life.world_size
     values = load(
         checkpoint.path,
@@ -134,7 +134,7 @@ def _check(path: Path, life: Life) -> tuple[Checkpoint | None, str]:
     """Look at this rank's share of the files."""
     try:
         checkpoint = folder.check(path, life.job_id)
-        for file in checkpoint.manifest.files[life.rank :: life.world_size]:
+        for file in checkpoint.manifest.files[life.world_rank :: life.world_size]:
             files.check_content(path / file.name, file.size_bytes, file.sha256, path)
     except (CheckpointError, OSError) as error:
         return None, f"rank {life.rank}: {error}"

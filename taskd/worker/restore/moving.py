@@ -96,7 +96,7 @@ def _move_tensors(old: Holding, new: Holding, named: Named, *, is_kept: bool) ->
                 )
                 raise StateError(message)
             elif shards.is_distributed(target) or shards.is_distributed(source):
-                _check_sharding(new.name, name, source, target)
+                _check_sharding(new.name, name, source, target, is_resized=old.world != new.world)
                 meshes[source.device_mesh] = target.device_mesh
                 if is_kept:
                     shards.local(target).copy_(shards.local(source))
@@ -124,8 +124,12 @@ def _fixed(roles: Roles) -> set[int]:
     }
 
 
-def _check_sharding(state_name: str, name: str, source: torch.Tensor, target: torch.Tensor) -> None:
+def _check_sharding(
+    state_name: str, name: str, source: torch.Tensor, target: torch.Tensor, *, is_resized: bool
+) -> None:
     before, now = shards.sharding_of(source, name), shards.sharding_of(target, name)
+    if is_resized and before is not None and now is not None:  # there are more or fewer replicas
+        before, now = before.without_replicas(), now.without_replicas()
     if before != now or shards.local(source).shape != shards.local(target).shape:
         message = (
             f"TrainState({state_name!r}): {name} is {now or 'a plain tensor'} with "

@@ -64,6 +64,7 @@ def restore(life: Life, holding: Holding) -> Restored:
     """Do what the plan says for this state, then begin to follow its steps."""
     records = life.records
     before = records.parked.get(holding.name)
+    holding.world = life.active
     named = Named(holding.roles)
     if life.plan.version is None:
         restored = _start(life, holding, named)
@@ -171,7 +172,7 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     moves = life.plan.moves
     move = moves.get(life.rank, Move(life.rank))
     if move.source is not None:
-        is_there = _receive(life, holding, named, move.source)
+        is_there = _receive(life, holding, named, life.world_rank_of(move.source))
     elif move.snapshot is not None:
         is_there = _load(life, holding, named, version)
     else:
@@ -184,7 +185,7 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
         is_whole = move.source is None or not found.is_pending
         holding.load_part(decode_part(part), named, with_values=is_whole)
     for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
-        exchange.send(holding, named, receiver, version, is_present=is_there)
+        exchange.send(holding, named, life.world_rank_of(receiver), version, is_present=is_there)
     life.records.version = version
     holding.drop_gradients(named)
     _restore_random(life, version)

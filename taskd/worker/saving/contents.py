@@ -127,7 +127,7 @@ def values(
 def own(life: Life, version: int) -> dict[str, Any]:
     """What is this rank's alone: generators, positions, values, running statistics."""
     found = logbook_of(life).find(version)
-    return {} if found is None else {name_of_rank(life.rank): readable(found)}
+    return {} if found is None else {name_of_rank(life.world_rank): readable(found)}
 
 
 def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -148,9 +148,11 @@ def _holders(life: Life, holding: Holding, writers: Sequence[int]) -> tuple[list
                 f"the shard {shard!r} of rank {rank}"
             )
             raise StateError(message)
-    same_id = [rank for rank, other in enumerate(ids) if other == holding.shard_id] or [life.rank]
+    same_id = [rank for rank, other in enumerate(ids) if other == holding.shard_id] or [
+        life.world_rank
+    ]
     return same_id, [rank for rank, other in enumerate(shards) if other == holding.shard] or [
-        life.rank
+        life.world_rank
     ]
 
 

@@ -138,7 +138,7 @@ class Dumping:
         life, saving = self._life, self._life.saving
         records = life.records
         self._draft, self._began = None, time.monotonic()
-        if life.rank not in order.writers:
+        if life.world_rank not in order.writers:
             return "", ""
         is_live = (
             records.version == order.version
@@ -155,7 +155,7 @@ class Dumping:
         else:
             stored = snapshot_of(life, order.version)
             directory, states = stored.directory, stored.states
-            state, own = stored.shared(), stored.own(life.rank)
+            state, own = stored.shared(), stored.own(life.world_rank)
         draft = Draft(
             directory,
             self._job_id,
@@ -168,9 +168,9 @@ class Dumping:
             order.reason,
             states,
         )
-        owners = _add_what_others_left(order, life.rank, state, own)
+        owners = _add_what_others_left(order, life.world_rank, state, own)
         self._draft = draft
-        write(draft, life.rank, state, own, self._user_files(order.version, is_live=is_live))
+        write(draft, life.world_rank, state, own, self._user_files(order.version, is_live=is_live))
         del owners
         return WRITTEN, ""
 
@@ -204,7 +204,7 @@ class Dumping:
 
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
         draft, self._draft = self._draft, None
-        if order.rank != self._life.rank:
+        if order.rank != self._life.world_rank:
             return "", ""
         if order.withdraw:
             if draft is not None:  # else nothing came to be written here

@@ -57,7 +57,7 @@ class Periodic:
         self._saver = Saver(
             contents.directory_of({holding.name: holding}).absolute(),
             job=life.job_id,
-            rank=life.rank,
+            rank=life.world_rank,
             writers=self._writers,
             attempt=attempt,
             generation=life.plan.generation,
@@ -104,7 +104,7 @@ class Periodic:
         """This rank's share of the state, and what is its own."""
         life = self._life
         state = contents.shared(life, life.records.states, self._writers)
-        pieces, values = divide(state, life.rank, self._writers)
+        pieces, values = divide(state, life.world_rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
             copied.setdefault(name, []).append(
@@ -112,7 +112,7 @@ class Periodic:
             )
         shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
         return {
-            **{name: Held(value, (life.rank,)) for name, value in values},
+            **{name: Held(value, (life.world_rank,)) for name, value in values},
             **shares,
         }, contents.own(life, version)
 
@@ -157,7 +157,7 @@ def save(life: Life, directory: Path) -> Path:
         return _save(life, draft, agreement)
     # An interrupt too: a draft that is not published is worth nothing.
     except BaseException:
-        if life.rank == draft.publisher:
+        if life.world_rank == draft.publisher:
             draft.withdraw()
         raise
 
@@ -174,7 +174,7 @@ def _save(life: Life, draft: Draft, agreement: Agreement) -> Path:
     except (TaskdError, OSError) as error:
         problem = f"rank {life.rank}: {error}"
     problems = agreement.gather(problem)
-    if not problems and life.rank == draft.publisher:
+    if not problems and life.world_rank == draft.publisher:
         try:
             path = str(publish(draft))
         except CheckpointError as error:

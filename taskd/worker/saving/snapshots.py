@@ -202,7 +202,7 @@ class Snapshots:
                 piece.global_shape,
                 piece.offsets,
                 tensor.dtype,
-                holders_of(name, tensor, self._life.rank),
+                holders_of(name, tensor, self._life.world_rank),
             )
         return self._places[key]
 

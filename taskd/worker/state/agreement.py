@@ -27,7 +27,7 @@ class Agreement:
     def __init__(self, life: Life, subject: str) -> None:
         plan = life.plan
         plan.agreements += 1
-        self._rank, self._world_size = life.rank, life.world_size
+        self._rank, self._world_size = life.world_rank, life.world_size
         self._name, self._round = f"taskd/{subject}/{plan.generation}/{plan.agreements}", 0
 
     def broadcast(self, texts: list[str]) -> list[str]:

@@ -71,7 +71,7 @@ def _version_if_drawn(loader: Any) -> int | None:
     if (
         _is_said
         or life is None
-        or life.rank
+        or life.world_rank
         or not life.interrupts.in_recoverable
         or threading.current_thread() is not threading.main_thread()
     ):

@@ -36,13 +36,17 @@ class Part:
     positions: dict[str, Any]
     # names and bytes of module buffers that change in the forward pass (host memory only)
     buffers: dict[str, Any]
+    world: tuple[int, ...] = ()  # of which ranks of the job it consisted; (): all
 
 
 def encode_part(
-    values: dict[str, Any], positions: dict[str, Any], buffers: dict[str, Any]
+    values: dict[str, Any],
+    positions: dict[str, Any],
+    buffers: dict[str, Any],
+    world: tuple[int, ...] = (),
 ) -> bytes:
     """The pickled form of a `Part` (plain tuple: half the time of pickling the class)."""
-    return pickle.dumps((values, positions, buffers), PROTOCOL)
+    return pickle.dumps((values, positions, buffers, *((world,) if world else ())), PROTOCOL)
 
 
 def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Part:

@@ -74,6 +74,7 @@ class Holding:
         # of the plain tensors; what part of the state this is, "": all of it
         self.shard_id, self.shard = identity_of(roles, shard_id)
         self.peers = Peers()  # known once restore() is complete
+        self.world: tuple[int, ...] = ()  # as `Life.active`, from restore() on
         self.on_dump: list[Callable[[Path], object]] = []
         self.step = 0
         # between an optimizer's step and the commit: the state changes, or may have
@@ -114,8 +115,8 @@ class Holding:
         positions = self.positions.read(is_in_step=is_in_step)
         buffers = self._read_buffers() if self.rollback.has_moving else {}
         return (
-            encode_part(roles.values, positions, buffers)
-            if roles.values or positions or buffers
+            encode_part(roles.values, positions, buffers, self.world)
+            if roles.values or positions or buffers or self.world
             else _BARE
         )
 
@@ -154,7 +155,18 @@ class Holding:
         if with_values:
             self.roles.values.clear()
             self.roles.values.update(part.values)
-        self.positions.write(part.positions)
+        positions = part.positions
+        if part.world != self.world:
+            positions = self.positions.of_any_world(positions)
+            for role in sorted(part.positions.keys() - positions.keys()):
+                log.warning(
+                    "TrainState(%r): where %s was in the data is not put back: it is of a world of "
+                    "another number of ranks. It begins where the script sets it: take "
+                    "taskd.ElasticSampler, which needs no position",
+                    self.name,
+                    role,
+                )
+        self.positions.write(positions)
         for name, data in part.buffers.items():
             if name not in named.tensors:
                 continue

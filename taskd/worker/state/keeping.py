@@ -42,13 +42,22 @@ class Keeping:
 
     def __init__(self, life: Life) -> None:
         self._life = life
-        self.keeper = (life.rank + life.keeper_distance) % life.world_size
-        self.ward = (life.rank - life.keeper_distance) % life.world_size
+        self._active = life.active  # ranks in here are those of this world
         self._link: PeerLink | None = None
         self._generation = -1  # for which it was connected, or that was tried
         self._sent, self._heard = b"", b""  # over this connection, last
         # Of the ward, by version; what was committed is put over what was pending.
         self._kept: dict[int, bytes] = {}
+
+    @property
+    def keeper(self) -> int:
+        """Who keeps its extras."""
+        return (self._life.world_rank + self._life.keeper_distance) % self._life.world_size
+
+    @property
+    def ward(self) -> int:
+        """Whose it keeps."""
+        return (self._life.world_rank - self._life.keeper_distance) % self._life.world_size
 
     # ------------------------------------------------------------------ within a step
 
@@ -98,6 +107,10 @@ class Keeping:
         """
         if not dist.is_initialized():
             return None
+        if self._life.active != self._active:
+            # what is kept is of ranks that have other numbers now
+            self._close()
+            self._active, self._kept = self._life.active, {}
         self._hand_over(version)
         receives = self._life.plan.receives(self._life.rank)
         return self._take_back() if receives and not has_own else None
@@ -108,12 +121,15 @@ class Keeping:
         if generation == self._generation:
             return
         self._close()
+        if self._life.world_size <= self._life.keeper_distance:
+            self._generation = generation
+            return  # there is no other node
         self._generation = generation
         try:
             self._link = PeerLink.connect(
                 c10d._get_default_store(),
                 f"taskd/extras/{generation}/at",
-                rank=self._life.rank,
+                rank=self._life.world_rank,
                 target=self.keeper,
                 towards=master_address() or "127.0.0.1",
                 until=time.monotonic() + _CONNECT_S,
@@ -135,12 +151,12 @@ class Keeping:
         kept = self._kept.get(version)
         # What is newer belongs to steps that are done again.
         self._kept = {known: extras for known, extras in self._kept.items() if known <= version}
-        if self._life.plan.receives(self.ward):
+        if self._life.plan.receives(self._life.rank_of(self.ward)):
             c10d._get_default_store().set(self._key(self.ward), kept or b"")
 
     def _take_back(self) -> bytes | None:
         """Of this rank, from its keeper; None: it has nothing. Interrupts may be raised."""
-        store, key = c10d._get_default_store(), self._key(self._life.rank)
+        store, key = c10d._get_default_store(), self._key(self._life.world_rank)
         deadline = time.monotonic() + _CONNECT_S
         while not store.check([key]):
             if time.monotonic() >= deadline:

@@ -3,7 +3,7 @@
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
 FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure
         of that), unless `how` begins with "always-". "last-" waits until every other rank has
-        committed the step.
+        committed the step, "told-" until FACTS/told is there (`Job.tell`).
 STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
         knobs of the workload
 ON_SIGTERM  a handler of its own: "flag" and "exit" (sys.exit) before the function is decorated,
@@ -113,6 +113,7 @@ HOW = {
     "odd": fail_oddly,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(100_000),
+    "go-on": lambda: None,
     # A loop in C that never lets go of the interpreter lock.
     "spin": lambda: collections.deque(itertools.repeat(None), maxlen=0),
 }
@@ -130,8 +131,11 @@ def here(place, step):
             others = set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}
             while not others <= who_committed(step + 1):
                 time.sleep(0.001)
+        if how.startswith("told-"):
+            while not os.path.exists(f"{FACTS}/told"):
+                time.sleep(0.001)
         fact("fault", spec=fault.spec, step=step)
-        HOW[how.removeprefix("last-")]()
+        HOW[how.removeprefix("last-").removeprefix("told-")]()
     if is_broken and place == "step":
         fail_differently()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent.spawning.preloading import Report
+from taskd.agent.spawning.preloading import Report, imported, told
 from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.agent.spawning.trial import Own
 from taskd.worker.process.imports import Imports
@@ -96,3 +96,39 @@ def test_a_report_that_makes_no_sense_is_a_value_error(report: Report, content: 
 def test_a_worker_that_ends_before_has_said_nothing(report: Report) -> None:
     report.hand_over()
     assert report.read() == {}
+
+
+def test_others_are_told_the_names_of_what_is_not_the_scripts_own(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of variables that differ; no value, and nothing that a forkserver has in any case."""
+    monkeypatch.setenv("SAME", "1")
+    request = SpawnRequest(1, ("-u", str(tmp_path / "train.py")), {}, own=("RANK",))
+    modules = [("json", json.__file__), ("far.away", "/x.py"), ("mine", f"{tmp_path}/mine.py")]
+    environment = {**os.environ, "MADE_BY_THE_SCRIPT": "secret"}
+    found = imported(request, {"modules": modules, "path": [], "environment": environment})
+    assert found.modules == ["far.away"]
+    assert found.variables == ["MADE_BY_THE_SCRIPT", "RANK"]
+
+
+def test_a_message_has_room_for_the_names(tmp_path: pathlib.Path) -> None:
+    request = SpawnRequest(1, ("-u", str(tmp_path / "train.py")), {})
+    modules = [(f"m{number}", None) for number in range(100_000)]
+    found = imported(request, {"modules": modules, "path": [], "environment": dict(os.environ)})
+    assert found.modules == [f"m{number}" for number in range(len(found.modules))]
+    assert 10_000 < len(found.modules) < 30_000
+
+
+def test_what_another_node_told_is_imported_from_where_a_worker_begins(
+    tmp_path: pathlib.Path,
+) -> None:
+    names = ["far.away", "../odd", "a..b", "", "near"]
+    argv = ("-u", str(tmp_path / "train.py"))
+    request = SpawnRequest(1, argv, {"A": "1"}, worker={"modules": names})
+    report = told(request, ("/behind",))
+    assert report is not None
+    assert [name for name, _ in report["modules"]] == ["far.away", "near"]
+    assert report["path"] == [str(tmp_path), "/behind"]
+    assert report["environment"] == {"A": "1"}
+    assert told(SpawnRequest(1, ("-c", "pass"), {}, worker={"modules": names}), ()) is None
+    assert told(SpawnRequest(1, argv, {}), ()) is None

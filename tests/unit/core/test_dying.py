@@ -245,7 +245,7 @@ class TestWhenItIsChosen:
             manager(strategies="recover-in-place")
             .joined()
             .send(ev.AgentDraining, 0, "SIGTERM", 30.0)
-        ) == ["GiveUp"]
+        ) == ["GiveUp", "RecordRecovery"]
 
 
 class TestTheReason:

@@ -191,6 +191,18 @@ class TestTheElectedManager:
         assert {move.rank: move.source for move in resume.moves if not move.keeps} == {0: 1}
         assert resume.store == "agent 1:1"
 
+    @pytest.mark.parametrize("node_rank", [None, 0, 2])
+    def test_who_asks_before_the_agents_have_come_is_late(self, node_rank: int | None) -> None:
+        """The job runs; and node 0, where the others have met, may be lost with the manager."""
+        job = self.elected()
+        assert job.machine.is_late(node_rank)
+
+    def test_with_an_index_it_meets_the_others_as_soon_as_node_0_has_come(self) -> None:
+        job = self.elected()
+        job.register(0)
+        assert not job.machine.is_late(2)
+        assert job.machine.is_late(None)
+
     def test_two_that_do_not_come_are_one_loss_each(self) -> None:
         """Their time is over in the same moment."""
         job = Job(nodes=5, able=(1, 2, 3))

@@ -21,12 +21,14 @@ BESIDE_THE_MACHINES = {
     ev.SpareRegistered,
     ev.SpareLeft,
     ev.RosterKept,
+    ev.ImportsKnown,
     do.SetProfiling,
     do.Pair,
     do.OfferPlace,
     do.Dismiss,
     do.Proceed,
     do.KeepRoster,
+    do.Preload,
 }
 
 
@@ -67,6 +69,7 @@ def test_every_ignored_event_has_a_reason() -> None:
 
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
     own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
+    own |= {do.ReportWorld}
     agents = {
         do.OpenStore,
         do.SpawnWorker,

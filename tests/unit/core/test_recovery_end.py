@@ -4,7 +4,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
 from taskd.core.phase import JobPhase
-from tests.unit.core.answers import kinds, only, plan
+from tests.unit.core.answers import acts, kinds, only, plan
 
 
 class TestTheEnd:
@@ -120,7 +120,13 @@ class TestAgents:
         job = manager(nodes=2, per_node=1).joined()
         job.send(ev.AgentHeard, 0, at=115.0)
         assert job.tick() == []
-        (give_up,) = job.tick()
+        said = job.tick()
+        give_up, record = only(said, do.GiveUp), only(said, do.RecordRecovery).record
+        assert (record.strategy, record.code) == ("exit", 499)
+        assert set(dict(record.skipped).values()) == {
+            give_up.reason,
+            "not allowed (recover-strategy)",
+        }
         assert give_up.reason == "the agent of node 1 has been silent for 30 s"
         assert job.machine.phase is JobPhase.ENDING
         assert job.send(ev.AgentHeard, 1) == []
@@ -129,13 +135,13 @@ class TestAgents:
 
     def test_an_agent_that_was_stopped_ends_the_job(self, manager) -> None:
         job = manager(nodes=2, per_node=1).joined()
-        (give_up,) = job.send(ev.AgentLeft, 1, "stopped", "SIGTERM")
+        give_up = only(job.send(ev.AgentLeft, 1, "stopped", "SIGTERM"), do.GiveUp)
         assert give_up.reason == "the agent of node 1 left (stopped: SIGTERM)"
         assert job.lose(0) == job.worker(ev.WorkerFinished, 0) == []
         assert only(job.send(ev.AgentLeft, 0, "failed", ""), do.EndJob).succeeded is False
 
     def test_the_only_agent_leaves(self, manager) -> None:
-        assert kinds(manager().joined().send(ev.AgentLeft, 0, "failed", "")) == ["GiveUp", "EndJob"]
+        assert acts(manager().joined().send(ev.AgentLeft, 0, "failed", "")) == ["GiveUp", "EndJob"]
 
     def test_a_stranger_that_is_heard_is_not_counted(self, manager) -> None:
         job = manager().joined()

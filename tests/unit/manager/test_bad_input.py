@@ -237,6 +237,9 @@ def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
             "faults": (fault,),
             "version": 5,
             "sources": ((0, odd),),
+            "reason": odd,
+            "not_completed": odd,
+            "skipped": ((odd, odd),),
             "total_s": float("nan"),
         }
     )

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 _ZEROS = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
-RECORD = RecoveryRecord(**{**_ZEROS, "strategy": "retry", "faults": (), "sources": ()})
+RECORD = RecoveryRecord(
+    **{**_ZEROS, "strategy": "retry", "faults": (), "sources": (), "skipped": ()}
+)
 
 
 def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> None:
@@ -172,10 +174,15 @@ class TestTheLevelOfTheLine:
     def test_one_that_was_not_completed_says_what_came_before(self, service, lines) -> None:
         why = "before every rank had made a new step, rank 1 raised ValueError: x at step 40"
         _, text = self.level(
-            service, lines, strategy="retry", reason="every process is alive", not_completed=why
+            service,
+            lines,
+            strategy="retry",
+            reason="every process is alive",
+            not_completed=why,
+            code=405,
         )
         assert text.startswith(
-            f"not recovered ({why}) by retry (every process is alive): rank 1 "
+            f"not recovered ({why}; code 405) by retry (every process is alive): rank 1 "
             "killed (SIGKILL) in step 40; generation 3;"
         )
 

@@ -16,7 +16,8 @@ int standin_wait(int64_t seconds)
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += seconds;
     pthread_mutex_lock(&mutex);
-    pthread_cond_timedwait(&cond, &mutex, &until);
+    while (pthread_cond_timedwait(&cond, &mutex, &until) == 0) {
+    }
     pthread_mutex_unlock(&mutex);
     return _ZNSt6chrono3_V212steady_clock3nowEv() >= deadline ? 0 : 1;
 }

@@ -1,0 +1,107 @@
+"""Torchruns that are started when the job has another manager than their command line names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.process import harness
+from tests.process.test_recovery import (
+    reference,  # noqa: F401
+    wait_for_step,
+    wait_until,
+)
+
+if TYPE_CHECKING:
+    import pathlib
+    from collections.abc import Callable
+
+    Reference = Callable[..., dict[int, str]]
+
+# An election is in test_elections.py, several addresses are in test_names.py, and who is late in
+# tests/unit/core/test_election.py.
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
+
+LIMIT_S = 60
+NODES = 3
+STEPS = "200"
+
+
+class Nodes:
+    """A job of three torchruns, each with an address of its own, and the manager at the first."""
+
+    def __init__(self, job: harness.Job, backend: str) -> None:
+        self.job, self.backend = job, backend
+        self.manager = job.start_manager(POD_IP=_address(0))
+        self.agents = [self.start(node_rank) for node_rank in range(NODES)]
+
+    def start(self, node_rank: int, **env: str) -> harness.Output:
+        """One more torchrun, at an address of its own."""
+        port = self.job.master_port
+        options = (
+            (f"--node-rank={node_rank}", "--master-addr=127.0.0.1", f"--master-port={port}")
+            if self.backend == "static"
+            else (
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={_address(0)}:{port}",
+                "--rdzv-id=one",
+                f"--rdzv-conf=is_host={int(node_rank == 0)}",
+                f"--local-addr={_address(node_rank)}",
+            )
+        )
+        env = {"POD_IP": _address(node_rank)} | env
+        return self.job.start_agent(
+            "train.py", nproc=1, options=(f"--nnodes={NODES}", *options), **env
+        )
+
+    def lose_the_first(self) -> None:
+        """Its torchrun and the manager are killed, and the next one is elected."""
+        for process in (self.manager.process, self.agents[0].process):
+            os.kill(process.pid, signal.SIGKILL)
+        wait_until(
+            self.job, lambda: any("obeys the manager at" in agent.text for agent in self.agents)
+        )
+
+
+def _address(node_rank: int) -> str:
+    return f"127.0.0.{node_rank + 1}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        ("static", {"TASKD_SPARE": "1", "TASKD_MANAGER_ADDR": "127.0.0.1,127.0.0.3,127.0.0.2"}),
+        ("c10d", {"TASKD_SPARE": "1", "SLURM_JOB_NODELIST": "127.0.0.[1-3]"}),
+        ("static", {"TASKD_MANAGER_ADDR": "127.0.0.1,127.0.0.2,127.0.0.3"}),
+    ],
+    ids=["spare", "c10d", "same index"],
+)
+def test_a_torchrun_that_is_started_after_an_election_finds_the_manager(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    backend: str,
+    told: dict[str, str],
+) -> None:
+    """Where its command line names it nobody listens; with it went the store of the rendezvous."""
+    with harness.job(
+        tmp_path,
+        TASKD_RECOVER_STRATEGY="recover",
+        TASKD_MANAGER="auto",
+        TASKD_FAULT_TIMEOUT="6",
+        STEPS=STEPS,
+        SLEEP_S="0.05",
+    ) as job:
+        nodes = Nodes(job, backend)
+        wait_for_step(job, 4)
+        nodes.lose_the_first()
+        assert job.recoveries() == []
+        late = nodes.start(0 if "TASKD_SPARE" not in told else NODES, **told)
+        outputs = [agent.wait(LIMIT_S) for agent in (*nodes.agents[1:], late)]
+        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
+        assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        assert job.leftovers() == set()
