@@ -148,16 +148,22 @@ def _copies(job: JobState) -> list[Copy]:
 
 def _must_wait_for_status(job: JobState, dump: EmergencyDump) -> bool:
     """Whether to wait for an exit status, or for what a killed process leaves. Only once."""
-    fault = _fault(job, dump)
     is_kill_ordered = dump.may_save and any(one.is_kill_ordered for one in job.members.values())
-    is_unknown = not dump.reason and fault is not None and fault.kind is FaultKind.LOST
-    if dump.has_waited or not (is_kill_ordered or is_unknown):
+    if dump.has_waited or not (is_kill_ordered or is_status_missing(job)):
         return False
     dump.has_waited = True
     # As long as its agent waits before it kills what is dead and has no exit status.
     job.phase, job.status_by = JobPhase.CONFIRMING, job.now + job.timeouts.lost_grace_s
     job.awaited.clear()
     return True
+
+
+def is_status_missing(job: JobState) -> bool:
+    """Whether the reason of the end tells of a death of which it is not known how it came."""
+    dump, attempt = job.dump, job.attempt
+    if dump is None or dump.reason or attempt is None:
+        return False
+    return any(timed.fault.kind is FaultKind.LOST for timed in attempt.faults)
 
 
 def proceed_with_status(job: JobState) -> Commands:

@@ -8,7 +8,7 @@ from taskd.core import events as ev
 from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
 from taskd.core.job.attempts import count_first_step, count_recovered
-from taskd.core.job.dump import end_job, proceed_with_status
+from taskd.core.job.dump import end_job, is_status_missing, proceed_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
 from taskd.core.job.state import JobState
@@ -131,9 +131,10 @@ def exit_known(job: JobState, event: Status) -> Commands:
 
 
 def exit_known_while_dumping(job: JobState, event: Status) -> Commands:
-    """The reason of the end is complete."""
+    """The reason of the end is complete, if this was the last one."""
     timed = _take_status(job, event)
-    return [] if timed is None or timed.generation is None else proceed_with_status(job)
+    is_counted = timed is not None and timed.generation is not None
+    return proceed_with_status(job) if is_counted and not is_status_missing(job) else []
 
 
 def exit_known_late(job: JobState, event: Status) -> Commands:

@@ -260,6 +260,16 @@ class TestTheReason:
             "rank 1 ended with SIGKILL at step 5"
         )
 
+    def test_of_each_that_died(self, manager, make_fault) -> None:
+        job = manager(strategies="dump").joined()
+        job.lose(1), job.lose(3)
+        assert pause_all(job) == []
+        known = [make_fault(FaultKind.KILLED, rank, 0, "SIGKILL", version=5) for rank in (1, 3)]
+        assert job.worker(ev.WorkerExitKnown, 3, known[1]) == []
+        assert only(job.worker(ev.WorkerExitKnown, 1, known[0]), do.Dump).reason == (
+            "rank 1 ended with SIGKILL at step 5; rank 3 ended with SIGKILL at step 5"
+        )
+
     def test_it_may_be_known_first(self, manager, make_fault) -> None:
         job = manager(strategies="dump").joined()
         job.lose(1)
@@ -403,7 +413,8 @@ class TestWhatGoesWrong:
 
     def test_how_the_first_one_died_is_learnt_late(self, dying, make_fault) -> None:
         dying.lose(2)
-        pause_all(dying)
+        assert pause_all(dying) == []
+        assert kinds(dying.tick()) == ["Dump"]
         assert (
             dying.worker(
                 ev.WorkerExitKnown, 2, make_fault(FaultKind.EXITED, 2, 0, "exit 3"), incarnation=0
