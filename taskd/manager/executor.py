@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from taskd.core import commands
+from taskd.core import commands, events
 from taskd.manager.records import describe_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from taskd.core import events
     from taskd.log import Identity
     from taskd.manager.guarded import GuardedMachine
+    from taskd.manager.held_records import HeldRecords
     from taskd.manager.outbox import Outbox
-    from taskd.manager.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ class Executor:
         self,
         guarded: GuardedMachine,
         outbox: Outbox,
-        records: Records,
+        records: HeldRecords,
         identity: Identity | None = None,
     ) -> None:
         """`identity`: the log prefix, whose generation is kept up to date."""
@@ -40,6 +39,8 @@ class Executor:
 
     def feed(self, event: events.Event) -> None:
         """Hand an event to the machine and execute what it answers."""
+        if isinstance(event, events.WorkerExitKnown | events.WorkerLost):
+            self._records.learn(event.fault)
         self.execute_all(self._guarded.handle(event))
 
     def execute_all(self, orders: list[commands.Command]) -> None:
@@ -70,10 +71,11 @@ class Executor:
             ):
                 self._outbox.order(command)
             case commands.GiveUp():
+                self._records.write_all()
                 _log_end(command)
                 self._outbox.order(command)
             case commands.RecordRecovery():
-                self._records.recovery(command.record)
+                self._records.take(command.record)
                 self._guarded.write_story()
             case commands.EndJob():
                 self._end(command)
@@ -114,6 +116,7 @@ class Executor:
 
     def _end(self, command: commands.EndJob) -> None:
         self.result, self.ended = command.succeeded, command
+        self._records.write_all()
         if command.left_alone:
             log.warning(
                 "this manager ends: %s. Training goes on as plain torchrun does it, and torchrun "

@@ -116,12 +116,12 @@ class Records:
         """`wall_time`: seconds since 1970, for the record."""
         self._directory = directory
         self._job_id = job_id
-        self._wall_time = wall_time
+        self.wall_time = wall_time
         self._stories: list[pathlib.Path] = []
         self._is_failed = False
 
-    def recovery(self, record: RecoveryRecord) -> None:
-        """The line, the stacks of those that left some, and the JSON record."""
+    def recovery(self, record: RecoveryRecord, time: float) -> None:
+        """The line, the stacks of those that left some, and the JSON record of this time."""
         if record.steps_redone:
             log.error("%s. Committed steps were lost and are done again", describe(record))
         elif record.strategy == "restart" and all(fault.version is None for fault in record.faults):
@@ -134,7 +134,7 @@ class Records:
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
-        plain = {"job_id": self._job_id, "time": self._wall_time(), **dataclasses.asdict(record)}
+        plain = {"job_id": self._job_id, "time": time, **dataclasses.asdict(record)}
         plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
         self._write("recoveries.jsonl", [json.dumps(plain)], files.append)
 

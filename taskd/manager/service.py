@@ -28,6 +28,7 @@ from taskd.errors import AddressTakenError
 from taskd.manager.electorate import VoterDesk
 from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
+from taskd.manager.held_records import HeldRecords
 from taskd.manager.inbox import Inbox
 from taskd.manager.memory import MemoryWatch
 from taskd.manager.outbox import Outbox
@@ -78,14 +79,16 @@ class Service:
         self._sessions = Sessions()
         self._refusals = Refusals(self._clock)
         self._memory = MemoryWatch(self._clock.now())
-        self._records = Records(config.log.directory, config.job_id)
+        records = Records(config.log.directory, config.job_id)
         self._leaving = Leaving(config.strategies, config.grace_s)
         self._not_joined = NotJoined(config.join_timeout_s, self._clock.now())
         self._parent_pid = os.getppid()
         self._profiling = ProfilingSwitch(
             config.profiling_switch, self._clock.now(), self._sessions.ranks
         )
-        self._guarded = GuardedMachine(config, self._clock, self._sessions, self._records)
+        self._guarded = GuardedMachine(config, self._clock, self._sessions, records)
+        patience_s = Timeouts.derive(config.fault_timeout_s).lost_grace_s
+        self._records = HeldRecords(records, self._clock, patience_s)
         outbox = Outbox(
             config.job_id, link, self._sessions, self._guarded, 0 if won is None else won.term
         )
@@ -147,6 +150,7 @@ class Service:
                 asked = self.turn(signals)
                 if asked is not None and self._ends(asked):
                     self._executor.result = True
+            self._records.write_all()
             if self._executor.ended is not None:
                 self._spares.dismiss(
                     succeeded=self._executor.ended.succeeded, reason=self._executor.ended.reason
@@ -181,6 +185,7 @@ class Service:
             self._spares.next_deadline,
             self._leaving.deadline,
             self._not_joined.deadline,
+            self._records.next_deadline,
         )
         next_deadline = min(deadline for deadline in deadlines if deadline is not None)
         watched = [] if signals is None else [signals.fileno()]
@@ -207,6 +212,7 @@ class Service:
         wanted = self._profiling.turn(now)
         if wanted is not None:
             self._executor.set_profiling(wanted)
+        self._records.turn()
         self._spares.turn(now)
         self._voters.turn(self._spares.listeners)
         self._leave_if_nobody_comes(now)

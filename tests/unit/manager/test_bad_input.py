@@ -227,7 +227,7 @@ def test_what_breaks_a_rule_renews_nobodys_lease_from_elsewhere(
 
 def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
     odd = "a\udcff\0\x1b[2J\u2028" + "x" * 1_000_000
-    service._records.story(3, [odd])
+    service._guarded._records.story(3, [odd])
     fault = Fault(FaultKind.RAISED, 0, 0, odd, 5, odd, odd, odd)
     values = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
     record = RecoveryRecord(
@@ -243,11 +243,11 @@ def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
             "total_s": float("nan"),
         }
     )
-    service._records.recovery(record)
+    service._records.take(record)
     (line,) = (tmp_path / "log" / "recoveries.jsonl").read_text().splitlines()
     assert json.loads(line)["faults"][0]["detail"] == odd
     assert (tmp_path / "log" / "story-3.jsonl").exists()
-    assert not service._records._is_failed
+    assert not service._guarded._records._is_failed
 
 
 def test_odd_values_in_messages_of_every_type_end_no_manager_and_a_stranger_s_hurt_no_job() -> None:

@@ -14,6 +14,7 @@ from taskd import replay
 from taskd.core import commands, events
 from taskd.core.commands import RecoveryRecord
 from taskd.core.faults import Fault, FaultKind
+from taskd.manager.held_records import HeldRecords
 from taskd.manager.records import Records, describe_fault
 from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, types
@@ -32,7 +33,7 @@ RECORD = RecoveryRecord(
 
 
 def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> None:
-    Records(tmp_path, "job", wall_time=lambda: 1234.5).recovery(RECORD)
+    Records(tmp_path, "job").recovery(RECORD, 1234.5)
     assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
 
 
@@ -51,11 +52,11 @@ def test_no_line_says_more_of_a_step_than_is_known(version, phase, where: str) -
     assert describe_fault(fault) == f"rank 1 killed (SIGKILL) {where}"
 
 
-def recover(service: Service, agent: Peer, clock: FakeClock) -> None:
+def recover(service: Service, agent: Peer, clock: FakeClock, fault: Fault | None = None) -> None:
     """Rank 1 of two declared ones dies and comes back."""
     for rank in range(2):
         agent.report(events.WorkerDeclared, rank, 0)
-    agent.report(events.WorkerLost, *lost(1))
+    agent.report(events.WorkerLost, 1, 0, fault or lost(1)[2], 0.25)
     service.turn()
     assert set(types(agent.heard())) == {messages.Interrupt, messages.ReplaceWorker}
     clock.advance(0.1)
@@ -105,6 +106,66 @@ def test_a_recovery_leaves_a_line_a_record_and_a_story(
     assert replay.replay(machine, entries) == []
 
 
+class TestHowItDiedIsNotKnownYet:
+    """The alarm comes first, and the recovery may be over before the exit status is there."""
+
+    LOST = Fault(FaultKind.LOST, 1, 0, "")
+    KILLED = Fault(FaultKind.KILLED, 1, 0, "SIGKILL")
+
+    @pytest.fixture
+    def held(self, clock, tmp_path) -> HeldRecords:
+        held = HeldRecords(Records(tmp_path, "job", lambda: 7.0 + clock.now()), clock, 5.0)
+        held.take(dataclasses.replace(RECORD, faults=(self.LOST,), generation=1))
+        return held
+
+    def written(self, tmp_path: pathlib.Path) -> list[tuple[int, list[str]]]:
+        path = tmp_path / "recoveries.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines]
+        return [(each["generation"], [one["kind"] for one in each["faults"]]) for each in records]
+
+    def test_the_record_waits_for_it(self, held, clock, tmp_path) -> None:
+        assert self.written(tmp_path) == []
+        recovered_at = 7.0 + clock.now()
+        clock.advance(0.7)
+        held.learn(dataclasses.replace(self.KILLED, incarnation=1))
+        held.learn(dataclasses.replace(self.KILLED, rank=0))
+        assert self.written(tmp_path) == []
+        held.learn(self.KILLED)
+        assert self.written(tmp_path) == [(1, ["killed"])]
+        (line,) = (tmp_path / "recoveries.jsonl").read_text().splitlines()
+        assert json.loads(line)["time"] == recovered_at
+        assert held.next_deadline is None
+
+    def test_and_so_do_those_that_come_after_it(self, held, tmp_path) -> None:
+        held.take(dataclasses.replace(RECORD, generation=2))
+        assert self.written(tmp_path) == []
+        held.learn(self.KILLED)
+        assert self.written(tmp_path) == [(1, ["killed"]), (2, [])]
+
+    def test_but_not_for_long(self, held, clock, tmp_path) -> None:
+        clock.advance(4.9)
+        held.turn()
+        assert self.written(tmp_path) == []
+        clock.advance(held.next_deadline - clock.now())
+        held.turn()
+        assert self.written(tmp_path) == [(1, ["lost"])]
+
+    def test_nor_beyond_the_end_of_the_manager(self, held, tmp_path) -> None:
+        held.write_all()
+        assert self.written(tmp_path) == [(1, ["lost"])]
+
+    def test_the_manager_tells_it_when_it_comes(
+        self, service, agent, clock, lines, tmp_path
+    ) -> None:
+        recover(service, agent, clock, self.LOST)
+        assert self.written(tmp_path / "log") == []
+        agent.report(events.WorkerExitKnown, 1, 0, self.KILLED)
+        service.turn()
+        assert self.written(tmp_path / "log") == [(1, ["killed"])]
+        assert any(line.message.startswith("recovered") for line in lines.records)
+
+
 class TestTheLevelOfTheLine:
     """INFO: nothing is lost. WARNING: nobody knows. ERROR: committed steps are."""
 
@@ -140,7 +201,7 @@ class TestTheLevelOfTheLine:
             }
             | fields
         )
-        service._records.recovery(record)
+        service._records.take(record)
         line = next(line for line in lines.records if "recovered" in line.message)
         return line.levelname, line.message
 
@@ -217,7 +278,7 @@ def test_a_log_directory_that_cannot_be_written_costs_one_warning(
 
 def test_old_stories_are_removed(service, tmp_path) -> None:
     for generation in range(25):
-        service._records.story(generation, ["x"])
+        service._guarded._records.story(generation, ["x"])
     assert len(list((tmp_path / "log").glob("story-*"))) == 20
     assert (tmp_path / "log" / "story-24.jsonl").exists()
 
@@ -263,7 +324,7 @@ def test_a_link_in_the_folder_costs_the_file_behind_it_nothing(
     (log / name).symlink_to(victim)
     records = Records(log, "job", lambda: 0.0)
     records.story(3, ["a story"])
-    records.recovery(RECORD)
+    records.recovery(RECORD, 0.0)
     assert victim.read_text() == "mine"
     assert records._is_failed == (name == "recoveries.jsonl")  # a story is put in its place
     if name == "story-3.jsonl":
@@ -277,5 +338,5 @@ def test_a_link_in_the_folder_costs_the_file_behind_it_nothing(
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: pathlib.Path) -> None:
     os.mkfifo(tmp_path / "recoveries.jsonl")
     records = Records(tmp_path, "job", lambda: 0.0)
-    records.recovery(RECORD)
+    records.recovery(RECORD, 0.0)
     assert records._is_failed
