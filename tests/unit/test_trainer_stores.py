@@ -74,6 +74,8 @@ def test_who_has_the_store_of_the_rendezvous_tells_the_others(base: dist.TCPStor
     client = dist.TCPStore("127.0.0.1", base.port, timeout=dt.timedelta(seconds=30))
     assert host_of(client, "run") is None
     note_host(base, "run", 3)
+    base.set("ranks", "numbered")  # `set` does not wait for the server, which keeps the order
+    client.wait(["ranks"])
     assert host_of(client, "run") == 3
 
 

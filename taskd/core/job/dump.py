@@ -3,8 +3,9 @@
 Owns what is written by whom, and how far that is. The phases of it:
 
     PAUSING      every live rank leaves its step, or finishes it; nobody is replaced any more
-    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node:
-                 wait briefly (milliseconds, as a rule) so that the reported reason is correct
+    CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node,
+                 or it ended as a victim of another death would: wait briefly (milliseconds, as a
+                 rule) so that the reported reason is correct
     SAVING       the writers were told; each reports when its part is on disk
     PUBLISHING   all parts are there; the first writer gives the checkpoint its name; then the job
                  ends, or starts anew from it, if the user wants that and nothing speaks against it
@@ -17,7 +18,7 @@ checkpoint is complete or it does not exist.
 
 from taskd.core import commands as do
 from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.faults import Fault, FaultKind, TimedFault
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt, restart_group
 from taskd.core.job.record import Attempt
@@ -26,6 +27,7 @@ from taskd.core.phase import DUMPING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
 from taskd.core.policy.ladder import NOT_ALLOWED, Strategy
 from taskd.core.transitions import Commands
+from taskd.core.victims import may_be_victim
 from taskd.core.worker_state import WorkerState
 
 _MAY_BEGIN = frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING, JobPhase.PAUSING, JobPhase.RESUMED})
@@ -147,13 +149,18 @@ def _copies(job: JobState) -> list[Copy]:
 
 
 def _must_wait_for_status(job: JobState, dump: EmergencyDump) -> bool:
-    """Whether to wait for an exit status, or for what a killed process leaves. Only once."""
+    """Whether to wait for an exit status, for what a killed process leaves, for another death.
+
+    Only once.
+    """
     is_kill_ordered = dump.may_save and any(one.is_kill_ordered for one in job.members.values())
-    if dump.has_waited or not (is_kill_ordered or is_status_missing(job)):
+    is_missing = is_kill_ordered or is_status_missing(job)
+    if dump.has_waited or not (is_missing or _victims(job, dump)):
         return False
     dump.has_waited = True
     # As long as its agent waits before it kills what is dead and has no exit status.
-    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + job.timeouts.lost_grace_s
+    wait_s = job.timeouts.lost_grace_s if is_missing else job.timeouts.communication_grace_s
+    job.phase, job.status_by = JobPhase.CONFIRMING, job.now + wait_s
     job.awaited.clear()
     return True
 
@@ -164,6 +171,29 @@ def is_status_missing(job: JobState) -> bool:
     if dump is None or dump.reason or attempt is None:
         return False
     return any(timed.fault.kind is FaultKind.LOST for timed in attempt.faults)
+
+
+def _victims(job: JobState, dump: EmergencyDump) -> list[TimedFault]:
+    """The faults by which the job ends, if all of them may be of victims of another one."""
+    faults = [] if dump.reason or job.attempt is None else job.attempt.faults
+    return list(faults) if all(may_be_victim(timed.fault) for timed in faults) else []
+
+
+def blame(job: JobState, death: TimedFault) -> Commands:
+    """CONFIRMING: another process is gone. Perhaps the others ended because of it."""
+    dump, attempt = job.dump, job.attempt
+    assert dump is not None
+    if job.phase is not JobPhase.CONFIRMING or attempt is None or may_be_victim(death.fault):
+        return []
+    victims = _victims(job, dump)
+    if not victims:
+        return []
+    for timed in victims:
+        attempt.demote(timed)
+    death.generation = victims[0].generation
+    attempt.faults.append(death)
+    dump.fault = death.fault
+    return [] if is_status_missing(job) else proceed_with_status(job)
 
 
 def proceed_with_status(job: JobState) -> Commands:

@@ -8,7 +8,7 @@ from taskd.core import events as ev
 from taskd.core.faults import FaultKind, TimedFault
 from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
 from taskd.core.job.attempts import count_first_step, count_recovered
-from taskd.core.job.dump import end_job, is_status_missing, proceed_with_status
+from taskd.core.job.dump import blame, end_job, is_status_missing, proceed_with_status
 from taskd.core.job.ending import fail_after_release, give_up
 from taskd.core.job.joining import defer_faults, wait_for_others
 from taskd.core.job.state import JobState
@@ -77,8 +77,9 @@ def lost_while_dumping(job: JobState, event: ev.WorkerLost) -> Commands:
     It may be a writer; or one that was killed, which leaves its snapshots.
     """
     was_kill_ordered = job.members[event.rank].is_kill_ordered
-    if _take_loss(job, event) is not None:
-        return []
+    timed = _take_loss(job, event)
+    if timed is not None:
+        return blame(job, timed)
     return proceed_with_status(job) if was_kill_ordered else exit_known_while_dumping(job, event)
 
 

@@ -3,28 +3,8 @@
 Whether an exception is what the death of somebody else looks like.
 """
 
+from taskd.core.victims import speaks_of_communication
 from taskd.worker.exceptions.text import chain, text_of
-
-# What gloo, NCCL, HCCL and TCPStore say when a peer is gone (torch 2.13). Lower case; any one is
-# enough.
-_COMMUNICATION_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket closed",
-    "gloo",
-    "nccl",
-    "hccl",
-    "tcpstore",
-    "failed to recv",
-    "failed to send",
-    "timed out waiting",
-    "application timeout",
-    "connectfullmesh",
-    "process group",
-    "watchdog",
-)
 
 
 def is_communication_error(error: BaseException | None) -> bool:
@@ -37,10 +17,8 @@ def is_communication_error(error: BaseException | None) -> bool:
             "DistQueueEmptyError",
         ):
             return True
-        if isinstance(found, (RuntimeError, ConnectionError)):
-            text = text_of(found).lower()
-            if isinstance(found, ConnectionError) or any(
-                part in text for part in _COMMUNICATION_TEXTS
-            ):
-                return True
+        if isinstance(found, ConnectionError):
+            return True
+        if isinstance(found, RuntimeError) and speaks_of_communication(text_of(found)):
+            return True
     return False

@@ -21,7 +21,7 @@ def count(*_):
     if steps == 25 and os.environ["RANK"] == "1" and not os.path.exists(marker):
         open(marker, "x").close()
         with open(f"{os.environ['FACTS']}/1.jsonl", "a") as out:
-            out.write(json.dumps({"what": "fault", "time": 0}) + "\n")
+            out.write(json.dumps({"what": "fault", "time": 0, "pid": os.getpid()}) + "\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
 

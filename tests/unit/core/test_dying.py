@@ -270,6 +270,32 @@ class TestTheReason:
             "rank 1 ended with SIGKILL at step 5; rank 3 ended with SIGKILL at step 5"
         )
 
+    def test_whoever_ended_because_of_another_death_is_not_blamed(self, manager) -> None:
+        """The kernel closes the sockets of a dead process before anybody hears of it."""
+        job = manager(strategies="exit").joined(declared=False)
+        reset = "exit 1 after RuntimeError: [gloo] Connection reset by peer"
+        assert job.lose(0, FaultKind.EXITED, reset, version=None) == []
+        assert job.lose(2, FaultKind.EXITED, reset, version=None) == []
+        end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", version=None), do.GiveUp)
+        why = "rank 1 ended with SIGKILL; no restart is allowed (recover-strategy)"
+        assert (end.reason, end.culprit) == (why, 1)
+
+    def test_even_where_its_status_comes_later(self, manager, make_fault) -> None:
+        job = manager(strategies="exit").joined(declared=False)
+        job.lose(0, FaultKind.EXITED, "exit 1 after RuntimeError: Broken pipe", version=None)
+        assert job.lose(1, version=None) == []
+        how = make_fault(FaultKind.CRASHED, 1, 0, "SIGSEGV")
+        end = only(job.worker(ev.WorkerExitKnown, 1, how), do.GiveUp)
+        assert end.reason.startswith("rank 1 ended with SIGSEGV")
+
+    def test_unless_there_is_none(self, manager) -> None:
+        job = manager(strategies="exit").joined(declared=False)
+        reset = "exit 1 after RuntimeError: Connection reset by peer"
+        assert job.lose(0, FaultKind.EXITED, reset, version=None) == []
+        end = only(job.tick(), do.GiveUp)
+        assert end.reason.startswith(f"rank 0 ended with {reset}; no restart")
+        assert job.now < 101 + job.timeouts.communication_grace_s
+
     def test_it_may_be_known_first(self, manager, make_fault) -> None:
         job = manager(strategies="dump").joined()
         job.lose(1)
