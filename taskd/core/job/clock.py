@@ -81,7 +81,7 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
     return commands
 
 
-_JOINED = OVER | {JobPhase.RUNNING}
+_JOINED = OVER | {JobPhase.RUNNING, JobPhase.PAUSING, JobPhase.CONFIRMING}
 _SAVED = OVER | {JobPhase.SAVING}
 _ENDS = OVER | {JobPhase.CONFIRMING}
 OVERDUE = (

@@ -7,7 +7,8 @@ rank is new.
 from collections.abc import Iterable
 
 from taskd.core.faults import FaultKind, TimedFault, describe
-from taskd.core.job.ending import end, give_up
+from taskd.core.job.dump import end_job
+from taskd.core.job.ending import end
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
@@ -97,7 +98,7 @@ def join_overdue(job: JobState) -> Commands:
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
     reason = f"{what}, and ranks {shown} are not known to this manager"
-    return give_up(job, reason, None if first is None else first.fault)
+    return end_job(job, reason, None if first is None else first.fault)
 
 
 def adopt_missing(job: JobState, node_rank: int) -> None:

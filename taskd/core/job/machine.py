@@ -157,8 +157,8 @@ _DUMPING: Rules = {
 _RULES: dict[JobPhase, Rules] = {
     JobPhase.JOINING: {
         **_AS_USUAL,
-        ev.AgentRegistered: Rule(nodes.registered, _JOINED),
-        ev.AgentDraining: Rule(nodes.drain, OVER),
+        ev.AgentRegistered: Rule(nodes.registered, _JOINED | _TO_END),
+        ev.AgentDraining: Rule(nodes.drain, _TO_END),
         ev.WorkerLost: Rule(workers.lost_while_joining),
         ev.WorkerExitKnown: Rule(workers.exit_known),
         ev.WorkerPaused: Rule(workers.stopped_while_joining),

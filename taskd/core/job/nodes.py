@@ -24,7 +24,13 @@ from taskd.core.worker_state import WorkerState
 WITHOUT_NODE: dict[JobPhase, frozenset[JobPhase]] = {
     **dict.fromkeys(JobPhase, OVER),
     **dict.fromkeys(TRAINING, OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}),
-    JobPhase.JOINING: OVER | {JobPhase.RUNNING, JobPhase.SUSPECTING},
+    JobPhase.JOINING: OVER
+    | {
+        JobPhase.RUNNING,
+        JobPhase.SUSPECTING,
+        JobPhase.PAUSING,
+        JobPhase.CONFIRMING,
+    },
 }
 
 
@@ -72,6 +78,9 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     missed = _compare(job, event) if known is not None else []
     stops = (member for member in job.membership.on_node(event.node_rank) if member.has_stopped)
     job.membership.stopped_early.update(member.rank for member in stops)
+    if known is None and job.phase is JobPhase.PAUSING:
+        for member in job.membership.on_node(event.node_rank):
+            orders.await_stop(job, member)  # the job ends, and did not know of this node before
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)
