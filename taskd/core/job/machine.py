@@ -310,6 +310,10 @@ class RecoveryMachine(Machine[JobState]):
         """Whether a torchrun with this index, or none, comes when all have met without it."""
         return meeting.is_late(self._state, node_rank)
 
+    def is_sure(self, node_rank: int | None) -> bool:
+        """Whether what `is_late` says stays as it is, whoever else registers."""
+        return meeting.is_sure(self._state, node_rank)
+
     @property
     def meeting_store(self) -> str:
         """Where the ranks meet since the node of their store was lost; "": it was not."""

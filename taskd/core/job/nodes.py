@@ -11,7 +11,14 @@ from taskd.core.job import elastic, orders
 from taskd.core.job.absence import come_back, may_wait, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
-from taskd.core.job.joining import adopt_missing, complete, lose_unreported, wait_for_others
+from taskd.core.job.joining import (
+    adopt_missing,
+    complete,
+    count_missing_as_lost,
+    join_overdue,
+    lose_unreported,
+    wait_for_others,
+)
 from taskd.core.job.meeting import note_store
 from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
 from taskd.core.job.state import JobState
@@ -137,8 +144,13 @@ def _lose_missing(job: JobState) -> Commands:
     commands: Commands = []
     for node_rank in sorted(job.expected):
         adopt_missing(job, node_rank)
-        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the elected manager")
+        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the next manager")
     return commands
+
+
+def missing(job: JobState) -> Commands:
+    """JOINING: nodes have not come in time, and others cannot go on without them."""
+    return _lose_missing(job) if count_missing_as_lost(job) else join_overdue(job)
 
 
 def _after_goodbye(job: JobState) -> Commands:
