@@ -138,6 +138,20 @@ def can_dump(job: JobState) -> bool:
     return not isinstance(cut, NoCut) and bool(cut.version)
 
 
+def left_to_a_dump(job: JobState) -> str:
+    """What to say if a restart loses what a dump, which is not allowed, would save; "": nothing.
+
+    Other nodes have it: mirrors of snapshots, which are written, and never brought back in place.
+    """
+    cut = plan_cut(_copies(job), job.membership.committed)
+    if isinstance(cut, NoCut) or not cut.version:
+        return ""
+    return (
+        f"; mirrors have version {cut.version}: with dump in recover-strategy and "
+        "TASKD_AFTER_DUMP=restart all would go on from it"
+    )
+
+
 def _copies(job: JobState) -> list[Copy]:
     """What everybody holds. The dead count, too: nothing is whole without what they alone had."""
     counted = (WorkerState.PAUSED, WorkerState.LOST)

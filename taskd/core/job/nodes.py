@@ -8,7 +8,7 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
 from taskd.core.job import elastic, orders
-from taskd.core.job.absence import come_back, may_wait, wait_for_node
+from taskd.core.job.absence import come_back, may_wait, replaces_nodes, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import (
@@ -122,6 +122,8 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         if job.phase is JobPhase.JOINING:
             (complete if membership.is_complete else wait_for_others)(job)
         return []
+    if outcome == LOST_NODE and replaces_nodes(job) and not membership.is_declared:
+        gone += "; only a job that uses taskd.recoverable can wait for another one in its place"
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_needed(job, member) for member in members):
         for member in members:
