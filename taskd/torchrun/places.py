@@ -28,7 +28,7 @@ from taskd.core.commands import Proceed
 from taskd.core.timeouts import Timeouts
 from taskd.torchrun import stores
 from taskd.torchrun.meeting import Meeting, base_store, note_host
-from taskd.torchrun.side_thread import SideThread
+from taskd.torchrun.waiting_call import WaitingCall
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
@@ -193,11 +193,11 @@ class Places:
             place = client.ask()
             if isinstance(place, NoPlace) and place.is_silent:
                 log.info("on to the rendezvous, and the manager is looked for: %s", place.reason)
-                side = SideThread("taskd-rendezvous", self._met_or_joined)
-                found = self._placed(client, client.wait_beside(side.fd))
+                call = WaitingCall("taskd-rendezvous", self._met_or_joined)
+                found = self._placed(client, client.wait_beside(call.fd))
                 if found is not None:
                     return found
-                found = side.result()
+                found = call.result()
                 if found is not None:
                     client.leave(takes_place=False, reason="has met the others")
                     return self._joined(found)

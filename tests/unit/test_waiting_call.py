@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from taskd.torchrun.side_thread import SideThread
+from taskd.torchrun.waiting_call import WaitingCall
 
 LIMIT_MS = 60_000
 
@@ -20,15 +20,15 @@ def _is_readable(fd: int, limit_ms: int) -> bool:
 
 def test_the_descriptor_tells_of_the_end() -> None:
     may_end = threading.Event()
-    side = SideThread("test", lambda: may_end.wait(LIMIT_MS / 1000))
-    assert not _is_readable(side.fd, 0)
+    call = WaitingCall("test", lambda: may_end.wait(LIMIT_MS / 1000))
+    assert not _is_readable(call.fd, 0)
     may_end.set()
-    assert _is_readable(side.fd, LIMIT_MS)
-    assert side.result()
+    assert _is_readable(call.fd, LIMIT_MS)
+    assert call.result()
 
 
 def test_what_it_raised_is_raised_again() -> None:
-    side = SideThread("test", lambda: {}["nothing"])
-    assert _is_readable(side.fd, LIMIT_MS)
+    call = WaitingCall("test", lambda: {}["nothing"])
+    assert _is_readable(call.fd, LIMIT_MS)
     with pytest.raises(KeyError, match="nothing"):
-        side.result()
+        call.result()

@@ -1,4 +1,4 @@
-"""One call in a thread of its own, while the main thread waits for something else as well.
+"""One call that waits, in a thread of its own, while the main thread waits for something else too.
 
 Owns the thread and the descriptor that tells of its end. A thread that nobody needs any more is
 left alone: it may wait in code of torch that nothing can interrupt, and ends with the process.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SideThread(Generic[T]):
+class WaitingCall(Generic[T]):
     """See the module. `fd` is readable when the call has ended."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
