@@ -48,7 +48,7 @@ class SpareDesk:
     ) -> None:
         """`voters`: says whether a place may be given away."""
         self._clock, self._guarded, self._outbox = clock, guarded, outbox
-        self._spares = Spares(Timeouts.derive(config.fault_timeout_s))
+        self._spares = Spares(Timeouts.derive(config.fault_timeout_s), clock.now())
         self._connections: dict[str, bytes] = {}  # by the spare's incarnation
         self._voters = voters
         self._listens: dict[str, str] = {}  # by the same: where it hears of another manager
@@ -121,8 +121,12 @@ class SpareDesk:
             self._tell(spare, commands.Dismiss("over", generation, succeeded, reason))
 
     def _register(self, peer: bytes, spare: str, event: events.SpareRegistered) -> None:
-        machine = self._guarded.machine
-        if event.asks and not machine.is_late(event.node_rank):
+        machine, node_rank = self._guarded.machine, event.node_rank
+        if event.asks and not self._spares.may_answer(
+            event.now, is_sure=machine.is_sure(node_rank)
+        ):
+            return
+        if event.asks and not machine.is_late(node_rank):
             order = commands.Proceed("spare", machine.generation)
             self._outbox.send(peer, translate.command_to_message(order), order.cause)
             return

@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from taskd import log as log_setup
 from taskd.agent.clients.preloads import Preloads
-from taskd.agent.clients.spare import PATIENCE_S, NoPlace, SpareClient
+from taskd.agent.clients.spare import NoPlace, SpareClient
 from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.clock import MonotonicClock
 from taskd.config import join_address
 from taskd.config.secret import without_secret
 from taskd.core.commands import Proceed
+from taskd.core.timeouts import Timeouts
 from taskd.torchrun import stores
 from taskd.torchrun.meeting import Meeting, base_store, note_host
+from taskd.torchrun.waiting_call import WaitingCall
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
@@ -36,8 +40,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=60)  # of the host of the store, which is there: the job runs
-# A torchrun that is no spare, and finds that the job runs already, looks for its manager so long.
-_UNASKED_S = 15.0
+_REACH_S = 1.0  # for a connection to somebody who is there
+_LOOK = timedelta(
+    seconds=5
+)  # for the host of the store to answer: it may be gone, and then nobody does
+_LEASES = 2  # so long a job that runs is without a manager: one that is lost is missed sooner
+_C10D_PORT = 29400  # torch's, where the endpoint names none
 _NO_WORKER = -1  # no token of any
 
 
@@ -67,11 +75,9 @@ class Places:
         if self._settings.is_spare:
             return self._offered() or _end("the manager has no use for a spare")
         self._refuse_a_number_too_high()
-        if self._may_be_late():
-            found = self._offered(_UNASKED_S, asks=True)
-            if found is not None:
-                return found
-        found = self._joined()
+        found = self._asked() if self._may_be_late() else self._joined()
+        if self.is_offered:
+            return found
         if self._is_replaced(found):
             log.warning(
                 "a spare has the place of node %d: this torchrun waits as a spare itself",
@@ -109,8 +115,9 @@ class Places:
             "of a lost one with TASKD_SPARE=1"
         )
 
-    def _joined(self) -> RendezvousInfo:
-        found = self._inner.next_rendezvous()
+    def _joined(self, found: RendezvousInfo | None = None) -> RendezvousInfo:
+        """The others have met, or do so now: this torchrun with them."""
+        found = found or self._inner.next_rendezvous()
         self._has_joined = True
         note_host(base_store(found.store), self._run_id, found.rank)
         return found
@@ -127,6 +134,27 @@ class Places:
         is_elastic = limits is not None and limits.min_nodes != limits.max_nodes
         is_alone = getattr(self._inner, "world_size", None) == 1
         return self._settings.replaces_nodes and not is_elastic and not is_alone
+
+    def _have_met(self) -> bool:
+        """Whether the others have met already, as far as their store is there and says so."""
+        where = self._endpoint()
+        if where is None:
+            return False
+        try:
+            socket.create_connection(where, _REACH_S).close()
+            base = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=_LOOK)
+            return Meeting.read(base, self._run_id) is not None
+        except (OSError, RuntimeError, ValueError) as error:
+            log.debug("the store at %s:%d says nothing: %s", *where, error)
+            return False
+
+    def _endpoint(self) -> tuple[str, int] | None:
+        """Of the store of the rendezvous; None: it has none of its own."""
+        if self._inner.get_backend() == "static":
+            return str(self._inner.master_addr), int(self._inner.master_port)
+        endpoint = getattr(getattr(self._inner, "settings", None), "endpoint", "")
+        host, port = parse_rendezvous_endpoint(endpoint, _C10D_PORT)
+        return (host, port) if endpoint and port else None
 
     def _is_replaced(self, found: RendezvousInfo) -> bool:
         if self._inner.get_backend() != "static":
@@ -146,32 +174,67 @@ class Places:
 
     # ------------------------------------------------------------------ the manager's offer
 
-    def _offered(
-        self, patience_s: float = PATIENCE_S, *, asks: bool = False
-    ) -> RendezvousInfo | None:
-        """The place of a lost node; None: the manager offers none. Raises SystemExit.
+    def _offered(self) -> RendezvousInfo | None:
+        """The place of a lost node, for a spare; None: there is none. Raises SystemExit."""
+        with self._client() as client:
+            place = client.wait()
+            if isinstance(place, NoPlace) and not place.is_over:
+                log.warning("no place as a spare: %s", place.reason)
+            return self._placed(client, place)
 
-        `patience_s`: for how long a manager is looked for. `asks`: this is no spare, as far as is
-        known: it may have to meet the others as usual.
+    def _asked(self) -> RendezvousInfo:
+        """The place of a torchrun that is no spare, as far as it knows. Raises SystemExit.
+
+        If no manager answers, the job begins, or runs and has lost its manager: it goes to the
+        rendezvous, and looks for a manager meanwhile. To whom others have met already at that
+        rendezvous nobody comes there; a manager is missing, and another one on its way.
         """
+        with self._client(asks=True) as client:
+            place = client.ask()
+            if isinstance(place, NoPlace) and place.is_silent:
+                log.info("on to the rendezvous, and the manager is looked for: %s", place.reason)
+                call = WaitingCall("taskd-rendezvous", self._met_or_joined)
+                found = self._placed(client, client.wait_beside(call.fd))
+                if found is not None:
+                    return found
+                found = call.result()
+                if found is not None:
+                    client.leave(takes_place=False, reason="has met the others")
+                    return self._joined(found)
+                log.warning(
+                    "the job runs already, and its manager does not answer: this torchrun waits "
+                    "for it, or for the next one"
+                )
+                lease_s = Timeouts.derive(self._settings.fault_timeout_s).agent_lease_s
+                place = client.wait(_LEASES * lease_s)
+            if isinstance(place, NoPlace) and not place.is_over:
+                log.info("on to the rendezvous: %s", place.reason)
+            return self._placed(client, place) or self._joined()
+
+    def _met_or_joined(self) -> RendezvousInfo | None:
+        """None: the others have met without this torchrun."""
+        return None if self._have_met() else self._inner.next_rendezvous()
+
+    def _client(self, *, asks: bool = False) -> SpareClient:
+        """`asks`: this is no spare, as far as is known: it may have to meet the others as usual."""
         node_rank = getattr(self._inner, "rank", None) if asks else None
         log_setup.setup(self._settings.log, job_id=self._settings.job_id, role="spare")
         name, clock = os.uname().nodename, MonotonicClock()
-        with SpareClient(
+        return SpareClient(
             self._settings, name, clock, asks=asks, node_rank=node_rank, preloads=self._preloads
-        ) as client:
-            place = client.wait(patience_s)
-            if not isinstance(place, NoPlace):
-                self.manager_address = client.manager_address
-                return None if isinstance(place, Proceed) else self._take(client, place)
-        if not place.is_over:
-            if asks:
-                log.info("on to the rendezvous: %s", place.reason)
-            else:
-                log.warning("no place as a spare: %s", place.reason)
-            return None
-        log.info("the job is over: %s", place.reason)
-        raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")
+        )
+
+    def _placed(
+        self, client: SpareClient, place: OfferPlace | Proceed | NoPlace
+    ) -> RendezvousInfo | None:
+        """The place that was offered; None: none was. Raises SystemExit."""
+        if not isinstance(place, NoPlace):
+            self.manager_address = client.manager_address
+            return None if isinstance(place, Proceed) else self._take(client, place)
+        if place.is_over:
+            log.info("the job is over: %s", place.reason)
+            raise SystemExit(0 if place.succeeded else f"taskd: the job has failed: {place.reason}")
+        return None
 
     @property
     def _preloads(self) -> Preloads:

@@ -59,11 +59,18 @@ class Nodes:
 
     def lose_the_first(self) -> None:
         """Its torchrun and the manager are killed, and the next one is elected."""
+        self.kill_the_first()
+        wait_until(self.job, lambda: self.is_elected)
+
+    def kill_the_first(self) -> None:
+        """Its torchrun and the manager."""
         for process in (self.manager.process, self.agents[0].process):
             os.kill(process.pid, signal.SIGKILL)
-        wait_until(
-            self.job, lambda: any("obeys the manager at" in agent.text for agent in self.agents)
-        )
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether one of the others obeys another manager."""
+        return any("obeys the manager at" in agent.text for agent in self.agents)
 
 
 def _address(node_rank: int) -> str:
@@ -104,4 +111,89 @@ def test_a_torchrun_that_is_started_after_an_election_finds_the_manager(
         assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
         (record,) = job.recoveries()
         assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        assert job.leftovers() == set()
+
+
+@pytest.mark.parametrize(
+    ("backend", "node_rank", "told"),
+    [
+        ("static", 0, {"TASKD_MANAGER_ADDR": "127.0.0.1,127.0.0.2,127.0.0.3"}),
+        ("c10d", 0, {"SLURM_JOB_NODELIST": "127.0.0.[1-3]"}),
+        ("c10d", NODES, {"TASKD_MANAGER_ADDR": "127.0.0.1,127.0.0.2,127.0.0.3"}),
+    ],
+    ids=["same index", "same host", "another host"],
+)
+def test_a_torchrun_that_is_started_before_the_election_waits_for_its_end(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    backend: str,
+    node_rank: int,
+    told: dict[str, str],
+) -> None:
+    """It is no spare. Nobody listens anywhere, and it would open a rendezvous of its own."""
+    with harness.job(
+        tmp_path,
+        TASKD_RECOVER_STRATEGY="recover",
+        TASKD_MANAGER="auto",
+        TASKD_FAULT_TIMEOUT="6",
+        STEPS=STEPS,
+        SLEEP_S="0.05",
+    ) as job:
+        nodes = Nodes(job, backend)
+        wait_for_step(job, 4)
+        others = nodes.agents[1:]
+        for agent in others:
+            os.kill(agent.process.pid, signal.SIGSTOP)  # they do not elect before it is there
+        nodes.kill_the_first()
+        late = nodes.start(node_rank, **told)
+        late.wait_text("on to the rendezvous, and the manager is looked for", LIMIT_S)
+        assert not nodes.is_elected
+        for agent in others:
+            os.kill(agent.process.pid, signal.SIGCONT)
+        outputs = [agent.wait(LIMIT_S) for agent in (*others, late)]
+        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
+        assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
+        assert job.leftovers() == set()
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_torchrun_that_is_started_while_the_manager_is_away_waits_for_it(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+    backend: str,
+) -> None:
+    """The store of the rendezvous is there, and says that the others have met.
+
+    They stand still meanwhile: nobody misses the node that is lost before the manager is there.
+    """
+    with harness.job(
+        tmp_path,
+        TASKD_RECOVER_STRATEGY="recover",
+        TASKD_MANAGER="off",
+        TASKD_FAULT_TIMEOUT="6",
+        STEPS=STEPS,
+        SLEEP_S="0.05",
+    ) as job:
+        nodes = Nodes(job, backend)
+        wait_for_step(job, 4)
+        others = [fact["pid"] for fact in job.facts("entered") if fact["rank"] != NODES - 1]
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
+        for process in (nodes.agents[2].process, nodes.manager.process):
+            os.kill(process.pid, signal.SIGKILL)
+        assert nodes.manager.wait(LIMIT_S).returncode == -signal.SIGKILL
+        late = nodes.start(2)
+        late.wait_text("and its manager does not answer: this torchrun waits", LIMIT_S)
+        manager = job.start_manager(POD_IP=_address(0))
+        manager.wait_text("node 0 of 3 registered", LIMIT_S)
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+        outputs = [agent.wait(LIMIT_S) for agent in (*nodes.agents[:2], late)]
+        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
+        assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
+        (record,) = job.recoveries()
+        assert record["steps_redone"] == 0
+        assert manager.wait(LIMIT_S).returncode == 0
         assert job.leftovers() == set()

@@ -120,6 +120,54 @@ def dump_of(
     return checkpoint
 
 
+@pytest.mark.parametrize(
+    ("strategies", "after"),
+    [
+        ("recover,dump", "restart"),
+        pytest.param("recover,dump", "end", marks=pytest.mark.extended),
+        pytest.param("recover", "end", marks=pytest.mark.extended),
+    ],
+)
+def test_a_new_torchrun_takes_the_place_of_the_lost_node(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str], strategies: str, after: str
+) -> None:
+    """Its shards are in mirrors only: all go on from a dump of these, if that is allowed."""
+    env = {"TASKD_RECOVER_STRATEGY": strategies, "TASKD_AFTER_DUMP": after}
+    with harness.job(tmp_path, **(MIRRORED | env)) as job:
+        agents = start(job, ("one", "two"))
+        wait_for_step(job, 12)
+        kill_node(agents[1])
+        late = job.start_agent(
+            "sharded.py",
+            nproc=2,
+            options=(
+                "--nnodes=2",
+                "--master-addr=127.0.0.1",
+                f"--master-port={job.master_port}",
+                "--node-rank=1",
+            ),
+            TASKD_HOST="three",
+        )
+        ended = [agent.wait(60) for agent in (agents[0], late)]
+        if "dump" in strategies:
+            (saved,) = checkpoints(job)
+            assert saved.manifest.version > 0
+            assert saved.manifest.version % EVERY == 0
+        if (strategies, after) == ("recover,dump", "end"):
+            assert [one.returncode for one in ended] == [2, 2], job.story()
+            assert f"was saved in {saved.path}" in ended[0].last_line
+            return
+        assert [one.returncode for one in ended] == [0, 0], job.story()
+        (record,) = job.recoveries()
+        if "dump" in strategies:
+            assert f"step {saved.manifest.version} was saved in" in record["reason"]
+            assert job.digests() == undisturbed
+        else:
+            assert record["strategy"] == "restart"
+            assert "with dump in recover-strategy and TASKD_AFTER_DUMP=restart" in record["reason"]
+        assert job.leftovers() == set()
+
+
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_shards_of_a_lost_node_are_in_the_dump(
     tmp_path: pathlib.Path, undisturbed: dict[int, str], lost: int

@@ -209,3 +209,30 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
             assert "Traceback" not in finished.output
         assert f"{why} Start" in ended[0].last_line
         assert not job.facts()
+
+
+@pytest.mark.extended  # tests/unit/core/test_dying_incomplete.py
+def test_what_is_left_is_saved_if_the_node_went_while_no_manager_was_there(
+    tmp_path: pathlib.Path,
+) -> None:
+    """The next manager never hears of that node, and saves what the other one holds."""
+    dumps = tmp_path / "dumps"
+    strategies = {"TASKD_RECOVER_STRATEGY": "recover-in-place,dump"}
+    with _job(tmp_path, TASKD_CHECKPOINT_DIR=str(dumps), STEPS="400", **strategies) as job:
+        nodes = TwoNodes(job)
+        wait_for_step(job, 8)
+        first = nodes.agents[0]
+        os.kill(first.process.pid, signal.SIGSTOP)  # nor does it hear of it before that
+        os.kill(nodes.manager.process.pid, signal.SIGKILL)
+        assert nodes.manager.wait(LIMIT_S).returncode == -signal.SIGKILL
+        nodes.lose(1)
+        manager = job.start_manager()
+        manager.wait_text("listens on", LIMIT_S)
+        os.kill(first.process.pid, signal.SIGCONT)
+        finished = first.wait(LIMIT_S)
+        assert finished.returncode == 2, finished.output
+        assert "and ranks [2, 3] are not known to this manager" in finished.output
+        (saved,) = dumps.glob("dump-*")
+        assert f"was saved in {saved}" in finished.last_line
+        assert manager.wait(LIMIT_S).returncode == 1
+        assert job.leftovers() == set()

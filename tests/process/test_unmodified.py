@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import sys
 import tarfile
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import RENDEZVOUS
+from tests.process.test_recovery import RENDEZVOUS, wait_until
 
 if TYPE_CHECKING:
     import pathlib
@@ -125,4 +127,43 @@ def test_an_unmodified_script_that_may_not_be_restarted_ends_and_says_why(
         assert finished.last_line == f"taskd: job test-job has ended: {why}"
         assert manager.wait(60).returncode == 1
         assert "rank 1 killed (SIGKILL) at an unknown step, outside of" in manager.text
+        assert job.leftovers() == set()
+
+
+@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+def test_a_lost_node_ends_an_unmodified_script_and_the_reason_says_what_it_lacks(
+    tmp_path: pathlib.Path, backend: str
+) -> None:
+    """Nobody can make it wait: what it holds is not known, and its processes do not stop."""
+    example = harness.ROOT / "examples" / "unmodified.py"
+    env = {"TASKD_RECOVER_STRATEGY": "recover", "TASKD_FAULT_TIMEOUT": "6"}
+    with harness.job(tmp_path, **env) as job:
+        manager = job.start_manager()
+
+        def start(node_rank: int) -> harness.Output:
+            place = f"127.0.0.1:{job.master_port}"
+            options = [f"--node-rank={node_rank}", "--master-addr=127.0.0.1"]
+            options.append(f"--master-port={job.master_port}")
+            if backend == "c10d":
+                options = ["--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=one"]
+                options.append(f"--rdzv-conf=is_host={int(node_rank == 0)}")
+            return job.start_agent(
+                "slow_unmodified.py",
+                str(example),
+                str(tmp_path / "hurt.pt"),
+                nproc=1,
+                options=("--nnodes=2", *options),
+            )
+
+        agents = [start(node_rank) for node_rank in range(2)]
+        wait_until(job, lambda: len(job.facts("begun")) == 2)
+        manager.wait_text("node 1 of 2 registered", 60)
+        manager.wait_text("node 0 of 2 registered", 60)
+        os.kill(agents[1].process.pid, signal.SIGKILL)
+        late = start(1)
+        ended = [agent.wait(90) for agent in (agents[0], late)]
+        assert [one.returncode for one in ended] == [1, 1], job.story()
+        assert manager.wait(60).returncode == 1
+        assert "only a job that uses taskd.recoverable can wait" in manager.text
+        assert "only a job that uses taskd.recoverable can wait" in ended[0].last_line
         assert job.leftovers() == set()

@@ -8,6 +8,7 @@ Owns the connection meanwhile. It costs the job nothing but a heartbeat to the m
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections import deque
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from taskd.core import commands, events
 from taskd.core.timeouts import Timeouts
 from taskd.errors import TransportError
 from taskd.log import SayOnce
+from taskd.transport import zeromq
 from taskd.transport.binding import shown
 from taskd.wire import messages, translate
 
@@ -32,21 +34,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REACH_S = 1.0  # for a connection to somebody who is there
+_PROMPT_S = 0.25  # for the answer of a manager that is there, and knows
 _ANSWER_S = 5.0  # and for an answer, where the manager may be elsewhere: one that is busy has 1 s
 PATIENCE_S = 600.0  # without any manager, as long as torchrun waits for other nodes
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlace:
-    """Nothing came of the wait. `is_over`: the job has ended, and `succeeded` says how."""
+    """Nothing came of the wait. `is_over`: the job has ended, and `succeeded` says how.
+
+    `is_silent`: no manager has answered.
+    """
 
     reason: str
     is_over: bool = False
     succeeded: bool = False
+    is_silent: bool = False
 
 
 class SpareClient:
-    """See the module. A context: `wait`, then `leave`."""
+    """See the module. A context: `wait`, or `ask` and `wait_beside`; then `leave`."""
 
     def __init__(
         self,
@@ -80,6 +87,8 @@ class SpareClient:
         )
         self._door = None if asks else _door_of(config, incarnation)
         self._term = 0  # of the newest manager that it has heard of
+        self._has_looked = False  # at the addresses, one after the other
+        self._beside: int | None = None  # what ends the wait if it is readable
         self._said = SayOnce()  # where the manager is looked for
 
     def __enter__(self) -> SpareClient:  # noqa: PYI034
@@ -109,31 +118,68 @@ class SpareClient:
 
         `patience_s`: for so long no manager need answer.
         """
-        if not self._finds_somebody(is_first=True) and self._asks:
-            return NoPlace(f"nobody listens at {self._places}")
+        if not self._has_looked:
+            self._finds_somebody(is_first=True)
+        return self._wait(patience_s)
+
+    def ask(self) -> commands.OfferPlace | commands.Proceed | NoPlace:
+        """As `wait`, for a torchrun that is no spare: if nobody answers at once, nobody has.
+
+        It may `wait` afterwards.
+        """
+        if not self._finds_somebody(is_first=True):
+            return NoPlace(f"nobody listens at {self._places}", is_silent=True)
+        return self._wait(_PROMPT_S)
+
+    def wait_beside(self, readable: int) -> commands.OfferPlace | NoPlace:
+        """As `wait`, until this descriptor is readable, and without `Proceed`.
+
+        Another manager may know more than the one that says so, and this one more later.
+        """
+        self._beside = readable
+        try:
+            answer = self._wait(math.inf)
+        finally:
+            self._beside = None
+        assert not isinstance(answer, commands.Proceed)
+        return answer
+
+    def _wait(self, patience_s: float) -> commands.OfferPlace | commands.Proceed | NoPlace:
         heard_at = self._clock.now()
         while True:
-            self._wait()
+            self._poll(patience_s)
+            if self._is_enough():
+                return NoPlace("no manager has offered one", is_silent=True)
             self._follow_election()
             self._look_elsewhere()
             for event in self._manager.turn():
                 heard_at = self._clock.now()
                 answer = self._hear(event)
-                if answer is not None:
+                if isinstance(answer, commands.Proceed) and self._beside is not None:
+                    self._elsewhere_at = heard_at
+                elif answer is not None:
                     return answer
             if self._manager.session.is_registered:
                 heard_at = self._clock.now()
             elif self._clock.now() - heard_at > patience_s:
                 return NoPlace(
-                    f"no manager has answered at {self._places} for {patience_s:.0f} s"
-                    f"{self._manager.why_unheard}"
+                    f"no manager has answered at {self._places} for {patience_s:g} s"
+                    f"{self._manager.why_unheard}",
+                    is_silent=True,
                 )
 
-    def _wait(self) -> None:
-        fds = [] if self._preloads is None else self._preloads.fds
-        self._manager.poll(fds=fds, links=[] if self._door is None else [self._door.link])
+    def _poll(self, timeout_s: float) -> None:
+        fds = [] if self._preloads is None else list(self._preloads.fds)
+        if self._beside is not None:
+            fds.append(self._beside)
+        links = [] if self._door is None else [self._door.link]
+        self._manager.poll(timeout_s, fds, links)
         if self._preloads is not None:
             self._preloads.read()
+
+    def _is_enough(self) -> bool:
+        """Whether what went on beside the wait has come to its end."""
+        return self._beside is not None and bool(zeromq.poll([], 0.0, [self._beside]))
 
     def _hear(self, event: events.Event) -> commands.OfferPlace | commands.Proceed | NoPlace | None:
         """What ends the wait; None: it goes on."""
@@ -197,11 +243,12 @@ class SpareClient:
 
         Afterwards there is time for an answer; if nobody listens anywhere, for somebody to come.
         """
+        self._has_looked = True
         is_found = is_first and self._manager.reaches(_REACH_S)
         if is_first and not is_found:
             self._say_where()
         for _ in range(len(self._addresses) - 1):
-            if is_found:
+            if is_found or self._is_enough():
                 break
             self._addresses.rotate(-1)
             is_found = self._goes_to(self._addresses[0]) and self._manager.reaches(_REACH_S)

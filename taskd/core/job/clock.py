@@ -10,9 +10,8 @@ from taskd.core.job.absence import nobody_came
 from taskd.core.job.attempts import close_restart
 from taskd.core.job.dump import overdue_writers, proceed_with_status, stop_for_dump
 from taskd.core.job.ending import end_after_release
-from taskd.core.job.joining import join_overdue
 from taskd.core.job.membership import LOST_NODE
-from taskd.core.job.nodes import WITHOUT_NODE, lose_node
+from taskd.core.job.nodes import WITHOUT_NODE, lose_node, missing
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
@@ -81,13 +80,13 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
     return commands
 
 
-_JOINED = OVER | {JobPhase.RUNNING}
+_JOINED = WITHOUT_NODE[JobPhase.JOINING]
 _SAVED = OVER | {JobPhase.SAVING}
 _ENDS = OVER | {JobPhase.CONFIRMING}
 OVERDUE = (
     FollowUp(
         "ranks have not joined", {JobPhase.JOINING},
-        lambda job: job.is_past(job.join_by), join_overdue, _JOINED,
+        lambda job: job.is_past(job.join_by), missing, _JOINED,
     ),
     FollowUp(
         "nobody says how it died", {JobPhase.CONFIRMING},

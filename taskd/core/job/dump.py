@@ -23,14 +23,15 @@ from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt, restart_group
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import EmergencyDump, JobState
-from taskd.core.phase import DUMPING, JobPhase
+from taskd.core.phase import DUMPING, TRAINING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
 from taskd.core.policy.ladder import NOT_ALLOWED, Strategy
 from taskd.core.transitions import Commands
 from taskd.core.victims import may_be_victim
 from taskd.core.worker_state import WorkerState
 
-_MAY_BEGIN = frozenset({JobPhase.RUNNING, JobPhase.SUSPECTING, JobPhase.PAUSING, JobPhase.RESUMED})
+# JOINING: a manager that was started again knows some of the ranks, and may know enough.
+_MAY_BEGIN = TRAINING - {JobPhase.RESTARTING} | {JobPhase.JOINING}
 
 
 def end_job(
@@ -47,6 +48,7 @@ def end_job(
     if job.phase in DUMPING:
         return []
     job.absent.clear()
+    job.join_by = None
     job.attempt = job.attempt or Attempt(job.cause, job.now)
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
@@ -124,7 +126,7 @@ def write_dump(job: JobState) -> Commands:
     for rank in dump.writers:
         job.awaited.set(rank, job.now + job.timeouts.dump_s)
     order = do.Dump(
-        job.cause, job.generation, dump.version, dump.writers, len(job.members),
+        job.cause, job.generation, dump.version, dump.writers, job.membership.size,
         _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
     )  # fmt: skip
     return job.order_all(order)
@@ -136,6 +138,20 @@ def can_dump(job: JobState) -> bool:
         return False
     cut = plan_cut(_copies(job), job.membership.committed)
     return not isinstance(cut, NoCut) and bool(cut.version)
+
+
+def left_to_a_dump(job: JobState) -> str:
+    """What to say if a restart loses what a dump, which is not allowed, would save; "": nothing.
+
+    Other nodes have it: mirrors of snapshots, which are written, and never brought back in place.
+    """
+    cut = plan_cut(_copies(job), job.membership.committed)
+    if isinstance(cut, NoCut) or not cut.version:
+        return ""
+    return (
+        f"; mirrors have version {cut.version}: with dump in recover-strategy and "
+        "TASKD_AFTER_DUMP=restart all would go on from it"
+    )
 
 
 def _copies(job: JobState) -> list[Copy]:

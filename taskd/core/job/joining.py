@@ -7,7 +7,9 @@ rank is new.
 from collections.abc import Iterable
 
 from taskd.core.faults import FaultKind, TimedFault, describe
-from taskd.core.job.ending import end, give_up
+from taskd.core.job.absence import may_wait
+from taskd.core.job.dump import end_job
+from taskd.core.job.ending import end
 from taskd.core.job.membership import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
@@ -41,11 +43,43 @@ def _are_missed(job: JobState) -> bool:
 
 
 def defer_faults(job: JobState) -> None:
-    """Wait one lease for the ranks that are missing, or as long as for a lost node."""
+    """Wait one lease for the ranks that are missing."""
     if job.join_by is None:
-        is_waited_for = Strategy.RECOVER in job.allowed
-        reschedule_s = job.reschedule_s if is_waited_for else 0.0
-        job.join_by = job.now + max(job.timeouts.agent_lease_s, reschedule_s)
+        job.join_by, job.is_joining_extended = job.now + job.timeouts.agent_lease_s, False
+
+
+def count_missing_as_lost(job: JobState) -> bool:
+    """One lease is over. Whether the nodes that have not come are lost nodes from now on.
+
+    They are expected as by a manager that was elected, and nobody has a lease any more. Only if
+    others than those of another manager are here: half of the agents that were there at first.
+    """
+    membership, count = job.membership, job.membership.joined_node_count or 0
+    places = [place for place in range(count) if place not in membership.nodes]
+    first = [place for place in membership.nodes if place not in job.meeting.lost]
+    per_node = (membership.world_size or 0) // max(count, 1)
+    sizes = {len(node.ranks) for node in membership.nodes.values()}
+    is_plain = not membership.told_world[1] and sizes == {per_node} and places
+    if not is_plain or 2 * len(first) < count or not all(may_wait(job, one) for one in places):
+        return False
+    job.join_by = None
+    for place in places:
+        job.expected[place] = tuple(range(place * per_node, (place + 1) * per_node))
+        job.leases.renew(place, job.now - job.timeouts.agent_lease_s)
+        job.leases.drop(place)
+    return True
+
+
+def _is_extended(job: JobState) -> bool:
+    """Whether they are waited for as long as for a lost node, although they do not count as such.
+
+    Nobody else is offered their places then.
+    """
+    more_s = job.reschedule_s - job.timeouts.agent_lease_s
+    if job.is_joining_extended or Strategy.RECOVER not in job.allowed or more_s <= 0:
+        return False
+    job.join_by, job.is_joining_extended = job.now + more_s, True
+    return True
 
 
 def complete(job: JobState) -> None:
@@ -77,6 +111,8 @@ def complete(job: JobState) -> None:
 
 def join_overdue(job: JobState) -> Commands:
     """Ranks are missing still, and others cannot go on without them."""
+    if _is_extended(job):
+        return []
     job.join_by = None
     if not any(node.is_present for node in job.membership.nodes.values()):
         return end(job, succeeded=True, reason="every node that joined succeeded")
@@ -97,7 +133,7 @@ def join_overdue(job: JobState) -> Commands:
     more = len(missing) - _SHOWN_RANKS
     shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
     reason = f"{what}, and ranks {shown} are not known to this manager"
-    return give_up(job, reason, None if first is None else first.fault)
+    return end_job(job, reason, None if first is None else first.fault)
 
 
 def adopt_missing(job: JobState, node_rank: int) -> None:

@@ -157,8 +157,8 @@ _DUMPING: Rules = {
 _RULES: dict[JobPhase, Rules] = {
     JobPhase.JOINING: {
         **_AS_USUAL,
-        ev.AgentRegistered: Rule(nodes.registered, _JOINED),
-        ev.AgentDraining: Rule(nodes.drain, OVER),
+        ev.AgentRegistered: Rule(nodes.registered, _JOINED | _TO_END),
+        ev.AgentDraining: Rule(nodes.drain, _TO_END),
         ev.WorkerLost: Rule(workers.lost_while_joining),
         ev.WorkerExitKnown: Rule(workers.exit_known),
         ev.WorkerPaused: Rule(workers.stopped_while_joining),
@@ -309,6 +309,10 @@ class RecoveryMachine(Machine[JobState]):
     def is_late(self, node_rank: int | None) -> bool:
         """Whether a torchrun with this index, or none, comes when all have met without it."""
         return meeting.is_late(self._state, node_rank)
+
+    def is_sure(self, node_rank: int | None) -> bool:
+        """Whether what `is_late` says stays as it is, whoever else registers."""
+        return meeting.is_sure(self._state, node_rank)
 
     @property
     def meeting_store(self) -> str:

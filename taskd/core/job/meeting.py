@@ -10,6 +10,7 @@ generation.
 
 from taskd.core import events as ev
 from taskd.core.job.state import JobState
+from taskd.core.phase import JobPhase
 
 
 def note_store(job: JobState, event: ev.AgentRegistered) -> None:
@@ -49,6 +50,19 @@ def is_late(job: JobState, node_rank: int | None) -> bool:
     is_there = all(rank in nodes and nodes[rank].is_present for rank in meeting.first_hosts)
     meets_as_usual = node_rank not in (None, 0) and is_there and not meeting.moved_to
     return bool(nodes or job.expected) and not meets_as_usual
+
+
+def is_sure(job: JobState, node_rank: int | None) -> bool:
+    """Whether the answer of `is_late` stays, whoever else registers.
+
+    A manager that was started again knows nothing of a job that runs, until its agents are back.
+    """
+    nodes = job.membership.nodes
+    if job.phase is not JobPhase.JOINING or job.expected:
+        return True
+    if node_rank in (None, 0) or job.meeting.moved_to:
+        return bool(nodes)
+    return bool(nodes) and not is_late(job, node_rank)
 
 
 def place(job: JobState) -> str | None:

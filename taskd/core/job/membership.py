@@ -304,6 +304,13 @@ class Membership:
         return len(self.members) == self.world_size or len(self.nodes) == self.joined_node_count
 
     @property
+    def size(self) -> int:
+        """How many ranks the world consists of, as far as that is known."""
+        if self.is_complete:
+            return len(self.members)
+        return len(self.told_world[1]) or self.world_size or len(self.members)
+
+    @property
     def active(self) -> tuple[int, ...]:
         """The ranks of which the world consists, in order; (): all of the job."""
         return tuple(sorted(self.members)) if self.is_reduced else ()

@@ -8,10 +8,17 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
 from taskd.core.job import elastic, orders
-from taskd.core.job.absence import come_back, may_wait, wait_for_node
+from taskd.core.job.absence import come_back, may_wait, replaces_nodes, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
-from taskd.core.job.joining import adopt_missing, complete, lose_unreported, wait_for_others
+from taskd.core.job.joining import (
+    adopt_missing,
+    complete,
+    count_missing_as_lost,
+    join_overdue,
+    lose_unreported,
+    wait_for_others,
+)
 from taskd.core.job.meeting import note_store
 from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
 from taskd.core.job.state import JobState
@@ -24,7 +31,13 @@ from taskd.core.worker_state import WorkerState
 WITHOUT_NODE: dict[JobPhase, frozenset[JobPhase]] = {
     **dict.fromkeys(JobPhase, OVER),
     **dict.fromkeys(TRAINING, OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}),
-    JobPhase.JOINING: OVER | {JobPhase.RUNNING, JobPhase.SUSPECTING},
+    JobPhase.JOINING: OVER
+    | {
+        JobPhase.RUNNING,
+        JobPhase.SUSPECTING,
+        JobPhase.PAUSING,
+        JobPhase.CONFIRMING,
+    },
 }
 
 
@@ -72,6 +85,9 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     missed = _compare(job, event) if known is not None else []
     stops = (member for member in job.membership.on_node(event.node_rank) if member.has_stopped)
     job.membership.stopped_early.update(member.rank for member in stops)
+    if known is None and job.phase is JobPhase.PAUSING:
+        for member in job.membership.on_node(event.node_rank):
+            orders.await_stop(job, member)  # the job ends, and did not know of this node before
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)
@@ -106,6 +122,8 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
         if job.phase is JobPhase.JOINING:
             (complete if membership.is_complete else wait_for_others)(job)
         return []
+    if outcome == LOST_NODE and replaces_nodes(job) and not membership.is_declared:
+        gone += "; only a job that uses taskd.recoverable can wait for another one in its place"
     members = membership.on_node(node_rank)
     if outcome != "succeeded" or any(_is_needed(job, member) for member in members):
         for member in members:
@@ -128,8 +146,13 @@ def _lose_missing(job: JobState) -> Commands:
     commands: Commands = []
     for node_rank in sorted(job.expected):
         adopt_missing(job, node_rank)
-        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the elected manager")
+        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the next manager")
     return commands
+
+
+def missing(job: JobState) -> Commands:
+    """JOINING: nodes have not come in time, and others cannot go on without them."""
+    return _lose_missing(job) if count_missing_as_lost(job) else join_overdue(job)
 
 
 def _after_goodbye(job: JobState) -> Commands:

@@ -23,13 +23,10 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     job.generation += 1
     attempt.commanded(job.now)
     job.awaited.clear()
-    latest = job.dump.finish_step_by if job.dump is not None else None
     for member in job.membership.live():
         if member.may_advance:
             member.proceed()  # it will ask again, or leave
-        if member.state is not WorkerState.PAUSED:
-            patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
-            job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
+        await_stop(job, member)
     inherited = "a recovery was under way when the manager was restarted"
     planned = attempt.reason if job.growing else inherited
     planned = planned if job.dump is None else job.dump.reason or inherited
@@ -37,6 +34,14 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     committed = job.membership.committed
     order = do.Interrupt(attempt.cause, job.generation, reason, committed, finish_step)
     return job.order_all(order)
+
+
+def await_stop(job: JobState, member: Member) -> None:
+    """This rank is to leave its step, if it has not."""
+    latest = job.dump.finish_step_by if job.dump is not None else None
+    if member.is_live and member.state is not WorkerState.PAUSED:
+        patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
+        job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
 
 
 def replace(job: JobState, member: Member) -> do.ReplaceWorker:

@@ -95,6 +95,7 @@ class JobState(MachineState):
     failed_returns: dict[int, int] = field(default_factory=dict)  # by node
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
+    is_joining_extended: bool = False  # `join_by` is as late as for a lost node
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
     status_by: float | None = None  # CONFIRMING: the end is decided without the exit status
     end_by: float | None = None  # RELEASED: processes that are still there are given up

@@ -11,7 +11,7 @@ from taskd.core.faults import describe
 from taskd.core.job import elastic, meeting, orders
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
-from taskd.core.job.dump import can_dump, end_job, write_dump
+from taskd.core.job.dump import can_dump, end_job, left_to_a_dump, write_dump
 from taskd.core.job.ending import give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
@@ -90,16 +90,17 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     if isinstance(cut, NoCut):
         if can_dump(job):
             return end_job(job, "")  # a restart would lose what is left
-        choice = choose(is_declared=True, lost=[], no_cut=cut.reason, allowed=job.allowed)
+        lacks = cut.reason + left_to_a_dump(job)
+        choice = choose(is_declared=True, lost=[], no_cut=lacks, allowed=job.allowed)
         explain(job, choice)
         attempt.pass_over(choice)
         if choice.strategy is Strategy.EXIT:
-            return give_up(job, cut.reason)
+            return give_up(job, lacks)
         if job.membership.left_out:
             anew = f"all processes cannot start anew without node {job.membership.left_out[0]}"
-            return end_job(job, f"{cut.reason}, and {anew}")
-        attempt.strategy, attempt.reason = choice.strategy, cut.reason
-        return orders.restart_group(job, cut.reason)
+            return end_job(job, f"{lacks}, and {anew}")
+        attempt.strategy, attempt.reason = choice.strategy, lacks
+        return orders.restart_group(job, lacks)
     store = meeting.place(job)
     if store is None:
         return end_job(job, f"{job.what_happened()}, and no node has a store to meet at")

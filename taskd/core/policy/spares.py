@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from taskd.core.timeouts import Timeouts
 
 MAX_SPARES = 4096  # each costs half a KB
+_BEATS = 3  # within so many heartbeats agents that run register with a manager that is new
 _MAX_LOSSES = 2  # places that a host may lose before it is offered none any more
 
 
@@ -39,7 +40,9 @@ class Offer:
 class Spares:
     """See the module. `offers` is asked whenever something changed, and at `next_deadline`."""
 
-    def __init__(self, timeouts: Timeouts) -> None:
+    def __init__(self, timeouts: Timeouts, now: float) -> None:
+        """`now`: the manager begins."""
+        self._knows_at = now + _BEATS * timeouts.heartbeat_s
         self._lease_s = timeouts.agent_lease_s
         self._arrival_s = 2 * timeouts.agent_lease_s  # from its goodbye as a spare
         self._waiting: dict[str, Spare] = {}  # by name, the one that came first in front
@@ -64,6 +67,14 @@ class Spares:
         if name not in self._waiting and len(self._waiting) >= MAX_SPARES:
             return f"{MAX_SPARES} spares wait already"
         return None
+
+    def may_answer(self, now: float, *, is_sure: bool) -> bool:
+        """Whether to tell a torchrun that is no spare if the job runs already.
+
+        `is_sure`: that is known. Else whoever has begun before this manager has a moment to come;
+        who asks does so again at each heartbeat.
+        """
+        return is_sure or now >= self._knows_at
 
     def join(self, name: str, host: str, now: float) -> None:
         """It waits, for the first time or again: it may have missed its offer."""

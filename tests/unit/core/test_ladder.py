@@ -172,11 +172,40 @@ class TestWithADumpInReserve:
     def test_without_one_all_start_anew(self, manager) -> None:
         said = _replaced_node_whose_shards_are_mirrored(manager, "recover")
         assert acts(said) == ["RestartGroup"]
+        assert only(said, do.RestartGroup).reason.endswith(
+            "; mirrors have version 6: with dump in recover-strategy and "
+            "TASKD_AFTER_DUMP=restart all would go on from it"
+        )
+
+    def test_all_go_on_from_it_if_that_is_wanted(self, manager) -> None:
+        job, said = _replaced_node(manager, "recover,dump", restarts_after_dump=True)
+        assert only(said, do.Dump).version == 6
+        generation = job.machine.generation
+        job.worker(ev.WorkerDumped, 0, generation, "written", "")
+        said = job.worker(ev.WorkerDumped, 0, generation, "published", "/c/dump-6")
+        assert only(said, do.RestartGroup).reason == (
+            "step 6 was saved in /c/dump-6: all processes go on from it"
+        )
+
+    def test_a_lost_node_is_not_waited_for_without_taskd_recoverable(self, manager) -> None:
+        job = manager(nodes=2, per_node=1, strategies="recover", reschedule_s=270.0)
+        job.joined(declared=False)
+        job.hear_all_until(101.0)
+        job.send(ev.AgentHeard, 0, at=115.0)
+        job.tick()
+        assert only(job.tick(), do.GiveUp).reason.endswith(
+            "; only a job that uses taskd.recoverable can wait for another one in its place"
+        )
 
 
 def _replaced_node_whose_shards_are_mirrored(manager, strategies: str):
     """What is done when a new node is at the gate, and node 0 has the mirrors of the lost one."""
-    job = manager(nodes=2, per_node=1, strategies=strategies, reschedule_s=270.0).joined()
+    return _replaced_node(manager, strategies)[1]
+
+
+def _replaced_node(manager, strategies: str, **more: bool):
+    """The same, with the job."""
+    job = manager(nodes=2, per_node=1, strategies=strategies, reschedule_s=270.0, **more).joined()
     for rank in job.ranks:
         job.worker(ev.WorkerHolds, rank, f"s{rank}")
     job.hear_all_until(101.0)
@@ -185,4 +214,4 @@ def _replaced_node_whose_shards_are_mirrored(manager, strategies: str):
     job.send(ev.MirrorsHeld, 0, ((1, (4, 6)),))
     job.pause(0, 7, snapshots=(4, 6))
     job.register(1, ev.WorkerReport(1, 0, "lost"), agent="another")
-    return job.pause(1, None)
+    return job, job.pause(1, None)

@@ -45,10 +45,12 @@ class Job:
         is_late: bool = False,
         generation: int = 0,
         first_host: int | None = None,
+        is_declared: bool | None = None,
     ) -> list[do.Command]:
         agent = agent or f"agent {node}"
+        has_entered = state == "running" if is_declared is None else is_declared
         report = ev.WorkerReport(
-            node, 0, state, declared=state == "running", entered=state == "running", version=5
+            node, 0, state, declared=has_entered, entered=has_entered, version=5
         )
         store = f"{agent}:1" if node in self.able else ""
         size = self.nodes

@@ -39,7 +39,7 @@ class TestJoining:
         job.register(0)
         job.lose(0)
         job.hear_all_until(120.0)
-        (give_up,) = job.tick(at=131.0)
+        give_up = only(job.tick(at=131.0), do.GiveUp)
         assert give_up.reason == (
             "rank 0 ended at step 5, and ranks [1] are not known to this manager"
         )
@@ -50,7 +50,7 @@ class TestJoining:
         job.register(0, Report(0, 0, "running", declared=True), generation=1)
         job.hear_all_until(120.0)
         assert job.machine.phase is JobPhase.JOINING
-        (give_up,) = job.tick(at=131.0)
+        give_up = only(job.tick(at=131.0), do.GiveUp)
         assert give_up.reason == (
             "an earlier manager knew all ranks, and ranks [1] are not known to this manager"
         )

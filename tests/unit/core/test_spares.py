@@ -15,7 +15,7 @@ LEASE_S = TIMEOUTS.agent_lease_s
 
 def waiting(*names: str) -> Spares:
     """Spares, each on a host of its own, that joined at 0."""
-    spares = Spares(TIMEOUTS)
+    spares = Spares(TIMEOUTS, 0.0)
     for name in names:
         spares.join(name, f"host of {name}", 0.0)
     return spares
@@ -78,7 +78,7 @@ def test_an_offer_ends_when_the_node_comes_back() -> None:
 
 
 def test_a_host_that_loses_its_places_gets_none_any_more() -> None:
-    spares = Spares(TIMEOUTS)
+    spares = Spares(TIMEOUTS, 0.0)
     for now in (1.0, 2.0):
         spares.join(f"spare {now}", "bad host", now)
         assert spares.offers([1], now) == [Offer(f"spare {now}", 1)]
@@ -92,7 +92,7 @@ def test_a_host_that_loses_its_places_gets_none_any_more() -> None:
 
 
 def test_there_is_a_limit() -> None:
-    spares = Spares(TIMEOUTS)
+    spares = Spares(TIMEOUTS, 0.0)
     for number in range(module.MAX_SPARES):
         assert spares.refusal(str(number)) is None
         spares.join(str(number), "host", 0.0)
@@ -111,7 +111,7 @@ def test_there_is_a_limit() -> None:
     )
 )
 def test_no_place_is_offered_twice_and_every_deadline_passes(steps) -> None:
-    spares, lost, now = Spares(TIMEOUTS), set[int](), 0.0
+    spares, lost, now = Spares(TIMEOUTS, 0.0), set[int](), 0.0
     offered: dict[str, int] = {}
     for what, number, later in steps:
         now += later
