@@ -144,8 +144,8 @@ def test_a_job_that_has_lost_a_host_goes_on_with_another_one(tmp_path: pathlib.P
 
 @pytest.mark.extended
 def test_a_slow_link_costs_time_alone(tmp_path: pathlib.Path, reference) -> None:
-    with job_on_hosts(tmp_path, STEPS="14") as (job, (_, second)):
-        second.delay(200)
+    with job_on_hosts(tmp_path, STEPS="14", SLEEP_S="0.5") as (job, (_, second)):
+        second.delay(200)  # with steps as short as elsewhere the job may end before that
         before = reached(job)
         assert before < 14
         wait_until(job, lambda: reached(job) == 14)
