@@ -119,6 +119,26 @@ def test_the_kernel_s_log_names_the_process(tmp_path):
     assert kills.reason(78, 100.0) is None
 
 
+@pytest.mark.parametrize("namespace", [4026531836, 4026532198], ids=["host", "container"])
+def test_the_kill_of_somebody_else_says_nothing_where_the_log_names_him(
+    tmp_path, namespace: int
+) -> None:
+    machine = Machine(tmp_path, "0::/\n", None, "")
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to(f"pid:[{namespace}]")
+    log = tmp_path / "kmsg"
+    log.write_text("")
+    kills = machine.kills()
+    with log.open("a") as file:
+        file.write(RECORD.format(78))
+    machine.set(0, 1)
+    is_host = namespace == 4026531836
+    assert kills.reason(77, 1.0) == (None if is_host else "oom_kill of the machine 0 → 1")
+    if is_host:
+        assert kills.reason(78, 1.0) == "the kernel killed it for lack of memory"
+        assert kills.reason(78, 2.0) is None
+
+
 def test_reading_the_kernel_s_log_does_not_keep_this_process_from_being_forked():
     from taskd.agent.spawning.processes import device_files
 

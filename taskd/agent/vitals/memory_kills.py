@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 _UNCLAIMED_S = 10.0  # a kill that no death has been seen for after so long was somebody else's
 _MAX_RECORDS = 10_000  # of the kernel's log read at one death
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of include/linux/proc_ns.h
 _KILLED = re.compile(rb"Killed process (\d+) ")
 
 
@@ -50,13 +51,15 @@ class MemoryKills:
         self, proc: str = "/proc", cgroups: str = "/sys/fs/cgroup", log: str = "/dev/kmsg"
     ) -> None:
         """The arguments are for tests."""
+        self._log = _open_log(log)
+        self._named: set[int] = set()  # processes of the log whose death was not asked for yet
         found = [("cgroup oom_kill", path) for path in cgroup_files(proc, cgroups)[:1]]
-        found.append(("oom_kill of the machine", f"{proc}/vmstat"))
+        if self._log < 0 or not _knows_pids_of_the_log(proc):  # else it names whoever was killed
+            found.append(("oom_kill of the machine", f"{proc}/vmstat"))
         counters = ((name, path, read_counter(path)) for name, path in found)
         self._counters = [
             Counter(name, path, count) for name, path, count in counters if count is not None
         ]
-        self._log = _open_log(log)
 
     def reason(self, pid: int | None, now: float) -> str | None:
         """Why the kernel may have killed `pid`, None if nothing says that it did.
@@ -64,15 +67,16 @@ class MemoryKills:
         `now`: monotonic seconds.
         """
         claims = [claim for counter in self._counters if (claim := counter.claim(now)) is not None]
-        if pid is not None and pid in self._named():
+        self._read_log()
+        if pid is not None and pid in self._named:
+            self._named.discard(pid)
             return ", ".join(["the kernel killed it for lack of memory", *claims[:1]])
         return claims[0] if claims else None
 
-    def _named(self) -> set[int]:
-        """Processes that the kernel's log has named since the last call."""
-        found: set[int] = set()
+    def _read_log(self) -> None:
+        """Whom the kernel has named since the last call."""
         if self._log < 0:
-            return found
+            return
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._log, 8192)
@@ -82,8 +86,7 @@ class MemoryKills:
                 break
             if not record:
                 break
-            found.update(int(pid) for pid in _KILLED.findall(record))
-        return found
+            self._named.update(int(pid) for pid in _KILLED.findall(record))
 
     def close(self) -> None:
         """Twice is once."""
@@ -128,6 +131,14 @@ def read_counter(path: str) -> int | None:
         return None
     found = re.search(rb"(?m)^oom_kill (\d{1,19})$", content)
     return None if found is None else int(found[1])
+
+
+def _knows_pids_of_the_log(proc: str) -> bool:
+    """Whether the kernel's log has the pids that this process sees: pid_namespaces(7)."""
+    try:
+        return os.readlink(f"{proc}/self/ns/pid") == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 def _open_log(path: str) -> int:
