@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from tests.process.test_recovery import (
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Reference = Callable[..., dict[int, str]]
 
@@ -72,6 +73,28 @@ class Nodes:
         """Whether one of the others obeys another manager."""
         return any("obeys the manager at" in agent.text for agent in self.agents)
 
+    def recovered(self, *agents: harness.Output) -> str:
+        """By which strategy, once, with no step redone. These torchruns end well."""
+        outputs = [agent.wait(LIMIT_S) for agent in agents]
+        assert [output.returncode for output in outputs] == [0] * NODES, self.job.story()
+        (record,) = self.job.recoveries()
+        assert record["steps_redone"] == 0
+        return record["strategy"]
+
+
+@contextlib.contextmanager
+def training(directory: pathlib.Path, backend: str, **env: str) -> Iterator[Nodes]:
+    """A job that waits for lost nodes, and has begun. Afterwards nothing of it is left."""
+    settings = {
+        "TASKD_RECOVER_STRATEGY": "recover", "TASKD_MANAGER": "auto", "TASKD_FAULT_TIMEOUT": "6",
+        "STEPS": STEPS, "SLEEP_S": "0.05",
+    }  # fmt: skip
+    with harness.job(directory, **(settings | env)) as job:
+        nodes = Nodes(job, backend)
+        wait_for_step(job, 4)
+        yield nodes
+        assert job.leftovers() == set()
+
 
 def _address(node_rank: int) -> str:
     return f"127.0.0.{node_rank + 1}"
@@ -93,25 +116,12 @@ def test_a_torchrun_that_is_started_after_an_election_finds_the_manager(
     told: dict[str, str],
 ) -> None:
     """Where its command line names it nobody listens; with it went the store of the rendezvous."""
-    with harness.job(
-        tmp_path,
-        TASKD_RECOVER_STRATEGY="recover",
-        TASKD_MANAGER="auto",
-        TASKD_FAULT_TIMEOUT="6",
-        STEPS=STEPS,
-        SLEEP_S="0.05",
-    ) as job:
-        nodes = Nodes(job, backend)
-        wait_for_step(job, 4)
+    with training(tmp_path, backend) as nodes:
         nodes.lose_the_first()
-        assert job.recoveries() == []
+        assert nodes.job.recoveries() == []
         late = nodes.start(0 if "TASKD_SPARE" not in told else NODES, **told)
-        outputs = [agent.wait(LIMIT_S) for agent in (*nodes.agents[1:], late)]
-        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
-        assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
-        (record,) = job.recoveries()
-        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
-        assert job.leftovers() == set()
+        assert nodes.recovered(*nodes.agents[1:], late) == "recover"
+        assert nodes.job.digests() == reference(nproc=NODES, STEPS=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +141,7 @@ def test_a_torchrun_that_is_started_before_the_election_waits_for_its_end(
     told: dict[str, str],
 ) -> None:
     """It is no spare. Nobody listens anywhere, and it would open a rendezvous of its own."""
-    with harness.job(
-        tmp_path,
-        TASKD_RECOVER_STRATEGY="recover",
-        TASKD_MANAGER="auto",
-        TASKD_FAULT_TIMEOUT="6",
-        STEPS=STEPS,
-        SLEEP_S="0.05",
-    ) as job:
-        nodes = Nodes(job, backend)
-        wait_for_step(job, 4)
+    with training(tmp_path, backend) as nodes:
         others = nodes.agents[1:]
         for agent in others:
             os.kill(agent.process.pid, signal.SIGSTOP)  # they do not elect before it is there
@@ -150,12 +151,8 @@ def test_a_torchrun_that_is_started_before_the_election_waits_for_its_end(
         assert not nodes.is_elected
         for agent in others:
             os.kill(agent.process.pid, signal.SIGCONT)
-        outputs = [agent.wait(LIMIT_S) for agent in (*others, late)]
-        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
-        assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
-        (record,) = job.recoveries()
-        assert (record["strategy"], record["steps_redone"]) == ("recover", 0)
-        assert job.leftovers() == set()
+        assert nodes.recovered(*others, late) == "recover"
+        assert nodes.job.digests() == reference(nproc=NODES, STEPS=STEPS)
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -168,16 +165,8 @@ def test_a_torchrun_that_is_started_while_the_manager_is_away_waits_for_it(
 
     They stand still meanwhile: nobody misses the node that is lost before the manager is there.
     """
-    with harness.job(
-        tmp_path,
-        TASKD_RECOVER_STRATEGY="recover",
-        TASKD_MANAGER="off",
-        TASKD_FAULT_TIMEOUT="6",
-        STEPS=STEPS,
-        SLEEP_S="0.05",
-    ) as job:
-        nodes = Nodes(job, backend)
-        wait_for_step(job, 4)
+    with training(tmp_path, backend, TASKD_MANAGER="off") as nodes:
+        job = nodes.job
         others = [fact["pid"] for fact in job.facts("entered") if fact["rank"] != NODES - 1]
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
@@ -190,10 +179,6 @@ def test_a_torchrun_that_is_started_while_the_manager_is_away_waits_for_it(
         manager.wait_text("node 0 of 3 registered", LIMIT_S)
         for pid in others:
             os.kill(pid, signal.SIGCONT)
-        outputs = [agent.wait(LIMIT_S) for agent in (*nodes.agents[:2], late)]
-        assert [output.returncode for output in outputs] == [0] * NODES, job.story()
+        nodes.recovered(*nodes.agents[:2], late)
         assert job.digests() == reference(nproc=NODES, STEPS=STEPS)
-        (record,) = job.recoveries()
-        assert record["steps_redone"] == 0
         assert manager.wait(LIMIT_S).returncode == 0
-        assert job.leftovers() == set()
