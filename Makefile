@@ -7,6 +7,7 @@
 #           A fresh machine may take any version of docs/compat.md#torch; continuous integration
 #           keeps to the default.
 #   TORCH_VERSION  which torch `make test-torch` installs beside the others, for example 2.15.0
+#   TENSORFLOW  what pip installs for `make test-tensorflow`
 #   PYTHON  the interpreter that the virtual environment is made from
 #   TESTS   what pytest is given, for example  make test TESTS="tests/process -k kill_of_any_rank"
 #   JOBS    how many processes run tests side by side
@@ -18,6 +19,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_VERSION ?= $(patsubst torch==%,%,$(firstword $(TORCH)))
+TENSORFLOW ?= tensorflow-cpu==2.21.0
 TESTS ?= tests
 JOBS ?= 4
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
@@ -27,12 +29,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help all install demo test test-all test-slice test-slurm test-torch unit native-check \
-	format lint coverage mutants dist bench clean
+.PHONY: help all install demo test test-all test-slice test-slurm test-torch test-mindspore \
+	test-tensorflow unit native-check format lint coverage mutants dist bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
-	| while IFS="$$(printf '\t')" read -r name text; do printf '  %-14s%s\n' "$$name" "$$text"; done
+	| while IFS="$$(printf '\t')" read -r name text; do printf '  %-16s%s\n' "$$name" "$$text"; done
 	@echo "CONTRIBUTING.md says which test when; the beginning of the Makefile says what can be set."
 
 all: install
@@ -102,6 +104,33 @@ test-torch: $(TORCH_VENV)/ready ## 4 minutes on another torch: TORCH_VERSION=2.1
 	$(TORCH_VENV)/bin/python setup.py --quiet build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(TORCH_VENV)/bin/python tests/torch_lane.py
 
+# An environment of its own, without torch, 2 GB. The one test that needs both packages takes torch
+# from .venv, and is skipped where there is none. Ends with a page in docs/measured/faces.
+TENSORFLOW_VENV = .venv-tensorflow
+$(TENSORFLOW_VENV)/ready: Makefile
+	$(PYTHON) -m venv $(TENSORFLOW_VENV)
+	$(TENSORFLOW_VENV)/bin/python -m pip install --quiet --no-cache-dir $(TENSORFLOW) \
+		"pyzmq>=25" "msgpack>=1" "pytest<9.2" hypothesis pytest-timeout pytest-xdist
+	@touch $@
+
+test-tensorflow: $(TENSORFLOW_VENV)/ready ## examples/tensorflow: kills, SIGTERM, damage (3 minutes)
+	PYTHONPATH=$(CURDIR) TASKD_TEST_TORCH_PYTHON=$(abspath $(wildcard $(PY))) \
+		$(TENSORFLOW_VENV)/bin/python tests/face_lane.py \
+		tensorflow $(firstword $(subst =, ,$(TENSORFLOW))) keras numpy
+
+# An environment of its own, 3 GB, to be deleted at will. MindSpore 2.10 fails with numpy 2. Ends
+# with a page in docs/measured/faces. KILLS=2 in the environment is a shorter run.
+MINDSPORE_VENV = .venv-mindspore
+$(MINDSPORE_VENV)/ready:
+	$(PYTHON) -m venv $(MINDSPORE_VENV)
+	$(MINDSPORE_VENV)/bin/python -m pip install --quiet --no-cache-dir mindspore==2.10.0 "numpy<2" \
+		setuptools "cython>=3.1" "pyzmq>=25" "msgpack>=1" "pytest<9.2" hypothesis pytest-timeout
+	@touch $@
+
+test-mindspore: $(MINDSPORE_VENV)/ready ## MindSpore under TaskD: kills, SIGTERM (20 minutes)
+	$(MINDSPORE_VENV)/bin/python setup.py --quiet build_ext --inplace
+	PYTHONPATH=$(CURDIR) $(MINDSPORE_VENV)/bin/python tests/mindspore_lane.py
+
 unit: $(VENV)/tested ## pure code, machines, simulation, wire, checkpoints (2 minutes)
 	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation \
 		tests/replays -m "not extended"
@@ -158,4 +187,4 @@ bench: install ## every benchmark
 	$(PY) benchmarks/hangs.py
 
 clean: ## without .venv and what was built
-	rm -rf $(VENV) .venv-torch-* build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* $(TENSORFLOW_VENV) $(MINDSPORE_VENV) build dist *.egg-info

@@ -5,7 +5,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from taskd.checkpoint import folder
+from taskd.checkpoint import flat, folder
 from taskd.errors import CheckpointError, CorruptCheckpointError, MissingTorchError
 from taskd.extras import require_torch
 
@@ -67,11 +67,9 @@ def _ls(directory: Path) -> int:
 
 
 def _show(path: Path) -> int:
-    require_torch()
-    from taskd.checkpoint import load  # noqa: PLC0415
-
-    manifest = folder.check(path, None).manifest
-    held = load.contents(path)
+    checkpoint = folder.check(path, None)
+    manifest = checkpoint.manifest
+    held = _flat_contents(checkpoint) if manifest.is_flat else _torch_contents(path)
     rows = [
         ("kind", manifest.kind.value),
         ("job", manifest.job),
@@ -81,17 +79,34 @@ def _show(path: Path) -> int:
         ("world", manifest.world_size),
         ("written by ranks", " ".join(map(str, manifest.writers))),
         ("saved", f"{_time(manifest.saved_at)} on {manifest.host}"),
-        ("torch", manifest.torch),
+        ("framework" if manifest.is_flat else "torch", manifest.torch),
         ("states", ", ".join(manifest.states) or "-"),
         ("files", f"{len(manifest.files)}, {_size(manifest.size_bytes)}"),
     ]
     for name, value in rows:
         _say(f"{name + ':':18}{value}")
-    for name, (shape, dtype) in held.tensors.items():
-        _say(f"{name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
-    for name in held.values:
-        _say(f"{name}  (value)")
+    for line in held:
+        _say(line)
     return 0
+
+
+def _torch_contents(path: Path) -> list[str]:
+    require_torch()
+    from taskd.checkpoint import load  # noqa: PLC0415
+
+    held = load.contents(path)
+    tensors = [
+        f"{name}  {list(shape)}  {str(dtype).removeprefix('torch.')}"
+        for name, (shape, dtype) in held.tensors.items()
+    ]
+    return tensors + [f"{name}  (value)" for name in held.values]
+
+
+def _flat_contents(checkpoint: folder.Checkpoint) -> list[str]:
+    """Each rank has all of its own; shown is what the first writer has."""
+    held = flat.read(checkpoint, checkpoint.manifest.writers[0])
+    tensors = [f"{one.name}  {list(one.shape)}  {one.dtype}" for one in held.layout]
+    return tensors + [f"{name}  (value)" for name in held.notes]
 
 
 def _verify(path: Path) -> int:

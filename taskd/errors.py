@@ -62,6 +62,13 @@ class MissingTorchError(TaskdError, ImportError):
     """What was asked for works on torch, and none is installed. The text says what to install."""
 
 
+class MissingMindSporeError(TaskdError, ImportError):
+    """What was asked for works on MindSpore, and none is installed.
+
+    The text says what to install.
+    """
+
+
 class ArenaError(TaskdError):
     """Node memory for snapshots cannot be had, or does not hold what is asked for.
 

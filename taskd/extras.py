@@ -5,7 +5,7 @@ What cannot asks here first.
 
 from importlib.util import find_spec
 
-from taskd.errors import MissingTorchError
+from taskd.errors import MissingMindSporeError, MissingTorchError
 
 
 def require_torch() -> None:
@@ -13,4 +13,12 @@ def require_torch() -> None:
     if find_spec("torch") is None:
         raise MissingTorchError(
             "taskd needs torch here: pip install torch, or taskd[torch]", name="torch"
+        )
+
+
+def require_mindspore() -> None:
+    """Raise `MissingMindSporeError` if MindSpore is not installed. Does not import it."""
+    if find_spec("mindspore") is None:
+        raise MissingMindSporeError(
+            'taskd.mindspore needs MindSpore: pip install mindspore "numpy<2"', name="mindspore"
         )

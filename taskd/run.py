@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         require_torch()
     except MissingTorchError as error:
-        sys.exit(str(error))
+        sys.exit(f"{error}; a training without torch: python -m taskd.rerun -- COMMAND")
     os.environ.setdefault(PROCESS_ENABLE_ENV, "on")
     patch.install()
     from torch.distributed import run as torchrun  # noqa: PLC0415

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def fill(folder: pathlib.Path) -> pathlib.Path:
+    """Leave no space on the file system of a folder. Returns the file that has it."""
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+        while True:
+            file.write(b"x" * 4096)
+    return path
+
+
 @contextlib.contextmanager
 def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
     """A file system of its own. Needs root."""

@@ -423,6 +423,31 @@ _OF: dict[str, dict[str, str]] = {
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
     },
+    "tests/examples/test_megatron_ttp.py": {
+        "test_it_is_saved_by_its_handlers_and_goes_on_from_that": (
+            "test_mindio_ttp.py: test_the_dump_is_made_by_the_handlers_*"
+        ),
+    },
+    "tests/process/test_mindio_ttp.py": {
+        "test_a_rank_that_is_killed_is_repaired_in_place_by_the_handlers[[]parts-*": (
+            "[whole-*]; tests/process/test_sharded.py: the vote"
+        ),
+        "test_the_dump_is_made_by_the_handlers_*[[]whole-*": "[parts-*]",
+        "test_a_dump_that_a_handler_cannot_write_is_none": (
+            "tests/unit/worker/test_carried_state.py; tests/unit/mindio_ttp/test_handlers.py"
+        ),
+        "test_a_damaged_memory_is_repaired_in_the_same_process": (
+            "tests/unit/mindio_ttp: test_reports.py, test_handlers.py, test_training.py"
+        ),
+        "test_where_nothing_can_be_repaired_*": "tests/unit/mindio_ttp/test_training.py",
+        "test_handlers_that_fail_again_and_again_*": "tests/unit/mindio_ttp/test_training.py",
+        "test_a_process_whose_clean_handler_fails_is_replaced": (
+            "tests/unit/mindio_ttp/test_training.py"
+        ),
+        "test_steps_that_are_counted_wrongly_*": "tests/unit/mindio_ttp/test_steps.py",
+        "test_without_a_manager_training_goes_on_*": "tests/process/test_unmodified.py",
+        "test_a_script_that_asks_for_its_dump_*": "test_dump.py: SIGTERM to a worker",
+    },
 }
 EXTENDED: tuple[tuple[str, str], ...] = tuple(
     (f"{file}::{name}", proof) for file, tests in _OF.items() for name, proof in tests.items()

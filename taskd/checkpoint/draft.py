@@ -38,7 +38,7 @@ _LEFT = re.compile(r"left-\d{1,9}")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
 _OURS = re.compile(
     r"(publisher|writer)-\d{1,9}-.+|left-\d{1,9}|rank-\d{1,9}\.json(\.new)?"
-    r"|__\d{1,9}_\d{1,9}\.distcp|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?"
+    r"|__\d{1,9}_\d{1,9}\.(distcp|safetensors)|\.metadata(\.tmp)?|taskd\.json|user(\.\d{1,9})?"
 )
 # each lost to one sweep that took the folder for an abandoned one while it was empty
 _JOIN_TRIES = 100

@@ -39,7 +39,9 @@ class Scan:
     passed_over: list[tuple[Path, str]]
 
 
-def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
+def scan(
+    directory: Path, job: str | None, *, is_full: bool = False, is_flat: bool | None = None
+) -> Scan:
     """Look at every checkpoint in `directory`, which may be missing. Changes nothing.
 
     Args:
@@ -47,6 +49,7 @@ def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
         job: whose checkpoints count; None: any.
         is_full: compare the checksums of all files, which reads all of them; else their presence
             and sizes.
+        is_flat: those alone that flat.py has written, or those alone that it has not.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -66,7 +69,11 @@ def scan(directory: Path, job: str | None, *, is_full: bool = False) -> Scan:
             passed_over.append((path, "was not finished"))
         elif parse_final(name) is not None:
             try:
-                found.append(check(path, job, is_full=is_full))
+                one = check(path, job, is_full=is_full)
+                if is_flat in (None, one.manifest.is_flat):
+                    found.append(one)
+                else:
+                    passed_over.append((path, f"is a checkpoint of {one.manifest.torch}"))
             except CorruptCheckpointError as error:
                 passed_over.append(
                     (path, str(error).removeprefix(f"{path}: ").removeprefix(f"{path}{os.sep}"))

@@ -23,8 +23,9 @@ METADATA_NAME = ".metadata"  # DCP's
 USER_FOLDER = "user"  # files of the user's own, see user_files.py
 _MAX_NAME = 1024
 MAX_BYTES = 64 << 20  # 65,536 writers need 10 MB
+FLAT_SUFFIX = ".safetensors"  # of a state without DCP's tensors, see flat.py
 # Also what keeps a manifest from pointing outside its folder.
-_DATA_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.distcp")
+_DATA_NAME = re.compile(r"__\d{1,9}_\d{1,9}\.(distcp|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,6 +64,11 @@ class Manifest:
     def size_bytes(self) -> int:
         """Of all files but the manifest."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether DCP has no part in it (flat.py): torch cannot read it."""
+        return all(file.name != METADATA_NAME for file in self.files)
 
 
 def is_file_of_checkpoint(name: str) -> bool:
@@ -147,7 +153,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     _check(isinstance(entries, list) and len(entries) > 0, "files", entries)
     listed = tuple(_entry(entry) for entry in entries)
     names = [entry.name for entry in listed]
-    _check(len(set(names)) == len(names) and METADATA_NAME in names, "files", names)
+    is_flat = any(name.endswith(FLAT_SUFFIX) for name in names)
+    _check(len(set(names)) == len(names) and is_flat != (METADATA_NAME in names), "files", names)
     return Manifest(
         **{
             **document,

@@ -4,11 +4,9 @@ DCP's metadata, the manifest, and one rename that makes it exist.
 """
 
 import hashlib
-import logging
 import math
 import pickle
 import socket
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from taskd.checkpoint import files, folder, manifest, owners, parts, user_files
+from taskd.checkpoint import files, manifest, owners, parts, user_files
 from taskd.checkpoint.dcp import internal, piece_item, value_item
-from taskd.checkpoint.draft import Draft, sweep
+from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.finish import date, give_name, tidy
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
-from taskd.checkpoint.names import Kind, final_name
 from taskd.errors import CheckpointError
-
-log = logging.getLogger(__name__)
-
-_MAX_SAME_VERSION = 9999  # names of one version, see names.py
 
 
 def publish(draft: Draft, keep: int | None = None) -> Path:
@@ -57,7 +51,7 @@ def publish(draft: Draft, keep: int | None = None) -> Path:
                 f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}"
             ) from error
         raise
-    _tidy(draft, keep)
+    tidy(draft, keep)
     return path
 
 
@@ -75,17 +69,7 @@ def _publish(draft: Draft) -> Path:
     files.write_new(
         draft.path / manifest.FILE_NAME, manifest.encode(_manifest(draft, tuple(listed)))
     )
-    draft.clear()
-    files.sync_folder(draft.path)
-    for number in range(1, _MAX_SAME_VERSION + 1):
-        path = draft.directory / final_name(draft.kind, draft.version, number)
-        try:
-            files.rename_new(draft.path, path)
-        except FileExistsError:
-            continue
-        files.sync_folder(draft.directory)
-        return path
-    raise CheckpointError(f"{draft}: {_MAX_SAME_VERSION} of this version exist: remove some")
+    return give_name(draft)
 
 
 def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
@@ -96,7 +80,7 @@ def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
         generation=draft.generation,
         world_size=draft.world_size,
         writers=draft.writers,
-        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        saved_at=date(),
         fault=draft.fault,
         torch=str(torch.__version__),
         states=draft.states,
@@ -161,23 +145,3 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
     if hasattr(filesystem, "CURRENT_DCP_VERSION"):
         metadata.version = filesystem.CURRENT_DCP_VERSION
     return metadata
-
-
-def _tidy(draft: Draft, keep: int | None) -> None:
-    """Delete what is not needed any more.
-
-    The checkpoint exists already, so no problem here may look as if it did not.
-    """
-    try:
-        for path in sweep(draft):
-            log.info("job %s: %s was never finished and is removed", draft.job, path)
-        if keep is not None and draft.kind is Kind.PERIODIC:
-            for path in folder.retain(draft.directory, draft.job, keep):
-                log.info("job %s: %s is removed, %d newer ones are kept", draft.job, path, keep)
-    except (OSError, CheckpointError) as error:
-        log.warning(
-            "job %s: old checkpoints in %s could not be removed: %s",
-            draft.job,
-            draft.directory,
-            error,
-        )

@@ -33,7 +33,7 @@ def fault_timeout(environment: Environment) -> float:
     return seconds(environment, FAULT_TIMEOUT_ENV, DEFAULT_FAULT_TIMEOUT_S)
 
 
-def grace(environment: Environment) -> float:
+def grace(environment: Environment = os.environ) -> float:
     """Seconds between SIGTERM and the end of a node."""
     return seconds(environment, GRACE_ENV, DEFAULT_GRACE_S)
 

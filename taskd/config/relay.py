@@ -9,7 +9,6 @@ from taskd.config.job import fault_timeout, job_id
 from taskd.config.names import MS_NODE_RANK_ENV, RANK_ENV
 from taskd.config.secret import secret
 from taskd.config.values import Environment, Settings, checked, refusal
-from taskd.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,8 @@ class CallbackAgentConfig:
         """From Framework, UpstreamAddr, UpstreamPort, ServerRank and the environment."""
         config = checked(config)
         framework = config.get("Framework")
-        if framework == "MindSpore":
-            # msrun takes False for "no taskd here" and goes on by itself. After True it would leave
-            # all processes to start_taskd_agent, and end with 0 without having started one.
-            raise ConfigError(
-                "Framework='MindSpore' is not supported yet: taskd drives PyTorch only; msrun "
-                "looks after its processes itself, as without taskd"
-            )
         if framework != "PyTorch":
-            raise refusal("Framework", framework, '"PyTorch"')
+            raise refusal("Framework", framework, '"PyTorch" or "MindSpore"')
         return cls(
             job_id=job_id(environment),
             upstream_address=address_of(config, "Upstream", RELAY_PORT),

@@ -65,8 +65,8 @@ def describe(record: RecoveryRecord) -> str:
             f"{_s(ranks)} {join_ranks(ranks)} {'' if source == 'kept' else 'from '}{source}"
             for source, ranks in sorted(ranks_by_source.items())
         )
-        restored = f"version {record.version} restored: {sources}"
-    if record.strategy == "restart":
+        restored = f"version {record.version} restored" + (f": {sources}" if sources else "")
+    if record.strategy == "restart" and record.version is None:
         redone = f"at most {record.steps_redone} steps redone, from the newest checkpoint on"
     else:
         redone = f"{record.steps_redone} steps redone"
@@ -124,7 +124,11 @@ class Records:
         """The line, the stacks of those that left some, and the JSON record of this time."""
         if record.steps_redone:
             log.error("%s. Committed steps were lost and are done again", describe(record))
-        elif record.strategy == "restart" and all(fault.version is None for fault in record.faults):
+        elif (
+            record.strategy == "restart"
+            and record.version is None
+            and all(fault.version is None for fault in record.faults)
+        ):
             log.warning(
                 "%s. All processes were replaced: what the script had not saved is done again",
                 describe(record),

@@ -147,6 +147,10 @@ class Memory:
         """The bytes themselves, read-only."""
         return self._bytes[offset : offset + count].toreadonly()
 
+    def room(self, offset: int, count: int) -> memoryview:
+        """The bytes themselves, to be written."""
+        return self._bytes[offset : offset + count]
+
     def write(self, offset: int, data: bytes) -> int:
         """Copy them there; returns their checksum."""
         return self.copier.copy(self.address + offset, _address_of(data), len(data))

@@ -22,6 +22,8 @@ from taskd.errors import Interrupted
 from taskd.worker.profiling.marks import Switches
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
     from taskd.core.events import WorkerEvent
@@ -196,8 +198,13 @@ class Life:
     keeper_distance: int = 0  # see `taskd.worker.state.keeping`; 0: nodes are not replaced here
     profiling: Switches = field(default_factory=Switches)
     supervisor: Supervisor = field(default_factory=Supervisor)
+    is_replacement: bool = False  # it takes the place of a process of a job that goes on
     is_retired: bool = False  # TrainStates that are made from now on only count
     active: tuple[int, ...] = ()
+    # The aborted groups of an entry are left in torch until the next one begins: with the store,
+    # groups can be made among those who save the job. See `taskd.worker.carried_state`.
+    keeps_groups: bool = False
+    stop_device: Callable[[], None] | None = None  # makes a wait for a device raise
     is_resized: bool = False  # the world is another one since the last commit
     has_elastic_data: bool = False  # the script reads its data with a `taskd.ElasticSampler`
     job_size: int = 0

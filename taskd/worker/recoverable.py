@@ -101,7 +101,7 @@ def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
     _rejoin(runtime, version=None, clean=True)
     while True:
         result, error = _enter(runtime, call)
-        parked = park_all(runtime.life)
+        parked = park_all(runtime.life, has_returned=error is None)
         if error is None:
             if runtime.gate.await_release(parked.version):
                 return result

@@ -537,16 +537,30 @@ def test_a_wrong_agent_config_is_false(config, cls) -> None:
     assert api.start_taskd_agent() is None
 
 
-def test_mindspore_is_told_at_once_that_it_has_to_manage_without_us(caplog) -> None:
-    """As msrun asks: first the agent, then MSRunPlugin; if there is neither, it works alone."""
+def test_mindspore_registers_its_functions_and_is_told_which_are_missing() -> None:
+    """As msrun asks, see tests/unit/msrun; here it has registered one of four."""
     from taskd.api.taskd_agent_api import init_taskd_agent, register_func, start_taskd_agent
 
-    assert init_taskd_agent({"Framework": "MindSpore"}) is False
-    assert "Framework='MindSpore' is not supported yet" in caplog.text
-    assert register_func("MONITOR", print) is False
-    assert start_taskd_agent() is None
-    with pytest.raises(ImportError):
-        importlib.import_module("taskd.python.framework.agent.ms_mgr.msrun_plugin")
+    assert init_taskd_agent({"Framework": "MindSpore"}) is True
+    assert register_func("MONITOR", print) is True
+    assert register_func("KILL_WORKER", "no function") is False
+    missing = "KILL_WORKER, START_ALL_WORKER, START_WORKER_LIST"
+    with pytest.raises(SystemExit, match=f"msrun has not registered {missing}"):
+        start_taskd_agent()
+
+
+def test_mindspore_is_told_at_once_that_it_has_to_manage_without_us(monkeypatch, caplog) -> None:
+    """After False msrun tries MSRunPlugin, and then works alone."""
+    from taskd.errors import ConfigError
+    from taskd.python.framework.agent.ms_mgr.msrun_plugin import MSRunPlugin
+
+    monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off")
+    assert api.init_taskd_agent({"Framework": "MindSpore"}) is False
+    assert "TASKD_PROCESS_ENABLE is off: msrun looks after its processes itself" in caplog.text
+    assert api.register_func("MONITOR", print) is False
+    assert api.start_taskd_agent() is None
+    with pytest.raises(ConfigError):
+        MSRunPlugin()
 
 
 def test_the_rank_of_the_environment_is_the_default(monkeypatch) -> None:

@@ -100,7 +100,17 @@ def test_a_name_that_needs_torch_says_what_to_install(name, python, tmp_path) ->
 
 def test_the_launcher_says_what_to_install_in_one_line(python, tmp_path) -> None:
     said = run(f"{python} -m taskd.run train.py", tmp_path, code=1)
-    assert (said.stdout, said.stderr) == ("", f"{ADVICE}\n")
+    instead = "; a training without torch: python -m taskd.rerun -- COMMAND\n"
+    assert (said.stdout, said.stderr) == ("", ADVICE + instead)
+
+
+def test_a_command_is_started_again(python, tmp_path) -> None:
+    run(f"{python} -m taskd.rerun --max-restarts 1 -- mkdir -p made/a", tmp_path)
+    said = run(f"{python} -m taskd.rerun --max-restarts 1 -- mkdir made", tmp_path, code=1).stderr
+    assert [line for line in said.splitlines() if line.startswith("taskd: ")] == [
+        "taskd: the command ended with exit 1: restart 1 of 1",
+        "taskd: the command ended with exit 1; no restart of 1 is left",
+    ]
 
 
 def test_the_functions_of_the_api_do_their_work(python, tmp_path) -> None:

@@ -22,6 +22,7 @@ from taskd.config import (
     WorkerConfig,
     launcher,
 )
+from taskd.config.msrun import MsrunConfig
 from taskd.config.signals import interrupt_signal
 from taskd.config.slurm import MAX_NODES, nodes_of_allocation
 from taskd.errors import ConfigError
@@ -415,9 +416,35 @@ def test_an_agent_of_callbacks_finds_its_rank_in_settings_or_environment() -> No
     assert (loaded.upstream_address, loaded.node_rank) == ("[::1]:9", 7)
 
 
-def test_mindspore_is_refused_whatever_else_is_said() -> None:
-    with pytest.raises(ConfigError, match="Framework='MindSpore' is not supported yet"):
-        CallbackAgentConfig.load({"Framework": "MindSpore", "ServerRank": "0"}, {"RANK": "0"})
+def test_the_agent_of_msrun_is_told_its_node_its_manager_and_its_budget() -> None:
+    loaded = MsrunConfig.load(
+        {"Framework": "MindSpore", "UpstreamAddr": "10.0.0.1"},
+        {"MS_NODE_RANK": "2", "TASKD_MAX_RESTARTS": "3"},
+    )
+    assert (loaded.node_rank, loaded.max_restarts) == (2, 3)
+    assert loaded.upstream_address == "10.0.0.1:9601"
+    unsaid = MsrunConfig.load({"Framework": "MindSpore"}, {})
+    assert (unsaid.node_rank, unsaid.max_restarts, unsaid.upstream_address) == (None, 32767, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "key"),
+    [
+        ({"ServerRank": "x"}, {}, "ServerRank"),
+        ({}, {"TASKD_MAX_RESTARTS": "-1"}, "TASKD_MAX_RESTARTS"),
+        ({"UpstreamPort": 9601}, {}, "UpstreamPort"),
+        ({}, {"TASKD_FAULT_TIMEOUT": "soon"}, "TASKD_FAULT_TIMEOUT"),
+    ],
+)
+def test_wrong_settings_of_the_agent_of_msrun_are_named_before_it_starts(
+    settings: dict, environment: dict, key: str
+) -> None:
+    refusal(lambda: MsrunConfig.load(settings, environment), key)
+
+
+def test_msrun_is_left_alone_where_taskd_is_switched_off() -> None:
+    with pytest.raises(ConfigError, match="TASKD_PROCESS_ENABLE is off"):
+        MsrunConfig.load({"Framework": "MindSpore"}, {"TASKD_PROCESS_ENABLE": "off"})
 
 
 @pytest.mark.parametrize(

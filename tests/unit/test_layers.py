@@ -18,7 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 
-SHELLS = ("taskd.manager", "taskd.agent", "taskd.worker", "taskd.torchrun")
+SHELLS = ("taskd.manager", "taskd.agent", "taskd.worker", "taskd.torchrun", "taskd.msrun",
+          "taskd.mindspore")  # fmt: skip
 VENEER = ("taskd.api", "taskd.python")
 # For each part: what of ours it must not import.
 FORBIDDEN = {
@@ -34,14 +35,25 @@ FORBIDDEN = {
     "taskd.checkpoint": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.testing"),
     "taskd.native": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport",
     "taskd.checkpoint", "taskd.testing"),
-    "taskd.manager": ("taskd.agent", "taskd.worker", "taskd.torchrun", *VENEER, "taskd.testing"),
-    "taskd.agent": ("taskd.manager", "taskd.torchrun", *VENEER, "taskd.testing"),
-    "taskd.worker": ("taskd.manager", "taskd.agent", "taskd.torchrun", *VENEER, "taskd.testing"),
-    "taskd.torchrun": ("taskd.manager", *VENEER, "taskd.testing"),
+    "taskd.manager": ("taskd.agent", "taskd.worker", "taskd.torchrun", "taskd.msrun",
+    "taskd.mindspore", *VENEER, "taskd.testing"),
+    "taskd.agent": ("taskd.manager", "taskd.torchrun", "taskd.msrun", "taskd.mindspore", *VENEER,
+    "taskd.testing"),
+    "taskd.worker": ("taskd.manager", "taskd.agent", "taskd.torchrun", "taskd.msrun",
+    "taskd.mindspore", *VENEER, "taskd.testing"),
+    "taskd.torchrun": ("taskd.manager", "taskd.msrun", "taskd.mindspore", *VENEER,
+    "taskd.testing"),
+    # Of torchrun's room the rules alone where the manager is, which know nothing of torch.
+    "taskd.msrun": ("taskd.manager", "taskd.worker", "taskd.mindspore", *VENEER, "taskd.testing"),
+    "taskd.mindspore": ("taskd.manager", "taskd.agent", "taskd.torchrun", "taskd.msrun", *VENEER,
+    "taskd.testing"),
     "taskd.testing": (*SHELLS, *VENEER, "taskd.config", "taskd.log"),
     # It looks at the job of a user from outside, like a stranger.
     "taskd.chaos": (*SHELLS, *VENEER, "taskd.core", "taskd.wire", "taskd.transport",
     "taskd.checkpoint", "taskd.testing"),
+    # It knows no job: of the agent it has only what Linux says of processes.
+    "taskd.rerun": ("taskd.manager", "taskd.worker", "taskd.torchrun", *VENEER, "taskd.core",
+    "taskd.wire", "taskd.transport", "taskd.checkpoint", "taskd.native", "taskd.testing"),
     "taskd.replay": (*SHELLS, *VENEER, "taskd.wire", "taskd.transport", "taskd.native",
     "taskd.testing"),
 }  # fmt: skip
@@ -58,8 +70,10 @@ TORCH_ALLOWED = (
     "taskd/torchrun/", "taskd/checkpoint/", "taskd/worker/", "taskd/agent/spawning/libraries.py",
     "taskd/agent/spawning/program.py", "taskd/run.py",
 )  # fmt: skip
-# The command of a user, and signals to its job.
-PROCESSES_ALLOWED = ("taskd/agent/", "taskd/torchrun/", "taskd/chaos/command.py")
+# The command of a user, and signals to its job; the command of a user, again and again.
+PROCESSES_ALLOWED = (
+    "taskd/agent/", "taskd/torchrun/", "taskd/chaos/command.py", "taskd/rerun.py",
+)  # fmt: skip
 PROCESS_CALLS = {"fork", "forkpty", "kill", "killpg", "posix_spawn", "posix_spawnp", "system"}
 # Ends itself, when its agent is gone: not a process that it started.
 OWN_END = {"taskd/native/death_alarm.py"}
@@ -84,11 +98,12 @@ CLOCK_ALLOWED = {
     "taskd/clock.py": "it is the clock",
     "taskd/worker/": "a training process measures itself, in several threads, with nobody above it "
     "who has a clock; no fake time can drive torch",
+    "taskd/mindspore/": "as taskd/worker/",
     "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with "
     "theirs: CLOCK_MONOTONIC in ns, for some µs per step",
     "taskd/native/last_words.py": "waits for another process, in real time",
     "taskd/transport/zeromq.py": "the wait of a real socket",
-    "taskd/checkpoint/publish.py": "the date of a checkpoint, for people",
+    "taskd/checkpoint/finish.py": "the date of a checkpoint, for people",
     "taskd/checkpoint/saver.py": "waits for another process, in real time",
     "taskd/checkpoint/stream.py": "measures the disk, for a log line",
     "taskd/testing/explorer.py": "says what it has cost; nothing that it judges depends on that",

@@ -160,6 +160,12 @@ def signal_group(pid: int, signum: int) -> bool:
     return True
 
 
+def signal_alone(pidfd: int, signum: int) -> None:
+    """Send a signal to a process, and to nothing else of its group. It may have ended."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signum)
+
+
 def reap_group(pid: int, pidfd: int) -> int | None:
     """Reap an ended child of ours after killing what is left of its process group.
 
@@ -179,6 +185,22 @@ def reap_group(pid: int, pidfd: int) -> int | None:
         # Reaped by a parent that died before it could tell; or (pidfd not readable) not our child
         # yet.
         return None if not select.select([pidfd], [], [], 0)[0] else UNKNOWN_STATUS
+    return status_of(result)
+
+
+def ending(pid: int, pidfd: int) -> int | None:
+    """The status of an ended child of ours that somebody else reaps; None while it lives.
+
+    What is left of its process group is killed.
+    """
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return UNKNOWN_STATUS  # somebody was quicker
+    if result is None:
+        return None
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
     return status_of(result)
 
 

@@ -64,11 +64,14 @@ def count_first_step(job: JobState, report: WorkerRecovered) -> Commands:
     if restarted is None or report.rank not in restarted.waiting:
         return []
     restarted.waiting.discard(report.rank)
+    before = restarted.went_on_from
+    restarted.went_on_from = report.version if before is None else min(before, report.version)
     slowest = restarted.attempt.slowest
     restarted.attempt.slowest = max(slowest or report, report, key=duration_of)
     if restarted.waiting:
         return []
     restarted.complete_at = job.now
+    restarted.attempt.went_on_from(restarted.went_on_from)
     return close_restart(job)
 
 

@@ -104,6 +104,11 @@ class Attempt:
         self.resumed(None, (), waiting, redone)
         self.is_restart = True
 
+    def went_on_from(self, version: int) -> None:
+        """All have started anew, and say from which version: what they had saved is not redone."""
+        if version:
+            self.version, self.redone = version, max(0, self.redone - version)
+
     def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
         """A rank is back (None: without a new commit). Returns whether it was the last one."""
         if rank not in self.waiting:
@@ -201,6 +206,7 @@ class StartedAnew:
     complete_at: float  # when the last one had started, or had made its step
     until: float  # no report is waited for any longer
     waiting: set[int]  # ranks that have not reported one
+    went_on_from: int | None = None  # the oldest version that a rank went on from
 
 
 def duration_of(event: WorkerRecovered) -> float:

@@ -62,7 +62,7 @@ class Bootstrap:
     def life(self) -> Life:
         """With its black box, begun anew, and what the predecessor has left."""
         life = self.plain_life()
-        life.keeper_distance = self.keeper_distance
+        life.keeper_distance, life.is_replacement = self.keeper_distance, self.gated
         box = life.box = BlackBox.attach(self.box_fd)
         life.saving = Saving(Arenas(list(self.arena_fds)), grace_s=self.grace_s)
         box.begin(os.getpid(), self.incarnation)

@@ -69,7 +69,10 @@ class Gate:
                 snapshots=life.saving.versions(),
             )
             meanwhile()
-            self._groups.retire()
+            if life.keeps_groups:
+                self._groups.set_aside()
+            else:
+                self._groups.retire()
             resume = self._await_resume(generation)
             if resume is not None:
                 self._begin(resume)
@@ -117,6 +120,8 @@ class Gate:
     def _begin(self, resume: commands.Resume) -> None:
         """Enter the generation of `resume`."""
         life = self._life
+        if life.keeps_groups:
+            self._groups.retire()
         life.plan = Plan(
             resume.generation,
             resume.version,

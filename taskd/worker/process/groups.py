@@ -222,6 +222,20 @@ class Groups:
         """
         import torch.distributed as dist  # noqa: PLC0415
 
+        self.set_aside()
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # A creation that was aborted half-way leaves its name and count behind; names must agree on
+        # all ranks.
+        internals.attempt("the numbers of process groups", _number_anew)
+
+    def set_aside(self) -> None:
+        """The same, but torch still has them.
+
+        An abort of theirs that is repeated does not meet what is created from here on.
+        """
         with self._lock:
             old, self.opened = self.opened, Opened()
             self.gloo_names = {}
@@ -231,13 +245,6 @@ class Groups:
                 self._end_creation(old)
         if old.groups:
             self._retired.append((self.generation, old))
-        if not dist.is_available():
-            return
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # A creation that was aborted half-way leaves its name and count behind; names must agree on
-        # all ranks.
-        internals.attempt("the numbers of process groups", _number_anew)
 
     @staticmethod
     def move(address: str) -> None:

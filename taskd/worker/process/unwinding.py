@@ -6,6 +6,7 @@ decided by `taskd.core.policy.unwinding`.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class Unwinding:
         self._life, self._orders, self._groups = life, orders, groups
         self._boundary, self._interrupter = boundary, interrupter
         self._abort: PendingAbort | None = None
+        self._stopped = -1  # the generation for which the device was stopped
 
     def begin(self, command: commands.Interrupt) -> None:
         """A newer generation begins: leave the present one."""
@@ -111,9 +113,19 @@ class Unwinding:
         with orders.condition:
             if orders.is_inside and orders.must_gate and orders.generation == abort.generation:
                 self._interrupter.interrupt(abort.reason)
+                self._stop_device(abort)
         # A thread that was just beginning to wait would sleep a quarter of a second longer.
         self._abort = (
             replace(abort, due=time.monotonic() + _AGAIN_S, tries=abort.tries - 1)
             if abort.tries > 1
             else None
         )
+
+    def _stop_device(self, abort: PendingAbort) -> None:
+        """Once. An optimizer that is writing is finished, and its commit raises."""
+        life = self._life
+        if life.stop_device is None or self._stopped == abort.generation:
+            return
+        if not life.interrupts.is_held:
+            self._stopped = abort.generation
+            threading.Thread(target=life.stop_device, name="taskd-stop", daemon=True).start()

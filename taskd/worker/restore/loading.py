@@ -42,7 +42,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
             or it is not there for all of them.
     """
     directory = directory_of({holding.name: holding}).absolute()
-    found = folder.scan(directory, life.job_id)
+    found = folder.scan(directory, life.job_id, is_flat=False)
     if life.world_size > 1 and not dist.is_initialized():
         if not found.valid:
             return None

@@ -26,23 +26,20 @@ class ParkReport:
     reason: str
 
 
-def park_all(life: Life) -> ParkReport:
+def park_all(life: Life, *, has_returned: bool = False) -> ParkReport:
     """Called by the decorator when an entry has unwound: what it held becomes `records.parked`.
 
     A state whose restore() was not complete does not count; what was parked for it before stays
-    parked.
+    parked. `has_returned`: the function has come to its end, and nothing is torn off.
     """
     records, saving = life.records, life.saving
     if saving.snapshots is not None:
         saving.snapshots.close()  # before anything is rolled back
         saving.snapshots = None
-    reasons = []
     for name, holding in records.states.items():
         if holding.is_restored:
             records.parked[name] = holding
-            reason = holding.park()
-            if reason:
-                reasons.append(f"TrainState {name!r}: {reason}")
+            holding.park()
         else:
             holding.detach()
     records.states = {}
@@ -56,10 +53,16 @@ def park_all(life: Life) -> ParkReport:
     # an exchange was cut short: what it began to overwrite is no copy any more
     if records.version is None:
         records.parked = {}
+    # also of what was parked by an earlier entry: nothing has made it whole since
+    reasons = [
+        f"TrainState {name!r}: {holding.problem}"
+        for name, holding in records.parked.items()
+        if holding.problem
+    ]
     records.is_inconsistent = bool(reasons)
     if not records.parked:
         return ParkReport(None, clean=True, reason="")
-    for reason in reasons:
+    for reason in () if has_returned else reasons:
         log.warning(
             "rank %d: the copy of version %s is torn: %s", life.rank, records.version, reason
         )

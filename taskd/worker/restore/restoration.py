@@ -111,7 +111,7 @@ def _start(life: Life, holding: Holding, named: Named) -> Restored:
         logbook_of(life).forget()
         if saving.arenas is not None:
             saving.arenas.forget_after(-1)
-        saving.checkpoint = loading.choose(life, holding)
+        saving.checkpoint = None if holding.carrier else loading.choose(life, holding)
     if saving.checkpoint is None:
         return Restored(None, "nothing")
     return _read(life, holding, named, saving.checkpoint)
@@ -177,7 +177,8 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
         is_there = _load(life, holding, named, version)
     else:
         is_there = _keep(life, holding, named)
-    if is_there:
+    carrier = holding.carrier
+    if is_there and carrier is None:
         life.records.version = version
     found = logbook_of(life).find(version)
     part = None if found is None else found.parts.get(holding.name)
@@ -186,6 +187,8 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
         holding.load_part(decode_part(part), named, with_values=is_whole)
     for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
         exchange.send(holding, named, life.world_rank_of(receiver), version, is_present=is_there)
+    if carrier is not None:
+        carrier.move(holding.step, moves)
     life.records.version = version
     holding.drop_gradients(named)
     _restore_random(life, version)

@@ -30,6 +30,7 @@ from taskd.worker.saving.grace import check_grace
 from taskd.worker.saving.stored import StoredSnapshot
 from taskd.worker.saving.stored import find as snapshot_of
 from taskd.worker.state import extras
+from taskd.worker.state.holding import Holding
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Dumping:
         self._life = life
         self._job_id = job_id
         self._draft: Draft | None = None
+        self._carried: Holding | None = None  # whose carrier has written
         self._began = 0.0  # monotonic time at which this rank began to write
 
     def obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
@@ -137,7 +139,7 @@ class Dumping:
     def _write(self, order: commands.Dump) -> tuple[str, str]:
         life, saving = self._life, self._life.saving
         records = life.records
-        self._draft, self._began = None, time.monotonic()
+        self._draft, self._carried, self._began = None, None, time.monotonic()
         if life.world_rank not in order.writers:
             return "", ""
         is_live = (
@@ -151,6 +153,9 @@ class Dumping:
                 f"{list(saving.versions())}, not version {order.version}"
             )
         if is_live:
+            for holding in records.parked.values():
+                if holding.carrier is not None:
+                    return self._write_carried(order, holding)
             directory, states, state, own = self._live(order)
         else:
             stored = snapshot_of(life, order.version)
@@ -172,6 +177,13 @@ class Dumping:
         self._draft = draft
         write(draft, life.world_rank, state, own, self._user_files(order.version, is_live=is_live))
         del owners
+        return WRITTEN, ""
+
+    def _write_carried(self, order: commands.Dump, holding: Holding) -> tuple[str, str]:
+        """By who has the content: nothing of it is in files of ours."""
+        assert holding.carrier is not None
+        holding.carrier.write(holding.step, order.writers)
+        self._carried = holding
         return WRITTEN, ""
 
     def _live(
@@ -204,12 +216,17 @@ class Dumping:
 
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
         draft, self._draft = self._draft, None
+        carried, self._carried = self._carried, None
         if order.rank != self._life.world_rank:
             return "", ""
         if order.withdraw:
             if draft is not None:  # else nothing came to be written here
                 draft.withdraw()
             return WITHDRAWN, ""
+        if carried is not None and carried.carrier is not None:
+            where = carried.carrier.publish(carried.step)
+            check_grace(self._life, time.monotonic() - self._began)
+            return PUBLISHED, where
         if draft is None:
             return FAILED, "it has written nothing"
         path = publish(draft)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from taskd.worker.objects.roles import Roles
+    from taskd.worker.state.carrier import Carrier
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Holding:
         self.peers = Peers()  # known once restore() is complete
         self.world: tuple[int, ...] = ()  # as `Life.active`, from restore() on
         self.on_dump: list[Callable[[Path], object]] = []
+        self.carrier: Carrier | None = None  # who has the content, if it is not in `roles`
+        self.problem = ""  # why this copy is none, whatever its steps say
         self.step = 0
         # between an optimizer's step and the commit: the state changes, or may have
         self.is_half_way = False
@@ -182,10 +185,10 @@ class Holding:
     def park(self) -> str:
         """Leave the entry: hooks off, gradients freed, mid-step changes rolled back.
 
-        Returns why the copy is inconsistent, or "".
+        Returns why the copy is inconsistent, or "": that is `problem` from now on.
         """
         self.detach()
-        reason = (
+        reason = self.problem or (
             "between optimizer.step() and commit()"
             if self.is_half_way
             else self.rollback.roll_back()
@@ -197,6 +200,7 @@ class Holding:
             for tensor in self.drop_gradients().tensors.values()
             if isinstance(tensor, torch.nn.Parameter)
         }
+        self.problem = reason
         return reason
 
     def detach(self) -> None:

@@ -54,6 +54,32 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
         end.close()
 
 
+def test_groups_that_are_set_aside_are_still_known_and_their_abort_meets_no_later_ones(
+    groups,
+) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        opened = groups.opened
+        groups.set_aside()
+        assert dist.get_rank() == 0
+        later = dist.new_group([0], use_local_synchronization=True)
+        own = pair()
+        groups.opened.sockets.update({own[0].fileno(): "another kernel name"})
+        groups.abort(opened)
+        groups.abort(opened)
+        dist.barrier(group=later)
+        own[0].sendall(b"x")
+        assert own[1].recv(1) == b"x"
+        assert [len(each.groups) for each in (opened, groups.opened)] == [1, 1]
+        for end in own:
+            end.close()
+    finally:
+        groups.retire()
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize(("generation", "key"), [(3, "x"), (4, "taskd/4/x")])
 def test_a_store_that_serves_a_later_generation_has_a_prefix(generation: int, key: str) -> None:
     import torch.distributed as dist

@@ -27,6 +27,7 @@ ROOMS = (
     "restore",
     "process",
     "train_state",
+    "carried_state",
     "recoverable",
 )
 

@@ -1,0 +1,88 @@
+"""What one training process has said through this package, and what its training is at.
+
+Owns the record; `mindio_ttp.training` acts on it. Needs neither torch nor a job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mindio_ttp.handlers import Handlers
+
+if TYPE_CHECKING:
+    from mindio_ttp.replicas import Groups
+    from mindio_ttp.reports import Rule
+
+
+class State(Protocol):
+    """The counted steps of the present entry, see `taskd.worker.carried_state.CarriedState`."""
+
+    @property
+    def step(self) -> int:
+        """The newest step that is finished."""
+
+    def refuse(self, reason: str) -> None:
+        """This copy cannot be gone on from."""
+
+    def spoil(self, reason: str) -> None:
+        """What this rank holds is damaged."""
+
+    def begin_update(self) -> None:
+        """The optimizer begins to write."""
+
+    def end_update(self, number: int) -> None:
+        """It has written."""
+
+
+@dataclass
+class Processor:
+    """What `tft_init_processor` was told."""
+
+    rank: int
+    world_size: int
+    is_uce_enabled: bool
+    is_started: bool = False
+
+
+@dataclass
+class Process:
+    """Of this process, whatever jobs and entries come and go."""
+
+    processor: Processor | None = None
+    has_controller: bool = False
+    replicas: Groups | None = None
+    handlers: Handlers = field(default_factory=Handlers)
+    rules: list[Rule] = field(default_factory=list)
+    framework: str | None = None  # of set_mindio_export_version
+    step_args: Any = None
+    state: State | None = None  # None: no step is counted
+    is_updating: bool = False
+    # It is new, and takes the place of one that died; and the script has asked whether it is.
+    is_replacement: bool = False
+    has_asked: bool = False
+    is_preparing: bool = False  # the script runs up to "ARF FINISH"
+    repair_step: int = 0
+    repair_type: str = "unknow"
+
+
+class Prepared(BaseException):
+    """The script of a replacement has come as far as it can before its state is repaired.
+
+    No Exception, so that the script does not catch it.
+    """
+
+
+_process = Process()
+
+
+def current() -> Process:
+    """The record of this process."""
+    return _process
+
+
+def reset() -> Process:
+    """Begin it anew."""
+    global _process  # noqa: PLW0603
+    _process = Process()
+    return _process

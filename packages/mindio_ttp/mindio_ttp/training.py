@@ -1,0 +1,268 @@
+"""The decorated training function: its entries, what is repaired before them, what it leaves.
+
+    first entry              the ranks compare their replicas; func()
+    a fault elsewhere        taskd makes the main thread leave func(); stop, clean
+    entry in a recovery      func() up to "ARF FINISH", in a replacement that has asked what it is;
+                             rebuild; repair, on the ranks that send or receive; rollback; func()
+    the job has to end       save, on one rank of each part; rename, on one of them
+
+All of it runs in the main thread, but stop, where a device has to be made to raise. Which version
+is gone on from, and who sends it to whom, is said by taskd's manager.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import taskd
+from mindio_ttp import process, replicas, reports, settings, utils
+from mindio_ttp.carrier import Handover
+from mindio_ttp.names import ReportState
+from mindio_ttp.notices import warn_once
+from mindio_ttp.replicas import ReplicaGroup
+from taskd.worker.carried_state import CarriedState, ask_all, on_stop, undisturbed
+from taskd.worker.life import Life, current
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_NAME = "mindio_ttp"
+# Entries in a recovery that have not come to their end, one after the other. A fault may meet a
+# recovery by chance; two in a row speak against the handlers.
+_MAX_INCOMPLETE = 2
+_CLEAN_FAILED, _CLEAN_IS_ENOUGH = 1, 2  # what the clean handler may answer, beside 0
+
+
+class Training:
+    """One call of the decorated function. Its positional arguments are a list.
+
+    Handlers may change it, and the next entry is called with what is in it then.
+    """
+
+    def __init__(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
+        self._process = process.current()
+        self._incomplete = 0
+        self._is_damaged = False  # the memory of this rank, which is to receive all of it
+        self._stopping = threading.Lock()
+        self._is_stopped = False
+        self._state: CarriedState | None = None  # of the present entry
+
+    @property
+    def step_args(self) -> Any:
+        """What handlers are told: by tft_set_step_args, else the arguments of the function."""
+        given = self._process.step_args
+        return self._args if given is None else given
+
+    def enter(self) -> Any:
+        """One entry of the recoverable function."""
+        life = current()
+        if life is None:
+            return self._func(*self._args, **self._kwargs)
+        self._is_stopped, self._state = False, None
+        try:
+            self._begin(life)
+            return self._func(*self._args, **self._kwargs)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self._leave(life, error)
+            raise
+        finally:
+            self._process.state, self._process.is_updating = None, False
+
+    # ------------------------------------------------------------------ before the function
+
+    def _begin(self, life: Life) -> None:
+        """Agree with the other ranks, repair what a fault has left, and count steps from here."""
+        me = self._process
+        on_stop(life, functools.partial(self._stop, "in a thread"))
+        sources = {rank: move.source for rank, move in life.plan.moves.items()
+                   if move.source is not None}  # fmt: skip
+        is_recovery = life.plan.version is not None
+        if is_recovery:
+            self._incomplete += 1
+            self._prepare()
+        refusal, obstacle, groups = self._agree(life, has_moves=bool(sources))
+        shard = "" if refusal else replicas.shard_of(groups, life.world_rank, life.world_size)
+        handover = Handover(me, life.rank, groups, lambda: self.step_args)
+        state = self._state = CarriedState(_NAME, handover, shard_id=shard)
+        if is_recovery and (refusal or obstacle):
+            state.refuse(refusal or obstacle)
+            raise RuntimeError(f"mindio_ttp: {refusal or obstacle}: all processes start anew")
+        if refusal:
+            warn_once("mindio_ttp", f"{refusal}: a fault of one process restarts all of them")
+            state.refuse(refusal)
+        elif is_recovery:
+            self._repair(state, handover, sources)
+        else:
+            state.restore()
+        me.state = state
+        self._incomplete = 0
+
+    def _prepare(self) -> None:
+        """Let the script of a replacement come as far as it can, as it was told that it is one."""
+        me = self._process
+        if not me.is_replacement or not me.has_asked:
+            return
+        me.is_preparing = True
+        try:
+            self._func(*self._args, **self._kwargs)
+        except process.Prepared:
+            pass
+        except RuntimeError as error:
+            if reports.ARF_FINISH not in str(error):
+                raise
+        finally:
+            me.is_preparing = me.has_asked = False
+
+    def _agree(self, life: Life, *, has_moves: bool) -> tuple[str, str, tuple[ReplicaGroup, ...]]:
+        """Why nothing can be recovered, why this fault cannot be; this rank's groups."""
+        me = self._process
+        obstacle = ""
+        if self._incomplete > _MAX_INCOMPLETE:
+            obstacle = f"rank {life.rank}: {_MAX_INCOMPLETE} recoveries have not come to their end"
+        elif life.active:
+            obstacle = "the world has become smaller, which no handler is called for"
+        elif has_moves and not me.handlers.has("repair"):
+            obstacle = f"rank {life.rank} has no repair handler (tft_register_repair_handler)"
+        groups = tuple(me.replicas or ())
+        problem = self._problem(life)
+        if not dist.is_initialized() and life.world_size > 1:
+            return problem, obstacle, groups
+        said = {"rank": life.world_rank, "problem": problem, "obstacle": obstacle,
+                "groups": [asdict(group) for group in groups]}  # fmt: skip
+        try:
+            texts = ask_all(life, _NAME, json.dumps(said), within_s=settings.action_limit_s())
+        except TimeoutError as error:
+            return f"not every rank has entered the decorated function: {error}", "", groups
+        answers = [json.loads(text) for text in texts]
+        problem = next((one["problem"] for one in answers if one["problem"]), "")
+        obstacle = next((one["obstacle"] for one in answers if one["obstacle"]), "")
+        declared = {
+            one["rank"]: tuple(
+                ReplicaGroup(tuple(group["ranks"]), group["copies"]) for group in one["groups"]
+            )
+            for one in answers
+        }
+        return problem or replicas.misfit(declared, life.world_size), obstacle, groups
+
+    def _problem(self, life: Life) -> str:
+        """Why nothing can be recovered, as far as this rank knows."""
+        processor = self._process.processor
+        who = f"rank {life.rank}"
+        if not dist.is_initialized() and life.world_size > 1:
+            return f"{who} has entered the decorated function before init_process_group()"
+        if processor is None or not processor.is_started:
+            return f"{who} has no processor (tft_init_processor, tft_start_processor)"
+        if (processor.rank, processor.world_size) != (life.rank, life.job_size):
+            return (
+                f"tft_init_processor was told rank {processor.rank} of {processor.world_size}, and "
+                f"this is rank {life.rank} of {life.job_size}"
+            )
+        return ""
+
+    def _repair(self, state: CarriedState, handover: Handover, sources: dict[int, int]) -> None:
+        """Process groups, what is missing, and the place in the data."""
+        me, handlers = self._process, self._process.handlers
+        me.repair_type = "recover" if sources else "retry"
+        handover.is_damaged = self._is_damaged
+        if not handlers.has("rollback"):
+            warn_once(
+                "tft_register_rollback_handler",
+                "there is none: nobody puts back where the script is in its data",
+            )
+        handlers.call_limited("rebuild", sorted(sources), self.step_args, self._context("rebuild"))
+        state.restore()
+        me.repair_step = state.step
+        handlers.call_limited("rollback", state.step, self.step_args, self._context("rollback"))
+        self._is_damaged = me.is_replacement = False
+
+    def _context(self, name: str) -> Any:
+        handlers = self._process.handlers
+        return handlers.context(name) if handlers.has(name) else None
+
+    # ------------------------------------------------------------------ behind it
+
+    def _leave(self, life: Life, error: BaseException) -> None:
+        """The entry was left before its end: stop, clean, and what that says of the memory."""
+        report = self._classify(error)
+        is_damaged = report in reports.MEMORY_IS_DAMAGED
+        with undisturbed(life):
+            self._stop("in the main thread")
+            answer = self._clean(is_damaged=is_damaged)
+        if answer == _CLEAN_FAILED:
+            log.error("the clean handler could not clean up: this process ends, to be replaced")
+            raise SystemExit(1)
+        if is_damaged and answer != _CLEAN_IS_ENOUGH:
+            self._is_damaged = True
+            if self._state is not None:
+                self._state.spoil(f"{report.name}: the memory of this rank is damaged")
+
+    def _classify(self, error: BaseException) -> ReportState:
+        """What the exception says of this process."""
+        if not isinstance(error, RuntimeError):
+            return ReportState.RS_NORMAL if isinstance(error, taskd.Interrupted) else (
+                ReportState.RS_UNKNOWN
+            )  # fmt: skip
+        processor = self._process.processor
+        report = reports.classify(
+            str(error),
+            is_uce_enabled=processor is not None and processor.is_uce_enabled,
+            can_repair=lambda time_us: time_us is not None and utils.tft_can_do_uce_repair(time_us),
+            rules=self._process.rules,
+        )
+        if report.state is ReportState.RS_PREREPAIR_FINISH:
+            log.warning(
+                "the function has raised 'ARF FINISH' in a process that is repaired: the rebuild "
+                "handler is to take back what tft_is_reboot_node() has said"
+            )
+        log.info("%s: %s, code %r", error, report.state.name, report.code)
+        return report.state
+
+    def _stop(self, where: str) -> None:
+        """Once for each fault."""
+        with self._stopping:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+        try:
+            self._process.handlers.call("stop", self.step_args, self._context("stop"))
+        # whatever a device says: taskd makes the main thread leave in another way, too
+        except Exception:
+            log.exception("the stop handler has failed (%s)", where)
+
+    def _clean(self, *, is_damaged: bool) -> object:
+        """What the clean handler answers; 0 if there is none."""
+        handlers = self._process.handlers
+        if not handlers.has("clean"):
+            return 0
+        try:
+            return handlers.call("clean", is_damaged, self.step_args, self._context("clean"))
+        except Exception:  # of the script; its process is not to be gone on with
+            log.exception("the clean handler has failed")
+            return _CLEAN_FAILED
+
+
+def protect(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` as a recoverable function whose state is in the hands of the handlers."""
+
+    @taskd.recoverable
+    @functools.wraps(func)
+    def enter(training: Training) -> Any:
+        return training.enter()
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return enter(Training(func, list(args), kwargs))
+
+    return wrapper

@@ -1,0 +1,1 @@
+"""Compatibility veneer: paths of what frameworks' own launchers import."""

@@ -1,0 +1,1 @@
+"""MindSpore under TaskD, on real MindSpore: `make test-mindspore`."""

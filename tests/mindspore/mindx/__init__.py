@@ -1,0 +1,1 @@
+"""Scripts of tests/mindspore/test_mindx_*.py, and what starts them."""

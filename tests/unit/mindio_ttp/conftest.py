@@ -1,0 +1,36 @@
+import pytest
+from mindio_ttp import notices, process
+
+
+class Steps:
+    """A state that counts, as `mindio_ttp.process.State` asks for."""
+
+    def __init__(self):
+        self.step, self.calls = 0, []
+
+    def refuse(self, reason):
+        self.calls.append(("refuse", reason))
+
+    def spoil(self, reason):
+        self.calls.append(("spoil", reason))
+
+    def begin_update(self):
+        self.calls.append("begin")
+
+    def end_update(self, number):
+        self.step = number
+        self.calls.append(number)
+
+
+@pytest.fixture(autouse=True)
+def record():
+    """A process that has said nothing yet."""
+    notices.forget()
+    yield process.reset()
+    process.reset()
+
+
+@pytest.fixture
+def steps(record):
+    record.state = Steps()
+    return record.state

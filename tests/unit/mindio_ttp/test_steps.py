@@ -1,0 +1,67 @@
+"""Steps as a script counts them, rightly and wrongly: a running job is never ended by that."""
+
+import logging
+
+import pytest
+from mindio_ttp import framework_ttp as ttp
+from mindio_ttp.process import Prepared
+
+
+def test_a_step_is_begun_and_ended(steps):
+    ttp.tft_start_updating_os(0)
+    ttp.tft_end_updating_os(1)
+    ttp.tft_start_updating_os(1)
+    ttp.tft_end_updating_os(2)
+    assert steps.calls == ["begin", 1, "begin", 2]
+
+
+@pytest.mark.parametrize(("calls", "done", "said"), [
+    ("s s e1 s e2", ["begin", 1, "begin", 2], "it was called twice"),
+    ("e1 e2", [1, 2], "step 1 has ended and not begun"),
+    ("s e1 s e1 s e2", ["begin", 1, "begin", 1, "begin", 2], "step 1 has ended behind step 1"),
+    ("s e5 s e3", ["begin", 5, "begin", 3], "step 3 has ended behind step 5"),
+])  # fmt: skip
+def test_steps_that_are_not_in_order_are_counted_all_the_same(steps, caplog, calls, done, said):
+    with caplog.at_level(logging.WARNING):
+        for call in [*calls.split(), *calls.replace("1", "11").replace("2", "12").split()]:
+            if call == "s":
+                ttp.tft_start_updating_os()
+            else:
+                ttp.tft_end_updating_os(int(call[1:]))
+    assert steps.calls[: len(done)] == done
+    assert [message for message in caplog.messages if said in message] == caplog.messages[:1]
+    assert 1 <= len(caplog.records) <= 2
+
+
+@pytest.mark.parametrize("has_processor", [False, True])
+def test_steps_that_nobody_counts_are_named_once(record, caplog, has_processor):
+    if has_processor:
+        ttp.tft_init_processor(0, 1, False, False)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            ttp.tft_start_updating_os()
+            ttp.tft_end_updating_os(step)
+    assert len(caplog.records) == 2
+    assert all("the step is not counted" in message for message in caplog.messages)
+    assert ("no processor" in caplog.messages[0]) is not has_processor
+
+
+def test_a_replacement_that_begins_a_step_has_prepared_enough(record, caplog):
+    record.is_preparing = True
+    with caplog.at_level(logging.WARNING), pytest.raises(Prepared):
+        ttp.tft_start_updating_os()
+    assert "ARF FINISH" in caplog.text
+
+
+def test_a_processor_that_is_destroyed_in_between_recovers_nothing_more(steps):
+    ttp.tft_init_processor(0, 1, False, False)
+    ttp.tft_destroy_processor()
+    assert steps.calls == [("refuse", "tft_destroy_processor was called")]
+
+
+def test_a_damaged_memory_that_is_reported_spoils_the_copy(steps):
+    ttp.tft_report_error(ttp.ReportState.RS_HCCL_FAILED)
+    ttp.tft_report_error(ttp.ReportState.RS_UCE.value)
+    ((what, why),) = steps.calls
+    assert what == "spoil"
+    assert "RS_UCE" in why

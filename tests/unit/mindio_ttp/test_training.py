@@ -1,0 +1,353 @@
+"""Entries of the decorated function in one process: who is called before it, and behind it."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from mindio_ttp import framework_ttp as ttp
+from mindio_ttp import process
+from mindio_ttp.training import Training
+
+from taskd.core.commands import Move
+from taskd.errors import Interrupted
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
+
+from job import Job
+
+
+@pytest.fixture
+def job(record):
+    job = Job()
+    job.resume(None)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def called(record):
+    """What was called, in order; all handlers are registered."""
+    called = []
+    for name, register in (
+        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
+        ("rebuild", ttp.tft_register_rebuild_group_handler),
+        ("repair", ttp.tft_register_repair_handler),
+        ("rollback", ttp.tft_register_rollback_handler),
+    ):  # fmt: skip
+        register(lambda *given, name=name: called.append((name, *given)), f"ctx of {name}")
+    return called
+
+
+def start(rank=0, world=1):
+    ttp.tft_init_processor(rank, world, False, False)
+    ttp.tft_start_processor("127.0.0.1", 8000)
+    group = {"rank_list": list(range(world)), "replica_cnt": world, "replica_shift": 0}
+    ttp.tft_set_optimizer_replica(rank, [group])
+
+
+def steps(*numbers, then=None):
+    """A training function that does these steps."""
+
+    def train(args):
+        for number in numbers:
+            ttp.tft_start_updating_os()
+            ttp.tft_end_updating_os(number)
+        if then is not None:
+            raise then
+        return args
+
+    return train
+
+
+def enter(job, training):
+    """One entry. Returns what it returned or raised, and what the process holds then."""
+    raised = []
+
+    def function():
+        try:
+            return training.enter()
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+            return None
+
+    result, report = job.enter(function)
+    return (raised or [result])[0], report
+
+
+def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job, called):
+    start()
+    training = Training(steps(1, 2, then=Interrupted("a fault")), ["args"], {})
+    error, report = enter(job, training)
+    assert isinstance(error, Interrupted)
+    assert (report.version, report.clean) == (2, True)
+    assert called == [
+        ("stop", ["args"], "ctx of stop"), ("clean", False, ["args"], "ctx of clean"),
+    ]  # fmt: skip
+    called.clear()
+    job.resume(2)
+    training._func = steps(3)
+    result, report = enter(job, training)
+    assert (result, report.version) == ("args", 3)
+    assert called == [
+        ("rebuild", [], ["args"], "ctx of rebuild"),
+        ("rollback", 2, ["args"], "ctx of rollback"),
+    ]  # fmt: skip
+    assert (ttp.tft_get_repair_step(), ttp.tft_get_repair_type()) == (2, "retry")
+    assert process.current().state is None, "behind the function no step is counted"
+
+
+def test_handlers_may_exchange_what_the_function_is_called_with(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), ["old"], {})
+    enter(job, training)
+    job.resume(1)
+    ttp.tft_register_rollback_handler(lambda _step, args, _ctx: args.__setitem__(0, "new"))
+    training._func = steps()
+    assert enter(job, training)[0] == "new"
+
+
+def test_interrupts_wait_while_a_clean_handler_runs(job, record):
+    start()
+    held = []
+    ttp.tft_register_clean_handler(lambda *_: held.append(job.life.interrupts.is_held))
+    enter(job, Training(steps(then=Interrupted("a fault")), [0], {}))
+    assert held == [True]
+    assert job.life.interrupts.is_held is False
+
+
+@pytest.mark.parametrize(("text", "answer", "is_clean", "is_uce"), [
+    ("UCE ERROR", 0, False, True),
+    ("UCE ERROR", None, False, True),
+    ("UCE ERROR", 2, True, True),  # the handler has made it whole
+    ("HCCL OP RETRY FAILED", 0, True, False),
+    ("anything else", 0, True, False),
+])  # fmt: skip
+def test_a_damaged_memory_is_no_copy_unless_it_was_made_whole(
+    job, record, text, answer, is_clean, is_uce
+):
+    start()
+    told = []
+    ttp.tft_register_clean_handler(lambda *given: told.append(given[0]) or answer)
+    _, report = enter(job, Training(steps(4, then=RuntimeError(text)), [0], {}))
+    assert (report.version, report.clean) == (4, is_clean)
+    assert told == [is_uce]
+
+
+def fail(*_):
+    raise OSError("the device does not answer")
+
+
+@pytest.mark.parametrize("clean", [lambda *_: 1, fail])
+def test_a_process_that_cannot_be_cleaned_ends(job, record, caplog, clean):
+    start()
+    ttp.tft_register_clean_handler(clean)
+    error, _ = enter(job, Training(steps(1, then=Interrupted("a fault")), [0], {}))
+    assert isinstance(error, SystemExit)
+    assert error.code == 1
+    assert "to be replaced" in caplog.text
+
+
+def test_a_stop_handler_that_fails_is_said_and_the_step_is_left_all_the_same(job, record, caplog):
+    start()
+    ttp.tft_register_stop_handler(fail)
+    error, report = enter(job, Training(steps(1, then=Interrupted("a fault")), [0], {}))
+    assert isinstance(error, Interrupted)
+    assert report.clean
+    assert "the stop handler has failed" in caplog.text
+
+
+def test_an_exception_of_the_scripts_own_rule_is_reported_to_it(job, record):
+    start()
+    told = []
+    ttp.tft_register_exception_handler("PRECISION", "RS_UCE", lambda text: told.append(text) or "7")
+    _, report = enter(job, Training(steps(1, then=RuntimeError("PRECISION ERROR")), [0], {}))
+    assert told == ["PRECISION ERROR"]
+    assert not report.clean
+
+
+# ---------------------------------------------------------------------- a replacement
+
+
+def replacement(job, *, asks):
+    """The successor of a process that had finished two steps."""
+    start()
+    enter(job, Training(steps(1, 2, then=Interrupted("a fault")), [0], {}))
+    record = process.reset()
+    job.replace()
+    job.life.is_replacement = True
+    start()
+    if asks:
+        record.is_replacement = record.has_asked = True
+    return record
+
+
+@pytest.mark.parametrize("how", ["ARF FINISH", "a step"])
+def test_a_replacement_prepares_itself_before_it_is_repaired(job, how):
+    record = replacement(job, asks=True)
+    order = []
+    ttp.tft_register_rebuild_group_handler(lambda *_: order.append("rebuild"))
+
+    def train():
+        order.append("train")
+        if how == "ARF FINISH" and len(order) == 1:
+            raise RuntimeError("ARF FINISH")
+        ttp.tft_start_updating_os()
+        ttp.tft_end_updating_os(3)
+
+    job.resume(2)
+    _, report = enter(job, Training(train, [], {}))
+    assert order == ["train", "rebuild", "train"]
+    assert report.version == 3
+    assert not record.is_preparing
+
+
+def test_one_that_has_not_asked_is_repaired_at_once(job):
+    replacement(job, asks=False)
+    order = []
+    ttp.tft_register_rebuild_group_handler(lambda *_: order.append("rebuild"))
+    job.resume(2)
+    enter(job, Training(lambda: order.append("train"), [], {}))
+    assert order == ["rebuild", "train"]
+
+
+def test_what_it_raises_while_it_prepares_is_raised(job):
+    replacement(job, asks=True)
+    job.resume(2)
+    error, _ = enter(job, Training(fail, [], {}))
+    assert isinstance(error, OSError)
+
+
+def test_a_function_that_goes_on_saying_that_it_is_new_is_told(job, caplog):
+    start()
+    with caplog.at_level(logging.WARNING):
+        error, _ = enter(job, Training(steps(1, then=RuntimeError("ARF FINISH")), [0], {}))
+    assert "ARF FINISH" in str(error)
+    assert "the rebuild handler is to take back" in caplog.text
+
+
+# ---------------------------------------------------------------------- what cannot be recovered
+
+
+def no_processor():
+    ttp.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+
+
+def no_replicas():
+    start()
+    process.current().replicas = None
+
+
+@pytest.mark.parametrize(("prepare", "why"), [
+    (no_processor, "rank 0 has no processor"),
+    (lambda: start(1, 2), "was told rank 1 of 2, and this is rank 0 of 1"),
+    (no_replicas, "rank 0 has not declared its replicas"),
+    (lambda: (start(), ttp.tft_set_optimizer_replica(
+        0, [{"rank_list": [0, 1], "replica_cnt": 2, "replica_shift": 0}])),
+     "rank 1 is in its rank_list"),
+])  # fmt: skip
+def test_training_goes_on_and_its_copy_is_none(job, caplog, prepare, why):
+    prepare()
+    with caplog.at_level(logging.WARNING):
+        result, report = enter(job, Training(steps(1, 2), ["done"], {}))
+    assert result == "done"
+    assert why in caplog.text
+    assert (report.version, report.clean) == (2, False)
+    assert why in report.reason
+
+
+def test_a_decorated_function_before_init_process_group_is_not_recovered(record, caplog):
+    job = Job(world_size=2)
+    try:
+        job.resume(None)
+        start(0, 2)
+        assert not dist.is_initialized()
+        with caplog.at_level(logging.WARNING):
+            result, report = enter(job, Training(steps(1), ["done"], {}))
+        assert (result, report.clean) == ("done", False)
+        assert "before init_process_group()" in caplog.text
+    finally:
+        job.close()
+
+
+def test_ranks_that_have_no_decorator_are_not_waited_for_for_ever(record, caplog, monkeypatch):
+    monkeypatch.setattr("mindio_ttp.settings.action_limit_s", lambda: 0.2)
+    job = Job(world_size=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        job.resume(None)
+        start(0, 2)
+        with caplog.at_level(logging.WARNING):
+            result, report = enter(job, Training(lambda: "done", [], {}))
+        assert (result, report.clean) == ("done", False)
+        assert "not every rank has entered the decorated function: rank 0 has waited" in caplog.text
+    finally:
+        job.close()
+        dist.destroy_process_group()
+
+
+def test_without_a_repair_handler_a_fault_that_needs_it_restarts_all(job, record):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    job.resume(1, {0: Move(0), 1: Move(1, source=0)})
+    error, report = enter(job, training)
+    assert "no repair handler" in str(error)
+    assert not report.clean
+
+
+def test_a_smaller_world_is_not_gone_on_with(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    job.resume(1)
+    job.life.active = (0,)
+    error, report = enter(job, training)
+    assert "the world has become smaller" in str(error)
+    assert not report.clean
+
+
+@pytest.mark.parametrize("handler", ["rebuild", "rollback"])
+def test_handlers_that_fail_are_given_up_after_the_second_time(job, called, handler):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    process.current().handlers.register(handler, fail, None)
+    for _ in range(2):
+        job.resume(1)
+        error, report = enter(job, training)
+        assert isinstance(error, OSError)
+        assert (report.version, report.clean) == (1, True)
+    job.resume(1)
+    error, report = enter(job, training)
+    assert "2 recoveries have not come to their end" in str(error)
+    assert not report.clean
+
+
+def test_a_fault_that_meets_a_handler_stops_and_cleans_as_well(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+
+    def interrupted(*_):
+        raise Interrupted("another fault")
+
+    process.current().handlers.register("rebuild", interrupted, None)
+    called.clear()
+    job.resume(1)
+    _, report = enter(job, training)
+    assert [name for name, *_ in called] == ["stop", "clean"]
+    assert (report.version, report.clean) == (1, True)
+
+
+def test_a_recovery_that_comes_to_its_end_is_forgiven(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    for step in range(2, 8):
+        training._func = steps(step, then=Interrupted("a fault"))
+        job.resume(step - 1)
+        error, report = enter(job, training)
+        assert isinstance(error, Interrupted)
+        assert (report.version, report.clean) == (step, True)

@@ -1,0 +1,379 @@
+"""`exception_checkpoint` on real processes: who saves what when, and how the next start goes on."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from mindx_elastic import record, torch_exception_module
+from mindx_elastic.errors import DamagedFileError
+from tests.disks import fill, small_disk
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+JOB = pathlib.Path(__file__).with_name("torch_job.py")
+SLOW = pytest.mark.slow
+# In `make test` test_records.py, test_strategy.py and the test of the document prove the same.
+EXTENDED = pytest.mark.extended
+
+
+class Job:
+    """The ranks of one training, each a process; its folder outlives it."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.checkpoints.mkdir()
+        self.ranks: list[subprocess.Popen] = []
+        self.output: list[list[str]] = []
+
+    def start(self, world: int = 1, **environment: object) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{ROOT / 'packages/mindx_elastic'}",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(world),
+            "MINDX_ELASTIC_DIR": str(self.folder / "state"),
+            "MINDX_FAULT_NPUS": str(self.folder / "fault-npus"),
+            "MINDX_TASK_ID": "job-1",
+            **{name: str(value) for name, value in environment.items()},
+        }
+        self.output = [[] for _ in range(world)]
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-u", JOB, self.checkpoints],
+                env={**common, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+
+    def until(self, rank: int, line: str) -> None:
+        for one in self.ranks[rank].stdout:
+            self.output[rank].append(one)
+            if one.startswith(line):
+                return
+        pytest.fail(f"rank {rank} ended without {line!r}:\n{''.join(self.output[rank])}")
+
+    def signal(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.ranks[rank].send_signal(signal.SIGTERM)
+
+    def wait(self) -> list[int]:
+        for rank, process in enumerate(self.ranks):
+            self.output[rank] += process.stdout.readlines()
+            process.wait()
+            process.stdout.close()
+        return [process.returncode for process in self.ranks]
+
+    def text(self, rank: int = 0) -> str:
+        return "".join(self.output[rank])
+
+    def run(self, world: int = 1, **environment: object) -> str:
+        """To the end, all of it well. The digests of all ranks."""
+        self.start(world, **environment)
+        codes = self.wait()
+        assert codes == [0] * world, self.text()
+        return " ".join(
+            line.split()[1] for one in self.output for line in one if line.startswith("digest")
+        )
+
+    def record(self, rank: int = 0) -> record.Record:
+        return record.read(str(self.folder / "state" / "job-1" / f"rank_{rank}.json"))
+
+    def files(self) -> list[str]:
+        return sorted(
+            str(one.relative_to(self.checkpoints)) for one in self.checkpoints.rglob("*.pt")
+        )
+
+
+@pytest.fixture
+def job(tmp_path):
+    found = Job(tmp_path)
+    yield found
+    for process in found.ranks:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """By number of ranks: the digests of a run without a fault."""
+    known: dict[int, str] = {}
+
+    def digest(world: int) -> str:
+        if world not in known:
+            known[world] = Job(tmp_path_factory.mktemp("undisturbed")).run(world)
+        return known[world]
+
+    return digest
+
+
+@SLOW
+@pytest.mark.parametrize("how", ["each", "once"])
+def test_sigterm_saves_a_whole_step_and_the_next_start_goes_on_with_it(
+    job, undisturbed, how
+) -> None:
+    # Once: the script's function gets the number that it was given at the beginning.
+    job.start(HOW=how)
+    job.until(0, "step 6")
+    job.signal(0)
+    assert job.wait() == [-signal.SIGTERM]
+    one = job.record()
+    assert one.state == record.SAVED
+    assert one.cause == "SIGTERM"
+    record.check_files(one)
+    (saved,) = one.files
+    assert saved.path.endswith("model_optim_rng_0.pt")
+    assert record.read(saved.path + ".json") == one
+    if how == "each":
+        assert one.step >= 6
+        assert job.run() == undisturbed(1)
+        assert f"loaded iter_{one.step:07d}" in job.text()
+
+
+@SLOW
+def test_a_second_sigterm_within_the_save_changes_nothing(job, tmp_path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    job.start(GATE=tmp_path / "gate")
+    job.until(0, "step 2")
+    job.signal(0)
+    job.until(0, "saving")
+    job.signal(0)
+    (tmp_path / "gate").write_text("go")
+    assert job.wait() == [-signal.SIGTERM]
+    assert job.text().count("saving") == 1
+    record.check_files(job.record())
+
+
+@SLOW
+def test_sigterm_before_the_first_step_saves_nothing(job) -> None:
+    job.start(HANG="0@0", MINDX_ELASTIC_STEP_WAIT_S=0)
+    job.until(0, "hangs")
+    job.signal(0)
+    assert job.wait() == [-signal.SIGTERM]
+    assert "no step has been completed" in job.text()
+    assert job.files() == []
+    with pytest.raises(DamagedFileError):
+        job.record()
+
+
+@SLOW
+def test_a_main_thread_that_is_stuck_is_saved_by_the_other_one(job) -> None:
+    job.start(HANG="0@4", MINDX_ELASTIC_STEP_WAIT_S=0.5)
+    job.until(0, "hangs")
+    job.signal(0)
+    assert job.wait() == [-signal.SIGTERM]
+    assert job.record().step == 4
+    record.check_files(job.record())
+
+
+@SLOW
+def test_an_exception_saves_the_step_before(job, undisturbed) -> None:
+    job.start(RAISE="0@7")
+    assert job.wait() == [1]
+    assert job.record().cause == "RuntimeError: injected"
+    assert job.record().step == 7
+    assert job.run() == undisturbed(1)
+
+
+@SLOW
+def test_a_full_disk_leaves_a_record_that_says_so_and_the_next_start_goes_on_without(job) -> None:
+    with small_disk(job.checkpoints, 64):
+        filler = fill(job.checkpoints)
+        job.start()
+        job.until(0, "step 6")
+        job.signal(0)
+        assert job.wait() == [-signal.SIGTERM]
+        assert "the checkpoint could not be saved (SIGTERM)" in job.text()
+        assert job.record().state == record.FAILED
+        filler.unlink()
+        job.run()
+        assert "loaded" not in job.text()
+
+
+@SLOW
+@EXTENDED
+def test_a_file_that_is_cut_off_is_not_gone_on_from(job) -> None:
+    job.start(PERIODIC=1)
+    job.until(0, "step 6")
+    job.signal(0)
+    job.wait()
+    step = job.record().step
+    os.truncate(job.record().files[0].path, 100)
+    job.run()
+    assert "were written" in job.text()
+    assert f"loaded iter_{step // 5 * 5:07d}" in job.text()  # set back, as the document says
+
+
+@SLOW
+@EXTENDED
+def test_a_record_that_is_damaged_or_of_another_world_is_not_gone_on_from(job) -> None:
+    job.start(PERIODIC=1)
+    job.until(0, "step 6")
+    job.signal(0)
+    job.wait()
+    path = job.folder / "state" / "job-1" / "rank_0.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50])
+    job.run(GROUPS_ONLY=1)
+    assert "the record of rank 0 is not used" in job.text()
+    assert "loaded iter_0000005/" in job.text()
+    path.write_bytes(whole)
+    job.run(GROUPS_ONLY=1, MINDX_TASK_ID="job-2")
+    assert "no rank has left a record" in job.text()
+
+
+@SLOW
+def test_the_document_partial_save_with_a_faulty_chip_to_the_last_bit(job, undisturbed) -> None:
+    """Ranks 0, 2 and 1, 3 are replicas; chip 0 becomes faulty, the platform ends all."""
+    job.start(4, PARTIAL=1)
+    for rank in range(4):
+        job.until(rank, "step 6")
+    (job.folder / "fault-npus").write_text(json.dumps({"FaultRankIds": ["0"], "CreatTime": 1}))
+    job.signal(0, 1, 2, 3)
+    assert job.wait() == [-signal.SIGTERM] * 4
+    step = job.record(1).step
+    assert [job.record(rank).state for rank in range(4)] == [
+        record.LEFT, record.SAVED, record.SAVED, record.LEFT,
+    ]  # fmt: skip
+    assert {job.record(rank).step for rank in range(4)} == {step}
+    assert job.files() == [
+        f"iter_{step:07d}/model_optim_rng_1.pt",
+        f"iter_{step:07d}/model_optim_rng_2.pt",
+    ]
+    assert job.run(4) == undisturbed(4)
+    for rank, source in enumerate((2, 1, 2, 1)):
+        assert f"loaded iter_{step:07d}/model_optim_rng_{source}.pt" in job.text(rank)
+
+
+@SLOW
+@EXTENDED
+def test_without_a_mounted_list_the_records_tell_who_loads_whose_file(job, undisturbed) -> None:
+    job.start(4, PARTIAL=1)
+    for rank in range(4):
+        job.until(rank, "step 6")
+    job.signal(3, 2, 1, 0)
+    assert job.wait() == [-signal.SIGTERM] * 4
+    assert [job.record(rank).state for rank in range(4)] == [
+        record.SAVED, record.SAVED, record.LEFT, record.LEFT,
+    ]  # fmt: skip
+    assert job.run(4) == undisturbed(4)
+    assert "model_optim_rng_1.pt" in job.text(3)
+
+
+@SLOW
+def test_a_replica_saves_where_the_one_before_it_cannot(job) -> None:
+    job.start(2, PARTIAL=1, FAIL_SAVE=0)
+    for rank in range(2):
+        job.until(rank, "step 4")
+    job.signal(0, 1)
+    job.wait()
+    assert [job.record(rank).state for rank in range(2)] == [record.FAILED, record.SAVED]
+
+
+@SLOW
+def test_a_replica_saves_where_the_one_before_it_is_dead(job) -> None:
+    """Rank 0 is killed; rank 1 waits for it in a collective when SIGTERM comes."""
+    job.start(2, PARTIAL=1, MINDX_ELASTIC_STEP_WAIT_S=1)
+    job.until(0, "step 4")
+    job.until(1, "step 3")
+    job.ranks[0].send_signal(signal.SIGSTOP)
+    job.signal(1)
+    job.ranks[1].wait()
+    job.ranks[0].kill()
+    assert job.wait() == [-signal.SIGKILL, -signal.SIGTERM]
+    assert job.record(1).state == record.SAVED
+    record.check_files(job.record(1))
+
+
+@SLOW
+@EXTENDED
+def test_more_replicas_than_ranks_is_all_of_them(job) -> None:
+    job.start(2, PARTIAL=1, REPLICAS=9)
+    for rank in range(2):
+        job.until(rank, "step 3")
+    job.signal(0, 1)
+    job.wait()
+    assert [job.record(rank).state for rank in range(2)] == [record.SAVED, record.SAVED]
+    assert "replicas is 9, and the smallest group has 2 ranks" in job.text()
+
+
+@SLOW
+@EXTENDED
+def test_two_ranks_that_saved_different_steps_are_not_gone_on_from(job) -> None:
+    job.start(2, PERIODIC=1)
+    for rank in range(2):
+        job.until(rank, "step 6")
+    job.signal(0, 1)
+    job.wait()
+    path = job.folder / "state" / "job-1" / "rank_1.json"
+    one = record.read(str(path))
+    record.write(str(path), dataclasses.replace(one, step=one.step + 1))
+    job.run(2, GROUPS_ONLY=1)
+    # They are replicas: the newest step that one of each group has is that of rank 1.
+    assert f"goes on from step {one.step + 1} of ranks 1" in job.text(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicas": 0}, "replicas is 0"),
+        ({"replicas": -1}, "replicas is -1"),
+        ({"replicas": True}, "replicas is True"),
+        ({"replicas": "2"}, "replicas is '2'"),
+        ({"group_info": [[0, 1]]}, "group_info is wrong"),
+        ({"group_info": [[0], [0]]}, "group_info is wrong"),
+        ({"group_info": []}, "expected lists of ranks"),
+        ({"group_info": 3}, "expected a list of lists"),
+        ({"group_info": [["0"]]}, "expected lists of ranks"),
+        ({"save_func": 3}, "cannot be called"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(options, said, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MINDX_ELASTIC_DIR", str(tmp_path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    handler = torch_exception_module.ExceptionHandler()
+    with pytest.raises(ValueError, match=said):
+        handler.set_config(**options)
+    assert handler._replicas == 1
+    assert handler._group_info is None
+
+
+def test_wrong_replicas_that_were_assigned_count_as_one(caplog) -> None:
+    assert torch_exception_module._at_least_one(0) == 1
+    assert torch_exception_module._at_least_one("3") == 1
+    assert torch_exception_module._at_least_one(3) == 3
+    assert "_replicas is 0" in caplog.text
+
+
+def test_the_documented_attributes_can_be_read_and_assigned(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MINDX_ELASTIC_DIR", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    handler = torch_exception_module.ExceptionHandler()
+    handler._args = (1, 2)
+    handler._save_func = None
+    handler._partial_save = True
+    handler._replicas = 2
+    handler._group_info = [[0], [1]]
+    assert handler._args == (1, 2)
+    assert handler._group_info == [[0], [1]]
+    handler.set_config()
+    assert handler._group_info == [[0, 1]]  # data parallel
+    assert (handler._save_func, handler._args) == (None, ())
+    assert (handler._partial_save, handler._replicas) == (False, 1)
