@@ -14,9 +14,10 @@ drawn from the seed, every third step, a third of them at any moment of a step. 
   forkserver or the spared rank grow (memory of manager and agent: from the 500th, when their
   stories are full; in a job that is shorter than 1.5 times that it is written down, not judged).
 
-Judged is a process's own memory, RssAnon + RssShmem of proc(5); each of the two and RssFile, whose
-pages come and go with the machine's need for memory, are written down as well. A job that fails is
-kept, and its directory printed.
+Judged is a process's own memory, RssAnon + RssShmem of proc(5); of the spared rank without what its
+malloc has and nobody uses. Each of the two, all of it, and RssFile, whose pages come and go with
+the machine's need for memory, are written down as well. A job that fails is kept, and its directory
+printed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,12 @@ STORY_IS_FULL = {"manager": 500, "agent": 500}
 # has 100 kB and more.
 SLOPE_KB = 4096
 _COUNTED = ("fds", "threads")
-_JUDGED = ("own_kb", *_COUNTED)
+_JUDGED = ("held_kb", *_COUNTED)
+_WRITTEN = (*MEMORY, "own_kb", *_JUDGED)
 _WINDOW = 25  # samples whose median is compared
+# Samples whose fewest are compared: processes that are forked for the next faults, and recoveries
+# that are under way, have descriptors in most of them.
+_COUNTED_WINDOW = 100
 
 
 class Layout(NamedTuple):
@@ -269,10 +274,7 @@ def unplanned(facts: list[dict], records: list[dict], kills: list) -> list[str]:
 def survivor_sizes(facts: list[dict], spared: int) -> list[Sample]:
     """Of the spared rank, after each of its entries."""
     entries = [fact for fact in facts if fact["what"] == "restored" and fact["rank"] == spared]
-    return [
-        (number, {key: entry[key] for key in (*MEMORY, *_JUDGED)})
-        for number, entry in enumerate(entries)
-    ]
+    return [(number, {key: entry[key] for key in _WRITTEN}) for number, entry in enumerate(entries)]
 
 
 def growth_of(samples: list[Sample], memory_settled: int) -> dict:
@@ -282,7 +284,7 @@ def growth_of(samples: list[Sample], memory_settled: int) -> dict:
     """
     total = samples[-1][0]
     found: dict = {"first": samples[0][1], "problems": []}
-    for key in (*MEMORY, *_JUDGED):
+    for key in _WRITTEN:
         since = SETTLED if key in _COUNTED else memory_settled
         is_long = total >= since * 3 // 2
         begin = since if is_long else total // 3
@@ -305,11 +307,11 @@ def _growth(sizes: list[tuple[int, int]], key: str) -> dict:
     So of them the fewest in a window count; of memory the median.
     """
     numbers, values = [number for number, _ in sizes], [value for _, value in sizes]
-    typical = min if key in _COUNTED else statistics.median
+    typical, window = (min, _COUNTED_WINDOW) if key in _COUNTED else (statistics.median, _WINDOW)
     return {
         "since": numbers[0],
-        "settled": typical(values[:_WINDOW]),
-        "last": typical(values[-_WINDOW:]),
+        "settled": typical(values[:window]),
+        "last": typical(values[-window:]),
         "max": max(values),
         "per_1000": round(statistics.linear_regression(numbers, values).slope * 1000, 1),
     }

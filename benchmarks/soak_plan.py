@@ -6,6 +6,7 @@ Drawn from a seed, the same for the driver and for every rank. Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import re
@@ -58,21 +59,47 @@ def steps_for(kills: int) -> int:
 MEMORY = {"anon_kb": "RssAnon", "shmem_kb": "RssShmem", "file_kb": "RssFile"}
 
 
-def size_of(pid: int) -> dict[str, int]:
+def size_of(pid: int, free_kb: int = 0) -> dict[str, int]:
     """Of a process: resident memory by kind in kB, descriptors, threads.
 
     `own_kb` is what it has for itself, anonymous and shared; pages of files go and come with the
-    machine's need for memory. Raises OSError: it is gone.
+    machine's need for memory. `held_kb` is that without `free_kb`, which its allocator has and
+    nobody uses. Raises OSError: it is gone.
     """
     fields = status_of(pid)
     if "RssAnon" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
     memory = {key: int(fields[field].split()[0]) for key, field in MEMORY.items()}
+    own_kb = memory["anon_kb"] + memory["shmem_kb"]
     return memory | {
-        "own_kb": memory["anon_kb"] + memory["shmem_kb"],
+        "own_kb": own_kb,
+        "held_kb": own_kb - free_kb,
         "fds": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": int(fields["Threads"]),
     }
+
+
+class MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of <malloc.h>, see mallinfo(3)."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def free_kb() -> int:
+    """What this process has given back to malloc, and malloc not to the system, in kB.
+
+    glibc keeps up to twice the largest block that was ever freed (M_TRIM_THRESHOLD, mallopt(3)):
+    ten MB more after one block of five, some time in the first hundreds of recoveries.
+    """
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = MallocInfo
+    return int(ask().fordblks) // 1024
 
 
 def descriptors_of(pid: int) -> Counter[str]:

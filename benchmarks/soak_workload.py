@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import taskd
-from benchmarks.soak_plan import ANY, plan_kills, size_of, steps_for
+from benchmarks.soak_plan import ANY, free_kb, plan_kills, size_of, steps_for
 from testbed.script import RANK, fact, is_first, kill_self
 from testbed.sharded import Net, digest, noisy_batch, shard
 
@@ -103,7 +103,7 @@ def train() -> str:
     state = taskd.TrainState(model=model, optimizer=optimizer, snapshot_every=every)
     state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
-    fact("restored", step=state.step, **size_of(os.getpid()))
+    fact("restored", step=state.step, **size_of(os.getpid(), free_kb()))
     began, first = time.monotonic(), state.step
     while state.step < STEPS:
         net.step = state.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import json
 import os
 import pathlib
@@ -51,27 +52,53 @@ def test_without_the_comparison_no_ratio_to_it_is_told() -> None:
 
 def test_a_process_own_memory_is_told_apart_from_that_of_files() -> None:
     size = soak_plan.size_of(os.getpid())
-    assert set(size) == {*soak_plan.MEMORY, "own_kb", "fds", "threads"}
+    assert set(size) == {*soak_plan.MEMORY, "own_kb", "held_kb", "fds", "threads"}
     assert size["own_kb"] == size["anon_kb"] + size["shmem_kb"] > 0
     assert size["file_kb"] > 0
 
 
 def samples(**slopes: int) -> list[soak.Sample]:
-    keys = (*soak_plan.MEMORY, "own_kb", "fds", "threads")
+    keys = (*soak_plan.MEMORY, "own_kb", "held_kb", "fds", "threads")
     return [
         (number, {key: 1000 + number * slopes.get(key, 0) for key in keys}) for number in range(400)
     ]
 
 
-def test_growth_of_own_memory_and_descriptors_is_judged_and_that_of_file_pages_is_not() -> None:
-    for key in ("own_kb", "fds", "threads"):
+def test_what_malloc_keeps_and_nobody_uses_is_told_apart() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = soak_plan.free_kb()
+    blocks = [libc.malloc(1000) for _ in range(20_000)]
+    for block in blocks[:-1]:  # the last one keeps the heap from being trimmed
+        libc.free(block)
+    free_kb = soak_plan.free_kb()
+    libc.free(blocks[-1])
+    assert free_kb - before > 10_000
+    size = soak_plan.size_of(os.getpid(), free_kb)
+    assert size["held_kb"] == size["own_kb"] - free_kb
+
+
+def test_growth_of_memory_in_use_and_of_descriptors_is_judged_and_other_memory_is_not() -> None:
+    for key in ("held_kb", "fds", "threads"):
         growth = soak.growth_of(samples(**{key: 100}), memory_settled=100)
         (problem,) = growth["problems"]
         assert problem.startswith(f"{key} grew from ")
         assert growth[key]["per_1000"] == 100_000
-    growth = soak.growth_of(samples(file_kb=100), memory_settled=100)
-    assert growth["problems"] == []
-    assert growth["file_kb"]["per_1000"] == 100_000
+    for key in ("file_kb", "own_kb"):
+        growth = soak.growth_of(samples(**{key: 100}), memory_settled=100)
+        assert growth["problems"] == []
+        assert growth[key]["per_1000"] == 100_000
+
+
+def test_descriptors_of_what_is_under_way_are_no_growth() -> None:
+    found = samples()
+    for number, size in found:
+        size["fds"] += number % 60 + (number >= 300)  # at rest once in 60 samples
+    (problem,) = soak.growth_of(found, memory_settled=100)["problems"]
+    assert problem.startswith("fds grew from 1000 to 1001")
+    for _, size in found[300:]:
+        size["fds"] -= 1
+    assert soak.growth_of(found, memory_settled=100)["problems"] == []
 
 
 def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path: pathlib.Path) -> None:
