@@ -15,6 +15,13 @@ import sys
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
+# It ends when all workers have ended well, and not before.
+_SCHEDULER = """
+import os, sys, time
+count, folder = int(sys.argv[1]), sys.argv[2]
+while not all(os.path.exists(f"{folder}/ended-{rank}") for rank in range(count)):
+    time.sleep(0.02)
+"""
 
 
 class Launcher:
@@ -30,7 +37,7 @@ class Launcher:
 
     def start_scheduler(self) -> None:
         os.environ.update({"MS_ROLE": "MS_SCHED", "RANK_ID": "0"})
-        command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        command = [sys.executable, "-c", _SCHEDULER, str(self.count), self.folder]
         self.scheduler = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -95,6 +95,7 @@ def main() -> None:
         first = False
         write_step(folder, rank, step)
         time.sleep(0.02)
+    (folder / f"ended-{rank}").touch()
     print(f"rank {rank} ended at {step} with {numbers.values[0]:g}", flush=True)
 
 
