@@ -21,7 +21,7 @@ TORCH ?= torch==2.13.0
 TORCH_VERSION ?= $(patsubst torch==%,%,$(firstword $(TORCH)))
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 TESTS ?= tests
-JOBS ?= 4
+JOBS ?= 6
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
 SLICE_S ?= 120
 MUTANTS ?= --count 60 --jobs 2

@@ -423,6 +423,11 @@ _OF: dict[str, dict[str, str]] = {
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
     },
+    "tests/unit/msrun/test_stand_in.py": {
+        "test_a_rank_that_is_stopped_*": (
+            "tests/unit/core/test_hangs.py; test_hangs.py; its limit of 30 s is all that it takes"
+        ),
+    },
     "tests/examples/test_megatron_ttp.py": {
         "test_it_is_saved_by_its_handlers_and_goes_on_from_that": (
             "test_mindio_ttp.py: test_the_dump_is_made_by_the_handlers_*"

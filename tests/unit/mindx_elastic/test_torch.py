@@ -6,17 +6,17 @@ import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
 from mindx_elastic import record, torch_exception_module
 from mindx_elastic.errors import DamagedFileError
+from testbed.processes import Output, environment
 from tests.disks import fill, small_disk
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
 JOB = pathlib.Path(__file__).with_name("torch_job.py")
+LIMIT_S = 120.0  # each rank imports torch where it is no fork of the warm parent
 SLOW = pytest.mark.slow
 # In `make test` test_records.py, test_strategy.py and the test of the document prove the same.
 EXTENDED = pytest.mark.extended
@@ -29,66 +29,60 @@ class Job:
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
         self.checkpoints.mkdir()
-        self.ranks: list[subprocess.Popen] = []
-        self.output: list[list[str]] = []
+        self.ranks: list[Output] = []
+        self.started = 0
 
-    def start(self, world: int = 1, **environment: object) -> None:
+    def start(self, world: int = 1, **settings: object) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        common = {
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": f"{ROOT / 'packages/mindx_elastic'}",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(world),
-            "MINDX_ELASTIC_DIR": str(self.folder / "state"),
-            "MINDX_FAULT_NPUS": str(self.folder / "fault-npus"),
-            "MINDX_TASK_ID": "job-1",
-            **{name: str(value) for name, value in environment.items()},
-        }
-        self.output = [[] for _ in range(world)]
+        common = environment(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            WORLD_SIZE=str(world),
+            MINDX_ELASTIC_DIR=str(self.folder / "state"),
+            MINDX_FAULT_NPUS=str(self.folder / "fault-npus"),
+            **{"MINDX_TASK_ID": "job-1"} | {name: str(value) for name, value in settings.items()},
+        )
+        self.started += 1
         self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-u", JOB, self.checkpoints],
-                env={**common, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+            Output(
+                [sys.executable, str(JOB), str(self.checkpoints)],
+                {**common, "RANK": str(rank)},
+                self.folder / f"output-{self.started}-{rank}",
+                self.folder,
+                warm=True,
             )
             for rank in range(world)
         ]
 
     def until(self, rank: int, line: str) -> None:
-        for one in self.ranks[rank].stdout:
-            self.output[rank].append(one)
-            if one.startswith(line):
-                return
-        pytest.fail(f"rank {rank} ended without {line!r}:\n{''.join(self.output[rank])}")
+        self.ranks[rank].wait_text(line, LIMIT_S)
 
     def signal(self, *ranks: int) -> None:
         for rank in ranks:
-            self.ranks[rank].send_signal(signal.SIGTERM)
+            self.ranks[rank].process.send_signal(signal.SIGTERM)
 
     def wait(self) -> list[int]:
-        for rank, process in enumerate(self.ranks):
-            self.output[rank] += process.stdout.readlines()
-            process.wait()
-            process.stdout.close()
-        return [process.returncode for process in self.ranks]
+        return [one.wait(LIMIT_S).returncode for one in self.ranks]
 
     def text(self, rank: int = 0) -> str:
-        return "".join(self.output[rank])
+        return self.ranks[rank].text
 
-    def run(self, world: int = 1, **environment: object) -> str:
+    def close(self) -> None:
+        for one in self.ranks:
+            one.end()
+
+    def run(self, world: int = 1, **settings: object) -> str:
         """To the end, all of it well. The digests of all ranks."""
-        self.start(world, **environment)
+        self.start(world, **settings)
         codes = self.wait()
         assert codes == [0] * world, self.text()
         return " ".join(
-            line.split()[1] for one in self.output for line in one if line.startswith("digest")
+            line.split()[1]
+            for rank in range(world)
+            for line in self.text(rank).splitlines()
+            if line.startswith("digest")
         )
 
     def record(self, rank: int = 0) -> record.Record:
@@ -104,11 +98,7 @@ class Job:
 def job(tmp_path):
     found = Job(tmp_path)
     yield found
-    for process in found.ranks:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    found.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +108,9 @@ def undisturbed(tmp_path_factory):
 
     def digest(world: int) -> str:
         if world not in known:
-            known[world] = Job(tmp_path_factory.mktemp("undisturbed")).run(world)
+            one = Job(tmp_path_factory.mktemp("undisturbed"))
+            known[world] = one.run(world)
+            one.close()
         return known[world]
 
     return digest
@@ -293,10 +285,10 @@ def test_a_replica_saves_where_the_one_before_it_is_dead(job) -> None:
     job.start(2, PARTIAL=1, MINDX_ELASTIC_STEP_WAIT_S=1)
     job.until(0, "step 4")
     job.until(1, "step 3")
-    job.ranks[0].send_signal(signal.SIGSTOP)
+    job.ranks[0].process.send_signal(signal.SIGSTOP)
     job.signal(1)
-    job.ranks[1].wait()
-    job.ranks[0].kill()
+    job.ranks[1].wait(LIMIT_S)
+    job.ranks[0].process.send_signal(signal.SIGKILL)
     assert job.wait() == [-signal.SIGKILL, -signal.SIGTERM]
     assert job.record(1).state == record.SAVED
     record.check_files(job.record(1))

@@ -15,6 +15,8 @@ import types
 import torch
 import torch.distributed as dist
 
+# Where it is not installed: a fork of the warm parent has the folders that the parent has.
+sys.path.append(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3, "packages/mindx_elastic"))
 from mindx_elastic.torch_exception_module import exception_checkpoint
 
 FOLDER = sys.argv[1]
