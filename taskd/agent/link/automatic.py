@@ -189,12 +189,11 @@ class AutomaticManager:
         again = self._policy.ended(status, now)
         if again:
             log.warning(
-                "the manager of node %d (pid %d) ended with %d: it is started again (%d of %d)",
+                "the manager of node %d (pid %d) ended with %d: it is started again%s",
                 self._node_rank,
                 self._process.pid,
                 status,
-                self._policy.restarts,
-                automatic.MAX_RESTARTS,
+                self._when(now),
             )
         elif status not in (automatic.EXIT_LEFT, automatic.EXIT_PORT_TAKEN):
             log.error(
@@ -205,6 +204,13 @@ class AutomaticManager:
             )
         self._process = None
         return None
+
+    def _when(self, now: float) -> str:
+        """When the next one starts, and how many there still are, where that is worth a word."""
+        wait_s = (self._policy.due_at or now) - now
+        if self._policy.in_vain:
+            return f" in {wait_s:.0f} s ({self._policy.in_vain} of {automatic.MAX_STARTS_IN_VAIN})"
+        return f" in {wait_s:.0f} s: it dies often, manager.log says of what" if wait_s else ""
 
 
 def _is_taken(address: str) -> bool:

@@ -8,7 +8,10 @@ from taskd.core.policy.automatic import (
     EXIT_LEFT,
     EXIT_PORT_TAKEN,
     EXIT_WRONG_SETTINGS,
-    MAX_RESTARTS,
+    MAX_AT_ONCE,
+    MAX_STARTS_IN_VAIN,
+    SPACING_S,
+    WINDOW_S,
     AutomaticManager,
 )
 
@@ -38,17 +41,43 @@ def test_joining_ours_changes_nothing() -> None:
     assert policy.due_at == 110
 
 
-def test_one_that_dies_is_started_again_later_each_time_and_not_for_ever() -> None:
+def test_one_that_never_accepts_the_node_is_started_later_each_time_and_not_for_ever() -> None:
     policy, delays = manager(), []
-    for _ in range(MAX_RESTARTS):
+    for _ in range(MAX_STARTS_IN_VAIN):
         policy.started()
         assert policy.ended(1, 200)
         assert policy.due_at is not None
         delays.append(policy.due_at - 200)
-    assert delays == list(range(MAX_RESTARTS))
+    assert delays == list(range(MAX_STARTS_IN_VAIN))
     policy.started()
     assert not policy.ended(1, 300)
     assert policy.due_at is None
+
+
+def test_one_that_has_served_is_started_at_once_however_often_it_was_before() -> None:
+    policy, now = manager(), 200.0
+    for _ in range(10 * MAX_STARTS_IN_VAIN):
+        policy.started()
+        policy.joined()
+        now += WINDOW_S / MAX_AT_ONCE
+        assert policy.ended(-9, now)
+        assert policy.due_at == now
+        assert policy.in_vain == 0
+
+
+def test_one_that_serves_and_dies_again_and_again_is_started_once_a_minute() -> None:
+    policy = manager()
+    for number in range(2 * MAX_AT_ONCE):
+        policy.started()
+        policy.joined()
+        assert policy.ended(-9, 200.0 + number)
+        due = 200.0 + number if number < MAX_AT_ONCE else 200.0 + number + SPACING_S
+        assert policy.due_at == due
+    policy.started()
+    policy.joined()
+    late = 200.0 + 2 * MAX_AT_ONCE + WINDOW_S
+    assert policy.ended(-9, late)
+    assert policy.due_at == late
 
 
 @pytest.mark.parametrize("status", [EXIT_LEFT, EXIT_WRONG_SETTINGS])
