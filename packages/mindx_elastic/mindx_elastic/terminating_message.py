@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mindx_elastic import breakpoint_files, calls, place
 from mindx_elastic.errors import DamagedFileError, MissingFrameworkError, StepWentOnError
 from mindx_elastic.progress import Progress
-from mindx_elastic.termination import Termination, patience_s
+from mindx_elastic.termination import Termination, patience_s, stuck_after_s
 
 if TYPE_CHECKING:
     from mindx_elastic.progress import Position
@@ -148,7 +148,8 @@ class ExceptionCheckpoint:
         position = self._save(cause)
         if position is not None and self._files.world_size > 1:
             call.ask(cause)
-            call.wait(_LISTEN_S + _TIMES_TO_SAVE * self._patience_s())
+            # No signal has come, and nobody is in a hurry yet.
+            call.wait(_LISTEN_S + _TIMES_TO_SAVE * stuck_after_s(self._longest_s()))
 
     def _save_and_end(self, *, is_late: bool = False) -> None:
         assert self._termination is not None
@@ -220,4 +221,7 @@ class ExceptionCheckpoint:
         )
 
     def _patience_s(self) -> float:
-        return patience_s(self._progress.longest_s if self._progress is not None else 0.0)
+        return patience_s(self._longest_s())
+
+    def _longest_s(self) -> float:
+        return self._progress.longest_s if self._progress is not None else 0.0
