@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tests.mindspore.mindx.training import Training
+from tests.mindspore.jobs import ROOT
+from tests.mindspore.mindx.training import HERE, Training
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="needs MindSpore: make test-mindspore"
@@ -130,3 +131,43 @@ def test_pangu_alpha_goes_on_from_ordinary_checkpoints_where_there_is_no_way(
     job.run(2, **options)
     assert "restore ranks: -1, restore dict: None" in job.text(1)
     assert "flag False 0" in job.text(1)
+
+
+@pytest.mark.timeout(900)
+def test_pangu_alpha_under_our_msrun_agent_goes_on_after_a_kill(training, job, tmp_path) -> None:
+    """The rank that is left waits in AllReduce when the agent ends it, and has little time."""
+    script = tmp_path / "pangu.py"
+    script.write_text(f"""
+import os, runpy, sys
+rank = os.environ["RANK_ID"]
+os.environ["GROUP_INFO_FILE"] = f"{tmp_path}/device{{rank}}/group_info.pb"
+runpy.run_path("{HERE / "pangu.py"}", run_name="__main__")
+""")
+    files = training("pangu.py")  # for its folders alone
+    group_files(files, {0: [0, 1], 1: [0, 1]})
+    environment = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'packages/mindx_elastic'}",
+        "GROUP_INFO_ENV": str(tmp_path / "group_info_env"),
+        "MINDX_ELASTIC_DIR": str(tmp_path / "state"),
+        "MINDX_FAULT_NPUS": str(tmp_path / "fault-npus"),
+    }
+    arguments = [2, script, str(files.checkpoints)]
+    assert job.start(*arguments, MINDX_TASK_ID="undisturbed", **environment).end() == 0, job.output
+    digests = job.digests(2)
+    assert len(digests) == 1
+
+    job.start(*arguments, MINDX_TASK_ID="killed", **environment)
+    while "step 25\n" not in job.said(0):
+        assert job.process.poll() is None, "it ended too soon"
+        time.sleep(0.02)  # a log file cannot be waited for
+    os.kill(job.workers()[1], signal.SIGKILL)
+    assert job.end() == 0, job.output
+    (path,) = (files.checkpoints / "rank_0").glob("*_breakpoint.ckpt")
+    step = int(path.name.removesuffix("_breakpoint.ckpt").split("_")[-1])
+    assert step >= 25
+    for rank in (0, 1):
+        assert 'restore ranks: 0, restore dict: {"0,1": 0}' in job.said(rank)
+        assert f"flag True {step}" in job.said(rank)
+    assert job.digests(2) == digests
+    (record,) = job.records
+    assert record["strategy"] == "restart"

@@ -198,6 +198,27 @@ def test_a_main_thread_that_is_stuck_is_saved_by_the_other_one(training, undistu
     assert training.run() == undisturbed(1)
 
 
+def test_a_long_step_that_ends_while_the_one_before_it_is_saved_is_saved_in_its_place(
+    training, undisturbed
+) -> None:
+    gate, step_gate = training.folder / "gate", training.folder / "step-gate"
+    for one in (gate, step_gate):
+        os.mkfifo(one)
+    training.start(GATE=gate, STEP_GATE=step_gate, SLOW="0@31", MINDX_ELASTIC_STEP_WAIT_S=2)
+    training.until(0, "slow")
+    training.terminate(0)
+    training.until(0, "saving")  # step 30, by the other thread
+    step_gate.write_text("go")
+    training.until(0, "step 31")
+    gate.write_text("go")
+    training.until(0, "saving")
+    gate.write_text("go")
+    assert training.wait() == [ENDED]
+    assert [path.name for path in training.breakpoint_files()] == ["net-1_31_breakpoint.ckpt"]
+    assert record_of(training).step == 31
+    assert training.run() == undisturbed(1)
+
+
 def test_an_evaluation_within_the_training_disarms_nothing(training) -> None:
     training.start(FIT=1)
     training.until(0, "step 30")

@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic import faults, files, groups, place, record
-from mindx_elastic.errors import DamagedFileError
+from mindx_elastic.errors import DamagedFileError, StepWentOnError
 from mindx_elastic.record import Record
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BreakpointFiles:
     def save(self, position: Position, cause: str, progress: Progress) -> None:
         """Write the file, then its record. Raises OSError, DamagedFileError, what MindSpore raises.
 
-        If the optimizer has begun its next step meanwhile, the file is dropped: RuntimeError.
+        If the optimizer has begun its next step meanwhile, the file is dropped: StepWentOnError.
         """
         from mindspore.train.serialization import save_checkpoint  # noqa: PLC0415
 
@@ -75,7 +75,7 @@ class BreakpointFiles:
                 crc_check=self._config.crc_check,
             )
             if not progress.is_unchanged(position):
-                raise RuntimeError("the optimizer went on while the file was written")
+                raise StepWentOnError("the optimizer went on while the file was written")
             target = os.path.join(folder, name)
             files.publish(written, target)
         finally:

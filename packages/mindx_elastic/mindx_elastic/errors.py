@@ -17,3 +17,10 @@ class MissingFrameworkError(MindxElasticError, ImportError):
 
     Install it, or leave the part out.
     """
+
+
+class StepWentOnError(MindxElasticError):
+    """The optimizer has begun the next step, so that what was written is no whole one: save anew.
+
+    Not raised to users.
+    """

@@ -14,9 +14,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic import breakpoint_files, calls, place
-from mindx_elastic.errors import DamagedFileError, MissingFrameworkError
+from mindx_elastic.errors import DamagedFileError, MissingFrameworkError, StepWentOnError
 from mindx_elastic.progress import Progress
-from mindx_elastic.termination import Termination, patience_s
+from mindx_elastic.termination import Termination, patience_s, stuck_after_s
 
 if TYPE_CHECKING:
     from mindx_elastic.progress import Position
@@ -148,11 +148,13 @@ class ExceptionCheckpoint:
         position = self._save(cause)
         if position is not None and self._files.world_size > 1:
             call.ask(cause)
-            call.wait(_LISTEN_S + _TIMES_TO_SAVE * self._patience_s())
+            # No signal has come, and nobody is in a hurry yet.
+            call.wait(_LISTEN_S + _TIMES_TO_SAVE * stuck_after_s(self._longest_s()))
 
-    def _save_and_end(self) -> None:
+    def _save_and_end(self, *, is_late: bool = False) -> None:
         assert self._termination is not None
-        self._save("SIGTERM" if self._termination.has_come else "a call of another rank")
+        cause = "SIGTERM" if self._termination.has_come else "a call of another rank"
+        self._save(cause, is_late=is_late)
         self._termination.saved()
         if self._termination.has_come:
             breakpoint_files.wait_for_periodic_ones()
@@ -161,40 +163,65 @@ class ExceptionCheckpoint:
     def _save_late(self) -> None:
         """In the thread of `Termination`: the main thread is stuck, or in a long step."""
         try:
-            self._save_and_end()
+            self._save_and_end(is_late=True)
         except Exception:  # noqa: BLE001 - the top of a thread: there is nobody above who could be told
             _log.exception("rank %d: the breakpoint file could not be saved", place.rank())
 
-    def _save(self, cause: str) -> Position | None:
+    def _save(self, cause: str, *, is_late: bool = False) -> Position | None:
         """The last whole step into a file, once; what prevents it is logged."""
         with self._lock:
-            if self._progress is None:
+            progress = self._progress
+            if progress is None:
                 return None
-            position = self._progress.position()
-            if position is None:
-                _log.error(
-                    "rank %d: no breakpoint file is written (%s): %s. The next start goes on from "
-                    "an older checkpoint.",
-                    place.rank(),
-                    cause,
-                    self._progress.reason,
-                )
-                return None
-            if position == self._saved_at:
-                return position
+            if is_late and progress.position() is None and progress.is_changing:
+                progress.wait_for_end(self._patience_s())  # the optimizer takes less than a step
             try:
-                self._files.save(position, cause, self._progress)
-            except (OSError, DamagedFileError, RuntimeError, ValueError, TypeError) as error:
-                _log.error(
-                    "rank %d: the breakpoint file could not be saved (%s): %s. The next start goes "
-                    "on from an older checkpoint.",
-                    place.rank(),
-                    cause,
-                    error,
-                )
+                return self._save_last(progress, cause)
+            except StepWentOnError as error:
+                # Only in the thread of `Termination`: the main thread is not stuck. At the end of
+                # its step it waits for our lock, so that this time nothing changes.
+                _log.info("rank %d: %s: the step under way is saved instead", place.rank(), error)
+                progress.wait_for_end(self._patience_s())
+            try:
+                return self._save_last(progress, cause)
+            except StepWentOnError as error:
+                self._say_unsaved(cause, error)
                 return None
-            self._saved_at = position
+
+    def _save_last(self, progress: Progress, cause: str) -> Position | None:
+        """Raises StepWentOnError."""
+        position = progress.position()
+        if position is None:
+            _log.error(
+                "rank %d: no breakpoint file is written (%s): %s. The next start goes on from an "
+                "older checkpoint.",
+                place.rank(),
+                cause,
+                progress.reason,
+            )
+            return None
+        if position == self._saved_at:
             return position
+        try:
+            self._files.save(position, cause, progress)
+        except (OSError, DamagedFileError, RuntimeError, ValueError, TypeError) as error:
+            self._say_unsaved(cause, error)
+            return None
+        self._saved_at = position
+        return position
+
+    @staticmethod
+    def _say_unsaved(cause: str, error: Exception) -> None:
+        _log.error(
+            "rank %d: the breakpoint file could not be saved (%s): %s. The next start goes on from "
+            "an older checkpoint.",
+            place.rank(),
+            cause,
+            error,
+        )
 
     def _patience_s(self) -> float:
-        return patience_s(self._progress.longest_s if self._progress is not None else 0.0)
+        return patience_s(self._longest_s())
+
+    def _longest_s(self) -> float:
+        return self._progress.longest_s if self._progress is not None else 0.0

@@ -36,15 +36,39 @@ _SIGTERM = bytes([signal.SIGTERM])
 STEP_WAIT_ENV = "MINDX_ELASTIC_STEP_WAIT_S"
 _LEAST_WAIT_S = 5.0  # a step may take as long as that without being stuck
 _STEPS_TO_WAIT = 3.0  # times the longest step so far
+# The agent of TaskD that has started this process: when another rank has died it leaves this one
+# min(5, T/6) seconds between SIGTERM and SIGKILL. A fifth is for the end of the step; what is left
+# is for the file.
+_AGENT_ENV, _AGENT_T_ENV = "TASKD_DOOR", "TASKD_FAULT_TIMEOUT"
+_AGENT_T_S = 30.0  # TaskD's default
+_AGENT_GRACE_S, _AGENT_PART_OF_T = 5.0, 1 / 6
+_PART_OF_GRACE = 1 / 5
 _armed: list[Termination] = []  # the one whose handler is installed, for forked children
 
 
 def patience_s(longest_step_s: float) -> float:
-    """How long the end of a step is waited for before it counts as stuck, in seconds."""
+    """How long the end of a step is waited for when SIGTERM has come, in seconds."""
+    if _seconds(STEP_WAIT_ENV) is None and os.environ.get(_AGENT_ENV):
+        # However long a step is: later there is no time to save.
+        t_s = _seconds(_AGENT_T_ENV) or _AGENT_T_S
+        return _PART_OF_GRACE * min(_AGENT_GRACE_S, _AGENT_PART_OF_T * max(0.0, t_s))
+    return stuck_after_s(longest_step_s)
+
+
+def stuck_after_s(longest_step_s: float) -> float:
+    """How long a step may take before it counts as stuck, in seconds."""
+    chosen_s = _seconds(STEP_WAIT_ENV)
+    if chosen_s is not None:
+        return max(0.0, chosen_s)
+    return max(_LEAST_WAIT_S, _STEPS_TO_WAIT * longest_step_s)
+
+
+def _seconds(name: str) -> float | None:
+    """What a variable says; None: nothing, or no number."""
     try:
-        return max(0.0, float(os.environ.get(STEP_WAIT_ENV, "")))
+        return float(os.environ.get(name, ""))
     except ValueError:
-        return max(_LEAST_WAIT_S, _STEPS_TO_WAIT * longest_step_s)
+        return None
 
 
 class Termination:

@@ -68,7 +68,8 @@ class ExceptionHandler:
 
         Args:
             save_func: must not wait for other ranks, some of which may be dead or may not save.
-            args: of save_func; if the first is an integer, it is the number of the step.
+            args: of save_func; if the first is an integer, it is the number of the step, or where
+                this is called once, that of the step from which the training goes on.
             partial_save: in each group only `replicas` live ranks save.
             group_info: groups of ranks that hold the same state; each rank is in one. Without it
                 all ranks do.
@@ -271,6 +272,16 @@ class ExceptionHandler:
             return "an optimizer has changed the parameters since the last call of set_config"
         return None
 
+    def _step(self) -> int:
+        """Of what is saved, for the record, by which the next start compares the ranks.
+
+        Where the script does not say when a step is over, its number is that of the beginning.
+        """
+        first = self._arguments[0] if self._arguments else None
+        if type(first) is not int or first < 0:
+            return self._ended()
+        return first if self._is_told_each_step() else first + self._ended()
+
     def _save(self, cause: str) -> None:
         """Once; what prevents it is logged."""
         with self._lock:
@@ -286,13 +297,11 @@ class ExceptionHandler:
                     reason,
                 )
                 return
-            assert self._steps is not None
-            first = self._arguments[0] if self._arguments else None
             mounted = _mounted()
             order = gasp.Order(
                 save=self._save_func,
                 arguments=self._arguments,
-                step=first if type(first) is int and first >= 0 else self._steps.ended,
+                step=self._step(),
                 groups=self._groups or groups_of_ranks.checked(None, _world_size()),
                 replicas=_at_least_one(self._replicas) if self._partial_save else None,
                 fault_ranks=() if mounted == self._faults_at_start else mounted or (),

@@ -57,6 +57,9 @@ class Says(Callback):
         step = self.base + run_context.original_args().cur_step_num
         if wanted("WAIT_BEFORE", self.rank, step):
             self.wait("before")
+        if wanted("SLOW", self.rank, step):
+            print("slow", flush=True)
+            pass_gate("STEP_GATE")
 
     def on_train_step_end(self, run_context):
         step = self.base + run_context.original_args().cur_step_num
@@ -83,10 +86,15 @@ def gated_save(original):
         original(obj, name, *args, **kwargs)
         if "breakpoint" in name:
             print("saving", flush=True)
-            with open(os.environ["GATE"]) as gate:
-                gate.read()
+            pass_gate("GATE")
 
     return save
+
+
+def pass_gate(name: str) -> None:
+    """Wait until the test writes to it."""
+    with open(os.environ[name]) as gate:
+        gate.read()
 
 
 def main() -> None:

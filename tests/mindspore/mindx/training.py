@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -65,15 +66,18 @@ class Training:
 
     def _process(self, environment, arguments, log):
         """`log`: the name of a file; None: the test reads what it says."""
-        target = subprocess.PIPE if log is None else open(self.folder / log, "w")  # noqa: SIM115
-        return subprocess.Popen(
-            [sys.executable, "-u", self.script, self.checkpoints, *arguments],
-            env=environment,
-            cwd=self.folder,
-            stdout=target,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with contextlib.ExitStack() as stack:
+            target = subprocess.PIPE
+            if log is not None:
+                target = stack.enter_context(open(self.folder / log, "w"))
+            return subprocess.Popen(
+                [sys.executable, "-u", self.script, self.checkpoints, *arguments],
+                env=environment,
+                cwd=self.folder,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
 
     def until(self, rank: int, line: str) -> None:
         for one in self.ranks[rank].stdout:

@@ -1,12 +1,13 @@
 """The modules of mindx_elastic: who imports what, how long they are; the README is true."""
 
 import ast
+import importlib
 import pathlib
 import re
 
 import pytest
 
-from tests.unit.test_docs import rows, text_of, visible
+from tests.unit.test_docs import rows, section, text_of, visible
 from tests.unit.test_layers import MAX_LINES, long_functions
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -127,3 +128,18 @@ def test_the_readme_can_be_read_in_100_columns_and_names_the_default_place() -> 
     defaults = {row[0].strip("`"): row[1] for row in rows(README.partition("## Settings")[2])}
     assert defaults["MINDX_FAULT_NPUS"] == "`/user/restore/fault/config/fault-npus`"
     assert defaults["MINDX_ELASTIC_HANDOVER_S"] == "120"
+
+
+def test_every_promised_name_is_there_and_every_documented_module_is_promised() -> None:
+    promised = section("docs/compat.md", "Elastic Agent").partition("promised")[2]
+    names = [row for row in rows(promised) if row[0].startswith("`mindx_elastic.") and row[1]]
+    assert names
+    modules = set()
+    for name, meaning in names:
+        module, _, attribute = name.strip("`").rpartition(".")
+        modules.add(module)
+        owner = getattr(importlib.import_module(module), attribute)
+        for own in re.findall(r"`(\w+)(?:\(\))?`", meaning):
+            assert hasattr(owner, own), f"{name}: {own}"
+    documented = re.findall(r"(?m)^from (mindx_elastic\S*) import", README)
+    assert set(documented) <= modules

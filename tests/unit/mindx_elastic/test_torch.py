@@ -322,6 +322,26 @@ def test_two_ranks_that_saved_different_steps_are_not_gone_on_from(job) -> None:
     assert f"goes on from step {one.step + 1} of ranks 1" in job.text(1)
 
 
+@SLOW
+@pytest.mark.parametrize(
+    ("hangs", "steps", "said"),
+    [
+        ("0@6 1@7", [6, 7], "no dying gasp is loaded"),
+        ("0@6 1@6", [6, 6], "goes on from step 6 of ranks 0,1"),
+    ],
+)
+def test_set_config_once_records_how_many_steps_each_rank_has_done(job, hangs, steps, said) -> None:
+    job.start(2, HOW="once", ALONE=1, HANG=hangs, MINDX_ELASTIC_STEP_WAIT_S=0.2)
+    for rank in (0, 1):
+        job.until(rank, "hangs")
+    job.signal(0, 1)
+    assert job.wait() == [-signal.SIGTERM] * 2
+    assert [job.record(rank).step for rank in (0, 1)] == steps
+    job.run(2, ALONE=1, GROUPS_ONLY=1)
+    for rank in (0, 1):
+        assert said in job.text(rank)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
