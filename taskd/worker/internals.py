@@ -23,6 +23,9 @@ LOST = {
         "replaced"
     ),
     "the numbers of process groups": ("a death while groups are created may restart all processes"),
+    "the modes of a thread": (
+        "an interrupt in the middle of no_grad(), autocast() or the like may leave it switched on"
+    ),
     "the parameter groups of FSDP2": (
         "a rank that a recovery interrupts loses its state, which comes from another copy, from "
         "node memory, or from the last checkpoint"

@@ -32,6 +32,7 @@ from taskd.worker.process.gate import Gate
 from taskd.worker.process.groups import Groups
 from taskd.worker.process.imports import Imports
 from taskd.worker.process.interrupt import MainThreadInterrupter
+from taskd.worker.process.modes import Modes
 from taskd.worker.process.orders import Orders
 from taskd.worker.process.outer_group import OuterGroup
 from taskd.worker.process.pulse import Pulse
@@ -83,6 +84,7 @@ class Runtime(Supervisor):
         self._is_restarted = bootstrap.generation > 0 and not bootstrap.gated
         self._began_at = time.monotonic()
         self._declared = self._entered = False
+        self._modes = Modes()
         self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
 
     def start(self) -> None:
@@ -137,6 +139,7 @@ class Runtime(Supervisor):
     def enter(self) -> None:
         """The main thread is about to run the function: tell the agent, the first time."""
         self.life.mark(Phase.ENTERED)
+        self._modes.begin()
         if not self._entered:
             self._entered = True
             self._interrupter.check()
