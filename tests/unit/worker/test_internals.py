@@ -21,6 +21,7 @@ from taskd.worker import internals
 from taskd.worker.objects import rollback, shards, units
 from taskd.worker.process import flight
 from taskd.worker.process import groups as groups_module
+from taskd.worker.process.modes import Modes
 from taskd.worker.state import buckets, data_order, phases, randoms
 from taskd.worker.train_state import TrainState
 
@@ -264,3 +265,16 @@ def test_without_knowing_whether_an_optimizer_is_complete(monkeypatch, said) -> 
         inside.setattr(torch.optim, "SGD", lambda _parameters: object())
         assert roles._checked_optimizer("state", "optimizer", optimizer) is optimizer
     assert said() == ["whether an optimizer is complete"]
+
+
+def test_without_the_modes_of_a_thread(monkeypatch, said) -> None:
+    modes = Modes()
+    monkeypatch.delattr(torch._C, "_is_multithreading_enabled")
+    monkeypatch.delattr(torch._C, "_len_torch_function_stack")
+    modes.begin()
+    assert said() == ["the modes of a thread"]
+    with torch.device("meta"):
+        torch.set_grad_enabled(False)
+        modes.begin()
+        assert torch.is_grad_enabled()
+    assert said() == ["the modes of a thread"]
