@@ -212,17 +212,23 @@ def test_a_process_whose_clean_handler_fails_is_replaced(
         assert replaced(job) == {0, 2}
 
 
-@pytest.mark.parametrize("bad", ["start twice", "end without start"])
-def test_steps_that_are_counted_wrongly_are_named_and_recovered(
-    tmp_path: pathlib.Path, digest: Callable[[str], str], bad: str
+@pytest.mark.parametrize(("bad", "said", "anew"), [
+    ("start twice", "it was called twice", {2}),
+    # an interrupt could meet the optimizer while it writes: nobody's copy is gone on from
+    ("end without start", "and not begun", set(RANKS)),
+])  # fmt: skip
+def test_steps_that_are_counted_wrongly_are_named_and_end_well(
+    tmp_path: pathlib.Path,
+    digest: Callable[[str], str],
+    bad: str,
+    said: str,
+    anew: set[int],
 ) -> None:
     with harness.job(tmp_path, FAULTS="2@5:forward:kill", BAD=bad, **PATHS) as job:
         finished = run(job, faults=1)
-        assert {"start twice": "it was called twice", "end without start": "and not begun"}[
-            bad
-        ] in finished.output
+        assert said in finished.output
         assert job.digests() == dict.fromkeys(RANKS, digest("whole"))
-        assert replaced(job) == {2}
+        assert replaced(job) == anew
 
 
 def test_without_a_manager_training_goes_on_and_a_fault_restarts_all(

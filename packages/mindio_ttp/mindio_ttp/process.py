@@ -58,6 +58,7 @@ class Process:
     step_args: Any = None
     state: State | None = None  # None: no step is counted
     is_updating: bool = False
+    refusal: str = ""  # why no copy of this process can be gone on from, in any entry
     # It is new, and takes the place of one that died; and the script has asked whether it is.
     is_replacement: bool = False
     has_asked: bool = False

@@ -106,6 +106,8 @@ class Training:
             self._repair(state, handover, sources)
         else:
             state.restore()
+        if me.refusal:
+            state.refuse(me.refusal)
         me.state = state
         self._incomplete = 0
 

@@ -257,6 +257,24 @@ def test_training_goes_on_and_its_copy_is_none(job, caplog, prepare, why):
     assert why in report.reason
 
 
+def test_a_copy_that_an_interrupt_could_meet_half_written_is_none(job):
+    """Nobody says when the optimizer begins to write, so nothing holds interrupts off then."""
+    start()
+
+    def train(_args):
+        ttp.tft_end_updating_os(1)
+        raise Interrupted("a fault in the middle of the next optimizer.step()")
+
+    training = Training(train, [0], {})
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (1, False)
+    assert "tft_start_updating_os" in report.reason
+    training._func = steps(2, then=Interrupted("a fault"))
+    job.resume(1)
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (2, False), "the script is still the same"
+
+
 def test_a_decorated_function_before_init_process_group_is_not_recovered(record, caplog):
     job = Job(world_size=2)
     try:

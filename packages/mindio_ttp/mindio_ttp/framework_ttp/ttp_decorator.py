@@ -165,8 +165,12 @@ def tft_end_updating_os(step: int) -> None:
         warn_once(
             "tft_end_updating_os",
             f"step {step} has ended and not begun: call tft_start_updating_os before the optimizer "
-            "writes, or a fault meanwhile costs the job its state",
+            "writes; as it is, a fault of one process restarts all of them",
         )
+        # Nothing holds interrupts off while the optimizer writes, and nothing tells of a copy that
+        # one has left half written. The next step is not begun either, in this entry or another.
+        record.refusal = "a step ended without tft_start_updating_os"
+        record.state.refuse(record.refusal)
     elif step <= record.state.step:
         warn_once(
             "tft_end_updating_os",
