@@ -198,7 +198,9 @@ class Training:
     def _leave(self, life: Life, error: BaseException) -> None:
         """The entry was left before its end: stop, clean, and what that says of the memory."""
         report = self._classify(error)
-        is_damaged = report in reports.MEMORY_IS_DAMAGED
+        is_damaged = isinstance(error, RuntimeError) and reports.tells_of_damage(
+            str(error), self._process.rules
+        )
         with undisturbed(life):
             self._stop("in the main thread")
             answer = self._clean(is_damaged=is_damaged)

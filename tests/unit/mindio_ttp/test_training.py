@@ -40,8 +40,8 @@ def called(record):
     return called
 
 
-def start(rank=0, world=1):
-    ttp.tft_init_processor(rank, world, False, False)
+def start(rank=0, world=1, *, enable_uce=True):
+    ttp.tft_init_processor(rank, world, False, False, enable_uce=enable_uce)
     ttp.tft_start_processor("127.0.0.1", 8000)
     group = {"rank_list": list(range(world)), "replica_cnt": world, "replica_shift": 0}
     ttp.tft_set_optimizer_replica(rank, [group])
@@ -133,6 +133,18 @@ def test_a_damaged_memory_is_no_copy_unless_it_was_made_whole(
     _, report = enter(job, Training(steps(4, then=RuntimeError(text)), [0], {}))
     assert (report.version, report.clean) == (4, is_clean)
     assert told == [is_uce]
+
+
+def test_without_enable_uce_a_damaged_memory_is_reported_as_unknown_and_is_no_copy(
+    job, record, caplog
+):
+    start(enable_uce=False)
+    told = []
+    ttp.tft_register_clean_handler(lambda *given: told.append(given[0]))
+    with caplog.at_level(logging.INFO):
+        _, report = enter(job, Training(steps(4, then=RuntimeError("UCE ERROR")), [0], {}))
+    assert (report.version, report.clean, told) == (4, False, [True])
+    assert "UCE ERROR: RS_UNKNOWN" in caplog.text
 
 
 def fail(*_):
