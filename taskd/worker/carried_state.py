@@ -8,7 +8,6 @@ or written here. It is the only state of its recoverable function.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from taskd.errors import StateError
@@ -20,7 +19,7 @@ from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.holding import Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from taskd.worker.life import Life
     from taskd.worker.state.carrier import Carrier
@@ -48,7 +47,7 @@ class CarriedState:
             raise StateError(message)
         self._life = life
         self._holding = Holding(name, Roles.sort(name, {}), shard_id or None)
-        self._holding.carrier = carrier
+        self._holding.carrier = self._carrier = carrier
         self._refusal = ""
         life.keeps_groups = True
         life.records.states[name] = self._holding
@@ -64,9 +63,17 @@ class CarriedState:
         At a start there is nothing to move; until the first step is finished, a fault starts all
         processes anew, as nobody knows which step the script has begun with.
 
-        Raises: what the carrier raises.
+        Raises:
+            RuntimeError: this rank is damaged, and its plan was made before that was known.
+
+        And what the carrier raises.
         """
-        restored = restore(self._life, self._holding)
+        life, damage = self._life, self._carrier.damage
+        if damage and life.plan.version is not None and not life.plan.receives(life.rank):
+            self.spoil(damage)
+            message = f"rank {life.rank}: {damage}; and it is not to receive what another one holds"
+            raise RuntimeError(message)
+        restored = restore(life, self._holding)
         if restored.version is None:
             self._holding.problem = _NO_STEP
         return restored
@@ -108,18 +115,14 @@ class CarriedState:
         version = max(number, (records.version or 0) + 1)
         holding.step, records.version = number - 1, version - 1
         holding.problem = self._refusal
+        if self._carrier.damage:  # in this order: a thread that reports it writes it there first
+            holding.problem = self._carrier.damage
         training_step.commit(self._life, holding)
 
 
-@contextmanager
-def undisturbed(life: Life) -> Iterator[None]:
-    """Interrupts are held off within: something must not be left half done."""
-    interrupts = life.interrupts
-    before, interrupts.is_held = interrupts.is_held, True
-    try:
-        yield
-    finally:
-        interrupts.is_held = before
+def hold_interrupts(life: Life) -> None:
+    """From here to the end of the entry no interrupt is raised, however it is left."""
+    life.interrupts.is_held = True
 
 
 def ask_all(life: Life, subject: str, text: str, *, within_s: float) -> list[str]:

@@ -58,6 +58,8 @@ class Process:
     step_args: Any = None
     state: State | None = None  # None: no step is counted
     is_updating: bool = False
+    # What is wrong with the memory of this rank; only a repair that has come to its end mends it.
+    damage: str = ""
     refusal: str = ""  # why no copy of this process can be gone on from, in any entry
     # It is new, and takes the place of one that died; and the script has asked whether it is.
     is_replacement: bool = False

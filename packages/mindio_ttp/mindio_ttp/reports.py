@@ -64,6 +64,22 @@ def tells_of_damage(text: str, rules: Sequence[Rule] = ()) -> bool:
     return is_said_so or _UCE in text or _MULTI_BIT in text
 
 
+def chain_of(error: BaseException) -> list[BaseException]:
+    """The exception and all that it has replaced, the newest first.
+
+    An interrupt may come while a script handles the error of its device; then the error is only
+    what the interrupt has behind it.
+    """
+    chain: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and not any(one is other for other in chain):
+            chain.append(one)
+            waiting += [one.__cause__, one.__context__]
+    return chain
+
+
 def classify(
     text: str,
     *,

@@ -27,7 +27,7 @@ from mindio_ttp.carrier import Handover
 from mindio_ttp.names import ReportState
 from mindio_ttp.notices import warn_once
 from mindio_ttp.replicas import ReplicaGroup
-from taskd.worker.carried_state import CarriedState, ask_all, on_stop, undisturbed
+from taskd.worker.carried_state import CarriedState, ask_all, hold_interrupts, on_stop
 from taskd.worker.life import Life, current
 
 if TYPE_CHECKING:
@@ -52,9 +52,8 @@ class Training:
         self._func, self._args, self._kwargs = func, args, kwargs
         self._process = process.current()
         self._incomplete = 0
-        self._is_damaged = False  # the memory of this rank, which is to receive all of it
         self._stopping = threading.Lock()
-        self._is_stopped = False
+        self._is_stopped = self._has_left = False
         self._state: CarriedState | None = None  # of the present entry
 
     @property
@@ -68,17 +67,27 @@ class Training:
         life = current()
         if life is None:
             return self._func(*self._args, **self._kwargs)
-        self._is_stopped, self._state = False, None
+        self._is_stopped, self._has_left, self._state = False, False, None
+        try:
+            return self._run(life)
+        except taskd.Interrupted as interrupt:
+            if not self._has_left:  # it came before interrupts were held off
+                self._leave(life, interrupt)
+            raise
+        finally:
+            self._process.state, self._process.is_updating = None, False
+
+    def _run(self, life: Life) -> Any:
         try:
             self._begin(life)
             return self._func(*self._args, **self._kwargs)
-        except (SystemExit, KeyboardInterrupt):
+        except (SystemExit, KeyboardInterrupt) as error:
+            self._note_damage(error)  # the job may be saved yet
+            self._spoil()
             raise
         except BaseException as error:
             self._leave(life, error)
             raise
-        finally:
-            self._process.state, self._process.is_updating = None, False
 
     # ------------------------------------------------------------------ before the function
 
@@ -103,7 +112,7 @@ class Training:
             warn_once("mindio_ttp", f"{refusal}: a fault of one process restarts all of them")
             state.refuse(refusal)
         elif is_recovery:
-            self._repair(state, handover, sources)
+            self._repair(state, sources)
         else:
             state.restore()
         if me.refusal:
@@ -173,11 +182,10 @@ class Training:
             )
         return ""
 
-    def _repair(self, state: CarriedState, handover: Handover, sources: dict[int, int]) -> None:
+    def _repair(self, state: CarriedState, sources: dict[int, int]) -> None:
         """Process groups, what is missing, and the place in the data."""
         me, handlers = self._process, self._process.handlers
         me.repair_type = "recover" if sources else "retry"
-        handover.is_damaged = self._is_damaged
         if not handlers.has("rollback"):
             warn_once(
                 "tft_register_rollback_handler",
@@ -185,9 +193,9 @@ class Training:
             )
         handlers.call_limited("rebuild", sorted(sources), self.step_args, self._context("rebuild"))
         state.restore()
-        me.repair_step = state.step
+        me.repair_step, me.damage = state.step, ""
         handlers.call_limited("rollback", state.step, self.step_args, self._context("rollback"))
-        self._is_damaged = me.is_replacement = False
+        me.is_replacement = False
 
     def _context(self, name: str) -> Any:
         handlers = self._process.handlers
@@ -197,41 +205,55 @@ class Training:
 
     def _leave(self, life: Life, error: BaseException) -> None:
         """The entry was left before its end: stop, clean, and what that says of the memory."""
-        report = self._classify(error)
-        is_damaged = isinstance(error, RuntimeError) and reports.tells_of_damage(
-            str(error), self._process.rules
-        )
-        with undisturbed(life):
-            self._stop("in the main thread")
-            answer = self._clean(is_damaged=is_damaged)
+        hold_interrupts(life)
+        me = self._process
+        before = me.damage
+        self._note_damage(error)
+        self._stop("in the main thread")
+        answer = self._clean(is_damaged=bool(me.damage))
         if answer == _CLEAN_FAILED:
             log.error("the clean handler could not clean up: this process ends, to be replaced")
             raise SystemExit(1)
-        if is_damaged and answer != _CLEAN_IS_ENOUGH:
-            self._is_damaged = True
-            if self._state is not None:
-                self._state.spoil(f"{report.name}: the memory of this rank is damaged")
+        if answer == _CLEAN_IS_ENOUGH:
+            # of this error; steps that were done after an earlier report are not made whole by it
+            me.damage = before
+        self._spoil()
+        self._has_left = True
 
-    def _classify(self, error: BaseException) -> ReportState:
-        """What the exception says of this process."""
+    def _note_damage(self, error: BaseException) -> None:
+        """Report the error, and what it or one that it has replaced says of the memory."""
+        me = self._process
+        told = [one for one in reports.chain_of(error) if isinstance(one, RuntimeError)
+                and reports.tells_of_damage(str(one), me.rules)]  # fmt: skip
+        if told:
+            me.damage = f"the memory of this rank is damaged: {told[0]}"
+        self._report(told[0] if told else error)
+
+    def _spoil(self) -> None:
+        if self._process.damage and self._state is not None:
+            self._state.spoil(self._process.damage)
+
+    def _report(self, error: BaseException) -> None:
+        """Into the log: by which code this error is known."""
         if not isinstance(error, RuntimeError):
-            return ReportState.RS_NORMAL if isinstance(error, taskd.Interrupted) else (
-                ReportState.RS_UNKNOWN
-            )  # fmt: skip
-        processor = self._process.processor
-        report = reports.classify(
-            str(error),
-            is_uce_enabled=processor is not None and processor.is_uce_enabled,
-            can_repair=lambda time_us: time_us is not None and utils.tft_can_do_uce_repair(time_us),
-            rules=self._process.rules,
-        )
+            return
+        me = self._process
+        try:
+            report = reports.classify(
+                str(error),
+                is_uce_enabled=me.processor is not None and me.processor.is_uce_enabled,
+                can_repair=lambda us: us is not None and utils.tft_can_do_uce_repair(us),
+                rules=me.rules,
+            )
+        except Exception:  # of the script; what follows must be done all the same
+            log.exception("a rule of the script (tft_register_exception_handler) has failed")
+            report = reports.Report(ReportState.RS_UNKNOWN)
         if report.state is ReportState.RS_PREREPAIR_FINISH:
             log.warning(
                 "the function has raised 'ARF FINISH' in a process that is repaired: the rebuild "
                 "handler is to take back what tft_is_reboot_node() has said"
             )
         log.info("%s: %s, code %r", error, report.state.name, report.code)
-        return report.state
 
     def _stop(self, where: str) -> None:
         """Once for each fault."""

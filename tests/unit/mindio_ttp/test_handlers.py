@@ -54,9 +54,8 @@ def test_a_rank_that_neither_sends_nor_receives_is_not_asked(record, called, ran
 
 def test_a_damaged_memory_is_to_be_built_anew(record, called):
     ttp.tft_register_repair_handler(lambda *given: called.append(given))
-    carrier = handover(record, 1)
-    carrier.is_damaged = True
-    carrier.move(7, MOVES)
+    record.damage = "RS_UCE: reported by the script"
+    handover(record, 1).move(7, MOVES)
     ((_, need_rebuild, _, info, _, _),) = called
     assert need_rebuild is True
     assert info["repair_type"] == ttp.RepairType.RT_UCE_HIGHLEVEL.value

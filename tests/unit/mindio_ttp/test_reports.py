@@ -2,7 +2,7 @@
 
 import pytest
 from mindio_ttp.names import ReportState
-from mindio_ttp.reports import Report, Rule, classify, tells_of_damage
+from mindio_ttp.reports import Report, Rule, chain_of, classify, tells_of_damage
 
 
 def state_of(text, *, is_uce_enabled=True, can_repair=lambda _: True, rules=()):
@@ -52,6 +52,13 @@ def test_a_memory_is_damaged_whatever_is_reported_of_it(text, is_damaged):
 
     rules = [Rule("PRECISION", ReportState.RS_UCE, fail), Rule("LINK", ReportState.RS_RETRY, fail)]
     assert tells_of_damage(text, rules) is is_damaged
+
+
+def test_the_chain_of_an_exception_has_all_that_it_has_replaced():
+    cause, replaced, last = OSError("cause"), RuntimeError("UCE ERROR"), ValueError("last")
+    last.__context__, last.__cause__ = replaced, cause
+    replaced.__context__ = last  # a circle, which python itself does not make
+    assert chain_of(last) == [last, cause, replaced]
 
 
 def test_the_code_of_the_device_and_the_rules_of_the_script():

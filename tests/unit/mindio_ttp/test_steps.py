@@ -68,9 +68,16 @@ def test_a_processor_that_is_destroyed_in_between_recovers_nothing_more(steps):
     assert steps.calls == [("refuse", "tft_destroy_processor was called")]
 
 
-def test_a_damaged_memory_that_is_reported_spoils_the_copy(steps):
+def test_a_damaged_memory_that_is_reported_spoils_the_copy(steps, record):
     ttp.tft_report_error(ttp.ReportState.RS_HCCL_FAILED)
+    assert record.damage == ""
     ttp.tft_report_error(ttp.ReportState.RS_UCE.value)
     ((what, why),) = steps.calls
     assert what == "spoil"
     assert "RS_UCE" in why
+    assert record.damage == why
+
+
+def test_one_that_is_reported_where_no_step_is_counted_is_not_forgotten(record):
+    ttp.tft_report_error(ttp.ReportState.RS_UCE_CORRUPTED)
+    assert "RS_UCE_CORRUPTED" in record.damage

@@ -12,6 +12,7 @@ from mindio_ttp.training import Training
 
 from taskd.core.commands import Move
 from taskd.errors import Interrupted
+from taskd.worker.restore import exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
@@ -177,6 +178,86 @@ def test_an_exception_of_the_scripts_own_rule_is_reported_to_it(job, record):
     _, report = enter(job, Training(steps(1, then=RuntimeError("PRECISION ERROR")), [0], {}))
     assert told == ["PRECISION ERROR"]
     assert not report.clean
+
+
+# ---------------------------------------------------------------------- a damaged memory
+
+
+def test_a_rule_that_fails_makes_the_report_unknown_and_the_memory_no_better(job, called, caplog):
+    start()
+    ttp.tft_register_exception_handler("PRECISION", "RS_UCE", fail)
+    _, report = enter(job, Training(steps(1, then=RuntimeError("PRECISION ERROR")), [0], {}))
+    assert (report.version, report.clean) == (1, False)
+    assert [name for name, *_ in called] == ["stop", "clean"]
+    assert "a rule of the script (tft_register_exception_handler) has failed" in caplog.text
+
+
+def replaced_by(interrupt):
+    """As an interrupt that comes while the script handles the error of its device."""
+
+    def train(_args):
+        steps(1)(0)
+        try:
+            raise RuntimeError("UCE ERROR")
+        finally:
+            raise interrupt
+
+    return train
+
+
+@pytest.mark.parametrize("interrupt", [Interrupted("a fault elsewhere"), SystemExit(1)])
+def test_a_memory_fault_that_another_exception_has_replaced_is_none_the_less_one(job, interrupt):
+    start()
+    error, report = enter(job, Training(replaced_by(interrupt), [0], {}))
+    assert error is interrupt
+    assert (report.version, report.clean) == (1, False)
+
+
+def test_an_interrupt_before_interrupts_are_held_off_skips_nothing(job, called, monkeypatch):
+    start()
+    interrupts = [Interrupted("a fault elsewhere")]
+
+    def hold(life):
+        if interrupts:
+            raise interrupts.pop()
+        life.interrupts.is_held = True
+
+    monkeypatch.setattr("mindio_ttp.training.hold_interrupts", hold)
+    error, report = enter(job, Training(steps(1, then=RuntimeError("UCE ERROR")), [0], {}))
+    assert isinstance(error, Interrupted)
+    assert [name for name, *_ in called] == ["stop", "clean"]
+    assert (report.version, report.clean) == (1, False)
+
+
+def report_and_go_on(_args):
+    steps(1)(0)
+    ttp.tft_report_error(ttp.ReportState.RS_UCE)
+    steps(2)(0)
+    raise Interrupted("a fault elsewhere")
+
+
+def test_a_damage_that_was_reported_is_whole_again_when_all_has_been_received(
+    job, called, monkeypatch
+):
+    """A step that is finished meanwhile does not mend it, and a plan that keeps it is refused."""
+    start()
+    training = Training(report_and_go_on, [0], {})
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (2, False)
+    training._func = steps(3)
+    job.resume(2)
+    error, report = enter(job, training)
+    assert "is not to receive" in str(error)
+    assert (report.version, report.clean) == (2, False)
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    job.life.job_size = job.life.world_size = 1
+    job.resume(2, {0: Move(0, source=1)})
+    called.clear()
+    _, report = enter(job, training)
+    (told,) = [given for name, *given in called if name == "repair"]
+    assert told[1] is True
+    assert told[3]["repair_type"] == ttp.RepairType.RT_UCE_HIGHLEVEL
+    assert (report.version, report.clean, process.current().damage) == (3, True, "")
 
 
 # ---------------------------------------------------------------------- a replacement

@@ -25,7 +25,7 @@ class Memory:
     """A carrier that notes what it is asked for."""
 
     def __init__(self, fails_at=""):
-        self.calls, self.fails_at = [], fails_at
+        self.calls, self.fails_at, self.damage = [], fails_at, ""
 
     def _note(self, *call):
         self.calls.append(call)
@@ -131,6 +131,36 @@ def test_what_is_spoiled_or_refused_is_no_copy_until_it_is_made_whole(job):
     _, report = job.enter(refused)
     assert (report.version, report.clean) == (2, False)
     assert "not asked for" in report.reason
+
+
+def test_no_step_mends_what_is_damaged(job):
+    job.resume(None)
+    memory = Memory()
+
+    def damaged(state):
+        memory.damage = "memory fault"
+        state.begin_update()
+        state.end_update(2)
+
+    _, report = job.enter(entry(memory, 1, then=damaged))
+    assert (report.version, report.clean) == (2, False)
+    assert "memory fault" in report.reason
+
+
+def test_one_that_is_damaged_and_was_not_to_receive_is_not_gone_on_with(job):
+    """It was said too late for the plan: behind the word with which this rank has stopped."""
+    job.resume(None)
+    memory = Memory()
+    job.enter(entry(memory, 1))
+    memory.damage = "memory fault"
+    job.resume(1)
+
+    def kept():
+        with pytest.raises(RuntimeError, match=r"rank 0: memory fault.*is not to receive"):
+            entry(memory, 2)()
+
+    _, report = job.enter(kept)
+    assert (report.version, report.clean) == (1, False)
 
 
 def test_a_torn_copy_stays_torn_when_the_next_entry_is_interrupted_before_it_is_restored(job):
