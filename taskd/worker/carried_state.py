@@ -132,9 +132,10 @@ def ask_all(life: Life, subject: str, text: str, *, within_s: float) -> list[str
     meanwhile.
 
     Raises:
-        TimeoutError: not all ranks have come here `within_s` seconds.
+        TimeoutError: not all ranks have come here within `within_s` seconds. It is raised on all
+            ranks, also on those that come later.
     """
-    return Agreement(life, subject, within_s=within_s).gather(text)
+    return Agreement(life, subject).gather_within(text, within_s)
 
 
 def on_stop(life: Life, function: Callable[[], None]) -> None:

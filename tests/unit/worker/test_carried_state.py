@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -252,6 +253,47 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_is_said(job):
             ask_all(job.life, "subject", "text", within_s=0.1)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def ask():
+    """What each of three ranks is answered: ask(rank, within_s). They share a store."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def ask(rank, within_s):
+        life = Life(rank=rank, world_size=3, incarnation=0)
+        try:
+            return ask_all(life, "subject", f"text {rank}", within_s=within_s)
+        except TimeoutError as error:
+            return str(error)
+
+    yield ask
+    dist.destroy_process_group()
+
+
+def at_once(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(60) for one in [pool.submit(*call) for call in calls]]
+
+
+def test_ranks_that_come_together_are_told_what_all_have_said(ask):
+    assert at_once((ask, 0, 60), (ask, 1, 60), (ask, 2, 60)) == [["text 0", "text 1", "text 2"]] * 3
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_comes_late_gives_up_as_the_others_did(ask, late):
+    """All texts are there then; whoever believed in them would wait for the others for ever."""
+    early = [rank for rank in range(3) if rank != late]
+    (first, second) = at_once(*((ask, rank, 0.1) for rank in early))
+    assert first == second == ask(late, 60)
+    assert f"has waited 0.1 s for ranks {late} " in first
+
+
+def test_who_has_no_time_left_follows_what_is_agreed(ask):
+    store = dist.distributed_c10d._get_default_store()
+    for rank in (1, 2):
+        store.set(f"taskd/subject/0/1/1/{rank}", f"text {rank}")
+    assert ask(0, 0.0) == ask(1, 0.0) == ask(2, 0.0) == ["text 0", "text 1", "text 2"]
 
 
 class NoGroups:
