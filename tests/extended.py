@@ -433,6 +433,9 @@ _OF: dict[str, dict[str, str]] = {
             "[whole-*]; tests/process/test_sharded.py: the vote"
         ),
         "test_the_dump_is_made_by_the_handlers_*[[]whole-*": "[parts-*]",
+        "test_what_cannot_be_repaired_in_place_is_saved_*": (
+            "tests/unit/core/test_broken.py; tests/unit/mindio_ttp/test_training.py"
+        ),
         "test_a_dump_that_a_handler_cannot_write_is_none": (
             "tests/unit/worker/test_carried_state.py; tests/unit/mindio_ttp/test_handlers.py"
         ),

@@ -8,8 +8,11 @@ or written here. It is the only state of its recoverable function.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from taskd.config.job import fault_timeout
+from taskd.core.timeouts import Timeouts
 from taskd.errors import StateError
 from taskd.worker.life import current
 from taskd.worker.objects.roles import Roles
@@ -125,16 +128,18 @@ def hold_interrupts(life: Life) -> None:
     life.interrupts.is_held = True
 
 
-def ask_all(life: Life, subject: str, text: str, *, within_s: float) -> list[str]:
+def ask_all(life: Life, subject: str, text: str, *, within_s: float | None) -> list[str]:
     """The texts of all ranks that are not "", in their order; every rank calls it at this place.
 
     It needs the store of the default process group, and no collective. An interrupt may be raised
-    meanwhile.
+    meanwhile. `within_s` None: as long as a new process may take until it has come to its function.
 
     Raises:
         TimeoutError: not all ranks have come here within `within_s` seconds. It is raised on all
             ranks, also on those that come later.
     """
+    if within_s is None:
+        within_s = Timeouts.derive(fault_timeout(os.environ)).start_s
     return Agreement(life, subject).gather_within(text, within_s)
 
 

@@ -149,6 +149,22 @@ def test_the_dump_is_made_by_the_handlers_and_the_next_start_goes_on_from_it(
         assert steps == set(range(1, 13))
 
 
+def test_what_cannot_be_repaired_in_place_is_saved_where_that_is_allowed(
+    tmp_path: pathlib.Path,
+) -> None:
+    with harness.job(
+        tmp_path,
+        FAULTS="1@5:forward:kill",
+        WITHOUT="repair",
+        TASKD_RECOVER_STRATEGY="recover-in-place,dump",
+        **PATHS,
+    ) as job:
+        finished = run(job, faults=1, returncode=2)
+        assert "no repair handler" in finished.output
+        assert "step 5 was saved in the checkpoint" in finished.last_line
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000005"]
+
+
 def test_a_dump_that_a_handler_cannot_write_is_none(tmp_path: pathlib.Path) -> None:
     with harness.job(
         tmp_path,

@@ -27,6 +27,7 @@ from mindio_ttp.carrier import Handover
 from mindio_ttp.names import ReportState
 from mindio_ttp.notices import warn_once
 from mindio_ttp.replicas import ReplicaGroup
+from taskd.errors import IncurableError
 from taskd.worker.carried_state import CarriedState, ask_all, hold_interrupts, on_stop
 from taskd.worker.life import Life, current
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = "mindio_ttp"
-# Entries in a recovery that have not come to their end, one after the other. A fault may meet a
-# recovery by chance; two in a row speak against the handlers.
+# Recoveries in a row in which handlers were called and have not come to their end. A fault may meet
+# one by chance; two speak against the handlers.
 _MAX_INCOMPLETE = 2
 _CLEAN_FAILED, _CLEAN_IS_ENOUGH = 1, 2  # what the clean handler may answer, beside 0
 
@@ -99,15 +100,16 @@ class Training:
                    if move.source is not None}  # fmt: skip
         is_recovery = life.plan.version is not None
         if is_recovery:
-            self._incomplete += 1
             self._prepare()
         refusal, obstacle, groups = self._agree(life, has_moves=bool(sources))
         shard = "" if refusal else replicas.shard_of(groups, life.world_rank, life.world_size)
         handover = Handover(me, life.rank, groups, lambda: self.step_args)
         state = self._state = CarriedState(_NAME, handover, shard_id=shard)
         if is_recovery and (refusal or obstacle):
-            state.refuse(refusal or obstacle)
-            raise RuntimeError(f"mindio_ttp: {refusal or obstacle}: all processes start anew")
+            # not refused: what is parked is whole, and can be saved
+            message = f"nothing can be repaired in place: {refusal or obstacle}"
+            log.error("rank %d: %s", life.rank, message)
+            raise IncurableError(message)
         if refusal:
             warn_once("mindio_ttp", f"{refusal}: a fault of one process restarts all of them")
             state.refuse(refusal)
@@ -118,7 +120,6 @@ class Training:
         if me.refusal:
             state.refuse(me.refusal)
         me.state = state
-        self._incomplete = 0
 
     def _prepare(self) -> None:
         """Let the script of a replacement come as far as it can, as it was told that it is one."""
@@ -140,7 +141,7 @@ class Training:
         """Why nothing can be recovered, why this fault cannot be; this rank's groups."""
         me = self._process
         obstacle = ""
-        if self._incomplete > _MAX_INCOMPLETE:
+        if self._incomplete == _MAX_INCOMPLETE:
             obstacle = f"rank {life.rank}: {_MAX_INCOMPLETE} recoveries have not come to their end"
         elif life.active:
             obstacle = "the world has become smaller, which no handler is called for"
@@ -152,8 +153,11 @@ class Training:
             return problem, obstacle, groups
         said = {"rank": life.world_rank, "problem": problem, "obstacle": obstacle,
                 "groups": [asdict(group) for group in groups]}  # fmt: skip
+        is_recovery = life.plan.version is not None
+        # a replacement builds its model before it comes here
+        limit_s = None if is_recovery else settings.action_limit_s()
         try:
-            texts = ask_all(life, _NAME, json.dumps(said), within_s=settings.action_limit_s())
+            texts = ask_all(life, _NAME, json.dumps(said), within_s=limit_s)
         except TimeoutError as error:
             return f"not every rank has entered the decorated function: {error}", "", groups
         answers = [json.loads(text) for text in texts]
@@ -185,6 +189,7 @@ class Training:
     def _repair(self, state: CarriedState, sources: dict[int, int]) -> None:
         """Process groups, what is missing, and the place in the data."""
         me, handlers = self._process, self._process.handlers
+        self._incomplete += 1
         me.repair_type = "recover" if sources else "retry"
         if not handlers.has("rollback"):
             warn_once(
@@ -195,7 +200,7 @@ class Training:
         state.restore()
         me.repair_step, me.damage = state.step, ""
         handlers.call_limited("rollback", state.step, self.step_args, self._context("rollback"))
-        me.is_replacement = False
+        me.is_replacement, self._incomplete = False, 0
 
     def _context(self, name: str) -> Any:
         handlers = self._process.handlers

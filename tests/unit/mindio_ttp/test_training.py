@@ -11,7 +11,7 @@ from mindio_ttp import process
 from mindio_ttp.training import Training
 
 from taskd.core.commands import Move
-from taskd.errors import Interrupted
+from taskd.errors import IncurableError, Interrupted
 from taskd.worker.restore import exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
@@ -148,7 +148,7 @@ def test_without_enable_uce_a_damaged_memory_is_reported_as_unknown_and_is_no_co
     assert "UCE ERROR: RS_UNKNOWN" in caplog.text
 
 
-def fail(*_):
+def fail(*_, **__):
     raise OSError("the device does not answer")
 
 
@@ -405,7 +405,8 @@ def test_without_a_repair_handler_a_fault_that_needs_it_restarts_all(job, record
     job.resume(1, {0: Move(0), 1: Move(1, source=0)})
     error, report = enter(job, training)
     assert "no repair handler" in str(error)
-    assert not report.clean
+    assert isinstance(error, IncurableError)
+    assert (report.version, report.clean) == (1, True), "it can be saved yet"
 
 
 def test_a_smaller_world_is_not_gone_on_with(job, called):
@@ -416,7 +417,7 @@ def test_a_smaller_world_is_not_gone_on_with(job, called):
     job.life.active = (0,)
     error, report = enter(job, training)
     assert "the world has become smaller" in str(error)
-    assert not report.clean
+    assert (report.version, report.clean) == (1, True)
 
 
 @pytest.mark.parametrize("handler", ["rebuild", "rollback"])
@@ -433,7 +434,40 @@ def test_handlers_that_fail_are_given_up_after_the_second_time(job, called, hand
     job.resume(1)
     error, report = enter(job, training)
     assert "2 recoveries have not come to their end" in str(error)
-    assert not report.clean
+    assert isinstance(error, IncurableError)
+    assert (report.version, report.clean) == (1, True)
+
+
+def test_what_fails_before_any_handler_speaks_against_none(job, called, monkeypatch):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    for _ in range(4):
+        job.resume(1)
+        with monkeypatch.context() as patched:
+            patched.setattr("mindio_ttp.training.ask_all", fail)
+            error, _ = enter(job, training)
+        assert isinstance(error, OSError)
+    training._func = steps(2)
+    job.resume(1)
+    assert enter(job, training)[1].version == 2
+
+
+@pytest.mark.parametrize(("version", "limit_s"), [(None, 50), (1, None)])
+def test_replacements_have_the_time_of_a_start(job, called, monkeypatch, version, limit_s):
+    """TTP_NORMAL_ACTION_TIME_LIMIT is that of a handler. They build their models meanwhile."""
+    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", "50")
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    if version is not None:
+        enter(job, training)
+    limits = []
+    monkeypatch.setattr(
+        "mindio_ttp.training.ask_all", lambda *_, within_s: fail(limits.append(within_s))
+    )
+    job.resume(version)
+    enter(job, training)
+    assert limits == [limit_s]
 
 
 def test_a_fault_that_meets_a_handler_stops_and_cleans_as_well(job, called):

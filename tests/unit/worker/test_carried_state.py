@@ -289,6 +289,11 @@ def test_who_comes_late_gives_up_as_the_others_did(ask, late):
     assert f"has waited 0.1 s for ranks {late} " in first
 
 
+def test_without_a_limit_of_its_own_it_is_that_of_a_start(ask, monkeypatch):
+    monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "0.01")
+    assert ask(1, None).startswith("rank 1 has waited 0.2 s for ranks 0, 2 ")
+
+
 def test_who_has_no_time_left_follows_what_is_agreed(ask):
     store = dist.distributed_c10d._get_default_store()
     for rank in (1, 2):
