@@ -447,6 +447,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_process_whose_clean_handler_fails_is_replaced": (
             "tests/unit/mindio_ttp/test_training.py"
         ),
+        "test_a_handler_that_hangs_costs_its_process_alone": (
+            "tests/unit/core/test_hang_reports.py; tests/unit/mindio_ttp/test_handlers.py"
+        ),
         "test_steps_that_are_counted_wrongly_*": "tests/unit/mindio_ttp/test_steps.py",
         "test_without_a_manager_training_goes_on_*": "tests/process/test_unmodified.py",
         "test_a_script_that_asks_for_its_dump_*": "test_dump.py: SIGTERM to a worker",

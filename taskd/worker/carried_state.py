@@ -9,11 +9,15 @@ or written here. It is the only state of its recoverable function.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from taskd.config.job import fault_timeout
+from taskd.core import events
+from taskd.core.faults import Fault, FaultKind
 from taskd.core.timeouts import Timeouts
 from taskd.errors import StateError
+from taskd.native.black_box import Phase
 from taskd.worker.life import current
 from taskd.worker.objects.roles import Roles
 from taskd.worker.restore.restoration import Restored, restore
@@ -22,7 +26,7 @@ from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.holding import Holding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from taskd.worker.life import Life
     from taskd.worker.state.carrier import Carrier
@@ -80,6 +84,13 @@ class CarriedState:
         if restored.version is None:
             self._holding.problem = _NO_STEP
         return restored
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Within, this process is not in a step yet: it may stand as long as one that starts."""
+        self._life.mark(Phase.ENTERED)
+        yield
+        self._life.mark(Phase.STEP)
 
     def refuse(self, reason: str) -> None:
         """Instead of `restore()`: this copy cannot be gone on from, now or later in this entry.
@@ -141,6 +152,31 @@ def ask_all(life: Life, subject: str, text: str, *, within_s: float | None) -> l
     if within_s is None:
         within_s = Timeouts.derive(fault_timeout(os.environ)).start_s
     return Agreement(life, subject).gather_within(text, within_s)
+
+
+def report_overdue(life: Life, detail: str) -> None:
+    """From any thread: the main thread does not come back from what others may wait for.
+
+    It is a fault: all ranks are called, and the process of one that does not come in the time of a
+    pause is replaced. `detail`: what it is in, and for how long.
+    """
+    fault = Fault(
+        FaultKind.HANG,
+        life.rank,
+        life.incarnation,
+        detail,
+        version=life.records.version,
+        signature="overdue",
+    )
+    life.supervisor.tell(
+        events.WorkerRaised,
+        "overdue",
+        generation=life.plan.generation,
+        fault=fault,
+        clean=True,  # it has not stopped, and says then what it holds
+        snapshots=life.saving.versions(),
+        may_advance=True,
+    )
 
 
 def on_stop(life: Life, function: Callable[[], None]) -> None:

@@ -218,6 +218,25 @@ def test_handlers_that_fail_again_and_again_cost_a_restart_and_not_the_job(
         assert job.recoveries()[-1]["strategy"] == "restart"
 
 
+def test_a_handler_that_hangs_costs_its_process_alone(
+    tmp_path: pathlib.Path, digest: Callable[[str], str]
+) -> None:
+    """The others wait for it in a collective of the same handler, and have the same limit."""
+    with harness.job(
+        tmp_path,
+        FAULTS="2@5:forward:kill;3@5:rollback:hang",
+        LAYOUT="parts",
+        TTP_NORMAL_ACTION_TIME_LIMIT="30",
+        TASKD_FAULT_TIMEOUT="6",
+        **PATHS,
+    ) as job:
+        finished = run(job, faults=2)
+        assert "the rollback handler has not returned after 30 s" in finished.output
+        assert job.digests() == dict.fromkeys(RANKS, digest("parts"))
+        assert replaced(job) == {2, 3}
+        assert {record["strategy"] for record in job.recoveries()} <= {"recover-in-place", "retry"}
+
+
 def test_a_process_whose_clean_handler_fails_is_replaced(
     tmp_path: pathlib.Path, digest: Callable[[str], str]
 ) -> None:

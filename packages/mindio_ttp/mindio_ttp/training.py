@@ -28,7 +28,13 @@ from mindio_ttp.names import ReportState
 from mindio_ttp.notices import warn_once
 from mindio_ttp.replicas import ReplicaGroup
 from taskd.errors import IncurableError
-from taskd.worker.carried_state import CarriedState, ask_all, hold_interrupts, on_stop
+from taskd.worker.carried_state import (
+    CarriedState,
+    ask_all,
+    hold_interrupts,
+    on_stop,
+    report_overdue,
+)
 from taskd.worker.life import Life, current
 
 if TYPE_CHECKING:
@@ -95,6 +101,7 @@ class Training:
     def _begin(self, life: Life) -> None:
         """Agree with the other ranks, repair what a fault has left, and count steps from here."""
         me = self._process
+        me.handlers.on_overdue = functools.partial(report_overdue, life)
         on_stop(life, functools.partial(self._stop, "in a thread"))
         sources = {rank: move.source for rank, move in life.plan.moves.items()
                    if move.source is not None}  # fmt: skip
@@ -199,7 +206,8 @@ class Training:
         handlers.call_limited("rebuild", sorted(sources), self.step_args, self._context("rebuild"))
         state.restore()
         me.repair_step, me.damage = state.step, ""
-        handlers.call_limited("rollback", state.step, self.step_args, self._context("rollback"))
+        with state.outside_steps():
+            handlers.call_limited("rollback", state.step, self.step_args, self._context("rollback"))
         me.is_replacement, self._incomplete = False, 0
 
     def _context(self, name: str) -> Any:
@@ -212,6 +220,7 @@ class Training:
         """The entry was left before its end: stop, clean, and what that says of the memory."""
         hold_interrupts(life)
         me = self._process
+        me.handlers.disarm()
         before = me.damage
         self._note_damage(error)
         self._stop("in the main thread")

@@ -12,6 +12,7 @@ from mindio_ttp.training import Training
 
 from taskd.core.commands import Move
 from taskd.errors import IncurableError, Interrupted
+from taskd.native.black_box import Phase
 from taskd.worker.restore import exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
@@ -97,6 +98,18 @@ def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job,
     ]  # fmt: skip
     assert (ttp.tft_get_repair_step(), ttp.tft_get_repair_type()) == (2, "retry")
     assert process.current().state is None, "behind the function no step is counted"
+
+
+def test_a_rollback_that_takes_long_is_not_taken_for_a_step_that_hangs(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    phases = []
+    ttp.tft_register_rollback_handler(lambda *_: phases.append(job.life.box.phase))
+    training._func = lambda _: phases.append(job.life.box.phase)
+    job.resume(1)
+    enter(job, training)
+    assert phases == [Phase.ENTERED, Phase.STEP]
 
 
 def test_handlers_may_exchange_what_the_function_is_called_with(job, called):

@@ -10,11 +10,12 @@ from job import Stop
 
 from taskd.core import commands
 from taskd.core.commands import Move
-from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerRaised
+from taskd.core.faults import FaultKind
 from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker.carried_state import CarriedState, ask_all, on_stop
+from taskd.worker.carried_state import CarriedState, ask_all, on_stop, report_overdue
 from taskd.worker.life import Life
 from taskd.worker.process.orders import Orders, Where
 from taskd.worker.process.unwinding import PendingAbort, Unwinding
@@ -58,6 +59,31 @@ def entry(carrier, *steps, then=None, **settings):
         return restored, state.step
 
     return function
+
+
+def test_what_does_not_come_back_is_told_as_a_hang_of_a_rank_that_has_not_stopped(job):
+    told = []
+    job.life.supervisor.tell = lambda kind, cause, **fields: told.append((kind, fields))
+    job.resume(None)
+    job.enter(entry(Memory(), 4, then=lambda _: report_overdue(job.life, "the repair handler")))
+    ((kind, fields),) = told
+    assert kind is WorkerRaised
+    assert (fields["generation"], fields["may_advance"]) == (job.life.plan.generation, True)
+    fault = fields["fault"]
+    assert (fault.kind, fault.detail, fault.version) == (FaultKind.HANG, "the repair handler", 4)
+
+
+def test_what_takes_long_beside_a_step_is_not_taken_for_one(job):
+    phases = []
+
+    def slow(state):
+        with state.outside_steps():
+            phases.append(job.life.box.phase)
+        phases.append(job.life.box.phase)
+
+    job.resume(None)
+    job.enter(entry(Memory(), then=slow))
+    assert phases == [Phase.ENTERED, Phase.STEP]
 
 
 def stop(_state):
