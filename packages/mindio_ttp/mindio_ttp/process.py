@@ -60,6 +60,7 @@ class Process:
     is_updating: bool = False
     # What is wrong with the memory of this rank; only a repair that has come to its end mends it.
     damage: str = ""
+    devices: dict[str, int] = field(default_factory=dict)  # see `mindio_ttp.devices`
     refusal: str = ""  # why no copy of this process can be gone on from, in any entry
     # It is new, and takes the place of one that died; and the script has asked whether it is.
     is_replacement: bool = False

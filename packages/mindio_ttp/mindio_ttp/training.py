@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import taskd
-from mindio_ttp import process, replicas, reports, settings, utils
+from mindio_ttp import devices, process, replicas, reports, settings, utils
 from mindio_ttp.carrier import Handover
 from mindio_ttp.names import ReportState
 from mindio_ttp.notices import warn_once
@@ -59,9 +59,11 @@ class Training:
         self._func, self._args, self._kwargs = func, args, kwargs
         self._process = process.current()
         self._incomplete = 0
-        self._stopping = threading.Lock()
+        self._entry = 0
+        self._stopping = threading.Lock()  # taken while the stop handler runs
         self._is_stopped = self._has_left = False
         self._state: CarriedState | None = None  # of the present entry
+        self._devices: dict[str, int] = {}  # of the main thread
 
     @property
     def step_args(self) -> Any:
@@ -74,6 +76,7 @@ class Training:
         life = current()
         if life is None:
             return self._func(*self._args, **self._kwargs)
+        self._entry += 1
         self._is_stopped, self._has_left, self._state = False, False, None
         try:
             return self._run(life)
@@ -101,8 +104,9 @@ class Training:
     def _begin(self, life: Life) -> None:
         """Agree with the other ranks, repair what a fault has left, and count steps from here."""
         me = self._process
+        self._devices = devices.current()
         me.handlers.on_overdue = functools.partial(report_overdue, life)
-        on_stop(life, functools.partial(self._stop, "in a thread"))
+        on_stop(life, functools.partial(self._stop_in_thread, self._entry))
         sources = {rank: move.source for rank, move in life.plan.moves.items()
                    if move.source is not None}  # fmt: skip
         is_recovery = life.plan.version is not None
@@ -223,7 +227,7 @@ class Training:
         me.handlers.disarm()
         before = me.damage
         self._note_damage(error)
-        self._stop("in the main thread")
+        self._stop("in the main thread", self._entry)
         answer = self._clean(is_damaged=bool(me.damage))
         if answer == _CLEAN_FAILED:
             log.error("the clean handler could not clean up: this process ends, to be replaced")
@@ -269,17 +273,28 @@ class Training:
             )
         log.info("%s: %s, code %r", error, report.state.name, report.code)
 
-    def _stop(self, where: str) -> None:
-        """Once for each fault."""
+    def _stop_in_thread(self, entry: int) -> None:
+        try:
+            devices.use(self._process.devices or self._devices)
+        except Exception:  # of a device that has failed, perhaps
+            log.exception("the device of this process is not that of the stop handler's thread")
+        self._stop("in a thread", entry)
+
+    def _stop(self, where: str, entry: int) -> None:
+        """Once for each entry, in whichever thread; the other one waits until it has returned.
+
+        What is still being stopped cannot be cleaned. A handler that never returns keeps the main
+        thread from the gate, so that the process is replaced.
+        """
         with self._stopping:
-            if self._is_stopped:
+            if self._is_stopped or entry != self._entry:
                 return
             self._is_stopped = True
-        try:
-            self._process.handlers.call("stop", self.step_args, self._context("stop"))
-        # whatever a device says: taskd makes the main thread leave in another way, too
-        except Exception:
-            log.exception("the stop handler has failed (%s)", where)
+            try:
+                self._process.handlers.call("stop", self.step_args, self._context("stop"))
+            # whatever a device says: taskd makes the main thread leave in another way, too
+            except Exception:
+                log.exception("the stop handler has failed (%s)", where)
 
     def _clean(self, *, is_damaged: bool) -> object:
         """What the clean handler answers; 0 if there is none."""

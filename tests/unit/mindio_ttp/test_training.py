@@ -2,9 +2,11 @@
 
 import logging
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from mindio_ttp import framework_ttp as ttp
 from mindio_ttp import process
@@ -182,6 +184,86 @@ def test_a_stop_handler_that_fails_is_said_and_the_step_is_left_all_the_same(job
     assert isinstance(error, Interrupted)
     assert report.clean
     assert "the stop handler has failed" in caplog.text
+
+
+class TestAStopHandlerInAThread:
+    """taskd calls it where the main thread may wait for its device."""
+
+    def test_what_it_has_stopped_is_cleaned_when_it_has_returned(self, job, record):
+        start()
+        order, is_in, may_go = [], threading.Event(), threading.Event()
+
+        def stop(*_):
+            is_in.set()
+            order.append("stopped" if may_go.wait(60) else "never")
+
+        ttp.tft_register_stop_handler(stop)
+        ttp.tft_register_clean_handler(lambda *_: order.append("clean"))
+        threads = []
+
+        def train(_args):
+            threads.append(threading.Thread(target=job.life.stop_device))
+            threads[0].start()
+            assert is_in.wait(60)
+            raise Interrupted("a fault")
+
+        training = Training(train, [0], {})
+
+        class Waited:
+            """The lock, which says when the main thread waits for it."""
+
+            def __init__(self, lock):
+                self.lock = lock
+
+            def __enter__(self):
+                if threading.current_thread() is threading.main_thread():
+                    may_go.set()
+                return self.lock.__enter__()
+
+            def __exit__(self, *what):
+                return self.lock.__exit__(*what)
+
+        training._stopping = Waited(training._stopping)
+        enter(job, training)
+        threads[0].join(60)
+        assert order == ["stopped", "clean"]
+
+    def test_one_that_comes_when_the_next_entry_has_begun_stops_nothing(self, job, called):
+        start()
+        training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+        enter(job, training)
+        late = job.life.stop_device
+        called.clear()
+        training._func = lambda _: late()
+        job.resume(1)
+        enter(job, training)
+        assert [name for name, *_ in called] == ["rebuild", "rollback"]
+
+    def test_it_has_the_device_of_the_process(self, job, record, monkeypatch):
+        used = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda number: used.append((number, threading.get_ident()))
+        )
+        start()
+        assert ttp.ttp_decorator.get_device() == 3
+
+        def train(_args):
+            thread = threading.Thread(target=job.life.stop_device)
+            thread.start()
+            thread.join(60)
+            assert used == [(3, thread.ident)]
+            return "done"
+
+        ttp.tft_register_stop_handler(lambda *_: used.append(3) if not used else None)
+        assert enter(job, Training(train, [0], {}))[0] == "done"
+
+
+def test_on_a_processor_there_is_no_device(job, record):
+    start()
+    assert process.current().devices == {}
+    assert ttp.ttp_decorator.get_device() is None
 
 
 def test_an_exception_of_the_scripts_own_rule_is_reported_to_it(job, record):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mindio_ttp import process, replicas
+from mindio_ttp import devices, process, replicas
 from mindio_ttp.arguments import MAX_STEP, MAX_WORLD, address, function, whole_number
 from mindio_ttp.controller_ttp import LOCAL_COPY, TLS, tft_destroy_controller
 from mindio_ttp.notices import warn_once
@@ -47,7 +47,9 @@ def tft_init_processor(
         warn_once("enable_local_copy", LOCAL_COPY)
     if enable_tls:
         warn_once("enable_tls", TLS)
-    process.current().processor = Processor(rank, world_size, bool(enable_uce))
+    record = process.current()
+    record.processor = Processor(rank, world_size, bool(enable_uce))
+    record.devices = devices.current()
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
@@ -76,6 +78,15 @@ def tft_destroy_processor() -> None:
     record.processor = None
     if record.state is not None:
         record.state.refuse("tft_destroy_processor was called")
+
+
+def get_device() -> int | None:
+    """The number of the device that this process works on, for handlers; None: there is none.
+
+    As it was at `tft_init_processor`; the script may have begun to use one since.
+    """
+    known = process.current().devices or devices.current()
+    return next(iter(known.values()), None)
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
