@@ -66,8 +66,12 @@ class Process:
     is_replacement: bool = False
     has_asked: bool = False
     is_preparing: bool = False  # the script runs up to "ARF FINISH"
-    repair_step: int = 0
+    repair_step: int = 0  # of the present recovery, or of the newest if there is none
     repair_type: str = "unknow"
+
+    def forget_repair(self) -> None:
+        """Another fault: what the newest recovery was is of no use for this one."""
+        self.repair_step, self.repair_type = 0, "unknow"
 
 
 class Prepared(BaseException):

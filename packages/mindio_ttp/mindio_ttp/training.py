@@ -16,7 +16,7 @@ import functools
 import json
 import logging
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -49,6 +49,20 @@ _MAX_INCOMPLETE = 2
 _CLEAN_FAILED, _CLEAN_IS_ENOUGH = 1, 2  # what the clean handler may answer, beside 0
 
 
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks have said before an entry: the same on all of them, but the groups.
+
+    `groups`: of this rank. `refusal`: why nothing can be recovered. `obstacle`: why this fault
+    cannot be. `new`: ranks whose process has not trained yet.
+    """
+
+    groups: tuple[ReplicaGroup, ...]
+    refusal: str = ""
+    obstacle: str = ""
+    new: frozenset[int] = frozenset()
+
+
 class Training:
     """One call of the decorated function. Its positional arguments are a list.
 
@@ -59,6 +73,7 @@ class Training:
         self._func, self._args, self._kwargs = func, args, kwargs
         self._process = process.current()
         self._incomplete = 0
+        self._has_begun = False  # an entry of this process has come to its first step
         self._entry = 0
         self._stopping = threading.Lock()  # taken while the stop handler runs
         self._is_stopped = self._has_left = False
@@ -112,25 +127,29 @@ class Training:
         is_recovery = life.plan.version is not None
         if is_recovery:
             self._prepare()
-        refusal, obstacle, groups = self._agree(life, has_moves=bool(sources))
+        agreed = self._agree(life, has_moves=bool(sources))
+        refusal, groups = agreed.refusal, agreed.groups
         shard = "" if refusal else replicas.shard_of(groups, life.world_rank, life.world_size)
         handover = Handover(me, life.rank, groups, lambda: self.step_args)
         state = self._state = CarriedState(_NAME, handover, shard_id=shard)
-        if is_recovery and (refusal or obstacle):
+        if is_recovery and (refusal or agreed.obstacle):
             # not refused: what is parked is whole, and can be saved
-            message = f"nothing can be repaired in place: {refusal or obstacle}"
+            message = f"nothing can be repaired in place: {refusal or agreed.obstacle}"
             log.error("rank %d: %s", life.rank, message)
             raise IncurableError(message)
         if refusal:
             warn_once("mindio_ttp", f"{refusal}: a fault of one process restarts all of them")
             state.refuse(refusal)
         elif is_recovery:
+            # a rank that receives may also be one whose memory was damaged
+            me.repair_type = "recover" if agreed.new & sources.keys() else "retry"
+            me.repair_step = life.plan.version or 0
             self._repair(state, sources)
         else:
             state.restore()
         if me.refusal:
             state.refuse(me.refusal)
-        me.state = state
+        me.state, self._has_begun = state, True
 
     def _prepare(self) -> None:
         """Let the script of a replacement come as far as it can, as it was told that it is one."""
@@ -148,11 +167,11 @@ class Training:
         finally:
             me.is_preparing = me.has_asked = False
 
-    def _agree(self, life: Life, *, has_moves: bool) -> tuple[str, str, tuple[ReplicaGroup, ...]]:
-        """Why nothing can be recovered, why this fault cannot be; this rank's groups."""
+    def _agree(self, life: Life, *, has_moves: bool) -> _Agreed:
+        """Hear from all ranks what each knows."""
         me = self._process
         obstacle = ""
-        if self._incomplete == _MAX_INCOMPLETE:
+        if self._incomplete >= _MAX_INCOMPLETE:
             obstacle = f"rank {life.rank}: {_MAX_INCOMPLETE} recoveries have not come to their end"
         elif life.active:
             obstacle = "the world has become smaller, which no handler is called for"
@@ -161,8 +180,9 @@ class Training:
         groups = tuple(me.replicas or ())
         problem = self._problem(life)
         if not dist.is_initialized() and life.world_size > 1:
-            return problem, obstacle, groups
+            return _Agreed(groups, problem, obstacle)
         said = {"rank": life.world_rank, "problem": problem, "obstacle": obstacle,
+                "is_new": not self._has_begun,
                 "groups": [asdict(group) for group in groups]}  # fmt: skip
         is_recovery = life.plan.version is not None
         # a replacement builds its model before it comes here
@@ -170,7 +190,7 @@ class Training:
         try:
             texts = ask_all(life, _NAME, json.dumps(said), within_s=limit_s)
         except TimeoutError as error:
-            return f"not every rank has entered the decorated function: {error}", "", groups
+            return _Agreed(groups, f"not every rank has entered the decorated function: {error}")
         answers = [json.loads(text) for text in texts]
         problem = next((one["problem"] for one in answers if one["problem"]), "")
         obstacle = next((one["obstacle"] for one in answers if one["obstacle"]), "")
@@ -180,7 +200,9 @@ class Training:
             )
             for one in answers
         }
-        return problem or replicas.misfit(declared, life.world_size), obstacle, groups
+        refusal = problem or replicas.misfit(declared, life.world_size)
+        new = frozenset(life.rank_of(one["rank"]) for one in answers if one["is_new"])
+        return _Agreed(groups, refusal, obstacle, new)
 
     def _problem(self, life: Life) -> str:
         """Why nothing can be recovered, as far as this rank knows."""
@@ -201,7 +223,6 @@ class Training:
         """Process groups, what is missing, and the place in the data."""
         me, handlers = self._process, self._process.handlers
         self._incomplete += 1
-        me.repair_type = "recover" if sources else "retry"
         if not handlers.has("rollback"):
             warn_once(
                 "tft_register_rollback_handler",
@@ -225,6 +246,7 @@ class Training:
         hold_interrupts(life)
         me = self._process
         me.handlers.disarm()
+        me.forget_repair()
         before = me.damage
         self._note_damage(error)
         self._stop("in the main thread", self._entry)

@@ -104,9 +104,15 @@ def test_the_arguments_are_those_that_were_set_last(record):
     assert record.step_args == [1]
     ttp.tft_set_step_args(None)
     assert record.step_args == [1]
+
+
+def test_a_framework_hands_over_the_functions_arguments_whatever_was_set(record, caplog):
+    ttp.tft_set_step_args([1])
     ttp.set_mindio_export_version("MindSpeed")
+    assert record.step_args is None
     ttp.tft_set_step_args([2])
-    assert record.step_args == [1]
+    assert record.step_args is None
+    assert "MindSpeed hands over the function's arguments" in caplog.text
 
 
 @pytest.mark.slow

@@ -102,6 +102,43 @@ def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job,
     assert process.current().state is None, "behind the function no step is counted"
 
 
+def test_each_handler_is_told_of_the_present_recovery_and_of_no_other(job, monkeypatch):
+    start()
+    told = []
+    for name, register in (
+        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
+        ("rebuild", ttp.tft_register_rebuild_group_handler),
+        ("repair", ttp.tft_register_repair_handler),
+        ("rollback", ttp.tft_register_rollback_handler),
+    ):  # fmt: skip
+        register(lambda *_, name=name: told.append(
+            (name, ttp.tft_get_repair_type(), ttp.tft_get_repair_step())
+        ))  # fmt: skip
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    training = Training(steps(5, then=RuntimeError("UCE ERROR")), [0], {})
+    enter(job, training)
+    training._func = steps(6, then=Interrupted("a fault"))
+    job.resume(5, {0: Move(0, source=1)})
+    enter(job, training)
+    nothing = [("stop", "unknow", 0), ("clean", "unknow", 0)]
+    # it receives, and all processes are those that were there before
+    repaired = [(name, "retry", 5) for name in ("rebuild", "repair", "rollback")]
+    assert told == nothing + repaired + nothing
+
+
+def test_a_replacement_that_receives_makes_it_a_recovery_of_its_kind(job, monkeypatch):
+    replacement(job, asks=False)
+    types = []
+    ttp.tft_register_rebuild_group_handler(lambda *_: types.append(ttp.tft_get_repair_type()))
+    ttp.tft_register_repair_handler(lambda *_: None)
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    training = Training(steps(3, then=Interrupted("a fault")), [0], {})
+    for version in (2, 3):
+        job.resume(version, {0: Move(0, source=1)})
+        enter(job, training)
+    assert types == ["recover", "retry"]
+
+
 def test_a_rollback_that_takes_long_is_not_taken_for_a_step_that_hangs(job, called):
     start()
     training = Training(steps(1, then=Interrupted("a fault")), [0], {})

@@ -257,7 +257,8 @@ def set_mindio_export_version(framework_type: str) -> None:
     if framework_type not in _FRAMEWORKS:
         message = f"framework_type must be one of {', '.join(_FRAMEWORKS)}, not {framework_type!r}"
         raise ValueError(message)
-    process.current().framework = framework_type
+    record = process.current()
+    record.framework, record.step_args = framework_type, None
     log.info("the framework is %s", framework_type)
 
 
