@@ -252,7 +252,11 @@ class Training:
         self._stop("in the main thread", self._entry)
         answer = self._clean(is_damaged=bool(me.damage))
         if answer == _CLEAN_FAILED:
-            log.error("the clean handler could not clean up: this process ends, to be replaced")
+            log.error(
+                "the clean handler could not clean up: this process ends, to be replaced; it was "
+                "left by what follows",
+                exc_info=error,  # told to nobody else
+            )
             raise SystemExit(1)
         if answer == _CLEAN_IS_ENOUGH:
             # of this error; steps that were done after an earlier report are not made whole by it

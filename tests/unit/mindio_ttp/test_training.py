@@ -214,6 +214,22 @@ def test_a_process_that_cannot_be_cleaned_ends(job, record, caplog, clean):
     assert "to be replaced" in caplog.text
 
 
+def test_a_process_that_cannot_be_cleaned_ends_with_the_error_of_its_script_in_the_log(
+    job, record, caplog
+):
+    """Else nobody would hear of it: the process ends before it can tell the manager."""
+    start()
+    ttp.tft_register_clean_handler(lambda *_: 1)
+
+    def train(_args):
+        raise ValueError("a bad sample")
+
+    error, _ = enter(job, Training(train, [0], {}))
+    assert isinstance(error, SystemExit)
+    assert "ValueError: a bad sample" in caplog.text
+    assert "in train" in caplog.text
+
+
 def test_a_stop_handler_that_fails_is_said_and_the_step_is_left_all_the_same(job, record, caplog):
     start()
     ttp.tft_register_stop_handler(fail)
