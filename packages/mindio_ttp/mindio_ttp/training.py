@@ -133,8 +133,10 @@ class Training:
         handover = Handover(me, life.rank, groups, lambda: self.step_args)
         state = self._state = CarriedState(_NAME, handover, shard_id=shard)
         if is_recovery and (refusal or agreed.obstacle):
-            # not refused: what is parked is whole, and can be saved
+            # what is parked is whole, and can be saved, if the script knows how
             message = f"nothing can be repaired in place: {refusal or agreed.obstacle}"
+            if not me.handlers.has("save"):
+                state.refuse(message)
             log.error("rank %d: %s", life.rank, message)
             raise IncurableError(message)
         if refusal:
