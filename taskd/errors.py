@@ -83,6 +83,13 @@ class StateError(TaskdError):
     """
 
 
+class IncurableError(TaskdError):
+    """The processes that are there cannot go on with the training state, although it is whole.
+
+    All are replaced, or the state is saved and the job ends. The text says why: correct that.
+    """
+
+
 class CheckpointError(TaskdError):
     """A checkpoint could not be written, or does not fit what it is to be loaded into.
 

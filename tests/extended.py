@@ -438,6 +438,9 @@ _OF: dict[str, dict[str, str]] = {
             "[whole-*]; tests/process/test_sharded.py: the vote"
         ),
         "test_the_dump_is_made_by_the_handlers_*[[]whole-*": "[parts-*]",
+        "test_what_cannot_be_repaired_in_place_is_saved_*": (
+            "tests/unit/core/test_broken.py; tests/unit/mindio_ttp/test_training.py"
+        ),
         "test_a_dump_that_a_handler_cannot_write_is_none": (
             "tests/unit/worker/test_carried_state.py; tests/unit/mindio_ttp/test_handlers.py"
         ),
@@ -448,6 +451,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_handlers_that_fail_again_and_again_*": "tests/unit/mindio_ttp/test_training.py",
         "test_a_process_whose_clean_handler_fails_is_replaced": (
             "tests/unit/mindio_ttp/test_training.py"
+        ),
+        "test_a_handler_that_hangs_costs_its_process_alone": (
+            "tests/unit/core/test_hang_reports.py; tests/unit/mindio_ttp/test_handlers.py"
         ),
         "test_steps_that_are_counted_wrongly_*": "tests/unit/mindio_ttp/test_steps.py",
         "test_without_a_manager_training_goes_on_*": "tests/process/test_unmodified.py",

@@ -269,7 +269,8 @@ class WorkerRaised(WorkerEvent):
     """An exception left the recoverable function; the worker waits.
 
     It may be a victim (`FaultKind.COMMUNICATION`). `may_advance`: it is still in its function, in a
-    vote that broke (`WorkerMayAdvance`).
+    vote that broke (`WorkerMayAdvance`); or it does not come back from something that others may
+    wait for (`FaultKind.HANG`).
     """
 
     generation: int

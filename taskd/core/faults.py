@@ -33,7 +33,8 @@ class Fault:
     the text for the log line ("SIGKILL", "exit 3", "ValueError: bad sample"), `signature` what
     makes two faults "the same": of an exception its type and where it was raised, never its text,
     which may hold a time, an address, a pid; else the exit reason. `is_final`: taskd itself refused
-    what the script asked for, so that trying again changes nothing.
+    what the script asked for, so that trying again changes nothing. `is_incurable`: the copies of
+    the state are what they are, and no recovery in place can go on from them.
     """
 
     kind: FaultKind
@@ -46,6 +47,7 @@ class Fault:
     traceback: str | None = None
     exit_code: int | None = None
     is_final: bool = False
+    is_incurable: bool = False
 
     @property
     def life(self) -> tuple[int, int]:

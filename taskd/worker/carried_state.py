@@ -8,10 +8,16 @@ or written here. It is the only state of its recoverable function.
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from taskd.config.job import fault_timeout
+from taskd.core import events
+from taskd.core.faults import Fault, FaultKind
+from taskd.core.timeouts import Timeouts
 from taskd.errors import StateError
+from taskd.native.black_box import Phase
 from taskd.worker.life import current
 from taskd.worker.objects.roles import Roles
 from taskd.worker.restore.restoration import Restored, restore
@@ -48,7 +54,7 @@ class CarriedState:
             raise StateError(message)
         self._life = life
         self._holding = Holding(name, Roles.sort(name, {}), shard_id or None)
-        self._holding.carrier = carrier
+        self._holding.carrier = self._carrier = carrier
         self._refusal = ""
         life.keeps_groups = True
         life.records.states[name] = self._holding
@@ -64,12 +70,27 @@ class CarriedState:
         At a start there is nothing to move; until the first step is finished, a fault starts all
         processes anew, as nobody knows which step the script has begun with.
 
-        Raises: what the carrier raises.
+        Raises:
+            RuntimeError: this rank is damaged, and its plan was made before that was known.
+
+        And what the carrier raises.
         """
-        restored = restore(self._life, self._holding)
+        life, damage = self._life, self._carrier.damage
+        if damage and life.plan.version is not None and not life.plan.receives(life.rank):
+            self.spoil(damage)
+            message = f"rank {life.rank}: {damage}; and it is not to receive what another one holds"
+            raise RuntimeError(message)
+        restored = restore(life, self._holding)
         if restored.version is None:
             self._holding.problem = _NO_STEP
         return restored
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Within, this process is not in a step yet: it may stand as long as one that starts."""
+        self._life.mark(Phase.ENTERED)
+        yield
+        self._life.mark(Phase.STEP)
 
     def refuse(self, reason: str) -> None:
         """Instead of `restore()`: this copy cannot be gone on from, now or later in this entry.
@@ -108,30 +129,54 @@ class CarriedState:
         version = max(number, (records.version or 0) + 1)
         holding.step, records.version = number - 1, version - 1
         holding.problem = self._refusal
+        if self._carrier.damage:  # in this order: a thread that reports it writes it there first
+            holding.problem = self._carrier.damage
         training_step.commit(self._life, holding)
 
 
-@contextmanager
-def undisturbed(life: Life) -> Iterator[None]:
-    """Interrupts are held off within: something must not be left half done."""
-    interrupts = life.interrupts
-    before, interrupts.is_held = interrupts.is_held, True
-    try:
-        yield
-    finally:
-        interrupts.is_held = before
+def hold_interrupts(life: Life) -> None:
+    """From here to the end of the entry no interrupt is raised, however it is left."""
+    life.interrupts.is_held = True
 
 
-def ask_all(life: Life, subject: str, text: str, *, within_s: float) -> list[str]:
+def ask_all(life: Life, subject: str, text: str, *, within_s: float | None) -> list[str]:
     """The texts of all ranks that are not "", in their order; every rank calls it at this place.
 
     It needs the store of the default process group, and no collective. An interrupt may be raised
-    meanwhile.
+    meanwhile. `within_s` None: as long as a new process may take until it has come to its function.
 
     Raises:
-        TimeoutError: not all ranks have come here `within_s` seconds.
+        TimeoutError: not all ranks have come here within `within_s` seconds. It is raised on all
+            ranks, also on those that come later.
     """
-    return Agreement(life, subject, within_s=within_s).gather(text)
+    if within_s is None:
+        within_s = Timeouts.derive(fault_timeout(os.environ)).start_s
+    return Agreement(life, subject).gather_within(text, within_s)
+
+
+def report_overdue(life: Life, detail: str) -> None:
+    """From any thread: the main thread does not come back from what others may wait for.
+
+    It is a fault: all ranks are called, and the process of one that does not come in the time of a
+    pause is replaced. `detail`: what it is in, and for how long.
+    """
+    fault = Fault(
+        FaultKind.HANG,
+        life.rank,
+        life.incarnation,
+        detail,
+        version=life.records.version,
+        signature="overdue",
+    )
+    life.supervisor.tell(
+        events.WorkerRaised,
+        "overdue",
+        generation=life.plan.generation,
+        fault=fault,
+        clean=True,  # it has not stopped, and says then what it holds
+        snapshots=life.saving.versions(),
+        may_advance=True,
+    )
 
 
 def on_stop(life: Life, function: Callable[[], None]) -> None:

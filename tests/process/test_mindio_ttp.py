@@ -149,6 +149,22 @@ def test_the_dump_is_made_by_the_handlers_and_the_next_start_goes_on_from_it(
         assert steps == set(range(1, 13))
 
 
+def test_what_cannot_be_repaired_in_place_is_saved_where_that_is_allowed(
+    tmp_path: pathlib.Path,
+) -> None:
+    with harness.job(
+        tmp_path,
+        FAULTS="1@5:forward:kill",
+        WITHOUT="repair",
+        TASKD_RECOVER_STRATEGY="recover-in-place,dump",
+        **PATHS,
+    ) as job:
+        finished = run(job, faults=1, returncode=2)
+        assert "no repair handler" in finished.output
+        assert "step 5 was saved in the checkpoint" in finished.last_line
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_0000005"]
+
+
 def test_a_dump_that_a_handler_cannot_write_is_none(tmp_path: pathlib.Path) -> None:
     with harness.job(
         tmp_path,
@@ -202,6 +218,25 @@ def test_handlers_that_fail_again_and_again_cost_a_restart_and_not_the_job(
         assert job.recoveries()[-1]["strategy"] == "restart"
 
 
+def test_a_handler_that_hangs_costs_its_process_alone(
+    tmp_path: pathlib.Path, digest: Callable[[str], str]
+) -> None:
+    """The others wait for it in a collective of the same handler, and have the same limit."""
+    with harness.job(
+        tmp_path,
+        FAULTS="2@5:forward:kill;3@5:rollback:hang",
+        LAYOUT="parts",
+        TTP_NORMAL_ACTION_TIME_LIMIT="30",
+        TASKD_FAULT_TIMEOUT="6",
+        **PATHS,
+    ) as job:
+        finished = run(job, faults=2)
+        assert "the rollback handler has not returned after 30 s" in finished.output
+        assert job.digests() == dict.fromkeys(RANKS, digest("parts"))
+        assert replaced(job) == {2, 3}
+        assert {record["strategy"] for record in job.recoveries()} <= {"recover-in-place", "retry"}
+
+
 def test_a_process_whose_clean_handler_fails_is_replaced(
     tmp_path: pathlib.Path, digest: Callable[[str], str]
 ) -> None:
@@ -212,17 +247,23 @@ def test_a_process_whose_clean_handler_fails_is_replaced(
         assert replaced(job) == {0, 2}
 
 
-@pytest.mark.parametrize("bad", ["start twice", "end without start"])
-def test_steps_that_are_counted_wrongly_are_named_and_recovered(
-    tmp_path: pathlib.Path, digest: Callable[[str], str], bad: str
+@pytest.mark.parametrize(("bad", "said", "anew"), [
+    ("start twice", "it was called twice", {2}),
+    # an interrupt could meet the optimizer while it writes: nobody's copy is gone on from
+    ("end without start", "and not begun", set(RANKS)),
+])  # fmt: skip
+def test_steps_that_are_counted_wrongly_are_named_and_end_well(
+    tmp_path: pathlib.Path,
+    digest: Callable[[str], str],
+    bad: str,
+    said: str,
+    anew: set[int],
 ) -> None:
     with harness.job(tmp_path, FAULTS="2@5:forward:kill", BAD=bad, **PATHS) as job:
         finished = run(job, faults=1)
-        assert {"start twice": "it was called twice", "end without start": "and not begun"}[
-            bad
-        ] in finished.output
+        assert said in finished.output
         assert job.digests() == dict.fromkeys(RANKS, digest("whole"))
-        assert replaced(job) == {2}
+        assert replaced(job) == anew
 
 
 def test_without_a_manager_training_goes_on_and_a_fault_restarts_all(

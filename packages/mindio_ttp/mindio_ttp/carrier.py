@@ -25,19 +25,23 @@ class Handover:
         """`step_args`: what handlers are told when they are called."""
         self._process, self._rank, self._groups = process, rank, groups
         self._step_args = step_args
-        self.is_damaged = False  # model and optimizer of this rank have to be built anew
+
+    @property
+    def damage(self) -> str:
+        """See `Carrier`. Model and optimizer of this rank have to be built anew then."""
+        return self._process.damage
 
     def move(self, step: int, moves: Mapping[int, Move]) -> None:
         """See `Carrier`. The repair handler, on the ranks that send or receive."""
         sources = {rank: move.source for rank, move in moves.items() if move.source is not None}
-        receive_as = RepairType.RT_UCE_HIGHLEVEL if self.is_damaged else RepairType.RT_RECV_REPAIR
+        receive_as = RepairType.RT_UCE_HIGHLEVEL if self.damage else RepairType.RT_RECV_REPAIR
         info = replicas.repair_info(
             self._rank, sources, len(self._groups), receive_as, RepairType.RT_SEND
         )
         if info is None:
             return
         self._process.repair_step = step
-        need_rebuild = self.is_damaged and self._rank in sources
+        need_rebuild = bool(self.damage) and self._rank in sources
         self._process.handlers.call_limited(
             "repair", step, need_rebuild, info["dst"], info, self._step_args(),
             self._process.handlers.context("repair"),

@@ -58,12 +58,20 @@ class Process:
     step_args: Any = None
     state: State | None = None  # None: no step is counted
     is_updating: bool = False
+    # What is wrong with the memory of this rank; only a repair that has come to its end mends it.
+    damage: str = ""
+    devices: dict[str, int] = field(default_factory=dict)  # see `mindio_ttp.devices`
+    refusal: str = ""  # why no copy of this process can be gone on from, in any entry
     # It is new, and takes the place of one that died; and the script has asked whether it is.
     is_replacement: bool = False
     has_asked: bool = False
     is_preparing: bool = False  # the script runs up to "ARF FINISH"
-    repair_step: int = 0
+    repair_step: int = 0  # of the present recovery, or of the newest if there is none
     repair_type: str = "unknow"
+
+    def forget_repair(self) -> None:
+        """Another fault: what the newest recovery was is of no use for this one."""
+        self.repair_step, self.repair_type = 0, "unknow"
 
 
 class Prepared(BaseException):

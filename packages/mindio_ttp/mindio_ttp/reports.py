@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 FORCE_STOP = "FORCE STOP"
 ARF_FINISH = "ARF FINISH"
-_MULTI_BIT = "HBM MULTI BIT ECC"
+_UCE, _MULTI_BIT = "UCE ERROR", "HBM MULTI BIT ECC"
 _TEXTS = {
     FORCE_STOP: ReportState.RS_NORMAL,
     ARF_FINISH: ReportState.RS_PREREPAIR_FINISH,
@@ -21,7 +21,7 @@ _TEXTS = {
 }
 # with enable_uce only
 _TEXTS_OF_RETRY = {
-    "UCE ERROR": ReportState.RS_UCE,
+    _UCE: ReportState.RS_UCE,
     _MULTI_BIT: ReportState.RS_UCE,
     "HCCL OP RETRY FAILED": ReportState.RS_HCCL_FAILED,
     "SUSPECT REMOTE ERROR": ReportState.RS_HCCL_FAILED,
@@ -52,6 +52,32 @@ def error_time_us(text: str) -> int | None:
     """When the memory failed ("time us=<n>"), if the text says so."""
     found = re.search(r"time us\s*=\s*(\d+)", text)
     return None if found is None else int(found[1])
+
+
+def tells_of_damage(text: str, rules: Sequence[Rule] = ()) -> bool:
+    """Whether a RuntimeError with this text says that the memory of this rank is damaged.
+
+    Whatever is reported of it: neither `enable_uce` nor a rule of the script makes it whole.
+    """
+    rule = next((rule for rule in rules if rule.pattern in text), None)
+    is_said_so = rule is not None and rule.state in MEMORY_IS_DAMAGED
+    return is_said_so or _UCE in text or _MULTI_BIT in text
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """The exception and all that it has replaced, the newest first.
+
+    An interrupt may come while a script handles the error of its device; then the error is only
+    what the interrupt has behind it.
+    """
+    chain: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and not any(one is other for other in chain):
+            chain.append(one)
+            waiting += [one.__cause__, one.__context__]
+    return chain
 
 
 def classify(

@@ -62,6 +62,11 @@ class Attempt:
             unknown = "what came before is not known: the time counts from then"
             self.taken_over = f"{restarted}, and {unknown}"
 
+    @property
+    def is_incurable(self) -> bool:
+        """Whether the processes that are there cannot go on, whatever they hold."""
+        return any(timed.fault.is_incurable for timed in self.faults)
+
     def pass_over(self, choice: Choice) -> None:
         """Why no strategy before the chosen one can work."""
         self.skipped.update(choice.skipped)

@@ -88,19 +88,9 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
         copies = [replace(copy, snapshots=()) for copy in copies]
     cut = plan_cut(copies, job.membership.committed)
     if isinstance(cut, NoCut):
-        if can_dump(job):
-            return end_job(job, "")  # a restart would lose what is left
-        lacks = cut.reason + left_to_a_dump(job)
-        choice = choose(is_declared=True, lost=[], no_cut=lacks, allowed=job.allowed)
-        explain(job, choice)
-        attempt.pass_over(choice)
-        if choice.strategy is Strategy.EXIT:
-            return give_up(job, lacks)
-        if job.membership.left_out:
-            anew = f"all processes cannot start anew without node {job.membership.left_out[0]}"
-            return end_job(job, f"{lacks}, and {anew}")
-        attempt.strategy, attempt.reason = choice.strategy, lacks
-        return orders.restart_group(job, lacks)
+        return _start_anew(job, attempt, cut.reason + left_to_a_dump(job))
+    if attempt.is_incurable:
+        return _start_anew(job, attempt, job.what_happened())
     store = meeting.place(job)
     if store is None:
         return end_job(job, f"{job.what_happened()}, and no node has a store to meet at")
@@ -118,6 +108,22 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     active = job.membership.active
     order = do.Resume(*who, cut.version, cut.moves, job.budget.used, store, active)
     return [*job.order_all(order), *elastic.note_world(job)]
+
+
+def _start_anew(job: JobState, attempt: Attempt, obstacle: str) -> Commands:
+    """Nobody can go on with what is held: save it, else replace all processes."""
+    if can_dump(job):
+        return end_job(job, "")  # a restart would lose what is left
+    choice = choose(is_declared=True, lost=[], no_cut=obstacle, allowed=job.allowed)
+    explain(job, choice)
+    attempt.pass_over(choice)
+    if choice.strategy is Strategy.EXIT:
+        return give_up(job, obstacle)
+    if job.membership.left_out:
+        anew = f"all processes cannot start anew without node {job.membership.left_out[0]}"
+        return end_job(job, f"{obstacle}, and {anew}")
+    attempt.strategy, attempt.reason = choice.strategy, obstacle
+    return orders.restart_group(job, obstacle)
 
 
 # ---------------------------------------------------------------------- broken processes
@@ -141,8 +147,8 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     attempt.broken.clear()
     copies = {member.rank: member.copy() for member in job.membership.live()}
     best = plan_cut(copies.values(), committed)
-    if not suspected or not isinstance(best, Cut):
-        return None  # without a cut the group is restarted anyway
+    if not suspected or attempt.is_incurable or not isinstance(best, Cut):
+        return None  # the group is restarted anyway, or saved
     spared = _without_loss(copies, suspected, best.redone, committed)
     if spared:
         return _replace(job, attempt, spared, "others hold what they had")

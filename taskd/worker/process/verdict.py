@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
-from taskd.errors import ConfigError, StateError
+from taskd.errors import ConfigError, IncurableError, StateError
 from taskd.worker.exceptions.communication import is_communication_error
 from taskd.worker.exceptions.signature import signature
 from taskd.worker.exceptions.text import describe, traceback_text
@@ -62,6 +62,7 @@ class Verdict:
             signature=signature(error),
             traceback=traceback_text(error),
             is_final=isinstance(error, (ConfigError, StateError)),
+            is_incurable=isinstance(error, IncurableError),
         )
         self._uplink.tell(
             events.WorkerRaised,

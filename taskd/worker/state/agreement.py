@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from taskd.worker.life import Life
 
 _LOOK_S = 0.005
+_AGREED = "agreed"
 
 
 class Agreement:
@@ -24,20 +25,14 @@ class Agreement:
     Every rank makes it at the same place of the program, after `init_process_group`.
     """
 
-    def __init__(self, life: Life, subject: str, *, within_s: float | None = None) -> None:
-        """`within_s`: how long one round waits for the other ranks; None: for ever."""
-        self._within_s = within_s
+    def __init__(self, life: Life, subject: str) -> None:
         plan = life.plan
         plan.agreements += 1
         self._rank, self._world_size = life.world_rank, life.world_size
         self._name, self._round = f"taskd/{subject}/{plan.generation}/{plan.agreements}", 0
 
     def broadcast(self, texts: list[str]) -> list[str]:
-        """Rank 0's texts, on every rank. Waits for them; an interrupt may be raised meanwhile.
-
-        Raises:
-            TimeoutError: they have not come in time.
-        """
+        """Rank 0's texts, on every rank. Waits for them; an interrupt may be raised meanwhile."""
         if self._world_size == 1:
             return texts
         store, key = self._next()
@@ -51,9 +46,6 @@ class Agreement:
         """The ranks' texts that are not "", in their order, on every rank.
 
         Waits for all of them.
-
-        Raises:
-            TimeoutError: they have not come in time.
         """
         if self._world_size == 1:
             return [text] if text else []
@@ -69,19 +61,48 @@ class Agreement:
         ]
         return self.broadcast([given for given in (text, *others) if given])
 
+    def gather_within(self, text: str, limit_s: float) -> list[str]:
+        """As `gather`; but if one has waited `limit_s` seconds in vain, all give up.
+
+        How it ends stands in one key, which is written once: by rank 0, when all texts are there,
+        or by the first whose time is over. Everybody follows what is in it, whoever comes late as
+        well: a rank that went by its own watch would wait for those who have gone on without it.
+
+        Raises:
+            TimeoutError: they have given up.
+        """
+        if self._world_size == 1:
+            return [text] if text else []
+        store, key = self._next()
+        store.set(f"{key}/{self._rank}", text)
+        keys = [f"{key}/{rank}" for rank in range(self._world_size)]
+        end, deadline = f"{key}/end", time.monotonic() + limit_s
+        while not store.check([end]):
+            if self._rank == 0 and store.check(keys):
+                texts = [store.get(one).decode() for one in keys]
+                store.set(key, json.dumps([given for given in texts if given]))
+                store.compare_set(end, "", _AGREED)
+            elif time.monotonic() >= deadline:
+                store.compare_set(end, "", self._in_vain(store, keys, limit_s))
+            else:
+                time.sleep(_LOOK_S)
+        how = store.get(end).decode()
+        if how != _AGREED:
+            raise TimeoutError(how)
+        agreed: list[str] = json.loads(store.get(key))
+        return agreed
+
+    def _in_vain(self, store: Any, keys: list[str], limit_s: float) -> str:
+        late = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+        who = f"ranks {', '.join(late)}" if late else "the word of rank 0"
+        return f"rank {self._rank} has waited {limit_s:g} s for {who} ({self._name})"
+
     def _next(self) -> tuple[Any, str]:
         self._round += 1
         return c10d._get_default_store(), f"{self._name}/{self._round}"
 
     def _wait_for(self, store: Any, keys: list[str]) -> list[bytes]:
         """The store's own waiting could not be interrupted."""
-        limit_s = self._within_s
-        deadline = None if limit_s is None else time.monotonic() + limit_s
         while not store.check(keys):
-            if deadline is not None and time.monotonic() >= deadline:
-                late = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-                who = f"ranks {', '.join(late)}" if self._rank == 0 else "rank 0"
-                message = f"rank {self._rank} has waited {limit_s:g} s for {who} ({self._name})"
-                raise TimeoutError(message)
             time.sleep(_LOOK_S)
         return [store.get(key) for key in keys]

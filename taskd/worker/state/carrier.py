@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 class Carrier(Protocol):
     """All of it is called in the main thread. What it raises is told as of the training script."""
 
+    @property
+    def damage(self) -> str:
+        """Why what this rank holds is no copy, whatever its steps say; "": nothing is known.
+
+        It counts until this rank has received everything from another.
+        """
+
     def move(self, step: int, moves: Mapping[int, Move]) -> None:
         """In a recovery, on every rank: bring this rank's content to that of `step`.
 

@@ -13,7 +13,9 @@ import hashlib
 import io
 import os
 import pathlib
+import signal
 import sys
+import time
 from types import SimpleNamespace
 
 import torch
@@ -48,6 +50,12 @@ def fail_memory():
     raise RuntimeError("UCE ERROR, device error type 507053")
 
 
+def hang():
+    """Where nothing reaches the main thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(600)
+
+
 def notify():
     assert controller_ttp.tft_notify_controller_dump() == 0
 
@@ -57,6 +65,7 @@ HOW = {
     "raise": fail,
     "uce": fail_memory,
     "notify": notify,
+    "hang": hang,
 }
 
 

@@ -1,5 +1,7 @@
 """RecoveryMachine: an exception that comes back in a rank, whose process may be broken."""
 
+from dataclasses import replace
+
 import pytest
 
 from taskd.core import commands as do
@@ -152,6 +154,29 @@ class TestTheOnlyHolderOfItsPart:
         dump = only(come_back(sharded(manager, "recover-in-place,dump")), do.Dump)
         assert dump.version == 5
         assert "its process cannot be replaced: only it holds its part of the state" in dump.reason
+
+
+class TestWhatNoRecoveryInPlaceCanCure:
+    """The copies are whole, and nobody can go on with them."""
+
+    def incurable(self, job, make_fault) -> list[do.Command]:
+        what = make_fault(FaultKind.RAISED, 1, 0, "IncurableError: no repair handler", version=5)
+        what = replace(what, is_incurable=True)
+        assert acts(job.worker(ev.WorkerRaised, 1, 0, what, True, 0.0)) == ["Interrupt"]
+        return job.pause_all()
+
+    def test_all_start_anew(self, manager, make_fault) -> None:
+        restart = only(self.incurable(manager().joined(), make_fault), do.RestartGroup)
+        assert restart.reason == "rank 1 raised IncurableError: no repair handler at step 5"
+
+    def test_or_it_is_saved_where_that_is_allowed(self, manager, make_fault) -> None:
+        job = manager(strategies="recover-in-place,dump").joined()
+        assert only(self.incurable(job, make_fault), do.Dump).version == 5
+
+    def test_or_the_job_ends(self, manager, make_fault) -> None:
+        job = manager(strategies="retry").joined()
+        end = only(self.incurable(job, make_fault), do.GiveUp)
+        assert "no repair handler" in end.reason
 
 
 @pytest.mark.parametrize("kind", [FaultKind.COMMUNICATION, FaultKind.HANG])

@@ -9,7 +9,7 @@ from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
 from taskd.core.timeouts import Timeouts
-from tests.unit.core.answers import kinds, only
+from tests.unit.core.answers import acts, kinds, only
 
 
 def mark(rank: int, *, hangs: bool, groups: tuple[int, ...] = (7,), **changes) -> Mark:
@@ -46,6 +46,25 @@ def test_marks_that_came_before_the_job_was_complete_count_afterwards(manager) -
     )
     assert kill.rank == 2
     assert "ranks 0, 1, 3 wait for it" in kill.reason
+
+
+def test_who_says_that_it_does_not_come_back_is_called_and_killed_if_it_does_not_come(
+    manager, make_fault
+) -> None:
+    """All say so at once, as they wait for each other; the others come when they are called."""
+    job = manager().joined()
+    said = [make_fault(FaultKind.HANG, rank, 0, "the repair handler") for rank in job.ranks]
+    answers = [
+        job.worker(ev.WorkerRaised, rank, 0, said[rank], True, may_advance=True)
+        for rank in (2, 0, 1, 3)
+    ]
+    assert [acts(commands) for commands in answers] == [["Interrupt"], [], [], []]
+    for rank in (0, 1, 2):
+        assert job.pause(rank) == []
+    job.hear_all_until(job.now + job.timeouts.pause_s - 1)
+    kill = only(job.send(ev.Tick, at=job.now + 1), do.KillWorker)
+    assert (kill.rank, kill.reason) == (3, "did not leave its step")
+    assert job.machine.membership.members[0].version == 5
 
 
 def test_stacks_belong_to_the_hang_alone(manager) -> None:

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mindio_ttp.carrier import Handover
 from mindio_ttp.replicas import ReplicaGroup
 
 from taskd.core.commands import Move
-from taskd.errors import StateError
+from taskd.errors import Interrupted, StateError
 
 ROOT = Path(__file__).resolve().parents[3]
 ARGS = ["what the script hands over"]
@@ -54,9 +55,8 @@ def test_a_rank_that_neither_sends_nor_receives_is_not_asked(record, called, ran
 
 def test_a_damaged_memory_is_to_be_built_anew(record, called):
     ttp.tft_register_repair_handler(lambda *given: called.append(given))
-    carrier = handover(record, 1)
-    carrier.is_damaged = True
-    carrier.move(7, MOVES)
+    record.damage = "RS_UCE: reported by the script"
+    handover(record, 1).move(7, MOVES)
     ((_, need_rebuild, _, info, _, _),) = called
     assert need_rebuild is True
     assert info["repair_type"] == ttp.RepairType.RT_UCE_HIGHLEVEL.value
@@ -104,9 +104,15 @@ def test_the_arguments_are_those_that_were_set_last(record):
     assert record.step_args == [1]
     ttp.tft_set_step_args(None)
     assert record.step_args == [1]
+
+
+def test_a_framework_hands_over_the_functions_arguments_whatever_was_set(record, caplog):
+    ttp.tft_set_step_args([1])
     ttp.set_mindio_export_version("MindSpeed")
+    assert record.step_args is None
     ttp.tft_set_step_args([2])
-    assert record.step_args == [1]
+    assert record.step_args is None
+    assert "MindSpeed hands over the function's arguments" in caplog.text
 
 
 @pytest.mark.slow
@@ -119,6 +125,7 @@ def stuck():
     time.sleep(600)
 
 handlers = Handlers()
+handlers.on_overdue = lambda detail: print("told:", detail, flush=True)
 handlers.register("repair", stuck, None)
 handlers.call("repair", limit_s=0.2)
 """
@@ -128,13 +135,42 @@ handlers.call("repair", limit_s=0.2)
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert ended.returncode == 1
-    assert "the repair handler has not returned after 0.2 s" in ended.stderr
-    assert "in stuck" in ended.stderr
+    told = ended.stdout.split("\n")
+    assert told[0].startswith("told: the repair handler has not returned after 0.2 s")
+    assert ended.stderr.index("in stuck") < ended.stderr.index("and cannot be called")
 
 
 def test_one_that_comes_back_in_time_leaves_no_thread(record):
     ttp.tft_register_rollback_handler(lambda: "done")
     assert record.handlers.call_limited("rollback") == "done"
+    assert "mindio-rollback" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_one_that_leaves_when_it_was_told_of_does_not_end_its_process(record):
+    """As an interrupt makes it leave, which comes because of that."""
+    told = threading.Event()
+    record.handlers.on_overdue = lambda _: told.set()
+    ttp.tft_register_rollback_handler(lambda: told.wait(60))
+    assert record.handlers.call("rollback", limit_s=0.3) is True
+
+
+def test_an_interrupt_while_its_watch_is_begun_leaves_none_behind(record, monkeypatch):
+    """What it watched for is over then; it would end a healthy process."""
+    told, start = [], threading.Thread.start
+    record.handlers.on_overdue = told.append
+
+    def start_and_be_interrupted(thread):
+        start(thread)
+        raise Interrupted("a fault elsewhere")
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    ttp.tft_register_rollback_handler(lambda: "done")
+    with pytest.raises(Interrupted):
+        record.handlers.call("rollback", limit_s=0.2)
+    for thread in threading.enumerate():
+        if thread.name == "mindio-rollback":
+            thread.join(30)
+    assert told == []
 
 
 @pytest.mark.parametrize(("text", "limit_s", "is_said"), [

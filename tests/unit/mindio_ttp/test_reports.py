@@ -2,7 +2,7 @@
 
 import pytest
 from mindio_ttp.names import ReportState
-from mindio_ttp.reports import Report, Rule, classify
+from mindio_ttp.reports import Report, Rule, chain_of, classify, tells_of_damage
 
 
 def state_of(text, *, is_uce_enabled=True, can_repair=lambda _: True, rules=()):
@@ -39,6 +39,26 @@ def test_memory_is_damaged_for_good_where_the_time_says_so():
     assert state_of("HBM MULTI BIT ECC, time us=17.", can_repair=cannot) == "RS_UCE_CORRUPTED"
     assert state_of("HBM MULTI BIT ECC", can_repair=cannot) == "RS_UCE_CORRUPTED"
     assert asked == [17, None]
+
+
+@pytest.mark.parametrize(("text", "is_damaged"), [
+    ("UCE ERROR at 0x12", True), ("HBM MULTI BIT ECC, time us=17", True), ("PRECISION", True),
+    ("LINK", False), ("LINK, UCE ERROR", True),  # whatever the script makes of it
+    ("HCCL OP RETRY FAILED", False), ("FORCE STOP", False), ("", False),
+])  # fmt: skip
+def test_a_memory_is_damaged_whatever_is_reported_of_it(text, is_damaged):
+    def fail(_text):
+        raise OSError("a rule of the script has failed")
+
+    rules = [Rule("PRECISION", ReportState.RS_UCE, fail), Rule("LINK", ReportState.RS_RETRY, fail)]
+    assert tells_of_damage(text, rules) is is_damaged
+
+
+def test_the_chain_of_an_exception_has_all_that_it_has_replaced():
+    cause, replaced, last = OSError("cause"), RuntimeError("UCE ERROR"), ValueError("last")
+    last.__context__, last.__cause__ = replaced, cause
+    replaced.__context__ = last  # a circle, which python itself does not make
+    assert chain_of(last) == [last, cause, replaced]
 
 
 def test_the_code_of_the_device_and_the_rules_of_the_script():

@@ -86,6 +86,15 @@ def test_each_name_takes_what_its_users_give_it(module, names):
     assert set(names) <= set(module.__all__)
 
 
+def test_the_decorators_module_has_all_names_and_the_device():
+    """Handlers of MindSpeed-LLM import some of them from there."""
+    module = framework_ttp.ttp_decorator
+    assert set(framework_ttp.__all__) < set(module.__all__)
+    for name in framework_ttp.__all__:
+        assert getattr(module, name) is getattr(framework_ttp, name)
+    assert module.get_device() is None
+
+
 def test_the_enumerations_have_their_members():
     assert [one.name for one in OptimizerType] == ["ATTENTION", "MOE"]
     assert (Action.RETRY, Action.EXIT, OptimizerType.MOE) == (0, 1, 1)

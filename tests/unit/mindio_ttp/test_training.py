@@ -2,16 +2,20 @@
 
 import logging
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from mindio_ttp import framework_ttp as ttp
 from mindio_ttp import process
 from mindio_ttp.training import Training
 
 from taskd.core.commands import Move
-from taskd.errors import Interrupted
+from taskd.errors import IncurableError, Interrupted
+from taskd.native.black_box import Phase
+from taskd.worker.restore import exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
@@ -40,8 +44,8 @@ def called(record):
     return called
 
 
-def start(rank=0, world=1):
-    ttp.tft_init_processor(rank, world, False, False)
+def start(rank=0, world=1, *, enable_uce=True):
+    ttp.tft_init_processor(rank, world, False, False, enable_uce=enable_uce)
     ttp.tft_start_processor("127.0.0.1", 8000)
     group = {"rank_list": list(range(world)), "replica_cnt": world, "replica_shift": 0}
     ttp.tft_set_optimizer_replica(rank, [group])
@@ -98,6 +102,55 @@ def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job,
     assert process.current().state is None, "behind the function no step is counted"
 
 
+def test_each_handler_is_told_of_the_present_recovery_and_of_no_other(job, monkeypatch):
+    start()
+    told = []
+    for name, register in (
+        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
+        ("rebuild", ttp.tft_register_rebuild_group_handler),
+        ("repair", ttp.tft_register_repair_handler),
+        ("rollback", ttp.tft_register_rollback_handler),
+    ):  # fmt: skip
+        register(lambda *_, name=name: told.append(
+            (name, ttp.tft_get_repair_type(), ttp.tft_get_repair_step())
+        ))  # fmt: skip
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    training = Training(steps(5, then=RuntimeError("UCE ERROR")), [0], {})
+    enter(job, training)
+    training._func = steps(6, then=Interrupted("a fault"))
+    job.resume(5, {0: Move(0, source=1)})
+    enter(job, training)
+    nothing = [("stop", "unknow", 0), ("clean", "unknow", 0)]
+    # it receives, and all processes are those that were there before
+    repaired = [(name, "retry", 5) for name in ("rebuild", "repair", "rollback")]
+    assert told == nothing + repaired + nothing
+
+
+def test_a_replacement_that_receives_makes_it_a_recovery_of_its_kind(job, monkeypatch):
+    replacement(job, asks=False)
+    types = []
+    ttp.tft_register_rebuild_group_handler(lambda *_: types.append(ttp.tft_get_repair_type()))
+    ttp.tft_register_repair_handler(lambda *_: None)
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    training = Training(steps(3, then=Interrupted("a fault")), [0], {})
+    for version in (2, 3):
+        job.resume(version, {0: Move(0, source=1)})
+        enter(job, training)
+    assert types == ["recover", "retry"]
+
+
+def test_a_rollback_that_takes_long_is_not_taken_for_a_step_that_hangs(job, called):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    phases = []
+    ttp.tft_register_rollback_handler(lambda *_: phases.append(job.life.box.phase))
+    training._func = lambda _: phases.append(job.life.box.phase)
+    job.resume(1)
+    enter(job, training)
+    assert phases == [Phase.ENTERED, Phase.STEP]
+
+
 def test_handlers_may_exchange_what_the_function_is_called_with(job, called):
     start()
     training = Training(steps(1, then=Interrupted("a fault")), ["old"], {})
@@ -135,7 +188,19 @@ def test_a_damaged_memory_is_no_copy_unless_it_was_made_whole(
     assert told == [is_uce]
 
 
-def fail(*_):
+def test_without_enable_uce_a_damaged_memory_is_reported_as_unknown_and_is_no_copy(
+    job, record, caplog
+):
+    start(enable_uce=False)
+    told = []
+    ttp.tft_register_clean_handler(lambda *given: told.append(given[0]))
+    with caplog.at_level(logging.INFO):
+        _, report = enter(job, Training(steps(4, then=RuntimeError("UCE ERROR")), [0], {}))
+    assert (report.version, report.clean, told) == (4, False, [True])
+    assert "UCE ERROR: RS_UNKNOWN" in caplog.text
+
+
+def fail(*_, **__):
     raise OSError("the device does not answer")
 
 
@@ -149,6 +214,22 @@ def test_a_process_that_cannot_be_cleaned_ends(job, record, caplog, clean):
     assert "to be replaced" in caplog.text
 
 
+def test_a_process_that_cannot_be_cleaned_ends_with_the_error_of_its_script_in_the_log(
+    job, record, caplog
+):
+    """Else nobody would hear of it: the process ends before it can tell the manager."""
+    start()
+    ttp.tft_register_clean_handler(lambda *_: 1)
+
+    def train(_args):
+        raise ValueError("a bad sample")
+
+    error, _ = enter(job, Training(train, [0], {}))
+    assert isinstance(error, SystemExit)
+    assert "ValueError: a bad sample" in caplog.text
+    assert "in train" in caplog.text
+
+
 def test_a_stop_handler_that_fails_is_said_and_the_step_is_left_all_the_same(job, record, caplog):
     start()
     ttp.tft_register_stop_handler(fail)
@@ -158,6 +239,86 @@ def test_a_stop_handler_that_fails_is_said_and_the_step_is_left_all_the_same(job
     assert "the stop handler has failed" in caplog.text
 
 
+class TestAStopHandlerInAThread:
+    """taskd calls it where the main thread may wait for its device."""
+
+    def test_what_it_has_stopped_is_cleaned_when_it_has_returned(self, job, record):
+        start()
+        order, is_in, may_go = [], threading.Event(), threading.Event()
+
+        def stop(*_):
+            is_in.set()
+            order.append("stopped" if may_go.wait(60) else "never")
+
+        ttp.tft_register_stop_handler(stop)
+        ttp.tft_register_clean_handler(lambda *_: order.append("clean"))
+        threads = []
+
+        def train(_args):
+            threads.append(threading.Thread(target=job.life.stop_device))
+            threads[0].start()
+            assert is_in.wait(60)
+            raise Interrupted("a fault")
+
+        training = Training(train, [0], {})
+
+        class Waited:
+            """The lock, which says when the main thread waits for it."""
+
+            def __init__(self, lock):
+                self.lock = lock
+
+            def __enter__(self):
+                if threading.current_thread() is threading.main_thread():
+                    may_go.set()
+                return self.lock.__enter__()
+
+            def __exit__(self, *what):
+                return self.lock.__exit__(*what)
+
+        training._stopping = Waited(training._stopping)
+        enter(job, training)
+        threads[0].join(60)
+        assert order == ["stopped", "clean"]
+
+    def test_one_that_comes_when_the_next_entry_has_begun_stops_nothing(self, job, called):
+        start()
+        training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+        enter(job, training)
+        late = job.life.stop_device
+        called.clear()
+        training._func = lambda _: late()
+        job.resume(1)
+        enter(job, training)
+        assert [name for name, *_ in called] == ["rebuild", "rollback"]
+
+    def test_it_has_the_device_of_the_process(self, job, record, monkeypatch):
+        used = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda number: used.append((number, threading.get_ident()))
+        )
+        start()
+        assert ttp.ttp_decorator.get_device() == 3
+
+        def train(_args):
+            thread = threading.Thread(target=job.life.stop_device)
+            thread.start()
+            thread.join(60)
+            assert used == [(3, thread.ident)]
+            return "done"
+
+        ttp.tft_register_stop_handler(lambda *_: used.append(3) if not used else None)
+        assert enter(job, Training(train, [0], {}))[0] == "done"
+
+
+def test_on_a_processor_there_is_no_device(job, record):
+    start()
+    assert process.current().devices == {}
+    assert ttp.ttp_decorator.get_device() is None
+
+
 def test_an_exception_of_the_scripts_own_rule_is_reported_to_it(job, record):
     start()
     told = []
@@ -165,6 +326,86 @@ def test_an_exception_of_the_scripts_own_rule_is_reported_to_it(job, record):
     _, report = enter(job, Training(steps(1, then=RuntimeError("PRECISION ERROR")), [0], {}))
     assert told == ["PRECISION ERROR"]
     assert not report.clean
+
+
+# ---------------------------------------------------------------------- a damaged memory
+
+
+def test_a_rule_that_fails_makes_the_report_unknown_and_the_memory_no_better(job, called, caplog):
+    start()
+    ttp.tft_register_exception_handler("PRECISION", "RS_UCE", fail)
+    _, report = enter(job, Training(steps(1, then=RuntimeError("PRECISION ERROR")), [0], {}))
+    assert (report.version, report.clean) == (1, False)
+    assert [name for name, *_ in called] == ["stop", "clean"]
+    assert "a rule of the script (tft_register_exception_handler) has failed" in caplog.text
+
+
+def replaced_by(interrupt):
+    """As an interrupt that comes while the script handles the error of its device."""
+
+    def train(_args):
+        steps(1)(0)
+        try:
+            raise RuntimeError("UCE ERROR")
+        finally:
+            raise interrupt
+
+    return train
+
+
+@pytest.mark.parametrize("interrupt", [Interrupted("a fault elsewhere"), SystemExit(1)])
+def test_a_memory_fault_that_another_exception_has_replaced_is_none_the_less_one(job, interrupt):
+    start()
+    error, report = enter(job, Training(replaced_by(interrupt), [0], {}))
+    assert error is interrupt
+    assert (report.version, report.clean) == (1, False)
+
+
+def test_an_interrupt_before_interrupts_are_held_off_skips_nothing(job, called, monkeypatch):
+    start()
+    interrupts = [Interrupted("a fault elsewhere")]
+
+    def hold(life):
+        if interrupts:
+            raise interrupts.pop()
+        life.interrupts.is_held = True
+
+    monkeypatch.setattr("mindio_ttp.training.hold_interrupts", hold)
+    error, report = enter(job, Training(steps(1, then=RuntimeError("UCE ERROR")), [0], {}))
+    assert isinstance(error, Interrupted)
+    assert [name for name, *_ in called] == ["stop", "clean"]
+    assert (report.version, report.clean) == (1, False)
+
+
+def report_and_go_on(_args):
+    steps(1)(0)
+    ttp.tft_report_error(ttp.ReportState.RS_UCE)
+    steps(2)(0)
+    raise Interrupted("a fault elsewhere")
+
+
+def test_a_damage_that_was_reported_is_whole_again_when_all_has_been_received(
+    job, called, monkeypatch
+):
+    """A step that is finished meanwhile does not mend it, and a plan that keeps it is refused."""
+    start()
+    training = Training(report_and_go_on, [0], {})
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (2, False)
+    training._func = steps(3)
+    job.resume(2)
+    error, report = enter(job, training)
+    assert "is not to receive" in str(error)
+    assert (report.version, report.clean) == (2, False)
+    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    job.life.job_size = job.life.world_size = 1
+    job.resume(2, {0: Move(0, source=1)})
+    called.clear()
+    _, report = enter(job, training)
+    (told,) = [given for name, *given in called if name == "repair"]
+    assert told[1] is True
+    assert told[3]["repair_type"] == ttp.RepairType.RT_UCE_HIGHLEVEL
+    assert (report.version, report.clean, process.current().damage) == (3, True, "")
 
 
 # ---------------------------------------------------------------------- a replacement
@@ -257,6 +498,24 @@ def test_training_goes_on_and_its_copy_is_none(job, caplog, prepare, why):
     assert why in report.reason
 
 
+def test_a_copy_that_an_interrupt_could_meet_half_written_is_none(job):
+    """Nobody says when the optimizer begins to write, so nothing holds interrupts off then."""
+    start()
+
+    def train(_args):
+        ttp.tft_end_updating_os(1)
+        raise Interrupted("a fault in the middle of the next optimizer.step()")
+
+    training = Training(train, [0], {})
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (1, False)
+    assert "tft_start_updating_os" in report.reason
+    training._func = steps(2, then=Interrupted("a fault"))
+    job.resume(1)
+    _, report = enter(job, training)
+    assert (report.version, report.clean) == (2, False), "the script is still the same"
+
+
 def test_a_decorated_function_before_init_process_group_is_not_recovered(record, caplog):
     job = Job(world_size=2)
     try:
@@ -287,14 +546,19 @@ def test_ranks_that_have_no_decorator_are_not_waited_for_for_ever(record, caplog
         dist.destroy_process_group()
 
 
-def test_without_a_repair_handler_a_fault_that_needs_it_restarts_all(job, record):
+@pytest.mark.parametrize("can_save", [True, False])
+def test_without_a_repair_handler_a_fault_that_needs_it_is_not_repaired(job, record, can_save):
+    """What is held stays whole for a dump; without a save handler there is none to be tried."""
     start()
+    if can_save:
+        ttp.tft_register_save_ckpt_handler(print)
     training = Training(steps(1, then=Interrupted("a fault")), [0], {})
     enter(job, training)
     job.resume(1, {0: Move(0), 1: Move(1, source=0)})
     error, report = enter(job, training)
     assert "no repair handler" in str(error)
-    assert not report.clean
+    assert isinstance(error, IncurableError)
+    assert (report.version, report.clean) == (1, can_save)
 
 
 def test_a_smaller_world_is_not_gone_on_with(job, called):
@@ -305,7 +569,8 @@ def test_a_smaller_world_is_not_gone_on_with(job, called):
     job.life.active = (0,)
     error, report = enter(job, training)
     assert "the world has become smaller" in str(error)
-    assert not report.clean
+    assert isinstance(error, IncurableError)
+    assert report.version == 1
 
 
 @pytest.mark.parametrize("handler", ["rebuild", "rollback"])
@@ -322,7 +587,40 @@ def test_handlers_that_fail_are_given_up_after_the_second_time(job, called, hand
     job.resume(1)
     error, report = enter(job, training)
     assert "2 recoveries have not come to their end" in str(error)
-    assert not report.clean
+    assert isinstance(error, IncurableError)
+    assert report.version == 1
+
+
+def test_what_fails_before_any_handler_speaks_against_none(job, called, monkeypatch):
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    enter(job, training)
+    for _ in range(4):
+        job.resume(1)
+        with monkeypatch.context() as patched:
+            patched.setattr("mindio_ttp.training.ask_all", fail)
+            error, _ = enter(job, training)
+        assert isinstance(error, OSError)
+    training._func = steps(2)
+    job.resume(1)
+    assert enter(job, training)[1].version == 2
+
+
+@pytest.mark.parametrize(("version", "limit_s"), [(None, 50), (1, None)])
+def test_replacements_have_the_time_of_a_start(job, called, monkeypatch, version, limit_s):
+    """TTP_NORMAL_ACTION_TIME_LIMIT is that of a handler. They build their models meanwhile."""
+    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", "50")
+    start()
+    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
+    if version is not None:
+        enter(job, training)
+    limits = []
+    monkeypatch.setattr(
+        "mindio_ttp.training.ask_all", lambda *_, within_s: fail(limits.append(within_s))
+    )
+    job.resume(version)
+    enter(job, training)
+    assert limits == [limit_s]
 
 
 def test_a_fault_that_meets_a_handler_stops_and_cleans_as_well(job, called):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -9,11 +10,12 @@ from job import Stop
 
 from taskd.core import commands
 from taskd.core.commands import Move
-from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN
+from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerRaised
+from taskd.core.faults import FaultKind
 from taskd.errors import Interrupted, StateError
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
-from taskd.worker.carried_state import CarriedState, ask_all, on_stop
+from taskd.worker.carried_state import CarriedState, ask_all, on_stop, report_overdue
 from taskd.worker.life import Life
 from taskd.worker.process.orders import Orders, Where
 from taskd.worker.process.unwinding import PendingAbort, Unwinding
@@ -25,7 +27,7 @@ class Memory:
     """A carrier that notes what it is asked for."""
 
     def __init__(self, fails_at=""):
-        self.calls, self.fails_at = [], fails_at
+        self.calls, self.fails_at, self.damage = [], fails_at, ""
 
     def _note(self, *call):
         self.calls.append(call)
@@ -57,6 +59,31 @@ def entry(carrier, *steps, then=None, **settings):
         return restored, state.step
 
     return function
+
+
+def test_what_does_not_come_back_is_told_as_a_hang_of_a_rank_that_has_not_stopped(job):
+    told = []
+    job.life.supervisor.tell = lambda kind, cause, **fields: told.append((kind, fields))
+    job.resume(None)
+    job.enter(entry(Memory(), 4, then=lambda _: report_overdue(job.life, "the repair handler")))
+    ((kind, fields),) = told
+    assert kind is WorkerRaised
+    assert (fields["generation"], fields["may_advance"]) == (job.life.plan.generation, True)
+    fault = fields["fault"]
+    assert (fault.kind, fault.detail, fault.version) == (FaultKind.HANG, "the repair handler", 4)
+
+
+def test_what_takes_long_beside_a_step_is_not_taken_for_one(job):
+    phases = []
+
+    def slow(state):
+        with state.outside_steps():
+            phases.append(job.life.box.phase)
+        phases.append(job.life.box.phase)
+
+    job.resume(None)
+    job.enter(entry(Memory(), then=slow))
+    assert phases == [Phase.ENTERED, Phase.STEP]
 
 
 def stop(_state):
@@ -131,6 +158,36 @@ def test_what_is_spoiled_or_refused_is_no_copy_until_it_is_made_whole(job):
     _, report = job.enter(refused)
     assert (report.version, report.clean) == (2, False)
     assert "not asked for" in report.reason
+
+
+def test_no_step_mends_what_is_damaged(job):
+    job.resume(None)
+    memory = Memory()
+
+    def damaged(state):
+        memory.damage = "memory fault"
+        state.begin_update()
+        state.end_update(2)
+
+    _, report = job.enter(entry(memory, 1, then=damaged))
+    assert (report.version, report.clean) == (2, False)
+    assert "memory fault" in report.reason
+
+
+def test_one_that_is_damaged_and_was_not_to_receive_is_not_gone_on_with(job):
+    """It was said too late for the plan: behind the word with which this rank has stopped."""
+    job.resume(None)
+    memory = Memory()
+    job.enter(entry(memory, 1))
+    memory.damage = "memory fault"
+    job.resume(1)
+
+    def kept():
+        with pytest.raises(RuntimeError, match=r"rank 0: memory fault.*is not to receive"):
+            entry(memory, 2)()
+
+    _, report = job.enter(kept)
+    assert (report.version, report.clean) == (1, False)
 
 
 def test_a_torn_copy_stays_torn_when_the_next_entry_is_interrupted_before_it_is_restored(job):
@@ -222,6 +279,52 @@ def test_ranks_that_do_not_come_are_waited_for_no_longer_than_is_said(job):
             ask_all(job.life, "subject", "text", within_s=0.1)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def ask():
+    """What each of three ranks is answered: ask(rank, within_s). They share a store."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def ask(rank, within_s):
+        life = Life(rank=rank, world_size=3, incarnation=0)
+        try:
+            return ask_all(life, "subject", f"text {rank}", within_s=within_s)
+        except TimeoutError as error:
+            return str(error)
+
+    yield ask
+    dist.destroy_process_group()
+
+
+def at_once(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [one.result(60) for one in [pool.submit(*call) for call in calls]]
+
+
+def test_ranks_that_come_together_are_told_what_all_have_said(ask):
+    assert at_once((ask, 0, 60), (ask, 1, 60), (ask, 2, 60)) == [["text 0", "text 1", "text 2"]] * 3
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_comes_late_gives_up_as_the_others_did(ask, late):
+    """All texts are there then; whoever believed in them would wait for the others for ever."""
+    early = [rank for rank in range(3) if rank != late]
+    (first, second) = at_once(*((ask, rank, 0.1) for rank in early))
+    assert first == second == ask(late, 60)
+    assert f"has waited 0.1 s for ranks {late} " in first
+
+
+def test_without_a_limit_of_its_own_it_is_that_of_a_start(ask, monkeypatch):
+    monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "0.01")
+    assert ask(1, None).startswith("rank 1 has waited 0.2 s for ranks 0, 2 ")
+
+
+def test_who_has_no_time_left_follows_what_is_agreed(ask):
+    store = dist.distributed_c10d._get_default_store()
+    for rank in (1, 2):
+        store.set(f"taskd/subject/0/1/1/{rank}", f"text {rank}")
+    assert ask(0, 0.0) == ask(1, 0.0) == ask(2, 0.0) == ["text 0", "text 1", "text 2"]
 
 
 class NoGroups:

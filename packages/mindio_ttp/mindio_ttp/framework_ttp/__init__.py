@@ -5,6 +5,21 @@ from mindio_ttp.controller_ttp import (
     tft_init_controller,
     tft_start_controller,
 )
+from mindio_ttp.framework_ttp.processor import (
+    get_mindio_export_version,
+    set_mindio_export_version,
+    tft_destroy_processor,
+    tft_end_updating_os,
+    tft_exception_handler,
+    tft_init_processor,
+    tft_pause_train,
+    tft_set_dp_group_info,
+    tft_set_optimizer_replica,
+    tft_set_step_args,
+    tft_start_copy_os,
+    tft_start_processor,
+    tft_start_updating_os,
+)
 from mindio_ttp.framework_ttp.registration import (
     tft_register_clean_handler,
     tft_register_decrypt_handler,
@@ -31,21 +46,6 @@ from mindio_ttp.framework_ttp.reporting import (
     tft_report_load_ckpt_step,
     tft_reset_limit_step,
     tft_wait_next_action,
-)
-from mindio_ttp.framework_ttp.ttp_decorator import (
-    get_mindio_export_version,
-    set_mindio_export_version,
-    tft_destroy_processor,
-    tft_end_updating_os,
-    tft_exception_handler,
-    tft_init_processor,
-    tft_pause_train,
-    tft_set_dp_group_info,
-    tft_set_optimizer_replica,
-    tft_set_step_args,
-    tft_start_copy_os,
-    tft_start_processor,
-    tft_start_updating_os,
 )
 from mindio_ttp.names import Action, OptimizerType, RepairType, ReportState
 from mindio_ttp.utils import tft_can_do_uce_repair
@@ -96,3 +96,5 @@ __all__ = [
     "tft_start_updating_os",
     "tft_wait_next_action",
 ]
+
+from mindio_ttp.framework_ttp import ttp_decorator  # noqa: F401

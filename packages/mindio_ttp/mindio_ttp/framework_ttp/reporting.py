@@ -58,9 +58,12 @@ def tft_report_error(error_type: ReportState | int) -> None:
     Raises:
         ValueError: no ReportState.
     """
-    state = process.current().state
-    if ReportState(error_type) in MEMORY_IS_DAMAGED and state is not None:
-        state.spoil(f"{ReportState(error_type).name}: reported by the script")
+    record, reported = process.current(), ReportState(error_type)
+    if reported not in MEMORY_IS_DAMAGED:
+        return
+    record.damage = f"{reported.name}: reported by the script"
+    if record.state is not None:
+        record.state.spoil(record.damage)
 
 
 def tft_wait_next_action() -> int:
