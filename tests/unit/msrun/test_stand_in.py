@@ -201,6 +201,27 @@ def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
     assert [record["strategy"] for record in job.records] == ["exit"]
 
 
+def test_a_job_that_is_given_up_while_its_group_restarts_ends(job: Job) -> None:
+    # Rank 0 is stopped, so that SIGTERM does not end it: until it is killed its successor is not
+    # ordered, and that of rank 1 waits for it.
+    job.environment.update(STEPS="100000", TASKD_FAULT_TIMEOUT="30", TASKD_GRACE_S="10")
+    job.start()
+    for rank in (0, 1):
+        job.wait_for_step(rank, 5)
+    first, second = job.worker_pids()  # in the order of their starts
+    (scheduler,) = [os.pidfd_open(pid) for pid in job.scheduler_pids()]
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    assert select.select([scheduler], [], [], LIMIT_S)[0]  # the restart has been ordered
+    os.close(scheduler)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 2, job.output
+    (found,) = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    assert found.manifest.version >= 4
+    assert len(job.scheduler_pids()) == 1, "it came too late: the group had been started anew"
+
+
 def as_bytes(step: int) -> bytes:
     import struct
 
