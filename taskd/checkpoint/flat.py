@@ -112,7 +112,7 @@ def publish(draft: Draft, framework: str, keep: int | None = None) -> Path:
                 f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}"
             ) from error
         raise
-    tidy(draft, keep)
+    tidy(draft, keep, is_flat=True)
     return path
 
 

@@ -135,6 +135,6 @@ def _save(host: MsrunHost, outcome: Outcome, grace_s: float, clock: MonotonicClo
     if saved is None:
         log.info("nothing is saved: no rank has committed a step to a TrainState")
         return ""
-    where = "" if saved.path is None else f" in {saved.path}"
+    where = f" in {saved.path}" if saved.path else ", as far as this node has it"
     log.info("step %d is saved%s", saved.step, where)
     return f"{_SAVED} {saved.step} is saved{where}"

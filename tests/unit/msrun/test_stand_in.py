@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd.checkpoint import flat, folder
+from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.names import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,9 +182,18 @@ def test_the_budget_ends_the_job_and_what_it_had_is_saved(job: Job) -> None:
         assert bytes(flat.read(found, rank).data[:8]) == as_bytes(found.manifest.version)
 
 
+def publish_of_three_ranks(directory: pathlib.Path, version: int) -> pathlib.Path:
+    """A checkpoint of a job of the same name that had another number of ranks."""
+    draft = Draft(directory, "stand-in", Kind.PERIODIC, version, "three", (0, 1, 2), 0, 3)
+    for rank in draft.writers:
+        flat.write(draft, rank, flat.Flat((), {}, memoryview(b"")))
+    return flat.publish(draft, "x 1")
+
+
 @pytest.mark.parametrize("whom", ["msrun", "workers", "one worker", "all"])
 def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
     job.environment["STEPS"] = "100000"
+    other = publish_of_three_ranks(job.path / "saved", 90_000)
     job.start()
     for rank in (0, 1):
         job.wait_for_step(rank, 10)
@@ -193,7 +204,10 @@ def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
         os.kill(pid, signal.SIGTERM)
     assert job.end() == 2, job.output
     assert "is to end (SIGTERM" in job.output
-    (found,) = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    valid = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    (found,) = [one for one in valid if one.path != other]
+    said = f"; step {found.manifest.version} is saved in {found.path}"
+    assert job.output.splitlines()[-1].endswith(said)
     assert found.manifest.version >= 10
     assert found.manifest.writers == (0, 1)
     for rank in (0, 1):
