@@ -18,7 +18,7 @@ from taskd.errors import StateError
 from taskd.mindspore.internals import generator, has_live_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 # MindSpore's name of a type to that of safetensors.
 _TYPES = {
@@ -65,6 +65,11 @@ class Content:
         if views:
             np.concatenate(views, out=np.frombuffer(target, np.uint8))
 
+    def pieces(self) -> Iterator[memoryview]:
+        """The same bytes without room for all of them: those of one parameter after another."""
+        for parameter in self._by_name.values():
+            yield _bytes_of(parameter).data
+
     def load(self, layout: Iterable[Layout], data: memoryview) -> None:
         """Put these bytes into the parameters.
 
@@ -82,10 +87,11 @@ class Content:
         self._places = []
 
     def _make_views(self) -> list[np.ndarray]:
-        return [
-            np.ascontiguousarray(parameter.asnumpy()).reshape(-1).view(np.uint8)
-            for parameter in self._by_name.values()
-        ]
+        return [_bytes_of(parameter) for parameter in self._by_name.values()]
+
+
+def _bytes_of(parameter: Any) -> np.ndarray:
+    return np.ascontiguousarray(parameter.asnumpy()).reshape(-1).view(np.uint8)
 
 
 def _collect(cells: Mapping[str, Any]) -> dict[str, Any]:

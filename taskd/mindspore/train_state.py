@@ -194,8 +194,9 @@ class TrainState:
             box.mark_phase(Phase.COMMIT)
         before, self.step = self.step, self.step + steps
         is_saved = self._is_due(before, self._checkpoint_every)
+        is_kept = False
         if is_saved or self._is_due(before, self._snapshot_every):
-            self._memory.take(self.step, self._origin, self._notes)
+            is_kept = self._memory.take(self.step, self._origin, self._notes)
         if box is not None:
             box.mark_version(self.step)
             box.mark_step(is_first=self._is_first)
@@ -204,7 +205,7 @@ class TrainState:
             self._is_first = False
             self._report_first_step(before)
         if is_saved and self._periodic is not None:
-            self._periodic.save(self.step)
+            self._periodic.save(self.step, self._notes, is_kept=is_kept)
 
     def _is_due(self, before: int, every: int | None) -> bool:
         return every is not None and self.step // every > before // every

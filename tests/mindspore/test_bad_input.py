@@ -137,3 +137,17 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(job: Job, small_disk)
     assert [path.name for path in pathlib.Path(small_disk).glob(".step-*")] == []
     with contextlib.suppress(StopIteration):
         assert job.digests(2)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("without", ["1", "0,1"])
+def test_ranks_without_node_memory_go_on_from_checkpoints(job: Job, without: str) -> None:
+    assert job.start(2).end() == 0, job.output
+    (expected,) = job.digests(2)
+    environment = {"NO_MEMORY": without, "CHECKPOINT_EVERY": "20", "FAULTS": "1@50:begin"}
+    assert job.start(2, **environment).end() == 0, job.output
+    assert job.began_at(0) == job.began_at(1) == [0, 40]
+    assert job.digests(2) == {expected}
+    assert job.said(1).count("no snapshots from step") == 2
+    newest = folder.scan(job.checkpoints, "ms", is_full=True).valid[0]
+    assert newest.manifest.version == 60

@@ -2,7 +2,7 @@
 
 FAULTS: "rank@step:place" and so on, SIGKILL in the step of that number: "begin" before it is
 computed, "computed" before its commit, "committed" behind that. Each once:
-a file in STRUCK tells that it has been.
+a file in STRUCK tells that it has been. NO_MEMORY: ranks that get no memory for snapshots.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mindspore.communication import get_rank, init
 from mindspore.train import Callback, Model
 
 import taskd.mindspore
+from taskd.errors import ArenaError
+from taskd.native.arenas import Arenas
 
 EPOCHS, SAMPLES, BATCH = int(os.environ.get("EPOCHS", "3")), 320, 16
 
@@ -52,6 +54,10 @@ class Faults(Callback):
             time.sleep(float(os.environ.get("PAUSE", "0")))
 
 
+def refuse_memory(_: Arenas, size: int) -> None:
+    raise ArenaError(f"no node memory for {size} bytes")
+
+
 def main() -> None:
     mindspore.set_device("CPU")
     mindspore.set_context(mode=int(os.environ.get("MODE", "0")))
@@ -64,6 +70,8 @@ def main() -> None:
             gradients_mean=True,
             device_num=ranks,
         )
+    if str(rank) in os.environ.get("NO_MEMORY", "").split(","):
+        Arenas.make = refuse_memory
     mindspore.set_seed(1)
     mindspore.dataset.config.set_seed(5)
     width = int(os.environ.get("WIDTH", "32"))
