@@ -80,15 +80,16 @@ class TrainState:
                 )
         say_differences()
         cells = {"network": network, "optimizer": optimizer, **others}
-        self._content = Content({role: cell for role, cell in cells.items() if cell is not None})
+        self._cells = {role: cell for role, cell in cells.items() if cell is not None}
+        self._content = Content(self._cells)  # what cannot be kept is said now
         self._dataset = dataset
         self._directory: Path = checkpoint_directory(checkpoint_dir).absolute()
         self._checkpoint_every, self._checkpoint_keep = checkpoint_every, checkpoint_keep
         self._snapshot_every = snapshot_every
         self._began_at = time.monotonic()
         self._link = of_process(door(), own_rank())
-        arenas = Arenas.create() if self._link is None else self._link.arenas
-        self._memory = Memory(arenas, self._content)
+        self._arenas = Arenas.create() if self._link is None else self._link.arenas
+        self._memory = Memory(self._arenas, self._content)
         self._origin: Origin | None = None  # known after restore()
         self._rank = 0
         self._periodic: Periodic | None = None
@@ -124,7 +125,8 @@ class TrainState:
     def restore(self) -> int:
         """Go on from the newest step that all ranks have; returns it, 0 for the beginning.
 
-        Call it once, on every rank, after `mindspore.communication.init()`.
+        Call it once, on every rank, after `mindspore.communication.init()`, and after
+        `Model.build()` where a graph divides parameters.
 
         Raises:
             StateError: there are other ranks, and no communication yet; or what was saved is of
@@ -132,12 +134,14 @@ class TrainState:
             CheckpointError: the directory of checkpoints cannot be read.
         """
         agreement = Agreement(world_size_or_one())
+        self._content = Content(self._cells)  # a graph may have divided parameters meanwhile
+        self._memory = Memory(self._arenas, self._content)
         self._rank, held = agreement.rank, self._link
         job = job_id() if held is None else held.job_id
-        found = find(self._memory.arenas, self._directory, job, agreement)
+        found = find(self._arenas, self._directory, job, agreement)
         if found.state is not None:
             self._take_over(found.state, found.step)
-        self._memory.arenas.forget_after(found.step if found.state is not None else -1)
+        self._arenas.forget_after(found.step if found.state is not None else -1)
         generation = 0 if held is None else held.generation
         self._origin = Origin(
             os.fspath(self._directory), job, found.attempt, agreement.world_size, generation,
@@ -185,7 +189,7 @@ class TrainState:
         """So many steps more are complete, on this rank. Call it as often on every rank.
 
         Raises:
-            StateError: before `restore()`.
+            StateError: before `restore()`, or a parameter has had another shape there.
         """
         if self._origin is None:
             raise StateError("TrainState.commit(): call restore() first, on every rank")

@@ -17,8 +17,8 @@ import numpy as np  # noqa: E402
 from mindspore import nn  # noqa: E402
 
 import taskd.mindspore  # noqa: E402
-from taskd.checkpoint import flat, folder  # noqa: E402
-from taskd.mindspore import internals  # noqa: E402
+from taskd.checkpoint import flat, flat_memory, folder  # noqa: E402
+from taskd.mindspore import internals, train_state  # noqa: E402
 from taskd.mindspore.content import Content  # noqa: E402
 
 if TYPE_CHECKING:
@@ -78,6 +78,41 @@ def test_what_is_no_cell_is_refused_by_its_role() -> None:
 def test_a_commit_before_restore_says_what_to_do() -> None:
     with pytest.raises(StateError, match=r"call restore\(\) first"):
         taskd.mindspore.TrainState(network()).commit()
+
+
+def divide(cell: nn.Cell) -> None:
+    """What a graph that divides parameters does: each rank has half of the first one."""
+    half = mindspore.Tensor(cell[0].weight.asnumpy()[:4])
+    cell[0].weight.set_data(half, slice_shape=True)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path) -> None:
+    """A process without a launcher, whose SIGTERM is left to pytest."""
+    monkeypatch.setattr(train_state, "SaveAtTheEnd", lambda *_: None)
+    monkeypatch.setenv("TASKD_CHECKPOINT_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_graph_may_divide_parameters_until_restore() -> None:
+    cell = network()
+    state = taskd.mindspore.TrainState(cell)
+    divide(cell)
+    state.restore()
+    state.commit()
+    _, kept = flat_memory.open_snapshot(state._arenas, 1)
+    assert {one.name: one.shape for one in kept.layout}["0.weight"] == (4, 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_change_behind_restore_are_named() -> None:
+    cell = network()
+    state = taskd.mindspore.TrainState(cell)
+    state.restore()
+    divide(cell)
+    said = r"0.weight is \[4, 4\], and was \[8, 4\] in restore\(\).*call model.build\(...\) before"
+    with pytest.raises(StateError, match=said):
+        state.commit()
 
 
 def test_a_mindspore_of_another_version_is_told_of_what_it_lacks(monkeypatch, caplog) -> None:
