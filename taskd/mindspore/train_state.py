@@ -26,6 +26,7 @@ from taskd.mindspore.memory import Memory
 from taskd.mindspore.periodic import Periodic
 from taskd.mindspore.restoring import find
 from taskd.mindspore.sigterm import SaveAtTheEnd
+from taskd.mindspore.spacing import Spacing
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import Phase
 
@@ -52,7 +53,7 @@ class TrainState:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         checkpoint_keep: int = 3,
-        snapshot_every: int = 1,
+        snapshot_every: int | None = None,
         **others: Any,
     ) -> None:
         """Looks at the parameters; changes none.
@@ -65,16 +66,17 @@ class TrainState:
             checkpoint_every: steps between two checkpoints on the disk; None: only at the end.
             checkpoint_keep: how many of these are left.
             snapshot_every: steps between two copies in the memory of the node: so many at most are
-                done again after a fault, less one.
+                done again after a fault, less one. None: chosen by what a copy takes beside a step,
+                so that commits are at most 1 % of the time (`taskd.mindspore.spacing`).
 
         Raises:
             StateError: two parameters have one name, or a number is not 1 or more.
         """
         for name, number in (
-            ("checkpoint_every", checkpoint_every or 1), ("checkpoint_keep", checkpoint_keep),
+            ("checkpoint_every", checkpoint_every), ("checkpoint_keep", checkpoint_keep),
             ("snapshot_every", snapshot_every),
         ):  # fmt: skip
-            if not isinstance(number, int) or number < 1:
+            if number is not None and (not isinstance(number, int) or number < 1):
                 raise StateError(
                     f"TrainState: {name}={number!r} is not accepted: expected 1 or more"
                 )
@@ -85,7 +87,9 @@ class TrainState:
         self._dataset = dataset
         self._directory: Path = checkpoint_directory(checkpoint_dir).absolute()
         self._checkpoint_every, self._checkpoint_keep = checkpoint_every, checkpoint_keep
-        self._snapshot_every = snapshot_every
+        self._spacing = Spacing(snapshot_every)
+        self._agreement: Agreement | None = None
+        self._committed_at: float | None = None
         self._began_at = time.monotonic()
         self._link = of_process(door(), own_rank())
         self._arenas = Arenas.create() if self._link is None else self._link.arenas
@@ -133,7 +137,7 @@ class TrainState:
                 another network.
             CheckpointError: the directory of checkpoints cannot be read.
         """
-        agreement = Agreement(world_size_or_one())
+        agreement = self._agreement = Agreement(world_size_or_one())
         self._content = Content(self._cells)  # a graph may have divided parameters meanwhile
         self._memory = Memory(self._arenas, self._content)
         self._rank, held = agreement.rank, self._link
@@ -193,14 +197,17 @@ class TrainState:
         """
         if self._origin is None:
             raise StateError("TrainState.commit(): call restore() first, on every rank")
+        began_at = time.monotonic()
         box = None if self._link is None else self._link.box
         if box is not None:
             box.mark_phase(Phase.COMMIT)
         before, self.step = self.step, self.step + steps
         is_saved = self._is_due(before, self._checkpoint_every)
-        is_kept = False
-        if is_saved or self._is_due(before, self._snapshot_every):
+        is_kept, kept_s = False, 0.0
+        if is_saved or self._is_due(before, self._spacing.steps):
+            taken_at = time.monotonic()
             is_kept = self._memory.take(self.step, self._origin, self._notes)
+            kept_s = time.monotonic() - taken_at
         if box is not None:
             box.mark_version(self.step)
             box.mark_step(is_first=self._is_first)
@@ -208,8 +215,26 @@ class TrainState:
         if self._is_first:
             self._is_first = False
             self._report_first_step(before)
+        self._measure(began_at, steps, kept_s if is_kept else None, kept_s)
         if is_saved and self._periodic is not None:
             self._periodic.save(self.step, self._notes, is_kept=is_kept)
+        self._committed_at = time.monotonic()
+
+    def _measure(
+        self, began_at: float, steps: int, snapshot_s: float | None, kept_s: float
+    ) -> None:
+        """What this commit has cost; now and then the ranks choose how far snapshots are apart."""
+        step_s = None if self._committed_at is None else (began_at - self._committed_at) / steps
+        self._spacing.add(step_s, snapshot_s, time.monotonic() - began_at - kept_s)
+        if not self._spacing.is_due or self._agreement is None:
+            return
+        rows = self._agreement.gather(self._spacing.own())
+        if self._spacing.adopt(rows) and self._rank == 0:
+            step, took = min(row[0] for row in rows) / 1e3, max(row[1] for row in rows) / 1e3
+            sys.stderr.write(
+                f"taskd: from step {self.step} on there is a snapshot every {self._spacing.steps} "
+                f"steps: it takes {took:.2f} ms, beside {step:.1f} ms of a step\n"
+            )
 
     def _is_due(self, before: int, every: int | None) -> bool:
         return every is not None and self.step // every > before // every

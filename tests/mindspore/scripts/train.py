@@ -87,7 +87,7 @@ def main() -> None:
     every = os.environ.get("CHECKPOINT_EVERY")
     state = taskd.mindspore.TrainState(
         network, optimizer, dataset=data, checkpoint_every=None if every is None else int(every),
-        snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
+        snapshot_every=int(apart) if (apart := os.environ.get("SNAPSHOT_EVERY", "1")) else None,
     )  # fmt: skip
     state.restore()
     loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
