@@ -20,7 +20,7 @@ from taskd.errors import StateError
 from taskd.mindspore.agreement import Agreement
 from taskd.mindspore.callback import Commit
 from taskd.mindspore.content import Content
-from taskd.mindspore.internals import framework, say_differences
+from taskd.mindspore.internals import framework, say_differences, set_first_step
 from taskd.mindspore.link import of_process
 from taskd.mindspore.memory import Memory
 from taskd.mindspore.periodic import Periodic
@@ -176,7 +176,7 @@ class TrainState:
                     batches,
                     step,
                 )
-            self._dataset.set_init_step(step)
+            set_first_step(self._dataset, step)
 
     def _say(self, found: Found) -> None:
         what = "starts at" if found.state is None else "goes on after"

@@ -75,6 +75,13 @@ def test_what_is_no_cell_is_refused_by_its_role() -> None:
         taskd.mindspore.TrainState(network(), "adam")
 
 
+@pytest.mark.parametrize("name", ["checkpoint_every", "checkpoint_keep", "snapshot_every"])
+@pytest.mark.parametrize("number", [0, -1, "2"])
+def test_a_number_that_cannot_be_is_refused_by_its_name(name: str, number: object) -> None:
+    with pytest.raises(StateError, match=f"{name}={number!r} is not accepted: expected 1 or more"):
+        taskd.mindspore.TrainState(network(), **{name: number})
+
+
 def test_a_commit_before_restore_says_what_to_do() -> None:
     with pytest.raises(StateError, match=r"call restore\(\) first"):
         taskd.mindspore.TrainState(network()).commit()
@@ -113,6 +120,22 @@ def test_parameters_that_change_behind_restore_are_named() -> None:
     said = r"0.weight is \[4, 4\], and was \[8, 4\] in restore\(\).*call model.build\(...\) before"
     with pytest.raises(StateError, match=said):
         state.commit()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_data_set_that_cannot_begin_in_the_middle_is_said(monkeypatch, caplog) -> None:
+    data = mindspore.dataset.NumpySlicesDataset({"x": np.zeros((8, 4), np.float32)}).batch(1)
+    monkeypatch.delattr(mindspore.dataset.Dataset, "set_init_step")
+    first = taskd.mindspore.TrainState(network(), dataset=data)
+    assert "Dataset.set_init_step is missing: after a restart the data set begins" in caplog.text
+    first.restore()
+    first.commit(3)
+    second = taskd.mindspore.TrainState(network(), dataset=data)
+    second._arenas = first._arenas
+    assert second.restore() == 3
+    said = "the data set begins anew, and not behind step 3: BatchDataset has no set_init_step"
+    assert said in caplog.text
+    assert second.step_in_epoch == 3
 
 
 def test_a_mindspore_of_another_version_is_told_of_what_it_lacks(monkeypatch, caplog) -> None:
