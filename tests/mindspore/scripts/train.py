@@ -76,7 +76,10 @@ def main() -> None:
     mindspore.dataset.config.set_seed(5)
     width = int(os.environ.get("WIDTH", "32"))
     network = nn.SequentialCell(nn.Dense(16, width), nn.ReLU(), nn.Dense(width, 4))
-    rate = nn.dynamic_lr.cosine_decay_lr(0.0, 0.05, 60, 20, 3)  # counted by a parameter
+    each = SAMPLES // BATCH  # steps of an epoch
+    rate = nn.dynamic_lr.cosine_decay_lr(
+        0.0, 0.05, EPOCHS * each, each, 3
+    )  # counted by a parameter
     optimizer = nn.Momentum(network.trainable_params(), rate, 0.9)
     random = np.random.RandomState(0)
     data = mindspore.dataset.NumpySlicesDataset(
