@@ -4,8 +4,8 @@
     MS_ENABLE_TFT="{RSC:1}" msrun --worker_num=2 --local_worker_num=2 examples/mindspore/resnet.py
 
 needs `pip install mindspore "numpy<2"`, and no accelerator. Three lines are TaskD's (marked). With
-them a process that dies costs its own step: msrun starts all anew, and they go on after the last
-step that all of them had. SIGTERM, to any process or to all, saves that step in
+them a process that dies costs a few steps: msrun starts all anew, and they go on after the last one
+of which all of them had a copy. SIGTERM, to any process or to all, saves that step in
 `taskd_checkpoints`, and the same command goes on from there. The images are drawn, not loaded.
 """
 

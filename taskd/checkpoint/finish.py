@@ -44,8 +44,8 @@ def give_name(draft: Draft) -> Path:
     raise CheckpointError(f"{draft}: {_MAX_SAME_VERSION} of this version exist: remove some")
 
 
-def tidy(draft: Draft, keep: int | None) -> None:
-    """Delete what is not needed any more.
+def tidy(draft: Draft, keep: int | None, *, is_flat: bool = False) -> None:
+    """Delete what is not needed any more. `keep`, `is_flat`: as `folder.retain` has it.
 
     The checkpoint exists already, so no problem here may look as if it did not.
     """
@@ -53,7 +53,10 @@ def tidy(draft: Draft, keep: int | None) -> None:
         for path in sweep(draft):
             log.info("job %s: %s was never finished and is removed", draft.job, path)
         if keep is not None and draft.kind is Kind.PERIODIC:
-            for path in folder.retain(draft.directory, draft.job, keep):
+            flat_ranks = draft.world_size if is_flat else None
+            for path in folder.retain(
+                draft.directory, draft.job, keep, up_to=draft.version, flat_ranks=flat_ranks
+            ):
                 log.info("job %s: %s is removed, %d newer ones are kept", draft.job, path, keep)
     except (OSError, CheckpointError) as error:
         log.warning(

@@ -26,6 +26,7 @@ from taskd.checkpoint.manifest import FLAT_SUFFIX, FileEntry, Manifest
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from taskd.checkpoint.draft import Draft
@@ -73,8 +74,10 @@ def header(layout: tuple[Layout, ...], notes: dict[str, str]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def write(draft: Draft, rank: int, state: Flat) -> None:
+def write(draft: Draft, rank: int, state: Flat, pieces: Iterable[memoryview] | None = None) -> None:
     """Write this rank's part, on the disk when it returns, and hand it over to the publisher.
+
+    `pieces`: the bytes one after the other, where they are not in `state` in one run.
 
     Raises:
         CheckpointError: it cannot be written (a full disk): nothing of it is left, and the
@@ -83,15 +86,28 @@ def write(draft: Draft, rank: int, state: Flat) -> None:
     path = draft.path / file_name(rank)
     try:
         draft.join(rank)
-        entry = _write(path, header(state.layout, state.notes), state.data)
+        head = header(state.layout, state.notes)
+        entry = _write(path, head, [state.data] if pieces is None else pieces)
         draft.hand_over(rank, parts.encode(parts.Part(rank, files=(entry,))))
     except OSError as error:
         problem = f"{draft}: rank {rank}: {path} could not be written: {error.strerror}"
         with suppress(OSError):
             files.remove(path)
-        with suppress(OSError):
-            draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
+        refuse(draft, rank, problem)
         raise CheckpointError(problem) from error
+
+
+def refuse(draft: Draft, rank: int, problem: str) -> None:
+    """Tell the publisher that there will be no part of this rank. Raises nothing.
+
+    A publisher that is told nothing waits until its time is over.
+    """
+    with suppress(OSError):
+        if draft.part_path(rank).exists():
+            return
+        with suppress(FileExistsError):
+            draft.join(rank)
+        draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
 
 
 def publish(draft: Draft, framework: str, keep: int | None = None) -> Path:
@@ -112,7 +128,7 @@ def publish(draft: Draft, framework: str, keep: int | None = None) -> Path:
                 f"{draft}: {error.filename or draft.path} could not be written: {error.strerror}"
             ) from error
         raise
-    tidy(draft, keep)
+    tidy(draft, keep, is_flat=True)
     return path
 
 
@@ -137,17 +153,19 @@ def read(checkpoint: Checkpoint, rank: int) -> Flat:
         raise CorruptCheckpointError(f"{path / name}: is damaged: {error!r}") from error
 
 
-def _write(path: Path, head: bytes, data: memoryview) -> FileEntry:
-    digest = hashlib.sha256(head)
+def _write(path: Path, head: bytes, pieces: Iterable[memoryview]) -> FileEntry:
+    digest, size = hashlib.sha256(head), len(head)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(path, flags, 0o644), "wb", buffering=0) as file:
         _write_all(file, memoryview(head))
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            digest.update(chunk)
-            _write_all(file, chunk)
+        for data in pieces:
+            size += len(data)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                _write_all(file, chunk)
         os.fsync(file.fileno())
-    return FileEntry(path.name, len(head) + len(data), digest.hexdigest())
+    return FileEntry(path.name, size, digest.hexdigest())
 
 
 def _write_all(file: Any, data: memoryview) -> None:

@@ -54,11 +54,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Saved:
-    """What came of it. `path`: None where another process publishes, or had done so already."""
+    """What came of it. `path`: None where another process publishes."""
 
     step: int
     path: Path | None
-    problem: str = ""
 
 
 def describe(origin: Origin, notes: Mapping[str, str], layout: bytes) -> bytes:
@@ -120,11 +119,12 @@ def save(arenas: Mapping[int, Arenas], fault: str, clock: Clock, wait_s: float) 
     if not steps:
         return None
     origin, _ = open_snapshot(next(iter(arenas.values())), steps[0])
-    found = folder.scan(Path(origin.directory), origin.job, is_flat=True).valid
-    if found and found[0].manifest.version >= steps[0]:
-        return Saved(found[0].manifest.version, None)
     writers = tuple(range(origin.world_size))
     is_alone = set(writers) <= set(arenas)
+    # Others may have an older step alone, and then need this process's part of it.
+    written = _written(origin, steps[0]) if is_alone else None
+    if written is not None:
+        return Saved(steps[0], written)
     drafts = [
         Draft(
             Path(origin.directory), origin.job, Kind.DUMP, step, f"{origin.attempt}-end", writers,
@@ -145,6 +145,15 @@ def save(arenas: Mapping[int, Arenas], fault: str, clock: Clock, wait_s: float) 
         return Saved(drafts[0].version, None)
     whole = _await_parts(drafts, clock, wait_s)
     return Saved(whole.version, flat.publish(whole, origin.framework))
+
+
+def _written(origin: Origin, step: int) -> Path | None:
+    """The checkpoint of this step, if these ranks have one that they could read."""
+    for one in folder.scan(Path(origin.directory), origin.job, is_flat=True).valid:
+        is_its = (one.manifest.version, one.manifest.world_size) == (step, origin.world_size)
+        if is_its and not folder.problems(one.path, is_full=True):
+            return one.path
+    return None
 
 
 def _named(state: Flat, draft: Draft) -> Flat:

@@ -179,16 +179,32 @@ def exposure(*paths: Path) -> str | None:
     return None
 
 
-def retain(directory: Path, job: str, keep: int) -> list[Path]:
+def retain(
+    directory: Path, job: str, keep: int, *, up_to: int, flat_ranks: int | None = None
+) -> list[Path]:
     """Delete the periodic checkpoints of `job` but the newest `keep`.
 
-    Those that are not whole neither count nor are deleted.
+    Those that are not whole neither count nor are deleted, and so do those that this job could not
+    or did not go on from: it never deletes for their sake what it has written.
+
+    Args:
+        directory, job: as for `scan`.
+        keep: how many are left.
+        up_to: the version that was just published.
+        flat_ranks: flat ones of so many ranks alone, which read their own; None: those that any
+            number of ranks reads.
 
     Returns what was deleted. Raises CheckpointError, OSError.
     """
     if keep < 1:
         raise CheckpointError(f"keep {keep}: at least one checkpoint is kept")
-    periodic = [one for one in scan(directory, job).valid if one.manifest.kind is Kind.PERIODIC]
+    periodic = [
+        one
+        for one in scan(directory, job, is_flat=flat_ranks is not None).valid
+        if one.manifest.kind is Kind.PERIODIC
+        and one.manifest.version <= up_to
+        and flat_ranks in (None, one.manifest.world_size)
+    ]
     removed = []
     for one in periodic[keep:]:
         if set(os.listdir(one.path)) - {

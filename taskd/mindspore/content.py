@@ -18,7 +18,7 @@ from taskd.errors import StateError
 from taskd.mindspore.internals import generator, has_live_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 # MindSpore's name of a type to that of safetensors.
 _TYPES = {
@@ -26,6 +26,8 @@ _TYPES = {
     "Int64": "I64", "Int32": "I32", "Int16": "I16", "Int8": "I8",
     "UInt64": "U64", "UInt32": "U32", "UInt16": "U16", "UInt8": "U8", "Bool": "BOOL",
 }  # fmt: skip
+
+_BUILD_FIRST = "Where a graph divides parameters, call model.build(...) before restore()"
 
 
 class Content:
@@ -52,7 +54,10 @@ class Content:
         return set(self._by_name)
 
     def copy_into(self, target: memoryview) -> None:
-        """All bytes, one behind the other. Returns when what was computed before is in it."""
+        """All bytes, one behind the other. Returns when what was computed before is in it.
+
+        Raises StateError: a parameter has another shape than when this was made.
+        """
         if self._is_live:
             places = [data_ptr() for data_ptr in self._asked]
             if places != self._places or not places:
@@ -64,6 +69,11 @@ class Content:
             views = self._make_views()
         if views:
             np.concatenate(views, out=np.frombuffer(target, np.uint8))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The same bytes without room for all of them: those of one parameter after another."""
+        for one, parameter in zip(self.layout, self._by_name.values(), strict=True):
+            yield _bytes_of(one, parameter).data
 
     def load(self, layout: Iterable[Layout], data: memoryview) -> None:
         """Put these bytes into the parameters.
@@ -82,10 +92,17 @@ class Content:
         self._places = []
 
     def _make_views(self) -> list[np.ndarray]:
-        return [
-            np.ascontiguousarray(parameter.asnumpy()).reshape(-1).view(np.uint8)
-            for parameter in self._by_name.values()
-        ]
+        return list(map(_bytes_of, self.layout, self._by_name.values()))
+
+
+def _bytes_of(one: Layout, parameter: Any) -> np.ndarray:
+    found: np.ndarray = parameter.asnumpy()
+    if found.shape != one.shape:
+        raise StateError(
+            f"TrainState.commit(): {one.name} is {list(found.shape)}, and was {list(one.shape)} in "
+            f"restore(). {_BUILD_FIRST}"
+        )
+    return np.ascontiguousarray(found).reshape(-1).view(np.uint8)
 
 
 def _collect(cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +152,5 @@ def _check_same(found: Mapping[str, Layout], expected: Mapping[str, Layout]) -> 
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             raise StateError(
                 f"the saved state is of another network: {name} is {other.dtype} "
-                f"{list(other.shape)} in it and {one.dtype} {list(one.shape)} here. Where a graph "
-                "divides parameters, call model.build(...) before restore()"
+                f"{list(other.shape)} in it and {one.dtype} {list(one.shape)} here. {_BUILD_FIRST}"
             )

@@ -10,10 +10,12 @@ import logging
 from typing import Any
 
 import mindspore
+import mindspore.dataset
 
 log = logging.getLogger(__name__)
 
 TESTED = "2.10.0"
+_FIRST_STEP = "set_init_step"
 
 
 def differences() -> list[str]:
@@ -23,6 +25,12 @@ def differences() -> list[str]:
         found.append("Tensor.data_ptr is missing: snapshots take 15 µs longer for each parameter")
     if not generator():
         found.append("default_generator is another: random numbers after a restart are others")
+    if not hasattr(mindspore.dataset.Dataset, _FIRST_STEP):
+        found.append(
+            f"Dataset.{_FIRST_STEP} is missing: after a restart the data set begins anew, and "
+            "samples come twice; in a loop of your own pass over the first "
+            "TrainState.step_in_epoch batches"
+        )
     return found
 
 
@@ -41,6 +49,20 @@ def say_differences() -> None:
 def framework() -> str:
     """Name and version, for manifests."""
     return f"mindspore {mindspore.__version__}"
+
+
+def set_first_step(dataset: Any, step: int) -> None:
+    """Let the data set begin behind so many steps, if it can."""
+    set_it = getattr(dataset, _FIRST_STEP, None)
+    if set_it is None:
+        log.warning(
+            "the data set begins anew, and not behind step %d: %s has no %s. Samples come twice",
+            step,
+            type(dataset).__name__,
+            _FIRST_STEP,
+        )
+    else:
+        set_it(step)
 
 
 def has_live_views() -> bool:

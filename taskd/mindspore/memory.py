@@ -11,11 +11,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from taskd.checkpoint import flat_memory
+from taskd.checkpoint.flat import Flat
 from taskd.errors import ArenaError
 from taskd.native.arena_repeated import Repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from taskd.checkpoint.flat_memory import Origin
     from taskd.mindspore.content import Content
@@ -43,7 +44,7 @@ class Memory:
 
         `notes`: the same object while they say the same.
 
-        False: there is no memory for it. It is said once, and training goes on.
+        False: there is no memory for it, now and later. It is said once, and training goes on.
         """
         if self._is_off:
             return False
@@ -53,13 +54,18 @@ class Memory:
         except ArenaError as error:
             self._is_off = True
             log.warning(
-                "no snapshots from step %d on: after a fault the job goes on from its newest "
-                "checkpoint: %s",
+                "no snapshots from step %d on: the job can only go on from checkpoints that it "
+                "writes while it trains (checkpoint_every), and nothing is saved when it ends: %s",
                 step,
                 error,
             )
             return False
         return True
+
+    def flat(self, notes: Mapping[str, str]) -> tuple[Flat, Iterator[memoryview]]:
+        """What is in the parameters now, without a copy: piece by piece, until the next step."""
+        content = self._content
+        return Flat(content.layout, dict(notes), memoryview(b"")), content.pieces()
 
     def _take(self, step: int, origin: Origin, notes: Mapping[str, str]) -> None:
         if self._writer is None or self._said[0] is not origin or self._said[1] is not notes:

@@ -2,7 +2,8 @@
 
 The first rank publishes when all have given their part. A checkpoint that could not be written
 costs nothing but itself. Training never runs ahead of the disk: the next one waits for this one,
-and so does the snapshot that would take its place.
+and so does the snapshot that would take its place. A rank without memory for snapshots writes its
+part from the parameters, before the next step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import select
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from taskd.checkpoint import flat, flat_memory
 from taskd.checkpoint.draft import Draft
@@ -21,6 +22,8 @@ from taskd.clock import MonotonicClock
 from taskd.errors import CheckpointError, TaskdError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from taskd.checkpoint.flat_memory import Origin
     from taskd.mindspore.memory import Memory
 
@@ -43,38 +46,66 @@ class Periodic:
         if self._thread is not None:
             self._thread.join()
 
-    def save(self, step: int) -> None:
-        """Begin to write the snapshot of this step, which was taken a moment ago."""
-        self.wait()
-        is_begun = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(step, is_begun), name="taskd-saver", daemon=True
-        )
-        self._thread.start()
-        is_begun.wait()  # until it holds the lock: the next snapshot waits for that
+    def save(self, step: int, notes: Mapping[str, str], *, is_kept: bool) -> None:
+        """Begin to write this step, the newest one.
 
-    def _run(self, step: int, is_begun: threading.Event) -> None:
+        `is_kept`: there is a snapshot of it. Else the parameters have been written when this
+        returns.
+        """
+        self.wait()
         origin = self._origin
         draft = Draft(
             Path(origin.directory), origin.job, Kind.PERIODIC, step, origin.attempt,
             tuple(range(origin.world_size)), origin.generation, origin.world_size,
         )  # fmt: skip
+        if not is_kept and not self._is_done(draft, self._write_parameters, notes):
+            return
+        is_begun = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(draft, is_begun, is_kept), name="taskd-saver", daemon=True
+        )
+        self._thread.start()
+        is_begun.wait()  # until it holds the lock: the next snapshot waits for that
+
+    def _run(self, draft: Draft, is_begun: threading.Event, is_kept: bool) -> None:
+        if is_kept:
+            is_written = self._is_done(draft, self._write_snapshot, is_begun)
+        else:
+            is_begun.set()
+            is_written = True
+        if is_written and self._rank == draft.publisher:
+            self._is_done(draft, self._publish)
+
+    def _is_done(self, draft: Draft, do: Callable[..., None], *arguments: Any) -> bool:
+        """Whether that went well; if not, nobody waits for this rank, and it is said."""
         try:
-            with self._memory.lock:
-                is_begun.set()
-                _, state = flat_memory.open_snapshot(self._memory.arenas, step)
-                flat.write(draft, self._rank, state)
-            if self._rank == draft.publisher:
-                self._publish(draft)
-        except (TaskdError, OSError) as error:
+            do(draft, *arguments)
+        except BaseException as error:
+            is_known = isinstance(error, TaskdError | OSError)
             if self._rank == draft.publisher:
                 draft.withdraw()  # what the others write there is of no use
+            else:
+                why = str(error) if is_known else repr(error)
+                flat.refuse(draft, self._rank, f"rank {self._rank}: {why}")
+            if not is_known:
+                raise
             log.warning(
                 "rank %d: the checkpoint of step %d could not be saved, the previous ones stay: %s",
                 self._rank,
-                step,
+                draft.version,
                 error,
             )
+            return False
+        return True
+
+    def _write_snapshot(self, draft: Draft, is_begun: threading.Event) -> None:
+        with self._memory.lock:
+            is_begun.set()
+            _, state = flat_memory.open_snapshot(self._memory.arenas, draft.version)
+            flat.write(draft, self._rank, state)
+
+    def _write_parameters(self, draft: Draft, notes: Mapping[str, str]) -> None:
+        flat.write(draft, self._rank, *self._memory.flat(notes))
 
     def _publish(self, draft: Draft) -> None:
         clock = MonotonicClock()

@@ -55,7 +55,7 @@ class SaveAtTheEnd:
             log.error("rank %d: the state could not be saved: %s", self._rank, error)
             return
         if saved is None:
-            said = "nothing is saved: no step was committed"
+            said = "nothing is saved: there is no snapshot of a step"
         elif saved.path is None:
             said = f"step {saved.step} is saved with the other ranks"
         else:

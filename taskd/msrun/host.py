@@ -1,9 +1,9 @@
 """msrun's workers as the agent's loop needs them (`taskd.agent.workers.host`).
 
 msrun starts all workers of a node at once, so a start that is ordered rank by rank waits here until
-it was ordered for each of them. Each life has a black box and a channel of its own, which the
-process fetches at the door; the snapshots of a rank outlive its processes. Owns all of these, and
-the descriptors by which ends are noticed. Decides nothing.
+it was ordered for each of them, or is called off. Each life has a black box and a channel of its
+own, which the process fetches at the door; the snapshots of a rank outlive its processes. Owns all
+of these, and the descriptors by which ends are noticed. Decides nothing.
 
 How a process ended is asked of the kernel before msrun reaps it, which is when the next group is
 started: of one that failed MONITOR says only "gone".
@@ -68,8 +68,13 @@ class MsrunWorker:
 
     @property
     def is_over(self) -> bool:
-        """Its process has ended."""
+        """Its process has ended, or there will be none."""
         return self.status is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Its start was ordered, and waits for that of the others."""
+        return self.pid is None and not self.is_over
 
 
 class MsrunHost:
@@ -93,7 +98,6 @@ class MsrunHost:
         self._told = {"job_id": job_id, "world_size": world_size, "grace_s": grace_s}
         self.workers: dict[int, MsrunWorker] = {}
         self._lives: list[MsrunWorker] = []  # former ones, too
-        self._wanted: set[int] = set()  # ranks that the next start waits for no longer
         self._queued: list[tuple[int, MsrunWorker, Reply]] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Readable end: in every worker. At its end of file the agent is gone.
@@ -160,16 +164,25 @@ class MsrunHost:
         """
         if gated:
             raise OSError("msrun starts all its workers anew, and none alone")
+        for life in self._lives:
+            if life.is_waiting and life.generation < generation:
+                self._call_off(life, f"generation {generation} is started instead")
         self._put(rank, incarnation, generation, restarts_used)
-        self._wanted.add(rank)
-        if self._wanted == set(self.ranks):
-            self._wanted = set()
+        lives = self.workers.values()
+        if all(life.is_waiting and life.generation == generation for life in lives):
             self._start_all()
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
-        """Signal the process group of this incarnation, the present one or a former."""
+        """Signal the process group of this incarnation, the present one or a former.
+
+        One whose start waits for the others is not started: they may never be ordered.
+        """
         for life in self._lives:
-            if (life.rank, life.incarnation) == (rank, incarnation) and not life.is_over:
+            if (life.rank, life.incarnation) != (rank, incarnation) or life.is_over:
+                continue
+            if life.is_waiting:
+                self._call_off(life, "it was to end before it was started")
+            else:
                 _signal(life, signal_number)
 
     # ------------------------------------------------------------------ beginning and end
@@ -263,6 +276,10 @@ class MsrunHost:
             else:
                 started = Started(life.token, seen.pid, life.pidfd, None)
                 self._queued.append((life.rank, life, started))
+
+    def _call_off(self, life: MsrunWorker, why: str) -> None:
+        self._fail(life, why)
+        os.eventfd_write(self._wake, 1)
 
     def _fail(self, life: MsrunWorker, why: str) -> None:
         life.status = processes.UNKNOWN_STATUS

@@ -133,8 +133,11 @@ def _save(host: MsrunHost, outcome: Outcome, grace_s: float, clock: MonotonicClo
         log.error("the state could not be saved, earlier checkpoints stay: %s", error)
         return f"; and its state could not be saved: {error}"
     if saved is None:
-        log.info("nothing is saved: no rank has committed a step to a TrainState")
+        log.info(
+            "nothing is saved: the memory of this node has no step of all its ranks: none was "
+            "committed to a TrainState, or there was no room"
+        )
         return ""
-    where = "" if saved.path is None else f" in {saved.path}"
+    where = f" in {saved.path}" if saved.path else ", as far as this node has it"
     log.info("step %d is saved%s", saved.step, where)
     return f"{_SAVED} {saved.step} is saved{where}"

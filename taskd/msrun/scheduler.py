@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_KILLED_S = 10.0  # the kernel needs milliseconds, but for a process that waits for a dead disk
+
 
 class Scheduler:
     """That of this node, if it has one: the first node's."""
@@ -88,7 +90,13 @@ def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         processes.signal_alone(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [])
+        if not select.select([pidfd], [], [], _KILLED_S)[0]:
+            log.warning(
+                "MindSpore's scheduler (pid %d) does not end, %.0f s after SIGKILL: the next one "
+                "may find its port taken",
+                pid,
+                _KILLED_S,
+            )
         os.close(pidfd)
 
 

@@ -17,8 +17,8 @@ import numpy as np  # noqa: E402
 from mindspore import nn  # noqa: E402
 
 import taskd.mindspore  # noqa: E402
-from taskd.checkpoint import flat, folder  # noqa: E402
-from taskd.mindspore import internals  # noqa: E402
+from taskd.checkpoint import flat, flat_memory, folder  # noqa: E402
+from taskd.mindspore import internals, train_state  # noqa: E402
 from taskd.mindspore.content import Content  # noqa: E402
 
 if TYPE_CHECKING:
@@ -75,9 +75,67 @@ def test_what_is_no_cell_is_refused_by_its_role() -> None:
         taskd.mindspore.TrainState(network(), "adam")
 
 
+@pytest.mark.parametrize("name", ["checkpoint_every", "checkpoint_keep", "snapshot_every"])
+@pytest.mark.parametrize("number", [0, -1, "2"])
+def test_a_number_that_cannot_be_is_refused_by_its_name(name: str, number: object) -> None:
+    with pytest.raises(StateError, match=f"{name}={number!r} is not accepted: expected 1 or more"):
+        taskd.mindspore.TrainState(network(), **{name: number})
+
+
 def test_a_commit_before_restore_says_what_to_do() -> None:
     with pytest.raises(StateError, match=r"call restore\(\) first"):
         taskd.mindspore.TrainState(network()).commit()
+
+
+def divide(cell: nn.Cell) -> None:
+    """What a graph that divides parameters does: each rank has half of the first one."""
+    half = mindspore.Tensor(cell[0].weight.asnumpy()[:4])
+    cell[0].weight.set_data(half, slice_shape=True)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path) -> None:
+    """A process without a launcher, whose SIGTERM is left to pytest."""
+    monkeypatch.setattr(train_state, "SaveAtTheEnd", lambda *_: None)
+    monkeypatch.setenv("TASKD_CHECKPOINT_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_graph_may_divide_parameters_until_restore() -> None:
+    cell = network()
+    state = taskd.mindspore.TrainState(cell)
+    divide(cell)
+    state.restore()
+    state.commit()
+    _, kept = flat_memory.open_snapshot(state._arenas, 1)
+    assert {one.name: one.shape for one in kept.layout}["0.weight"] == (4, 4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_change_behind_restore_are_named() -> None:
+    cell = network()
+    state = taskd.mindspore.TrainState(cell)
+    state.restore()
+    divide(cell)
+    said = r"0.weight is \[4, 4\], and was \[8, 4\] in restore\(\).*call model.build\(...\) before"
+    with pytest.raises(StateError, match=said):
+        state.commit()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_data_set_that_cannot_begin_in_the_middle_is_said(monkeypatch, caplog) -> None:
+    data = mindspore.dataset.NumpySlicesDataset({"x": np.zeros((8, 4), np.float32)}).batch(1)
+    monkeypatch.delattr(mindspore.dataset.Dataset, "set_init_step")
+    first = taskd.mindspore.TrainState(network(), dataset=data)
+    assert "Dataset.set_init_step is missing: after a restart the data set begins" in caplog.text
+    first.restore()
+    first.commit(3)
+    second = taskd.mindspore.TrainState(network(), dataset=data)
+    second._arenas = first._arenas
+    assert second.restore() == 3
+    said = "the data set begins anew, and not behind step 3: BatchDataset has no set_init_step"
+    assert said in caplog.text
+    assert second.step_in_epoch == 3
 
 
 def test_a_mindspore_of_another_version_is_told_of_what_it_lacks(monkeypatch, caplog) -> None:
@@ -137,3 +195,17 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(job: Job, small_disk)
     assert [path.name for path in pathlib.Path(small_disk).glob(".step-*")] == []
     with contextlib.suppress(StopIteration):
         assert job.digests(2)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("without", ["1", "0,1"])
+def test_ranks_without_node_memory_go_on_from_checkpoints(job: Job, without: str) -> None:
+    assert job.start(2).end() == 0, job.output
+    (expected,) = job.digests(2)
+    environment = {"NO_MEMORY": without, "CHECKPOINT_EVERY": "20", "FAULTS": "1@50:begin"}
+    assert job.start(2, **environment).end() == 0, job.output
+    assert job.began_at(0) == job.began_at(1) == [0, 40]
+    assert job.digests(2) == {expected}
+    assert job.said(1).count("no snapshots from step") == 2
+    newest = folder.scan(job.checkpoints, "ms", is_full=True).valid[0]
+    assert newest.manifest.version == 60

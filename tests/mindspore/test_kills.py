@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,22 @@ def test_snapshots_further_apart_cost_the_steps_in_between(job: Job) -> None:
     assert job.digests(2) == {expected}
     (record,) = job.records
     assert (record["version"], record["steps_redone"]) == (15, 2)
+
+
+@pytest.mark.timeout(1800)
+def test_snapshots_are_by_default_as_far_apart_as_they_cost(job: Job, record_property) -> None:
+    assert job.start(2).end() == 0, job.output
+    (expected,) = job.digests(2)
+    fault = "1@35:begin"
+    assert job.start(2, FAULTS=fault, SNAPSHOT_EVERY="", PAUSE="0.01").end() == 0, job.output
+    said = "taskd: from step 10 on there is a snapshot every (\\d+) steps"
+    found = re.search(said, job.said(0))
+    assert found, job.said(0)
+    assert not re.search(said, job.said(1)), "it is said once"
+    apart = int(found[1])
+    assert job.began_at(0) == job.began_at(1) == [0, max(10, 34 // apart * apart)]
+    assert job.digests(2) == {expected}
+    record_property("steps from one snapshot to the next", apart)
 
 
 @pytest.mark.timeout(1800)

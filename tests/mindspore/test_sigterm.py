@@ -56,7 +56,7 @@ def test_before_the_first_step_nothing_is_saved_and_nothing_is_lost(job: Job) ->
     job.process.terminate()
     assert job.end() == 1, job.output
     assert not job.checkpoints.exists()
-    assert "nothing is saved: no rank has committed a step" in job.output
+    assert "nothing is saved: the memory of this node has no step of all its ranks" in job.output
     assert job.start(2).end() == 0, job.output
     assert job.began_at(0) == [0]
 

@@ -38,8 +38,6 @@ def module_of(name: str) -> tuple[pathlib.Path, list[str]]:
     """The file of the longest part of a dotted name that is a module, and the rest."""
     first, *rest = name.split(".")
     path = PACKAGES[first]
-    if not path.exists():
-        pytest.skip(f"{path.relative_to(ROOT)} is not in this checkout")
     while rest:
         if (path / rest[0]).is_dir():
             path = path / rest.pop(0)
@@ -93,8 +91,6 @@ def test_there_is_something_to_look_at() -> None:
 
 @pytest.mark.parametrize("name", dotted_names())
 def test_every_name_is_there(name: str) -> None:
-    if name.startswith("taskd.mindspore") and not (ROOT / "taskd" / "mindspore").exists():
-        pytest.skip("taskd/mindspore is not in this checkout")
     path, rest = module_of(name)
     assert path.exists()
     assert not rest or rest[0] in bound_in(path), f"{name}: not in {path.relative_to(ROOT)}"
@@ -113,8 +109,6 @@ def test_every_name_is_there(name: str) -> None:
     ],
 )
 def test_methods_and_attributes_of_the_page_are_there(module: str, names: str) -> None:
-    if module.startswith("taskd.mindspore") and not (ROOT / "taskd" / "mindspore").exists():
-        pytest.skip("taskd/mindspore is not in this checkout")
     path, rest = module_of(module)
     assert not rest
     for name in names.split():
@@ -126,15 +120,10 @@ def test_every_file_and_folder_is_there() -> None:
     commands = " ".join([*SPANS, *(text for language, text in BLOCKS if not language)])
     named = set(re.findall(r"(?<![\w/.])(?:examples|packages|docs)/[\w./-]*\w", commands))
     assert {"examples/tensorflow/resnet.py", "packages/mindx_elastic"} <= named
-    coming = {"packages/mindx_elastic", "packages/mindio_ttp", "examples/mindspore"}
-    gone = {name for name in named if not (ROOT / name).exists()}
-    assert gone <= coming
+    assert not {name for name in named if not (ROOT / name).exists()}
     scripts = re.findall(r"`(\w+\.py)` in the folder `(examples/\w+)`", re.sub(r"\s+", " ", TEXT))
     assert len(scripts) == 2
-    assert not [
-        script for script, folder in scripts
-        if (ROOT / folder).exists() and not (ROOT / folder / script).exists()
-    ]  # fmt: skip
+    assert not [script for script, folder in scripts if not (ROOT / folder / script).exists()]
 
 
 def test_the_commands_have_the_options_that_are_theirs() -> None:
@@ -170,10 +159,6 @@ def test_every_variable_is_documented_or_of_the_platform() -> None:
     sources = [
         path.read_text(encoding="utf-8")
         for folder in PACKAGES.values()
-        if folder.exists()
         for path in folder.rglob("*.py")
     ]
-    missing = {name for name in others if not any(f'"{name}"' in text for text in sources)}
-    if not PACKAGES["mindx_elastic"].exists():
-        missing -= {"MINDX_ELASTIC_DIR"}
-    assert not missing
+    assert not {name for name in others if not any(f'"{name}"' in text for text in sources)}

@@ -2,7 +2,7 @@
 
 FAULTS: "rank@step:place" and so on, SIGKILL in the step of that number: "begin" before it is
 computed, "computed" before its commit, "committed" behind that. Each once:
-a file in STRUCK tells that it has been.
+a file in STRUCK tells that it has been. NO_MEMORY: ranks that get no memory for snapshots.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mindspore.communication import get_rank, init
 from mindspore.train import Callback, Model
 
 import taskd.mindspore
+from taskd.errors import ArenaError
+from taskd.native.arenas import Arenas
 
 EPOCHS, SAMPLES, BATCH = int(os.environ.get("EPOCHS", "3")), 320, 16
 
@@ -52,6 +54,10 @@ class Faults(Callback):
             time.sleep(float(os.environ.get("PAUSE", "0")))
 
 
+def refuse_memory(_: Arenas, size: int) -> None:
+    raise ArenaError(f"no node memory for {size} bytes")
+
+
 def main() -> None:
     mindspore.set_device("CPU")
     mindspore.set_context(mode=int(os.environ.get("MODE", "0")))
@@ -64,11 +70,16 @@ def main() -> None:
             gradients_mean=True,
             device_num=ranks,
         )
+    if str(rank) in os.environ.get("NO_MEMORY", "").split(","):
+        Arenas.make = refuse_memory
     mindspore.set_seed(1)
     mindspore.dataset.config.set_seed(5)
     width = int(os.environ.get("WIDTH", "32"))
     network = nn.SequentialCell(nn.Dense(16, width), nn.ReLU(), nn.Dense(width, 4))
-    rate = nn.dynamic_lr.cosine_decay_lr(0.0, 0.05, 60, 20, 3)  # counted by a parameter
+    each = SAMPLES // BATCH  # steps of an epoch
+    rate = nn.dynamic_lr.cosine_decay_lr(
+        0.0, 0.05, EPOCHS * each, each, 3
+    )  # counted by a parameter
     optimizer = nn.Momentum(network.trainable_params(), rate, 0.9)
     random = np.random.RandomState(0)
     data = mindspore.dataset.NumpySlicesDataset(
@@ -79,7 +90,7 @@ def main() -> None:
     every = os.environ.get("CHECKPOINT_EVERY")
     state = taskd.mindspore.TrainState(
         network, optimizer, dataset=data, checkpoint_every=None if every is None else int(every),
-        snapshot_every=int(os.environ.get("SNAPSHOT_EVERY", "1")),
+        snapshot_every=int(apart) if (apart := os.environ.get("SNAPSHOT_EVERY", "1")) else None,
     )  # fmt: skip
     state.restore()
     loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")

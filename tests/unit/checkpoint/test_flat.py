@@ -125,7 +125,8 @@ def test_two_ranks_with_different_steps_save_the_one_that_both_have(
         assert state.notes == {"batches": "7", "step": "4", "job": "job"}
     again = flat_memory.save(held(*made), "SIGTERM", FakeClock(), 1.0)
     assert again is not None
-    assert (again.step, again.path) == (4, None)
+    assert (again.step, again.path) == (4, found.path)
+    assert len(folder.scan(tmp_path, "job").valid) == 1
 
 
 def test_ranks_without_a_common_step_save_nothing(tmp_path, made: list[Rank]) -> None:
@@ -133,6 +134,96 @@ def test_ranks_without_a_common_step_save_nothing(tmp_path, made: list[Rank]) ->
     made += [Rank(0, where, 3, 4), Rank(1, where, 8, 9)]
     assert flat_memory.save(held(*made), "SIGTERM", FakeClock(), 1.0) is None
     assert not list(tmp_path.iterdir())
+
+
+def publish(
+    directory: pathlib.Path, version: int, ranks: int, kind: Kind = Kind.PERIODIC,
+    keep: int | None = None,
+) -> pathlib.Path:  # fmt: skip
+    draft = Draft(directory, "job", kind, version, f"{ranks}", tuple(range(ranks)), 0, ranks)
+    for rank in draft.writers:
+        flat.write(draft, rank, Flat(LAYOUT, {}, memoryview(content(version, rank))))
+    return flat.publish(draft, "mindspore 2.10.0", keep)
+
+
+def damage(checkpoint: pathlib.Path) -> None:
+    path = checkpoint / flat.file_name(0)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("version", [4, 30_000])
+def test_a_checkpoint_of_another_number_of_ranks_is_not_taken_for_this_job_s(
+    tmp_path, made: list[Rank], version: int
+) -> None:
+    publish(tmp_path, version, ranks=4)
+    where = origin(tmp_path)
+    made += [Rank(0, where, 4), Rank(1, where, 4)]
+    saved = flat_memory.save(held(*made), "SIGTERM", FakeClock(), 1.0)
+    assert saved is not None
+    assert saved.path is not None
+    found = folder.check(saved.path, "job", is_full=True).manifest
+    assert (saved.step, found.version, found.world_size) == (4, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("version", "name"), [(4, "dump-000000000004-2"), (9, "dump-000000000004")]
+)
+def test_a_damaged_checkpoint_does_not_stand_for_the_state(
+    tmp_path, made: list[Rank], version: int, name: str
+) -> None:
+    damage(publish(tmp_path, version, ranks=2, kind=Kind.DUMP))
+    where = origin(tmp_path)
+    made += [Rank(0, where, 4), Rank(1, where, 4)]
+    saved = flat_memory.save(held(*made), "SIGTERM", FakeClock(), 1.0)
+    assert saved == flat_memory.Saved(4, tmp_path / name)
+    assert not folder.problems(tmp_path / name, is_full=True)
+
+
+def test_a_checkpoint_of_a_later_step_does_not_stand_for_the_state(
+    tmp_path, made: list[Rank]
+) -> None:
+    publish(tmp_path, 9, ranks=2)
+    where = origin(tmp_path)
+    made += [Rank(0, where, 4), Rank(1, where, 4)]
+    saved = flat_memory.save(held(*made), "SIGTERM", FakeClock(), 1.0)
+    assert saved == flat_memory.Saved(4, tmp_path / "dump-000000000004")
+
+
+def test_a_process_that_is_not_alone_writes_its_part_in_any_case(
+    tmp_path, made: list[Rank]
+) -> None:
+    where = origin(tmp_path)
+    made += [Rank(0, where, 4, 5), Rank(1, where, 3, 4)]
+    publish(tmp_path, 4, ranks=2)
+    flat_memory.save(held(made[1]), "SIGTERM", FakeClock(), 1.0)
+    saved = flat_memory.save(held(made[0]), "SIGTERM", FakeClock(), 1.0)  # it has step 5 as well
+    assert saved == flat_memory.Saved(4, tmp_path / "dump-000000000004")
+
+
+def test_checkpoints_of_another_number_of_ranks_do_not_count_among_those_that_are_kept(
+    tmp_path,
+) -> None:
+    others = [publish(tmp_path, version, ranks=4) for version in (10_000, 20_000, 30_000)]
+    older = publish(tmp_path, 5, ranks=4)
+    own = [publish(tmp_path, version, ranks=2, keep=2) for version in (10, 20, 30)]
+    assert {one.path for one in folder.scan(tmp_path, "job").valid} == {*others, older, *own[1:]}
+
+
+def test_checkpoints_of_torch_and_flat_ones_do_not_count_for_each_other(tmp_path) -> None:
+    flat_ones = [publish(tmp_path, version, ranks=2) for version in (1, 2, 3)]
+    assert not folder.retain(tmp_path, "job", 1, up_to=9)
+    assert folder.retain(tmp_path, "job", 2, up_to=9, flat_ranks=2) == flat_ones[:1]
+
+
+def test_one_that_is_damaged_and_newer_does_not_take_the_place_of_a_new_one(tmp_path) -> None:
+    damaged = publish(tmp_path, 30, ranks=2)
+    damage(damaged)
+    own = [publish(tmp_path, version, ranks=2, keep=1) for version in (10, 20)]
+    assert {one.path for one in folder.scan(tmp_path, "job").valid} == {damaged, own[1]}
+    again = publish(tmp_path, 30, ranks=2, keep=1)
+    assert {one.path for one in folder.scan(tmp_path, "job").valid} == {again}
 
 
 def test_processes_that_hold_a_rank_each_meet_at_the_newest_complete_step(

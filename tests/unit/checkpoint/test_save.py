@@ -215,7 +215,19 @@ def test_the_newest_periodic_ones_are_kept_and_every_dump(tmp_path) -> None:
     ]
     assert_holds(tmp_path / "step-000000000005", 5)
     with pytest.raises(CheckpointError, match="keep 0"):
-        folder.retain(tmp_path, "job", 0)
+        folder.retain(tmp_path, "job", 0, up_to=5)
+
+
+def test_one_of_a_later_step_from_which_the_job_did_not_go_on_costs_no_new_one(tmp_path) -> None:
+    later = save(tmp_path, 9, keep=1)
+    damaged = later / "__0_0.distcp"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    for version in (4, 5):
+        save(tmp_path, version, keep=1)
+    assert {one.path.name for one in folder.scan(tmp_path, "job").valid} == {
+        "step-000000000005",
+        later.name,
+    }
 
 
 def test_what_is_not_whole_or_not_ours_is_neither_counted_nor_deleted(tmp_path) -> None:

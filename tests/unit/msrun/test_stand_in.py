@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd.checkpoint import flat, folder
+from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.names import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,9 +182,18 @@ def test_the_budget_ends_the_job_and_what_it_had_is_saved(job: Job) -> None:
         assert bytes(flat.read(found, rank).data[:8]) == as_bytes(found.manifest.version)
 
 
+def publish_of_three_ranks(directory: pathlib.Path, version: int) -> pathlib.Path:
+    """A checkpoint of a job of the same name that had another number of ranks."""
+    draft = Draft(directory, "stand-in", Kind.PERIODIC, version, "three", (0, 1, 2), 0, 3)
+    for rank in draft.writers:
+        flat.write(draft, rank, flat.Flat((), {}, memoryview(b"")))
+    return flat.publish(draft, "x 1")
+
+
 @pytest.mark.parametrize("whom", ["msrun", "workers", "one worker", "all"])
 def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
     job.environment["STEPS"] = "100000"
+    other = publish_of_three_ranks(job.path / "saved", 90_000)
     job.start()
     for rank in (0, 1):
         job.wait_for_step(rank, 10)
@@ -193,12 +204,36 @@ def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
         os.kill(pid, signal.SIGTERM)
     assert job.end() == 2, job.output
     assert "is to end (SIGTERM" in job.output
-    (found,) = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    valid = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    (found,) = [one for one in valid if one.path != other]
+    said = f"; step {found.manifest.version} is saved in {found.path}"
+    assert job.output.splitlines()[-1].endswith(said)
     assert found.manifest.version >= 10
     assert found.manifest.writers == (0, 1)
     for rank in (0, 1):
         assert bytes(flat.read(found, rank).data[:8]) == as_bytes(found.manifest.version)
     assert [record["strategy"] for record in job.records] == ["exit"]
+
+
+def test_a_job_that_is_given_up_while_its_group_restarts_ends(job: Job) -> None:
+    # Rank 0 is stopped, so that SIGTERM does not end it: until it is killed its successor is not
+    # ordered, and that of rank 1 waits for it.
+    job.environment.update(STEPS="100000", TASKD_FAULT_TIMEOUT="30", TASKD_GRACE_S="10")
+    job.start()
+    for rank in (0, 1):
+        job.wait_for_step(rank, 5)
+    first, second = job.worker_pids()  # in the order of their starts
+    (scheduler,) = [os.pidfd_open(pid) for pid in job.scheduler_pids()]
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    assert select.select([scheduler], [], [], LIMIT_S)[0]  # the restart has been ordered
+    os.close(scheduler)
+    assert job.process is not None
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 2, job.output
+    (found,) = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
+    assert found.manifest.version >= 4
+    assert len(job.scheduler_pids()) == 1, "it came too late: the group had been started anew"
 
 
 def as_bytes(step: int) -> bytes:
