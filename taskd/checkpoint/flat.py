@@ -89,25 +89,25 @@ def write(draft: Draft, rank: int, state: Flat, pieces: Iterable[memoryview] | N
         head = header(state.layout, state.notes)
         entry = _write(path, head, [state.data] if pieces is None else pieces)
         draft.hand_over(rank, parts.encode(parts.Part(rank, files=(entry,))))
-    except OSError as error:
-        problem = f"{draft}: rank {rank}: {path} could not be written: {error.strerror}"
+    except BaseException as error:
+        why = error.strerror if isinstance(error, OSError) else repr(error)
+        problem = f"{draft}: rank {rank}: {path} could not be written: {why}"
         with suppress(OSError):
             files.remove(path)
-        refuse(draft, rank, problem)
+        _refuse(draft, rank, problem)
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(problem) from error
 
 
 def refuse(draft: Draft, rank: int, problem: str) -> None:
-    """Tell the publisher that there will be no part of this rank. Raises nothing.
+    """Tell the publisher that there will be no part of this rank, which has not begun with it.
 
-    A publisher that is told nothing waits until its time is over.
+    A publisher that is told nothing waits until its time is over. Raises nothing.
     """
     with suppress(OSError):
-        if draft.part_path(rank).exists():
-            return
-        with suppress(FileExistsError):
-            draft.join(rank)
-        draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
+        draft.join(rank)
+    _refuse(draft, rank, problem)
 
 
 def publish(draft: Draft, framework: str, keep: int | None = None) -> Path:
@@ -151,6 +151,12 @@ def read(checkpoint: Checkpoint, rank: int) -> Flat:
         return _decode(content)
     except (ValueError, TypeError, LookupError, struct.error, RecursionError) as error:
         raise CorruptCheckpointError(f"{path / name}: is damaged: {error!r}") from error
+
+
+def _refuse(draft: Draft, rank: int, problem: str) -> None:
+    # Its folder is not made again: then the publisher has given up already.
+    with suppress(OSError):
+        draft.hand_over(rank, parts.encode(parts.Part(rank, problem=problem)))
 
 
 def _write(path: Path, head: bytes, pieces: Iterable[memoryview]) -> FileEntry:

@@ -19,7 +19,7 @@ from taskd.checkpoint import flat, flat_memory
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.names import Kind
 from taskd.clock import MonotonicClock
-from taskd.errors import CheckpointError, TaskdError
+from taskd.errors import ArenaError, CheckpointError, TaskdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,17 +77,13 @@ class Periodic:
             self._is_done(draft, self._publish)
 
     def _is_done(self, draft: Draft, do: Callable[..., None], *arguments: Any) -> bool:
-        """Whether that went well; if not, nobody waits for this rank, and it is said."""
+        """Whether that went well; if not, it is said."""
         try:
             do(draft, *arguments)
         except BaseException as error:
-            is_known = isinstance(error, TaskdError | OSError)
             if self._rank == draft.publisher:
                 draft.withdraw()  # what the others write there is of no use
-            else:
-                why = str(error) if is_known else repr(error)
-                flat.refuse(draft, self._rank, f"rank {self._rank}: {why}")
-            if not is_known:
+            if not isinstance(error, TaskdError | OSError):
                 raise
             log.warning(
                 "rank %d: the checkpoint of step %d could not be saved, the previous ones stay: %s",
@@ -101,7 +97,11 @@ class Periodic:
     def _write_snapshot(self, draft: Draft, is_begun: threading.Event) -> None:
         with self._memory.lock:
             is_begun.set()
-            _, state = flat_memory.open_snapshot(self._memory.arenas, draft.version)
+            try:
+                _, state = flat_memory.open_snapshot(self._memory.arenas, draft.version)
+            except ArenaError as error:
+                flat.refuse(draft, self._rank, f"rank {self._rank}: {error}")
+                raise
             flat.write(draft, self._rank, state)
 
     def _write_parameters(self, draft: Draft, notes: Mapping[str, str]) -> None:

@@ -326,6 +326,19 @@ def test_the_command_shows_it_without_torch(checkpoint: folder.Checkpoint) -> No
     assert "a  [2, 2]  F64" in said
 
 
+def test_a_rank_that_fails_after_the_publisher_gave_up_leaves_nothing(tmp_path) -> None:
+    draft = Draft(tmp_path, "job", Kind.PERIODIC, 4, "x", (0, 1), 0, 2)
+
+    def pieces() -> Iterator[memoryview]:
+        draft.withdraw()
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+        flat.write(draft, 1, Flat(LAYOUT, {}, memoryview(b"")), pieces())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_writer_that_is_no_writer_s_part_is_withdrawn(tmp_path) -> None:
     draft = Draft(tmp_path, "job", Kind.PERIODIC, 4, "x", (0, 1), 0, 2)
     flat.write(draft, 0, Flat(LAYOUT, {}, memoryview(content(4, 0))))
