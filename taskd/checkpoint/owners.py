@@ -31,11 +31,16 @@ def _place() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Clock ticks from the boot to its start, "" if there is no such process."""
+    """Clock ticks from the boot to its start, "" if there is no such process.
+
+    One that has ended and that nobody has reaped is none: where the first process of a container
+    does not reap, it stays as long as the container.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name before may hold spaces and parentheses; the start is field 22, the state
             # behind the name field 3.
-            return file.read().rpartition(b")")[2].split()[19].decode()
+            words = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    return "" if words[0] in (b"Z", b"X") else words[19].decode()

@@ -18,7 +18,7 @@ import torch
 from taskd.checkpoint import folder
 from tests.disks import small_disk
 from tests.process import harness
-from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401
+from tests.process.test_recovery import check_recovered, reference, wait_for_step, wait_until  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib
@@ -324,6 +324,7 @@ def test_periodic_checkpoints_survive_the_death_of_everything(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait(20), manager.wait(20)
+        wait_until(job, lambda: not harness.marked(job.mark))
         found = folder.scan(tmp_path / "taskd_checkpoints", "test-job", is_full=True)
         committed = min(
             max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import pathlib
+import subprocess
+import sys
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,9 +24,6 @@ from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
 from taskd.errors import CheckpointError, CorruptCheckpointError
-
-if TYPE_CHECKING:
-    import pathlib
 
 LIMIT_S = 60
 
@@ -315,6 +314,17 @@ def test_this_process_is_alive_and_a_dead_one_is_gone() -> None:
     assert owners.is_certainly_gone(gone_owner())
     for text in ("", "x", "1.2.3", "a.1.2.3/../4", owners.myself() + "1x"):
         assert not owners.is_certainly_gone(text)
+
+
+def test_one_that_has_ended_and_that_nobody_has_reaped_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        place = owners.myself().rsplit(".", 2)[0]
+        owner = f"{place}.{process.pid}.{owners._start_of(process.pid)}"
+        assert not owners.is_certainly_gone(owner)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert pathlib.Path(f"/proc/{process.pid}/stat").exists()
+        assert owners.is_certainly_gone(owner)
 
 
 # ---------------------------------------------------------------- telling and waiting

@@ -24,7 +24,7 @@ from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.names import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -67,10 +67,18 @@ class Job:
 
     def wait_for_step(self, rank: int, step: int) -> None:
         """Until this rank has committed that step."""
+        self._wait(lambda: self.step_of(rank) >= step)
+
+    def wait_for_manager(self) -> None:
+        """Until the agent has joined one: a short job may be over before it is there."""
+        path = self.path / "log" / "agent-0.log"
+        self._wait(lambda: path.exists() and "joined the manager" in path.read_text())
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
         assert self.process is not None
         pidfd = os.pidfd_open(self.process.pid)
         try:
-            while self.step_of(rank) < step:
+            while not is_so():
                 assert not select.select([pidfd], [], [], 0.02)[0], "it ended too soon"
         finally:
             os.close(pidfd)
@@ -129,7 +137,11 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("way", ["agent", "plugin"])
 def test_a_job_without_a_fault_ends_as_msrun_does(job: Job, way: str) -> None:
-    assert job.start(way).end() == 0, job.output
+    job.environment["GATE"] = str(job.path / "go")
+    job.start(way)
+    job.wait_for_manager()
+    (job.path / "go").touch()
+    assert job.end() == 0, job.output
     for rank in (0, 1):
         assert f"rank {rank} ended at 30 with 30" in job.said(rank)
     assert not job.records

@@ -1,7 +1,8 @@
 """A worker of `launcher.py`: commits steps of four numbers into node memory, as a TrainState does.
 
-    worker.py FOLDER       STEPS, FAULTS in the environment
+    worker.py FOLDER       STEPS, FAULTS, GATE in the environment
 
+GATE: a file that is waited for in step 5.
 FAULTS: "rank@step:what" and so on: "kill", "exit", "raise", "stop". Each happens once in a job.
 """
 
@@ -83,6 +84,8 @@ def main() -> None:
     write_step(folder, rank, step)
     while step < steps:
         strike(folder, rank, step)
+        while step == 5 and "GATE" in os.environ and not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.002)
         while any(step_of(folder, other) < step for other in range(link.world_size)):
             time.sleep(0.002)  # a collective: nobody is more than a step ahead
         numbers.values += 1
