@@ -159,6 +159,9 @@ class TrainState:
             held.box.mark_version(found.step)
             held.box.mark_phase(Phase.ENTERED)
         self._notes = {_BATCHES: str(self.batches)}
+        if found.step not in self._arenas.versions() and found.state is not None:
+            # Ranks that end in their first step have this one in common, and no other.
+            self._memory.take(found.step, self._origin, self._notes)
         self._say(found)
         self._restored_at = time.monotonic()
         return self.step

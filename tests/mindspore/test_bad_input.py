@@ -18,6 +18,7 @@ from mindspore import nn  # noqa: E402
 
 import taskd.mindspore  # noqa: E402
 from taskd.checkpoint import flat, flat_memory, folder  # noqa: E402
+from taskd.clock import MonotonicClock  # noqa: E402
 from taskd.mindspore import internals, train_state  # noqa: E402
 from taskd.mindspore.content import Content  # noqa: E402
 
@@ -136,6 +137,23 @@ def test_a_data_set_that_cannot_begin_in_the_middle_is_said(monkeypatch, caplog)
     said = "the data set begins anew, and not behind step 3: BatchDataset has no set_init_step"
     assert said in caplog.text
     assert second.step_in_epoch == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_read_from_the_disk_is_saved_before_the_first_step(tmp_path) -> None:
+    """Ranks that end in their first step have no other one in common."""
+    first = taskd.mindspore.TrainState(network())
+    first.restore()
+    first.commit(3)
+    saved = flat_memory.save({0: first._arenas}, "SIGTERM", MonotonicClock(), 1.0)
+    assert saved is not None
+    second = taskd.mindspore.TrainState(network())
+    assert second.restore() == 3
+    assert second._arenas.versions() == (3,)
+    again = flat_memory.save({0: second._arenas}, "SIGTERM", MonotonicClock(), 1.0)
+    assert again == saved
+    second.commit()
+    assert second._arenas.versions() == (3, 4)
 
 
 def test_a_mindspore_of_another_version_is_told_of_what_it_lacks(monkeypatch, caplog) -> None:
