@@ -51,12 +51,10 @@ class Modes:
         """An entry: note everything at the first one, put everything back at others."""
         if not self._noted:
             for mode in known_modes(self._guards):
-                internals.attempt(_WHAT, partial(self._note, mode))
+                _attempt(partial(self._note, mode))
             return
         left = [
-            mode.name
-            for mode, wanted in self._noted
-            if internals.attempt(_WHAT, partial(_put_back, mode, wanted))
+            mode.name for mode, wanted in self._noted if _attempt(partial(_put_back, mode, wanted))
         ]
         torch.clear_autocast_cache()  # between the end of autocast and this line of its own
         if left:
@@ -64,6 +62,15 @@ class Modes:
 
     def _note(self, mode: _Mode) -> None:
         self._noted.append((mode, mode.read()))
+
+
+def _attempt(use: Callable[[], Any]) -> Any:
+    """As `internals.attempt`, also where torch takes other arguments, or does not know a device."""
+    try:
+        return internals.attempt(_WHAT, use)
+    except (TypeError, RuntimeError) as error:
+        internals.lose(_WHAT, error)
+        return None
 
 
 def _put_back(mode: _Mode, wanted: Any) -> bool:

@@ -271,6 +271,7 @@ def test_without_the_modes_of_a_thread(monkeypatch, said) -> None:
     modes = Modes()
     monkeypatch.delattr(torch._C, "_is_multithreading_enabled")
     monkeypatch.delattr(torch._C, "_len_torch_function_stack")
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda: None)  # takes other arguments
     modes.begin()
     assert said() == ["the modes of a thread"]
     with torch.device("meta"):
