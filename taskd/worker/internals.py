@@ -26,6 +26,9 @@ LOST = {
     "the modes of a thread": (
         "an interrupt in the middle of no_grad(), autocast() or the like may leave it switched on"
     ),
+    "the hooks of saved tensors": (
+        "an interrupt at the beginning of saved_tensors_hooks() may leave its hooks in place"
+    ),
     "the parameter groups of FSDP2": (
         "a rank that a recovery interrupts loses its state, which comes from another copy, from "
         "node memory, or from the last checkpoint"

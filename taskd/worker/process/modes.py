@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WHAT = "the modes of a thread"
+_HOOKS = "the hooks of saved tensors"  # torch 2.7 does not tell of them
 _DISPATCH_FLAGS = ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
 
 
 class _Mode(NamedTuple):
-    """`write` gets what `read` has returned."""
+    """`write` gets what `read` has returned. `what`: what is lost where torch has not all of it."""
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object]
+    what: str = _WHAT
 
 
 class Modes:
@@ -51,10 +53,12 @@ class Modes:
         """An entry: note everything at the first one, put everything back at others."""
         if not self._noted:
             for mode in known_modes(self._guards):
-                _attempt(partial(self._note, mode))
+                _attempt(mode.what, partial(self._note, mode))
             return
         left = [
-            mode.name for mode, wanted in self._noted if _attempt(partial(_put_back, mode, wanted))
+            mode.name
+            for mode, wanted in self._noted
+            if _attempt(mode.what, partial(_put_back, mode, wanted))
         ]
         torch.clear_autocast_cache()  # between the end of autocast and this line of its own
         if left:
@@ -64,12 +68,12 @@ class Modes:
         self._noted.append((mode, mode.read()))
 
 
-def _attempt(use: Callable[[], Any]) -> Any:
+def _attempt(what: str, use: Callable[[], Any]) -> Any:
     """As `internals.attempt`, also where torch takes other arguments, or does not know a device."""
     try:
-        return internals.attempt(_WHAT, use)
+        return internals.attempt(what, use)
     except (TypeError, RuntimeError) as error:
-        internals.lose(_WHAT, error)
+        internals.lose(what, error)
         return None
 
 
@@ -101,7 +105,7 @@ def known_modes(guards: list[Any]) -> list[_Mode]:
             torch.set_autocast_cache_enabled,
         ),
         *(_autocast(kind) for kind in _device_kinds()),
-        _Mode("hooks of saved tensors", _top_hooks, _set_top_hooks),
+        _Mode("hooks of saved tensors", _top_hooks, _set_top_hooks, _HOOKS),
         _Mode("whether tensors may have such hooks", _hooks_problem, _set_hooks_problem),
         _Mode("function modes", _function_modes, _set_function_modes),
         _Mode("dispatch modes", _dispatch_modes, _set_dispatch_modes),

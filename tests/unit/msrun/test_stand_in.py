@@ -276,4 +276,7 @@ def test_an_agent_that_is_killed_takes_its_workers_along(job: Job) -> None:
         assert select.select([pidfd], [], [], LIMIT_S)[0]
         os.close(pidfd)
     for pid in job.scheduler_pids():  # nobody is left who could end it
+        pidfd = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
+        assert select.select([pidfd], [], [], LIMIT_S)[0]
+        os.close(pidfd)

@@ -279,3 +279,13 @@ def test_without_the_modes_of_a_thread(monkeypatch, said) -> None:
         modes.begin()
         assert torch.is_grad_enabled()
     assert said() == ["the modes of a thread"]
+
+
+def test_without_the_hooks_of_saved_tensors(monkeypatch, said) -> None:
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    modes = Modes()
+    modes.begin()
+    torch.set_grad_enabled(False)
+    modes.begin()
+    assert torch.is_grad_enabled()
+    assert said() == ["the hooks of saved tensors"]

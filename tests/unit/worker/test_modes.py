@@ -62,11 +62,18 @@ LEFT: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 
 
+def is_there(name: str) -> bool:
+    """Whether this torch tells of it: 2.7 has no word of its hooks."""
+    return name != "hooks of saved tensors" or hasattr(
+        torch._C._autograd, "_top_saved_tensors_default_hooks"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     """Whatever a test leaves."""
     guards: list[object] = []
-    before = [(mode, mode.read()) for mode in known_modes(guards)]
+    before = [(mode, mode.read()) for mode in known_modes(guards) if is_there(mode.name)]
     yield
     for mode, value in before:
         mode.write(value)
@@ -79,7 +86,7 @@ def test_each_mode_is_left_in_one_of_these_tests() -> None:
     assert names - without == LEFT.keys()
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", [name for name in LEFT if is_there(name)])
 def test_one_that_was_entered_and_not_left_is_put_back(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
