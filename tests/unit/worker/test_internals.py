@@ -269,6 +269,9 @@ def test_without_knowing_whether_an_optimizer_is_complete(monkeypatch, said) -> 
 
 def test_without_the_modes_of_a_thread(monkeypatch, said) -> None:
     modes = Modes()
+    monkeypatch.setattr(
+        torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None, raising=False
+    )
     monkeypatch.delattr(torch._C, "_is_multithreading_enabled")
     monkeypatch.delattr(torch._C, "_len_torch_function_stack")
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda: None)  # takes other arguments
