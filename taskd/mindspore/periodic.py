@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 _LIMIT_S = 1800.0  # a part that has not come by then is not waited for
+_FAILED_S = 30.0  # nor by then, where it is of no use: its writer may have no room to say so
 
 
 class Periodic:
@@ -58,33 +59,29 @@ class Periodic:
             Path(origin.directory), origin.job, Kind.PERIODIC, step, origin.attempt,
             tuple(range(origin.world_size)), origin.generation, origin.world_size,
         )  # fmt: skip
-        if not is_kept and not self._is_done(draft, self._write_parameters, notes):
-            return
+        is_written = is_kept or self._is_done(draft, self._write_parameters, notes)
         is_begun = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(draft, is_begun, is_kept), name="taskd-saver", daemon=True
-        )
+            target=self._run, args=(draft, is_begun, is_kept, is_written), name="taskd-saver",
+            daemon=True,
+        )  # fmt: skip
         self._thread.start()
         is_begun.wait()  # until it holds the lock: the next snapshot waits for that
 
-    def _run(self, draft: Draft, is_begun: threading.Event, is_kept: bool) -> None:
+    def _run(
+        self, draft: Draft, is_begun: threading.Event, is_kept: bool, is_written: bool
+    ) -> None:
         if is_kept:
             is_written = self._is_done(draft, self._write_snapshot, is_begun)
-        else:
-            is_begun.set()
-            is_written = True
-        if is_written and self._rank == draft.publisher:
-            self._is_done(draft, self._publish)
+        is_begun.set()
+        if self._rank == draft.publisher:
+            self._is_done(draft, self._publish if is_written else self._give_up)
 
     def _is_done(self, draft: Draft, do: Callable[..., None], *arguments: Any) -> bool:
         """Whether that went well; if not, it is said."""
         try:
             do(draft, *arguments)
-        except BaseException as error:
-            if self._rank == draft.publisher:
-                draft.withdraw()  # what the others write there is of no use
-            if not isinstance(error, TaskdError | OSError):
-                raise
+        except (TaskdError, OSError) as error:
             log.warning(
                 "rank %d: the checkpoint of step %d could not be saved, the previous ones stay: %s",
                 self._rank,
@@ -106,6 +103,20 @@ class Periodic:
 
     def _write_parameters(self, draft: Draft, notes: Mapping[str, str]) -> None:
         flat.write(draft, self._rank, *self._memory.flat(notes))
+
+    def _give_up(self, draft: Draft) -> None:
+        """Nothing is left of it. A part that began later would make the folder again."""
+        clock = MonotonicClock()
+        deadline = clock.now() + _FAILED_S
+        while self._is_awaited(draft) and clock.now() < deadline:
+            select.select([], [], [], _LOOK_S)
+        draft.withdraw()
+
+    def _is_awaited(self, draft: Draft) -> bool:
+        try:
+            return bool(set(draft.missing()) - {self._rank})
+        except CheckpointError:  # nobody has begun
+            return True
 
     def _publish(self, draft: Draft) -> None:
         clock = MonotonicClock()

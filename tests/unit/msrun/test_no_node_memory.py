@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import struct
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from taskd.checkpoint import flat, folder
+from taskd.checkpoint import files, flat, folder
 from taskd.checkpoint.flat import Layout
 from taskd.checkpoint.flat_memory import Origin
 from taskd.errors import ArenaError
+from taskd.mindspore import periodic
 from taskd.mindspore.memory import Memory
 from taskd.mindspore.periodic import Periodic
 from taskd.native.arenas import Arenas
@@ -65,6 +68,17 @@ class Rank:
             raise ArenaError(f"no node memory for {size} bytes")
 
         self.arenas.make = make  # type: ignore[method-assign,assignment]
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def waited_for(caplog: pytest.LogCaptureFixture) -> str:
+    """What is said, as soon as something is."""
+    while not caplog.text:
+        time.sleep(0.01)
+    return caplog.text
 
 
 @pytest.fixture
@@ -138,8 +152,25 @@ def test_an_error_that_nobody_expects_does_not_let_the_others_wait(
 
 
 @pytest.mark.timeout(60)
-def test_a_publisher_that_fails_leaves_nothing(tmp_path, ranks: list[Rank], caplog) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_publisher_that_fails_before_the_others_begin_leaves_nothing(
+    tmp_path, ranks: list[Rank], caplog, monkeypatch, is_kept: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        if not is_kept:
+            patch.setattr(files, "write_new", no_room)
+        ranks[0].periodic.save(8, NOTES, is_kept=is_kept)
+    assert "rank 0: the checkpoint of step 8 could not be saved" in waited_for(caplog)
+    ranks[1].begin(8)
+    for one in ranks:
+        one.periodic.wait()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_publisher_that_fails_does_not_wait_for_ever(
+    tmp_path, ranks: list[Rank], monkeypatch
+) -> None:
+    monkeypatch.setattr(periodic, "_FAILED_S", 0.2)
     ranks[0].periodic.save(8, NOTES, is_kept=True)
     ranks[0].periodic.wait()
-    assert "there is no snapshot of step 8" in caplog.text
     assert not list(tmp_path.iterdir())
