@@ -71,9 +71,11 @@ class Periodic:
     def _run(
         self, draft: Draft, is_begun: threading.Event, is_kept: bool, is_written: bool
     ) -> None:
-        if is_kept:
-            is_written = self._is_done(draft, self._write_snapshot, is_begun)
-        is_begun.set()
+        try:
+            if is_kept:
+                is_written = self._is_done(draft, self._write_snapshot, is_begun)
+        finally:
+            is_begun.set()
         if self._rank == draft.publisher:
             self._is_done(draft, self._publish if is_written else self._give_up)
 
