@@ -47,10 +47,14 @@ class Rerun:
         if shell:
             program = ["sh", "-c", shell.replace("PROGRAM", f"{sys.executable} -S program.py")]
         command = [sys.executable, "-m", "taskd.rerun", *options, "--", *program]
-        if ignoring is not None:
-            code = f"import os, signal, sys; signal.signal({ignoring:d}, signal.SIG_IGN)"
-            code += "; os.execv(sys.argv[1], sys.argv[1:])"
-            command = [sys.executable, "-S", "-c", code, *command]
+        # Whoever runs the tests may ignore signals himself, as a shell does for what it starts in
+        # the background.
+        code = "import os, signal, sys\n"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            handler = "SIG_IGN" if number == ignoring else "SIG_DFL"
+            code += f"signal.signal({number:d}, signal.{handler})\n"
+        code += "os.execv(sys.argv[1], sys.argv[1:])"
+        command = [sys.executable, "-S", "-c", code, *command]
         self.process = subprocess.Popen(
             command,
             cwd=folder,

@@ -235,6 +235,10 @@ class ExceptionHandler:
             former(kind, error, trace)
             if isinstance(error, Exception):
                 self._save(f"{kind.__name__}: {str(error).strip()[:200]}")
+            # Whoever is told to end fails in a collective if others have ended sooner: what has
+            # started the ranks is to see that they ended as it wanted.
+            if self._termination is not None and self._termination.has_come:
+                self._termination.end()
 
         sys.excepthook = at_exception
 

@@ -154,6 +154,21 @@ def test_a_second_sigterm_within_the_save_changes_nothing(job, tmp_path) -> None
 
 
 @SLOW
+def test_a_rank_that_fails_because_others_have_ended_ends_by_the_same_signal(job, tmp_path) -> None:
+    """SIGTERM reaches all ranks, one after the other: the last one may miss the first before it."""
+    os.mkfifo(tmp_path / "gate")
+    job.start(2, GATE=tmp_path / "gate")
+    job.until(0, "step 2")
+    job.ranks[1].process.send_signal(signal.SIGKILL)
+    job.until(0, "saving")
+    job.signal(0)
+    (tmp_path / "gate").write_text("go")
+    assert job.wait() == [-signal.SIGTERM, -signal.SIGKILL]
+    assert "RuntimeError" in job.text()
+    record.check_files(job.record())
+
+
+@SLOW
 def test_sigterm_before_the_first_step_saves_nothing(job) -> None:
     job.start(HANG="0@0", MINDX_ELASTIC_STEP_WAIT_S=0)
     job.until(0, "hangs")
