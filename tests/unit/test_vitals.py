@@ -173,17 +173,22 @@ def test_a_thread_that_wants_to_work_is_seen_to_whether_it_gets_a_processor_or_n
 ) -> None:
     """As on a machine with far more to do than processors.
 
-    Here by a policy that lets everybody else go first.
+    Here by a policy that lets everybody else go first. The thread needs no interpreter lock, or it
+    would sleep now and then to hand it over.
     """
     program = start(f"""if True:
-        import os, threading
-        def work():
-            os.sched_setaffinity(0, [{rival}])
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-            print("ready", flush=True)
-            while True:
-                pass
-        threading.Thread(target=work, daemon=True).start()
+        import hashlib, os, threading
+        thread = threading.Thread(
+            target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", (1 << 31) - 1), daemon=True)
+        thread.start()
+        def worked_ns():
+            with open(f"/proc/self/task/{{thread.native_id}}/schedstat") as file:
+                return int(file.read().split()[0])
+        while worked_ns() < 100_000_000:
+            pass  # on its way into the hash it needs the interpreter lock
+        os.sched_setaffinity(thread.native_id, [{rival}])
+        os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))
+        print("ready", flush=True)
         threading.Event().wait()""")
     pid = program.process.pid
     earlier = kernel.activity_of(time.monotonic(), pid, kernel.Processes())
