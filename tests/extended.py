@@ -22,9 +22,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_one_that_restores_while_another_recovers": (
             "test_one_during_the_recovery_of_another; simulation"
         ),
-        "test_one_that_was_just_replaced[[]0@0:boot]": (
-            "[0@5:step]; simulation: any death during a recovery"
-        ),
         "test_groups_made_outside_the_function[[]in-init]": "[boot]",
         "test_while_the_others_have_already_finished[[]3]": "[0]",
         "test_batch_norm_statistics_are_exact": (
@@ -33,10 +30,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_the_largest_is_killed_as_by_an_out_of_memory_killer": (
             "SIGKILL from outside is SIGKILL: test_kill_of_any_rank"
         ),
-        "test_each_rendezvous[[]0-*": (
-            "[1-standalone] and [1-c10d]; the static one is that of nearly all process tests"
-        ),
-        "test_each_rendezvous[[]1-static]": "the static one is that of nearly all process tests",
         "test_nothing_is_left_when_torchrun_is_ended[[]2]": "SIGTERM and SIGKILL",
         "test_two_agents_on_one_machine[[]3]": "[0]",
         "test_kill_of_any_rank_in_the_middle_of_a_step[[]2]": "[0]",
@@ -45,7 +38,16 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_before_and_inside_init_process_group[[]before-init]": "[in-init]",
         "test_groups_made_above_the_decorated_function": "[boot]",
-        "test_each_rendezvous[[]1-standalone]": "[1-c10d]; test_one_command.py",
+        "test_each_rendezvous*": (
+            "static: nearly all process tests; c10d: test_spares.py, test_unmodified.py; "
+            "standalone: test_one_command.py"
+        ),
+        "test_a_manager_that_dies_and_comes_back_still_heals": (
+            "test_one_command.py: a manager that is killed"
+        ),
+        "test_one_that_was_just_replaced*": (
+            "test_one_during_the_recovery_of_another; simulation: any death during a recovery"
+        ),
     },
     "tests/process/test_unmodified.py": {
         "test_an_unmodified_script_is_restarted_warm[[][cs]t*": "[c10d]",
@@ -55,19 +57,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_sharded.py": {
-        "test_a_shard_comes_from_its_replica[[]hsdp-step]": "[hsdp-forward], [hsdp-before-vote]",
-        "test_a_shard_comes_from_its_replica[[]hsdp-backward-*": (
-            "[hsdp-forward], [hsdp-before-vote]"
-        ),
-        "test_a_shard_comes_from_its_replica[[]stages-*": (
-            "[zero-before-vote]; tests/unit/worker/test_sharded_state.py: stages"
-        ),
-        "test_whoever_is_left_behind_by_a_vote_steps_too[[][ts]*": (
-            "[hsdp-0]; simulation: a death at any moment of the vote"
-        ),
-        "test_whoever_is_left_behind_by_a_vote_steps_too[[]hsdp-1]": (
-            "[hsdp-0]; simulation: a death at any moment of the vote"
-        ),
         "test_a_death_behind_the_vote_never_mixes_versions[[]before-commit]": (
             "[optimizer]; simulation"
         ),
@@ -92,13 +81,16 @@ _OF: dict[str, dict[str, str]] = {
         "test_generators_of_the_dead_are_in_a_dump_of_an_older_version": (
             "tests/unit/worker/test_sharded_checkpoints.py: what is a dead rank's alone"
         ),
-        "test_a_shard_comes_from_its_replica[[]tp-*": (
-            "[hsdp-forward]; tests/unit/worker/test_sharded_state.py: tp_fsdp"
-        ),
-        "test_a_shard_comes_from_its_replica[[]hsdp-before-vote]": (
-            "[hsdp-forward], [zero-before-vote]; simulation: a death at any moment of the vote"
-        ),
         "test_a_shard_that_nobody_has_comes_from_node_memory[[]3-forward]": "[1-before-vote]",
+        "test_whoever_is_left_behind_by_a_vote_steps_too*": (
+            "tests/unit/core/test_advance.py; simulation: a death at any moment of the vote"
+        ),
+        "test_a_shard_comes_from_its_replica[[]hsdp-[!f]*": (
+            "[hsdp-forward]; simulation: a death at any moment of the vote"
+        ),
+        "test_a_shard_comes_from_its_replica[[][!h]*": (
+            "[hsdp-forward]; tests/unit/worker/test_sharded_state.py: tp, stages, zero_pairs"
+        ),
     },
     "tests/process/test_fsdp1.py": {
         "test_a_shard_comes_from_node_memory[[]flat-FULL_SHARD-1-[so]*": (
@@ -107,23 +99,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_shard_comes_from_node_memory[[]flat-FULL_SHARD-1-before-vote]": (
             "test_sharded.py, the same with FSDP2"
         ),
-        "test_a_shard_comes_from_node_memory[[]flat-FULL_SHARD-orig-*": (
-            "[flat-SHARD_GRAD_OP-orig-3-forward]; tests/unit/worker/test_units.py"
-        ),
-        "test_a_shard_comes_from_node_memory[[]flat-SHARD_GRAD_OP-1-*": (
-            "[flat-SHARD_GRAD_OP-orig-3-forward]; tests/unit/worker/test_units.py"
-        ),
-        "test_a_shard_comes_from_node_memory[[]flat-SHARD_GRAD_OP-orig-3-before-commit]": (
-            "[flat-SHARD_GRAD_OP-orig-3-forward]"
-        ),
         "test_there_are_as_many_digests_as_shards[[]*": "digests are compared by rank in each test",
-        "test_any_rank_may_die[[]*": "test_a_shard_comes_from_node_memory: ranks 0 and 1",
-        "test_a_shard_comes_from_its_replica[[]flat-HYBRID_SHARD-before-vote]": (
-            "[flat-HYBRID_SHARD-forward]"
-        ),
-        "test_a_shard_comes_from_its_replica[[]flat-HYBRID_SHARD-orig-*": (
-            "[flat-HYBRID_SHARD-forward]; the dump of HYBRID_SHARD-orig"
-        ),
         "test_a_death_behind_the_vote_never_mixes_versions[[]*": (
             "test_sharded.py, the same with HSDP; simulation"
         ),
@@ -139,6 +115,16 @@ _OF: dict[str, dict[str, str]] = {
         "test_another_number_of_ranks_is_told_why_it_cannot_go_on": (
             "tests/unit/worker/test_sharded_checkpoints.py"
         ),
+        "test_a_shard_comes_from_node_memory[[]flat-FULL_SHARD-orig-*": (
+            "[flat-FULL_SHARD-1-backward-end]; tests/unit/worker/test_units.py"
+        ),
+        "test_a_shard_comes_from_node_memory[[]flat-SHARD*": (
+            "[flat-FULL_SHARD-1-backward-end]; tests/unit/worker/test_units.py"
+        ),
+        "test_a_shard_comes_from_its_replica*": (
+            "the dump of HYBRID_SHARD-orig; tests/unit/worker/test_sharded_state.py: flat_hybrid"
+        ),
+        "test_any_rank_may_die[[]*": "[flat-FULL_SHARD-1-backward-end]; the dump loses rank 3",
     },
     "tests/process/test_dump.py": {
         "test_the_next_start_goes_on_to_the_last_bit[[][021]@[15]:b*": (
@@ -146,9 +132,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_the_next_start_goes_on_to_the_last_bit[[]1@7*": (
             "[1@5:forward:kill]; tests/unit/core/test_dying.py"
-        ),
-        "test_a_step_is_done_before_a_node_ends_if_it_takes_less_than_half_of_the_grace[[]8-1]": (
-            "[60-2]; tests/unit/core/test_dying.py"
         ),
         "test_another_number_of_ranks_goes_on_from_it[[]6]": "[2]",
         "test_exit_is_no_dump": "tests/unit/core/test_dying.py",
@@ -162,19 +145,32 @@ _OF: dict[str, dict[str, str]] = {
             "tests/unit/worker/test_periodic.py; "
             "test_periodic_checkpoints_survive_the_death_of_everything"
         ),
+        "test_a_step_is_done_before_a_node_ends_if_it_takes_less_than_half_*": (
+            "tests/unit/core/test_dying.py; test_a_node_that_is_to_end_saves_at_the_end_of_the_step"
+        ),
     },
     "tests/process/test_sigterm.py": {
         "test_to_workers_saves_the_step_that_is_under_way[[]ranks1]": "[ranks0], [ranks2]",
         "test_to_everything_at_a_moment_of_the_benchmark": (
             "test_to_everything_at_once; benchmarks/sigterm.py has 30 moments"
         ),
-        "test_the_own_handler_of_the_script_is_called_and_the_job_is_saved[[][fl]*": (
-            "[exit]; tests/unit/worker/test_sigterm.py"
-        ),
         "test_twice_is_once": "tests/unit/core/test_draining.py",
         "test_a_grace_of_one_second[[]]": "[1@5:forward:sleep]",
         "test_to_workers_saves_the_step_that_is_under_way[[]ranks2]": (
             "[ranks0]; test_to_everything_at_once"
+        ),
+        "test_our_own_signal_is_not_the_platforms": (
+            "tests/unit/worker/test_sigterm.py: before and after the agent has hung up"
+        ),
+        "test_the_manager_that_an_agent_started_stays_too": (
+            "test_dump.py::test_the_manager_of_the_same_pod_stays_until_the_job_is_saved"
+        ),
+        "test_within_a_recovery": (
+            "tests/unit/core/test_draining.py; simulation: a node that drains at any moment"
+        ),
+        "test_within_a_dump": "tests/unit/core/test_dying.py; test_to_everything_at_once",
+        "test_the_own_handler_of_the_script_is_called_and_the_job_is_saved*": (
+            "tests/unit/worker/test_sigterm.py; [ranks0] of test_to_workers_*"
         ),
     },
     "tests/process/test_one_command.py": {
@@ -201,6 +197,9 @@ _OF: dict[str, dict[str, str]] = {
             "tests/unit/core/test_automatic.py; "
             "test_manager_attack.py::test_a_taken_port_ends_a_second_manager_*"
         ),
+        "test_of_two_hosts_that_of_the_endpoint_has_the_manager": (
+            "tests/unit/test_manager_place.py; tests/unit/core/test_automatic.py"
+        ),
     },
     "tests/process/test_preloading.py": {
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*[[]crashes]": (
@@ -208,15 +207,8 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_a_list_is_exact_and_off_is_off[[]off*": "tests/unit/test_config.py",
         "test_replacements_start_with_the_modules_of_the_first_worker_*[[]0]": "[1]",
-        "test_a_process_that_was_forked_beforehand_may_be_killed": (
-            "test_a_preloaded_process_that_dies_costs_the_warm_start_alone"
-        ),
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*": (
             "test_what_must_not_be_preloaded_is_left_out_*; tests/unit/agent/test_preloading.py"
-        ),
-        "test_a_preloaded_process_that_*": (
-            "test_workers_of_the_preloaded_process_outlive_it_*; test_spawner.py: a forkserver "
-            "that is stopped, or dies"
         ),
         "test_nothing_is_preloaded_behind_what_changes_torch_and_is_left_out": (
             "test_what_must_not_be_preloaded_is_left_out_*"
@@ -225,6 +217,16 @@ _OF: dict[str, dict[str, str]] = {
             "tests/unit/agent/test_libraries.py: a module that is preloaded finds no rank"
         ),
         "test_a_list_is_exact_and_off_is_off[[]*": "tests/unit/test_config.py",
+        "test_a_process_that_was_forked_beforehand_may_be_killed": (
+            "tests/unit/agent/test_standby.py; test_replacements_start_with_*"
+        ),
+        "test_replacements_were_forked_beforehand_and_others_*": (
+            "test_replacements_start_with_*; tests/unit/agent/test_standby.py"
+        ),
+        "test_workers_of_the_preloaded_process_outlive_it_*": (
+            "test_forkserver.py: workers outlive the forkserver; test_replacements_start_with_*"
+        ),
+        "test_a_preloaded_process_that_*": "test_spawner.py: a forkserver that is stopped, or dies",
     },
     "tests/process/test_entry_point.py": {
         "test_it_is_there_once_however_it_is_asked_for[[][sb]?[!c]*": (
@@ -233,14 +235,18 @@ _OF: dict[str, dict[str, str]] = {
         "test_it_is_there_once_however_it_is_asked_for[[]all and the patch]": (
             "[backend]; test_patch.py: sed, the switch"
         ),
-        "test_the_backend_is_c10d_where_taskd_cannot_be[[]unknown torch]": (
-            "[switched off]; test_patch.py::test_unknown_torch_is_said_and_left_alone"
-        ),
         "test_of_two_installations_the_log_says_which_one_is_used": (
             "the log line says the folder of the one that is used in every job"
         ),
         "test_a_wrong_setting_is_told_before_anything_runs": (
             "test_own_signal.py::test_a_signal_that_cannot_be_is_refused_before_anything_runs"
+        ),
+        "test_the_backend_is_c10d_where_taskd_cannot_be*": (
+            "test_patch.py::test_unknown_torch_*; tests/unit/test_rendezvous.py; [a torchrun "
+            "that does not ask]"
+        ),
+        "test_one_that_cannot_be_imported_costs_a_line": (
+            "test_patch.py::test_unknown_torch_is_said_and_left_alone[parameter]"
         ),
     },
     "tests/process/test_hangs.py": {
@@ -259,9 +265,13 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_manager_that_was_restarted_knows_the_mirrors": "tests/unit/core/test_pairing.py",
         "test_a_host_whose_network_is_gone": "tests/contract/test_mirroring.py",
         "test_nodes_of_one_host_mirror_nothing_and_say_so_once": "tests/unit/core/test_pairing.py",
+        "test_a_new_torchrun_takes_the_place_of_the_lost_node*": (
+            "test_the_shards_of_a_lost_node_*; "
+            "test_sigterm.py::test_after_a_fault_the_job_may_go_on_from_its_dump; "
+            "test_nodes.py"
+        ),
     },
     "tests/process/test_profiling.py": {
-        "test_a_replaced_rank_goes_on_being_profiled": "tests/unit/core/test_profiling.py",
         "test_a_job_whose_profiles_cannot_be_written_trains_on": (
             "tests/unit/worker/test_profiling.py: a full disk"
         ),
@@ -269,17 +279,12 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_symbolic_link_is_refused_and_the_script_goes_on[[]*": (
             "tests/unit/worker/test_profiling.py"
         ),
+        "test_a_replaced_rank_goes_on_being_profiled": "tests/unit/core/test_profiling.py",
+        "test_the_groups_of_each_rank_are_written": (
+            "tests/unit/worker/test_groups.py; the switch: test_on_and_off_while_the_job_trains"
+        ),
     },
     "tests/process/test_patch.py": {
-        "test_workers_come_from_the_forkserver[[]auto-[nc]*": "[auto-standalone], [exec-static]",
-        "test_workers_come_from_the_forkserver[[]auto-static]": "[auto-standalone], [exec-static]",
-        "test_workers_come_from_the_forkserver[[]exec-[nc]*": "[auto-standalone], [exec-static]",
-        "test_workers_come_from_the_forkserver[[]exec-standalone]": (
-            "[auto-standalone], [exec-static]"
-        ),
-        "test_agents_host_the_store_in_any_case": (
-            "test_recovery.py::test_each_rendezvous kills rank 0"
-        ),
         "test_inert_unless_enabled[[]extra[12]]": "[extra0]",
         "test_other_entrypoints_are_left_to_torch[[][of]*": "[no python]",
         "test_restart_without_a_manager[[][sc]t*": "[c10d]",
@@ -287,10 +292,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_spent_budget_without_a_manager": (
             "test_recovery.py::test_a_spent_budget_ends_the_job_and_says_so"
         ),
-        "test_no_orphans_when_torchrun_is_ended[[]*[29]]": (
-            "SIGTERM; test_recovery.py::test_nothing_is_left_when_torchrun_is_ended"
-        ),
-        "test_workers_come_from_the_forkserver[[]exec-static]": "test_spawn.py; [auto-*]",
         "test_unknown_torch_is_said_and_left_alone[[]source]": (
             "[parameter]; tests/compat/test_torch_seams.py"
         ),
@@ -301,15 +302,36 @@ _OF: dict[str, dict[str, str]] = {
             "test_recovery.py::test_without_a_manager_a_death_restarts_the_group_*"
         ),
         "test_redirects_and_tee": "test_spawn.py compares both output streams",
+        "test_agents_host_the_store_in_any_case": (
+            "test_recovery.py::test_kill_of_any_rank_* kills rank 0"
+        ),
+        "test_workers_come_from_the_forkserver*": (
+            "test_spawn.py: fork and exec; what a job forks is counted in test_recovery.py"
+        ),
+        "test_no_orphans_when_torchrun_is_ended*": (
+            "test_recovery.py::test_nothing_is_left_when_torchrun_is_ended"
+        ),
     },
     "tests/unit/worker/test_sharded_checkpoints.py": {
         "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]3-*": "[2-*]",
-        "test_what_is_a_dead_ranks_alone_is_saved_too[[]4-*": "[2-*]",
         "test_the_same_world_goes_on_to_the_last_bit[[]zero_pairs]": "[zero]",
         "test_the_same_world_goes_on_to_the_last_bit[[]buckets]": (
             "[ddp]; tests/process/test_exchange.py: layouts of buckets"
         ),
         "test_the_same_world_goes_on_to_the_last_bit[[]flat_[kwp]*": "[flat], [flat_hybrid_orig]",
+        "test_the_same_world_goes_on_to_the_last_bit[[]hsdp]": "[fsdp], [ddp]",
+        "test_the_same_world_goes_on_to_the_last_bit[[]tp_fsdp]": "[fsdp], [tp]",
+        "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]2-tp_fsdp-*": (
+            "[2-fsdp-orphaned1]"
+        ),
+        "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]2-fsdp-orphaned2]": (
+            "[2-fsdp-orphaned1]"
+        ),
+        "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]2-hsdp-*": (
+            "[2-fsdp-orphaned1], [2-zero_pairs-*]: replicas"
+        ),
+        "test_what_is_a_dead_ranks_alone_is_saved_too[[][!2]*": "[2-*]",
+        "test_what_is_a_dead_ranks_alone_is_saved_too[[]2-hsdp-*": "[2-stages-*]",
     },
     "tests/unit/worker/test_sharded_state.py": {
         "test_a_stopped_run_ends_with_the_same_bits[[][wom]*": (
@@ -329,15 +351,19 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_shard_that_was_torn_is_overwritten[[]*[ps]]": "[hsdp], [zero_pairs], [flat_hybrid]",
         "test_a_shard_that_was_torn_is_overwritten[[]flat_hybrid_orig]": "[flat_hybrid]",
         "test_a_stopped_run_ends_with_the_same_bits[[]tp_fsdp-4]": "[fsdp-4], [tp-4]",
+        "test_a_stopped_run_ends_with_the_same_bits[[]hsdp-4]": (
+            "[fsdp-4]; test_sharded.py: [hsdp-forward]"
+        ),
+        "test_a_lost_shard_is_received_from_its_replica[[]tp-*": (
+            "[zero_pairs-*], [stages-*]; the groups of tp: test_a_stopped_run_*[tp-4]"
+        ),
     },
     "tests/unit/worker/test_units.py": {
-        "test_a_step_may_be_cut_short_at_any_call[[]flat_[om]*": (
-            "[flat], [flat_kept_orig], [flat_hybrid_orig]"
-        ),
         "test_a_step_may_be_cut_short_at_any_call[[]flat_kept]": "[flat_kept_orig]",
         "test_parking_frees_whole_parameters_and_optimizer_memory_changes_hands[[]flat_m*": (
             "[flat-*], [flat_kept_orig-*]"
         ),
+        "test_a_step_may_be_cut_short_at_any_call[[]flat_[omh]*": "[flat], [flat_kept_orig]",
     },
     "tests/process/test_exchange.py": {
         "test_a_replaced_rank_leaves_no_trace_in_the_result[[][15]]": "[0] and [2]",
@@ -354,6 +380,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_looks_like_a_fresh_interpreter[[]preloaded-*": (
             "[fork-*]: the same code after the fork; test_preloading.py starts replacements so"
         ),
+        "test_signals_that_are_ignored_from_outside_are_ignored_by_workers[[]exec]": "[fork]",
     },
     "tests/unit/checkpoint/test_reshard.py": {
         "*": (
@@ -363,8 +390,9 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/examples/test_examples.py": {
         "test_the_char_gpt_loses_a_rank_and_ends_with_the_same_digest[[]1]": "[0]",
-        "test_a_shard_that_another_rank_has_too_comes_from_there": (
-            "tests/process/test_sharded.py: [hsdp-forward]"
+        "test_a_shard_*": "tests/process/test_sharded.py: from a replica, from node memory",
+        "test_a_dump_of_four_ranks_is_gone_on_from_with_two": (
+            "tests/process/test_dump.py::test_another_number_of_ranks_goes_on_from_it[2]"
         ),
     },
     "tests/examples/test_digits.py": {
@@ -373,14 +401,24 @@ _OF: dict[str, dict[str, str]] = {
         "test_both_train_to_the_same_in_one_process": (
             "test_a_killed_process_changes_nothing compares with that run"
         ),
+        "test_the_plain_script_goes_on_from_its_own_checkpoint": (
+            "tests/process/test_unmodified.py; the other script: "
+            "test_a_killed_process_changes_nothing"
+        ),
     },
     "tests/process/test_spares.py": {
         "test_a_spare_takes_the_place_of_a_lost_node[[]static]": (
             "[c10d]; test_node_0_is_lost[static]"
         ),
+        "test_a_spare_has_imported_what_the_workers_import*": (
+            "test_preloading.py; tests/unit/manager/test_imports.py: spares are told"
+        ),
     },
     "tests/process/test_forkserver.py": {
         "test_loss_of_the_agent_ends_workers[[]exec]": "[fork]",
+        "test_missing_preload_is_survived": (
+            "tests/unit/agent/test_preloading.py; test_spawner.py: where no forkserver can be had"
+        ),
     },
     "tests/unit/worker/test_positions.py": {
         "test_every_sample_comes_once_whatever_is_interrupted[[]s*-2-survivor]": "[*-replacement]",
@@ -391,12 +429,14 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/examples/test_deployment.py": {
-        "test_the_start_script_runs_a_job_of_one_node[[]off]": "[on]",
         "test_the_start_script_ends_with_the_exit_code_of_torchrun": (
             "test_a_pod_that_is_to_end_saves_the_training_*: the exit code says that it was saved"
         ),
         "test_the_start_script_hands_a_sigterm_on": (
             "test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on"
+        ),
+        "test_the_start_script_runs_a_job_of_one_node*": (
+            "tests/process/test_start_script.py runs it, and kills a rank"
         ),
     },
     "tests/process/test_half_open.py": {
@@ -418,7 +458,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_with_another_signal_*[[]49]": "[SIGRTMIN+15]; tests/unit/test_config.py: numbers",
     },
     "tests/process/test_other_secret.py": {
-        "test_training_goes_on_*[[]none at the manager]": "[another], [none at the agent]",
+        "test_training_goes_on_*[[]none at the *]": "[another]",
     },
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
@@ -427,6 +467,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_rank_that_is_stopped_*": (
             "tests/unit/core/test_hangs.py; test_hangs.py; its limit of 30 s is all that it takes"
         ),
+        "test_all_start_anew_and_find_what_they_had[[]1*": "[0*]",
     },
     "tests/examples/test_megatron_ttp.py": {
         "test_it_is_saved_by_its_handlers_and_goes_on_from_that": (
@@ -434,9 +475,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_mindio_ttp.py": {
-        "test_a_rank_that_is_killed_is_repaired_in_place_by_the_handlers[[]parts-*": (
-            "[whole-*]; tests/process/test_sharded.py: the vote"
-        ),
         "test_the_dump_is_made_by_the_handlers_*[[]whole-*": "[parts-*]",
         "test_what_cannot_be_repaired_in_place_is_saved_*": (
             "tests/unit/core/test_broken.py; tests/unit/mindio_ttp/test_training.py"
@@ -458,6 +496,34 @@ _OF: dict[str, dict[str, str]] = {
         "test_steps_that_are_counted_wrongly_*": "tests/unit/mindio_ttp/test_steps.py",
         "test_without_a_manager_training_goes_on_*": "tests/process/test_unmodified.py",
         "test_a_script_that_asks_for_its_dump_*": "test_dump.py: SIGTERM to a worker",
+        "test_a_rank_that_is_killed_is_repaired_in_place_by_the_handlers*": (
+            "tests/examples/test_megatron_ttp.py loses a rank; "
+            "tests/unit/mindio_ttp/test_training.py"
+        ),
+    },
+    "tests/process/test_last_words.py": {
+        "test_an_exit_is_explained_if_the_library_is_preloaded_*": (
+            "tests/native/test_last_words.py; the log: test_a_null_pointer_is_recovered_*"
+        ),
+    },
+    "tests/process/test_worker_secrets.py": {
+        "test_workers_and_replacements_have_neither_*[[]exec]": "[fork]",
+    },
+    "tests/process/test_nodes.py": {
+        "test_a_node_too_many_is_told_at_once_*": (
+            "tests/unit/core/test_recovery_joining.py; test_two_torchruns_of_one_index"
+        ),
+    },
+    "tests/unit/mindx_elastic/test_imports.py": {
+        "test_the_wheel_is_installed_*": (
+            "tests/unit/mindio_ttp/test_wheel.py builds and installs in the same way"
+        ),
+    },
+    "tests/process/test_chaos.py": {
+        "test_three_faults_of_a_seed_are_recovered_and_the_result_is_the_same": (
+            "test_recovery.py, test_hangs.py: the same faults; tests/unit/test_chaos.py, "
+            "test_chaos_target.py: schedule, injection and verdict"
+        ),
     },
 }
 EXTENDED: tuple[tuple[str, str], ...] = tuple(
