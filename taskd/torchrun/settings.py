@@ -16,7 +16,7 @@ from taskd.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerSpec
 
-_EVERYWHERE = "0.0.0.0"  # noqa: S104
+_EVERYWHERE, _EVERYWHERE_V6 = "0.0.0.0", "::"  # noqa: S104
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/davinci_manager", "/dev/kfd")
 
 
@@ -78,8 +78,10 @@ def manager_place(
         return None
     if node_count == 1:
         return join_address(_literal(host), int(port))
+    # The second one takes IPv4 connections, too: agents of this host come by 127.0.0.1.
+    everywhere = _EVERYWHERE_V6 if ":" in master else _EVERYWHERE
     with contextlib.suppress(ConfigError):  # the manager says so itself
-        host = bind_address(otherwise=_EVERYWHERE).rpartition(":")[0]
+        host = bind_address(otherwise=everywhere).rpartition(":")[0]
     return join_address(host.strip("[]"), int(port))
 
 

@@ -52,6 +52,13 @@ def test_several_nodes_have_it_where_a_manager_py_would_listen(monkeypatch, env,
     assert place(monkeypatch, "127.0.0.1:9700", "localhost", 0, 2, **env) == expected
 
 
+def test_nodes_that_meet_at_an_ipv6_address_reach_it_there(monkeypatch) -> None:
+    if not _has_ipv6():
+        pytest.skip("this host has no IPv6")
+    assert place(monkeypatch, "127.0.0.1:9700", "::1", 0, 2) == "[::]:9700"
+    assert place(monkeypatch, "127.0.0.1:9700", "::1", 0, 2, POD_IP=HERE) == f"{HERE}:9700"
+
+
 def test_of_several_nodes_the_first_one_has_it(monkeypatch) -> None:
     assert place(monkeypatch, "127.0.0.1:9601", "localhost", 1, 2) is None
     assert place(monkeypatch, "127.0.0.1:9601", "", 1, 2) is None
