@@ -184,6 +184,8 @@ bench: install ## every benchmark
 	$(PY) benchmarks/torchrun_start.py
 	$(PY) benchmarks/marks.py
 	$(PY) benchmarks/fleet.py
+	$(PY) benchmarks/flood.py
+	$(PY) benchmarks/node_loss.py
 	$(PY) benchmarks/hangs.py
 
 clean: ## without .venv and what was built

@@ -161,9 +161,9 @@ class Job:
         except FileNotFoundError:
             return "gone"
 
-    def tell(self) -> None:
-        """What a fault with "told-" has waited for is there."""
-        (self.facts_dir / "told").touch()
+    def tell(self, number: int | None = None) -> None:
+        """What a fault with "told-", or a held step, waits for is there. `number`: that fault."""
+        (self.facts_dir / ("told" if number is None else f"told-{number}")).touch()
 
     def facts(self, what: str | None = None) -> list[dict]:
         """What the workers noted, with their rank, in order of time."""
@@ -172,7 +172,8 @@ class Job:
     def recoveries(self) -> list[dict]:
         """The JSON records that the manager wrote."""
         path = self.log_dir / "recoveries.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half there
 
     def digests(self) -> dict[int, str]:
         """Final digest of each rank that finished."""

@@ -30,6 +30,15 @@ def status_of(pid: int) -> dict[str, str]:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in status)}
 
 
+def open_files(part: str) -> list[str]:
+    """What the descriptors of this process that name `part` are of; others may come and go."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(name for name in found if part in name)
+
+
 def threads_of(pid: int) -> str:
     """Name, state and the kernel function that it waits in, of each thread: for a failure's text.
 

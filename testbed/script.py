@@ -5,18 +5,24 @@ Imports neither torch nor taskd. Variables of the environment:
     RANK     as torchrun sets it
     FACTS    directory for <rank>-<pid>.jsonl, one JSON line per fact, and for a marker per fault
     FAULTS   "rank@step:place" or "rank@step:place:how", separated by ";"
+    HOLD_AT  the step that no rank begins before FACTS/told is there (`Job.tell`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
 
 RANK = int(os.environ["RANK"])
 FACTS = os.environ["FACTS"]
+HOLD_AT = int(os.environ.get("HOLD_AT", "-1"))
 _notes = -1
 
 
@@ -39,6 +45,35 @@ def is_first(name: str) -> bool:
     return True
 
 
+def hold(step: int) -> None:
+    """Wait here, if this step is held, until the test has done what it does to a running job."""
+    while step == HOLD_AT and not is_told("told"):
+        time.sleep(0.001)
+
+
+def is_told(*names: str) -> bool:
+    """Whether one of these markers is there. For a rank that waits for it: it reads, too.
+
+    Or it would be taken for one that hangs asleep.
+    """
+    with open("/proc/self/stat", "rb") as own:
+        own.read()
+    return any(os.path.exists(f"{FACTS}/{name}") for name in names)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """No real-time signal, by which taskd calls a rank out, comes to this thread.
+
+    A fault that is marked as done (`is_first`) must happen, whatever other ranks do meanwhile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Fault(NamedTuple):
     """What is to happen to this rank. `name`: of its marker, for `is_first`."""
 
@@ -48,6 +83,28 @@ class Fault(NamedTuple):
     place: str
     how: str
     spec: str
+
+
+def strike(
+    fault: Fault,
+    step: int,
+    ways: Mapping[str, Callable[[], object]],
+    await_moment: Callable[[], None] = lambda: None,
+) -> None:
+    """Let it happen, for the first time or "always-"; `ways`: by the last part of its `how`.
+
+    `await_moment`: the time for it has come, if its `how` begins with "last-" or "told-".
+    """
+    is_always = fault.how.startswith("always-")
+    way = ways[fault.how.removeprefix("always-").removeprefix("last-").removeprefix("told-")]
+    with uninterrupted():
+        if not is_always and not is_first(fault.name):
+            return
+        await_moment()
+        fact("fault", spec=fault.spec, step=step)
+        if way is kill_self:
+            kill_self()
+    way()
 
 
 def planned_faults(specs: str) -> list[Fault]:

@@ -265,11 +265,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_manager_that_was_restarted_knows_the_mirrors": "tests/unit/core/test_pairing.py",
         "test_a_host_whose_network_is_gone": "tests/contract/test_mirroring.py",
         "test_nodes_of_one_host_mirror_nothing_and_say_so_once": "tests/unit/core/test_pairing.py",
-        "test_a_new_torchrun_takes_the_place_of_the_lost_node*": (
-            "test_the_shards_of_a_lost_node_*; "
-            "test_sigterm.py::test_after_a_fault_the_job_may_go_on_from_its_dump; "
-            "test_nodes.py"
-        ),
     },
     "tests/process/test_profiling.py": {
         "test_a_job_whose_profiles_cannot_be_written_trains_on": (
@@ -462,6 +457,10 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
+        "test_of_two_nodes_the_manager_is_lost_with_its_node[[]False]": "[True]",
+        "test_of_two_nodes_whether_there_is_a_spare_that_votes[[][ngl]*": (
+            "[two]; tests/simulation/test_pair_partitions.py"
+        ),
     },
     "tests/unit/msrun/test_stand_in.py": {
         "test_a_rank_that_is_stopped_*": (

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ELECTION_S = 20.0  # a fault waits longer where a manager can be elected and started
+ELECTION_S = 20.0  # a fault waits longer where a manager can be elected and started
 _PLACE_LEASES = 4  # for so many leases the place of a lost node is asked for
 
 
 def timeouts_of(config: AgentConfig, node_count: int) -> Timeouts:
-    """How long a fault waits for a manager depends on who may start one."""
-    timeouts = Timeouts.derive(config.fault_timeout_s)
+    """How long a fault waits for a manager depends on who may start one.
+
+    In a job of two nodes that is known later (`ManagerLost`).
+    """
+    timeouts = Timeouts.derive(config.fault_timeout_s).of_job(node_count)
     if not config.starts_manager:
         return timeouts
     patience_s = timeouts.fallback_connected_s
@@ -30,7 +33,7 @@ def timeouts_of(config: AgentConfig, node_count: int) -> Timeouts:
     return dataclasses.replace(
         timeouts,
         fallback_never_connected_s=patience_s,
-        fallback_connected_s=patience_s + (_ELECTION_S if elects else 0.0),
+        fallback_connected_s=patience_s + (ELECTION_S if elects else 0.0),
     )
 
 

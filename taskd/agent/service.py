@@ -24,7 +24,7 @@ from taskd.agent.machine import machine_of, timeouts_of
 from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.agent.spawning.protocol import Exited, Started, StartFailed
 from taskd.agent.vitals.death_watch import DeathWatch
-from taskd.agent.vitals.endings import Endings
+from taskd.agent.vitals.endings import Endings, last_state
 from taskd.agent.vitals.progress import Vitals
 from taskd.agent.workers.channels import WorkerChannels
 from taskd.agent.workers.examinations import Examinations
@@ -35,6 +35,7 @@ from taskd.core import commands, events
 from taskd.core.node.draining import Step
 from taskd.core.phase import NodePhase
 from taskd.core.policy.election import Won
+from taskd.core.timeouts import Timeouts
 from taskd.errors import TaskdError, TransportError
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from taskd.config import AgentConfig
     from taskd.core.faults import Fault
     from taskd.log import Identity
-    from taskd.native.black_box import BlackBox
 
 log = logging.getLogger(__name__)
 
@@ -82,16 +82,20 @@ class Service:
         restarts_used: int,
         drain: Drain,
         automatic: AutomaticManager,
+        electing: Electing | None = None,
     ) -> None:
-        """`identity`: the log prefix, kept up to date.
+        """`identity`: the log prefix, kept up to date. `electing`: who this was as a spare.
 
         `generation` and `restarts_used`: not 0 after a restart without a manager.
         """
         self._automatic = automatic
-        incarnation = uuid.uuid4().hex
+        self._electing = electing or Electing(config, clock, uuid.uuid4().hex)
+        self._electing.take_place(host.node_rank, host.node_count)
+        incarnation = self._electing.name
         self._identity, self._drain, self._host = identity, drain, host
         self._config, self._clock = config, clock
         self._timeouts = timeouts = timeouts_of(config, host.node_count)
+        self._knock_s = Timeouts.derive(config.fault_timeout_s).heartbeat_s
         self._machine = machine_of(
             host, timeouts, incarnation, generation, restarts_used, config, clock.now()
         )
@@ -106,9 +110,8 @@ class Service:
             incarnation=incarnation,
             register=self._register,
         )
-        self._electing = Electing(config, clock, host.node_rank, host.node_count, incarnation)
         self._manager.generation = generation
-        self._reports = Reports(host.node_rank, self._manager.send)
+        self._reports = Reports(host.node_rank, self._manager.send, self._manager.gather)
         self._manager.rejected = self._reports.rejected
         self._mirroring = Mirroring(
             config, clock, host.node_rank, incarnation, is_alone=host.node_count == 1
@@ -241,14 +244,14 @@ class Service:
 
     def _read_deaths(self) -> None:
         for rank, incarnation, box, died_at in self._deaths.read():
-            self._read_worker(rank)
+            self._read_workers()  # of all: others may have recovered before it died
             self._vitals.doubt(rank, incarnation, box)
             worker = self._host.workers.get(rank)
             snapshots = () if worker is None else worker.arenas.versions()
             now, cause = self._clock.now(), f"alarm:{rank}.{incarnation}"
             self._feed(
                 events.AlarmRang(
-                    now, cause, rank, incarnation, died_at, *_last_state(box), snapshots
+                    now, cause, rank, incarnation, died_at, *last_state(box), snapshots
                 )
             )
 
@@ -275,7 +278,7 @@ class Service:
                             rank,
                             worker.incarnation,
                             reply.status,
-                            *_last_state(box),
+                            *last_state(box),
                             words,
                             snapshots,
                         )
@@ -311,7 +314,7 @@ class Service:
                 if isinstance(command, commands.Resume | commands.RestartGroup):
                     self._host.meet(command, len(self._machine.lives.present))
                 self._say_beside(self._mirroring.obey(command, self._host.workers, event.now))
-                if not isinstance(command, commands.Pair):
+                if not isinstance(command, commands.Pair | commands.ReturnMirrors):
                     self._feed(event)
             case _:
                 self._feed(event)
@@ -358,6 +361,7 @@ class Service:
                 self._machine.registration(self._clock.now()),
                 voter=self._electing.address,
                 term=self._electing.election.promised,
+                roster=self._electing.told,
             )
         )
 
@@ -374,7 +378,7 @@ class Service:
             )
             self._seeks_since = now  # it was there: that nobody answers is said later
             self._electing.miss(now)
-            self._feed(event)
+            self._feed(events.ManagerLost(now, event.cause, self._electing.grace_s))
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._host.is_substitute
@@ -394,9 +398,10 @@ class Service:
     @property
     def _beat_s(self) -> float:
         """Sooner while somebody makes no progress: the manager decides by what it knows of all."""
-        is_close = self._is_registered and self._vitals.is_urgent
+        if not self._is_registered:
+            return self._knock_s
         heartbeat_s = self._timeouts.heartbeat_s
-        return min(_CLOSE_LOOK_S, heartbeat_s) if is_close else heartbeat_s
+        return min(_CLOSE_LOOK_S, heartbeat_s) if self._vitals.is_urgent else heartbeat_s
 
     def _sees_no_progress(self, now: float) -> bool:
         """Whether a worker has stopped making progress since the last heartbeat.
@@ -483,6 +488,7 @@ class Service:
                 generation=command.generation,
                 gated=command.gated,
                 restarts_used=command.restarts_used,
+                former_agent=command.former_agent,
             )
         except OSError as error:  # no descriptors, no memory, no store
             self._feed(
@@ -490,8 +496,3 @@ class Service:
                     self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
                 )
             )
-
-
-def _last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:
-    """What a black box says at the end of a life: version, phase, versions of the extras."""
-    return box.version, box.phase.name.lower(), tuple(sorted(box.read_extras()))

@@ -14,13 +14,27 @@ import re
 import signal
 import sys
 import tempfile
+from typing import TYPE_CHECKING
 
-from taskd.chaos import schedule, verdict
+from taskd.chaos import command, schedule, verdict
 from taskd.chaos.command import Command
 from taskd.chaos.run import NotReadyError, Outcome, Run
 from taskd.clock import MonotonicClock
 from taskd.config.names import CHECKPOINT_ENV, LOG_PATH_ENV
 from taskd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# What the command of a fault is told, as text.
+ENVIRONMENT = {
+    "CHAOS_FAULT": "the number of the fault, from 1",
+    "CHAOS_KIND": "node or link",
+    "CHAOS_CHOICE": "the number that the schedule has drawn for it, below a million",
+    "CHAOS_POSITION": "the same modulo the number of torchruns with workers on this machine",
+    "CHAOS_AGENT": "the process id of the torchrun at that position",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,6 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         default=",".join(schedule.DEFAULT_KINDS),
         help="; ".join(f"{kind}: {what}" for kind, what in schedule.KINDS.items()),
     )
+    for kind in schedule.BY_COMMAND:
+        add(
+            f"--{kind}",
+            metavar="COMMAND",
+            help=f"a line of the shell that makes a fault of the kind {kind}; it has "
+            + ", ".join(ENVIRONMENT)
+            + ", and ends with 0 when the fault has happened, within --limit",
+        )
     add("--reference", action="store_true", help="run the command without faults first")
     add(
         "--digest",
@@ -88,6 +110,37 @@ def _split(arguments: list[str], parser: argparse.ArgumentParser) -> tuple[list[
     return arguments[:at], arguments[at + 1 :]
 
 
+def _check(options: argparse.Namespace, kinds: tuple[str, ...]) -> None:
+    """Raises ConfigError: a kind lacks its command, or a command its kind."""
+    for kind in schedule.BY_COMMAND:
+        line = getattr(options, kind)
+        if kind in kinds and not (line or "").strip():
+            raise ConfigError(
+                f"--kinds {kind} needs --{kind} COMMAND: no signal makes this fault; see "
+                "docs/operations.md, Chaos"
+            )
+        if line is not None and kind not in kinds:
+            raise ConfigError(f"--{kind} is given, but {kind} is none of --kinds {','.join(kinds)}")
+
+
+def _owner(
+    options: argparse.Namespace, folder: pathlib.Path
+) -> Callable[[schedule.PlannedFault, int, int], str]:
+    """Who makes the faults that no signal makes; its output goes to a file of the folder."""
+
+    def owner(fault: schedule.PlannedFault, position: int, pid: int) -> str:
+        told = (fault.number, fault.kind, fault.choice, position, pid)
+        environment = {name: str(value) for name, value in zip(ENVIRONMENT, told, strict=True)}
+        return command.call(
+            getattr(options, fault.kind),
+            dict(os.environ) | environment,
+            folder / "commands.txt",
+            options.limit,
+        )
+
+    return owner
+
+
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -116,6 +169,7 @@ def _execute(
             start_s=options.start_limit,
             limit_s=options.limit,
             say=_say,
+            owner=_owner(options, folder),
         ).execute(faults)
     return outcome, output.read_text(errors="replace")
 
@@ -162,9 +216,9 @@ def main(arguments: list[str]) -> int:
     given, words = _split(arguments, parser)
     options = parser.parse_args(given)
     try:
-        faults = schedule.plan(
-            options.seed, options.faults, options.every, schedule.kinds_of(options.kinds)
-        )
+        kinds = schedule.kinds_of(options.kinds)
+        _check(options, kinds)
+        faults = schedule.plan(options.seed, options.faults, options.every, kinds)
         pattern = re.compile(options.digest, re.MULTILINE) if options.digest else None
     except (ConfigError, re.error) as error:
         parser.error(str(error))

@@ -1,6 +1,7 @@
 """The user's command as a process group of its own, its output in a file, and signals to its job.
 
-The only module that starts, signals or ends processes here.
+Also the commands of whoever owns the machines, for faults that no signal makes. The only module
+that starts, signals or ends processes here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.001  # the kernel stops a process at once, but tells nobody
 _STOPPED_OR_GONE = ("T", "t", "Z", "X", "")
+_NOT_RUN = (126, 127)  # of sh(1): not executable, not found
+_QUOTED = 300  # characters of what a command has said last
 _GRACE_S = 20.0  # for the end of a job that is told to end: workers, then torchrun, then manager
 
 
@@ -80,6 +83,43 @@ class Command:
             _has_ended(handle, _GRACE_S)
             os.close(handle)
         self._process.wait()
+
+
+def call(line: str, environment: dict[str, str], output: pathlib.Path, limit_s: float) -> str:
+    """Run a line of the shell to its end; what it prints is added to `output`.
+
+    Returns why it has not succeeded; empty: it has. Children that it leaves behind go on.
+    """
+    with output.open("ab") as file:
+        began = file.tell()
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", line],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    status: int | None = None
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status == 0:
+        return ""
+    if status is None:
+        trouble = f"had not ended after {limit_s:g} s"
+    elif status in _NOT_RUN:
+        trouble = f"could not be run ({status})"
+    else:
+        trouble = f"ended with {status}"
+    said = output.read_bytes()[began:].decode(errors="replace").split()
+    last = " ".join(said)[-_QUOTED:]
+    return f"its command {line!r} {trouble}, and has said {last!r}: see {output}"
 
 
 def _open(pid: int) -> int | None:

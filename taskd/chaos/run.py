@@ -5,6 +5,8 @@ Owns the waiting and what is judged a recovery:
 - of a rank: a record in recoveries.jsonl that is completed, then a commit of every rank beyond
   those that it had made when it was hit
 - of the manager: the next one listens, and as many nodes have registered with it
+- of a link: as of a rank; or nothing was needed, and every rank commits beyond all steps of then
+- of a rank and the manager: both; the record may be lost with a manager that dies before it writes
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 from taskd.chaos import command, target
+from taskd.chaos.schedule import BY_COMMAND
 
 if TYPE_CHECKING:
     import pathlib
@@ -36,6 +39,9 @@ _HOW_ON = (
     "TASKD_PROCESS_ENABLE=on"
 )
 ENDED_WELL = "the job ended well"
+RIDDEN_THROUGH = "nothing was needed"
+UNRECORDED = "the manager died before its record"
+_MANAGER_WITHIN_S = 0.5  # longer than most recoveries of a rank: it dies in any phase of one
 _ENDINGS = ("exit", "dump")  # strategies after which nobody goes on
 
 
@@ -57,7 +63,9 @@ class Injected:
     at_s: float  # since the start of the command
     has_happened: bool
     records: list[dict[str, object]] = dataclasses.field(default_factory=list)
-    took_s: float | None = None  # until the manager was back
+    took_s: float | None = None  # until the manager was back, or until all had committed again
+    is_ridden_through: bool = False
+    is_unrecorded: bool = False  # recovered, but who would have written it was killed
     trouble: str = ""  # why it counts as not recovered
 
     @property
@@ -65,6 +73,10 @@ class Injected:
         """What it was recovered by."""
         if self.planned.kind == "manager":
             return "next manager"
+        if self.is_ridden_through:
+            return RIDDEN_THROUGH
+        if self.is_unrecorded:
+            return UNRECORDED
         return str(self.records[-1]["strategy"]) if self.records else ENDED_WELL
 
 
@@ -93,9 +105,14 @@ class Run:
         start_s: float,
         limit_s: float,
         say: Callable[[str], None],
+        owner: Callable[[PlannedFault, int, int], str] | None = None,
     ) -> None:
-        """`folder`: where its TaskD writes logs and records; the limits: a start, a recovery."""
-        self._command, self._clock, self._say = running, clock, say
+        """`folder`: where its TaskD writes logs and records; the limits: a start, a recovery.
+
+        `owner`: makes a fault that no signal makes, at a position and the agent there, and returns
+        why it could not, or "".
+        """
+        self._command, self._clock, self._say, self._owner = running, clock, say, owner
         self._log, self._records_path = folder / "manager.log", folder / "recoveries.jsonl"
         self._start_s, self._limit_s = start_s, limit_s
         self._began = clock.now()
@@ -208,31 +225,45 @@ class Run:
         position = fault.position(len(pids))
         pid = pids[position]
         self._take_others()
-        before = _least(target.workers(self._command.pid))
-        nodes = target.registrations(self._log, pid) if fault.kind == "manager" else 0
+        manager = target.manager(self._log) or 0
+        nodes = target.registrations(self._log, manager)
+        workers = target.workers(self._command.pid)
         injected = Injected(fault, pid, position, self._clock.now() - self._began, False)
         self._outcome.injected.append(injected)
-        injected.has_happened = command.hit(
-            pid, _SIGNALS.get(fault.kind, signal.SIGKILL), _EFFECT_S
-        )
-        if not injected.has_happened:
-            injected.trouble = (
-                f"fault {fault.number} ({fault.kind}) did not happen to process {pid}"
-            )
+        reason = self._happen(injected, manager)
+        injected.has_happened = not reason
+        if reason:
+            injected.trouble = f"fault {fault.number} ({fault.kind}) did not happen: {reason}"
             return
         try:
-            if fault.kind == "manager":
-                self._wait_manager(injected, nodes)
-            else:
-                self._wait_recovered(injected, before)
+            if "manager" in fault.kind:
+                self._wait_manager(injected, manager, nodes)
+            if fault.kind == "link":
+                self._wait_link(injected, workers)
+            elif fault.kind != "manager" and not injected.trouble:
+                self._wait_recovered(injected, workers)
         except OverError as over:
             injected.records += self._new_records()
             status = self._command.status
-            if status != 0 or fault.kind == "agent":
+            if status != 0 or fault.kind in ("agent", "node"):
                 injected.trouble = f"{over} after fault {fault.number} ({fault.kind})"
             self._report(injected)
             raise
         self._report(injected)
+
+    def _happen(self, injected: Injected, manager: int) -> str:
+        """Make it happen. Returns why it has not, or ""."""
+        fault, pid = injected.planned, injected.pid
+        if fault.kind in BY_COMMAND:
+            assert self._owner is not None, "see the command line"
+            return self._owner(fault, injected.position, pid)
+        if not command.hit(pid, _SIGNALS.get(fault.kind, signal.SIGKILL), _EFFECT_S):
+            return f"process {pid} was gone before, or does not end"
+        if fault.kind == "kill+manager":
+            time.sleep(fault.share() * _MANAGER_WITHIN_S)
+            if not command.hit(manager, signal.SIGKILL, _EFFECT_S):
+                return f"the manager, process {manager}, was gone before, or does not end"
+        return ""
 
     def _candidates(self, kind: str) -> list[int]:
         """Who can be hit. A job whose functions return is over: nobody is hit any more."""
@@ -242,10 +273,12 @@ class Run:
             if not is_whole or any(worker.phase in target.LEAVING for worker in workers):
                 continue
             self._places = replaced(self._places, [worker.pid for worker in workers])
+            manager = target.manager(self._log)
+            if "manager" in kind and manager is None:
+                continue
             if kind == "manager":
-                manager = target.manager(self._log)
-                found = [] if manager is None else [manager]
-            elif kind == "agent":
+                found = [manager or 0]
+            elif kind in ("agent", *BY_COMMAND):
                 found = target.agents(self._command.pid)
             else:
                 found = self._places
@@ -253,32 +286,78 @@ class Run:
                 return found
         raise OverError(f"nobody to hit ({kind}) within {self._limit_s:g} s")
 
-    def _wait_recovered(self, injected: Injected, before: int | None) -> None:
-        for _ in self._looks(self._limit_s):
+    def _wait_recovered(self, injected: Injected, before: Sequence[Worker]) -> None:
+        least, most = _least(before), _most(before)
+        since: float | None = None  # all go on, and no record has come
+        for passed in self._looks(self._limit_s):
             injected.records += self._new_records()
-            if not injected.records:
-                continue
-            last = injected.records[-1]
-            if last["strategy"] in _ENDINGS or last["not_completed"]:
+            if injected.records:
+                if self._is_recovered(injected, least):
+                    return
+            elif injected.planned.kind == "kill+manager" and self._goes_on(injected, most):
+                since = passed if since is None else since
+                if passed - since >= _SETTLED_S:
+                    injected.is_unrecorded = True
+                    return
+            else:
+                since = None
+        injected.trouble = self._not_recovered(injected)
+
+    def _wait_link(self, injected: Injected, before: Sequence[Worker]) -> None:
+        """A record and what belongs to it, or steps of the same processes beyond all of now."""
+        pids, most = [worker.pid for worker in before], _most(target.workers(self._command.pid))
+        settled_s = _SILENT_S if most is None else _SETTLED_S
+        since: float | None = None
+        for passed in self._looks(self._limit_s):
+            injected.records += self._new_records()
+            if injected.records:
+                if self._is_recovered(injected, _least(before)):
+                    return
                 continue
             workers = target.workers(self._command.pid)
             least = _least(workers)
-            redone = sum(int(str(record["steps_redone"])) for record in injected.records)
-            is_whole = len(workers) == self._outcome.ranks
-            is_gone = target.state_of(injected.pid) in ("", "Z", "X")
-            goes_on = before is None or (least is not None and least > before - redone)
-            if is_whole and is_gone and goes_on:
+            is_beyond = most is None or (least is not None and least > most)
+            if [worker.pid for worker in workers] != pids or not is_beyond:
+                since = None
+            elif since is None:
+                since = passed
+            elif passed - since >= settled_s:  # a record would have been written meanwhile
+                injected.is_ridden_through, injected.took_s = True, since
                 return
-        injected.trouble = (
-            f"fault {injected.planned.number} ({injected.planned.kind} of process {injected.pid}) "
+        injected.trouble = self._not_recovered(injected)
+
+    def _is_recovered(self, injected: Injected, before: int | None) -> bool:
+        """Its last record is completed, all are there, and have committed more than `before`."""
+        last = injected.records[-1]
+        if last["strategy"] in _ENDINGS or last["not_completed"]:
+            return False
+        redone = sum(int(str(record["steps_redone"])) for record in injected.records)
+        return self._goes_on(injected, None if before is None else before - redone)
+
+    def _goes_on(self, injected: Injected, beyond: int | None) -> bool:
+        """All are there, whoever was hit is not, and all have committed more than that."""
+        workers = target.workers(self._command.pid)
+        least = _least(workers)
+        is_whole = len(workers) == self._outcome.ranks
+        # a command may have hit another node than the one that it was told
+        is_gone = injected.planned.kind in BY_COMMAND or (
+            target.state_of(injected.pid) in ("", "Z", "X")
+        )
+        is_beyond = beyond is None or (least is not None and least > beyond)
+        return is_whole and is_gone and is_beyond
+
+    def _not_recovered(self, injected: Injected) -> str:
+        fault = injected.planned
+        return (
+            f"fault {fault.number} ({fault.kind} of process {injected.pid}) "
             f"was not recovered within {self._limit_s:g} s: see {self._newest_story()}"
         )
 
-    def _wait_manager(self, injected: Injected, nodes: int) -> None:
+    def _wait_manager(self, injected: Injected, former: int, nodes: int) -> None:
         began = self._clock.now()
         for _ in self._looks(self._limit_s):
             manager = target.manager(self._log)
-            if manager not in (None, injected.pid) and (
+            if manager not in (None, former) and (
                 target.registrations(self._log, manager) >= nodes
             ):
                 injected.took_s = self._clock.now() - began
@@ -301,7 +380,7 @@ class Run:
             took = float(str(injected.records[-1]["total_s"]))
         what = injected.trouble or f"{injected.strategy}, {took or 0:.3f} s"
         self._say(
-            f"{fault.number:4}  {injected.at_s:8.1f} s  {fault.kind:8} {injected.position} "
+            f"{fault.number:4}  {injected.at_s:8.1f} s  {fault.kind:12} {injected.position} "
             f"(process {injected.pid}): {what}"
         )
 
@@ -336,3 +415,8 @@ def _least(workers: Sequence[Worker]) -> int | None:
     """Commits that all of them have made; None: not all say."""
     versions = [worker.version for worker in workers if worker.version is not None]
     return min(versions) if versions and len(versions) == len(workers) else None
+
+
+def _most(workers: Sequence[Worker]) -> int | None:
+    """Commits that any of them has made; None: none says."""
+    return max((worker.version for worker in workers if worker.version is not None), default=None)

@@ -21,7 +21,11 @@ KINDS = {
     "stop": "SIGSTOP of a rank, which is found as a hang",
     "manager": "SIGKILL of the manager",
     "agent": "SIGKILL of torchrun: only where a spare or somebody else takes its place",
+    "kill+manager": "SIGKILL of a rank, and of the manager within half a second of it",
+    "node": "a machine is lost, by the command of --node: where somebody takes its place",
+    "link": "a link is disturbed, by the command of --link",
 }
+BY_COMMAND = ("node", "link")  # no signal does it: whoever owns the machines has to
 DEFAULT_KINDS = ("kill", "segv", "stop", "manager")
 _CHOICES = 10**6  # far above the number of ranks, so that each of them is about as likely
 _LONGEST = 4.0  # times the mean: a run of so many faults takes about as long as it says
@@ -38,6 +42,10 @@ class PlannedFault(NamedTuple):
     def position(self, count: int) -> int:
         """Which of `count` processes it hits."""
         return self.choice % count
+
+    def share(self) -> float:
+        """Of a span of time; not tied to the position."""
+        return self.choice // 1000 / (_CHOICES // 1000)
 
 
 def kinds_of(text: str) -> tuple[str, ...]:
@@ -80,7 +88,7 @@ def plan(seed: int, count: int, every_s: float, kinds: Sequence[str]) -> list[Pl
 def describe(faults: Sequence[PlannedFault]) -> list[str]:
     """Lines for people."""
     return [
-        f"{fault.number:4}  {fault.after_s:8.3f} s after the last recovery  {fault.kind:8}"
+        f"{fault.number:4}  {fault.after_s:8.3f} s after the last recovery  {fault.kind:12}"
         + ("" if fault.kind == "manager" else f"  process {fault.choice} modulo their number")
         for fault in faults
     ]

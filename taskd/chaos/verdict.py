@@ -7,7 +7,8 @@ Two shares are computed for a mean time between failures of M seconds, from what
 - goodput, M / (M + t + r * s): the share of time in which steps are made that count; r is the mean
   number of steps redone after a fault, s the time of an undisturbed step
 
-Faults of the manager cost no training time and are left out of both.
+Faults of the manager cost no training time and are left out of both, as are those of links that
+needed no recovery.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from taskd.chaos.run import Injected, Outcome
 
@@ -76,24 +77,39 @@ def compare(reference: str, output: str, pattern: re.Pattern[str]) -> tuple[str,
     )
 
 
+def _causes(record: Mapping[str, object]) -> list[dict[str, Any]]:
+    found: Any = record.get("faults", [])
+    return list(found)
+
+
 def _fault(injected: Injected) -> dict[str, Any]:
     """One row of the list of faults."""
     planned, record = injected.planned, injected.records[-1] if injected.records else {}
-    causes: Any = record.get("faults", [])
+    causes = _causes(record)
     return {
         "number": planned.number,
         "kind": planned.kind,
         "position": injected.position,
         "ranks": [cause["rank"] for cause in causes],
         "found_as": [cause["kind"] for cause in causes],
+        "choice": planned.choice,
         "pid": injected.pid,
         "at_s": round(injected.at_s, 3),
         "has_happened": injected.has_happened,
         "recovered_by": None if injected.trouble else injected.strategy,
-        "total_s": record.get("total_s", injected.took_s),
+        "total_s": record.get("total_s", None if injected.is_unrecorded else injected.took_s),
         "steps_redone": _redone(injected),
         "trouble": injected.trouble,
     }
+
+
+def _took(injected: Sequence[Injected], *, is_ridden_through: bool) -> list[float]:
+    """Seconds until the manager was back, or, of links, until every rank had committed again."""
+    return [
+        each.took_s
+        for each in injected
+        if each.took_s is not None and each.is_ridden_through is is_ridden_through
+    ]
 
 
 def _redone(injected: Injected) -> int:
@@ -131,11 +147,21 @@ def judge(
                           if each.planned.kind == kind])
             for kind in sorted({each.planned.kind for each in of_ranks})
         },
-        "manager_back_s": spread([e.took_s for e in recovered if e.took_s is not None]),
+        "manager_back_s": spread(_took(recovered, is_ridden_through=False)),
+        "ridden_through_s": spread(_took(recovered, is_ridden_through=True)),
         "steps_redone": sum(_redone(each) for each in injected),
         "step_s": None if outcome.step_s is None else round(outcome.step_s, 5),
         "shares_by_mtbf": shares(totals, outcome.step_s),
         "other_recoveries": len(outcome.others),
+        "others": [
+            {
+                "recovered_by": record["strategy"],
+                "ranks": [cause["rank"] for cause in _causes(record)],
+                "found_as": [cause["kind"] for cause in _causes(record)],
+                "steps_redone": record["steps_redone"],
+            }
+            for record in outcome.others
+        ],
         "exit_code": outcome.status,
         "duration_s": round(outcome.duration_s, 1),
         "digest_equal": digest,
@@ -161,6 +187,7 @@ def table(result: dict[str, Any]) -> list[str]:
     rows = {part.replace("_", " "): figures for part, figures in result["parts_s"].items()}
     rows |= {f"total, {kind}": figures for kind, figures in result["total_s_by_kind"].items()}
     rows["manager back"] = result["manager_back_s"]
+    rows["nothing was needed"] = result["ridden_through_s"]
     lines += [
         f"{name:18}" + "".join(f"{value:9.3f}" for value in figures.values())
         for name, figures in rows.items()

@@ -9,8 +9,10 @@ from taskd.config.addresses import DEFAULT_HOST, join_address, manager_addresses
 from taskd.config.job import (
     DEFAULT_GRACE_S,
     DEFAULT_JOB_ID,
+    DEFAULT_RESCHEDULE_S,
     fault_timeout,
     grace,
+    reschedule,
     strategies,
 )
 from taskd.config.log import LogConfig
@@ -20,6 +22,7 @@ from taskd.config.names import (
     JOB_ID_ENV,
     MANAGER_ENV,
     NATIVE_ENV,
+    NODE_MEMORY_ENV,
     PRELOAD_ENV,
     PROCESS_ENABLE_ENV,
     SPARE_ENV,
@@ -42,6 +45,8 @@ class AgentConfig:
     `starts_manager`: the agent of the first node may start one where nobody else has.
     `is_spare`: it has no place in the job, and waits for that of a lost node.
     `other_addresses`: where the manager may be when its host was lost, and another one elected.
+    `node_memory`: the folder for snapshots that outlive the agent; "": there is none.
+    `reschedule_s`: for so long a lost node is waited for.
     `preload`: modules for the forkserver; `learns_preload`: and those that the script imports.
     """
 
@@ -62,6 +67,8 @@ class AgentConfig:
     host: str = ""
     is_spare: bool = False
     other_addresses: tuple[str, ...] = ()
+    node_memory: str = ""
+    reschedule_s: float = DEFAULT_RESCHEDULE_S
 
     @property
     def replaces_nodes(self) -> bool:
@@ -72,6 +79,14 @@ class AgentConfig:
     def elects(self) -> bool:
         """Whether the agents elect another manager where theirs is lost with its host."""
         return "recover" in self.strategies and self.starts_manager
+
+    @property
+    def memory_kept_s(self) -> float:
+        """For so long after its last sign of life a lost torchrun's node memory may be of use.
+
+        It has to be missed, perhaps by a manager that is new; then its place is free for a while.
+        """
+        return 4 * self.fault_timeout_s + self.reschedule_s
 
     @property
     def drain_s(self) -> float | None:
@@ -122,8 +137,17 @@ class AgentConfig:
             grace_s=grace(environment),
             own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
             host=environment.get(HOST_ENV) or _name_of_host(),
+            node_memory=_node_memory(environment),
+            reschedule_s=reschedule(environment),
             is_spare=choice(environment, SPARE_ENV, ("1", "on", "0", "off"), "off") in ("1", "on"),
         )
+
+
+def _node_memory(environment: Environment) -> str:
+    text = environment.get(NODE_MEMORY_ENV, "")
+    if text and not os.path.isabs(text):
+        raise refusal(NODE_MEMORY_ENV, text, "the absolute path of a folder on a tmpfs")
+    return text
 
 
 def _preload(environment: Environment) -> tuple[tuple[str, ...], bool]:

@@ -11,6 +11,7 @@ from taskd.config.names import (
     HIGH_AVAILABILITY_ENV,
     IN_PLACE_ENV,
     JOB_ID_ENV,
+    RESCHEDULE_ENV,
     STRATEGY_ENV,
 )
 from taskd.config.values import Environment, listed, refusal, seconds
@@ -19,6 +20,7 @@ from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
 DEFAULT_JOB_ID = "default_job"
 DEFAULT_GRACE_S = 25.0  # Kubernetes gives a pod 30 s
+DEFAULT_RESCHEDULE_S = 270.0  # as MindCluster's wait-reschedule-timeout
 # Of a pod, as MindCluster's schedulers know them.
 STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION = "recover-strategy", "wait-reschedule-timeout"
 
@@ -36,6 +38,16 @@ def fault_timeout(environment: Environment) -> float:
 def grace(environment: Environment = os.environ) -> float:
     """Seconds between SIGTERM and the end of a node."""
     return seconds(environment, GRACE_ENV, DEFAULT_GRACE_S)
+
+
+def reschedule(
+    environment: Environment = os.environ, default: float = DEFAULT_RESCHEDULE_S
+) -> float:
+    """Seconds that a lost node is waited for, as the environment or the pod says."""
+    annotation = annotations(environment).get(RESCHEDULE_ANNOTATION)
+    if annotation is not None and not (annotation.isascii() and annotation.isdigit()):
+        raise refusal(f"the annotation {RESCHEDULE_ANNOTATION}", annotation, "seconds")
+    return seconds(environment, RESCHEDULE_ENV, float(annotation or default))
 
 
 def strategies(environment: Environment = os.environ, given: str | None = None) -> tuple[str, ...]:

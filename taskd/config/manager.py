@@ -8,12 +8,12 @@ from typing import ClassVar
 from taskd.config.addresses import bind_address, refuse_the_internet
 from taskd.config.job import (
     DEFAULT_GRACE_S,
-    RESCHEDULE_ANNOTATION,
-    annotations,
+    DEFAULT_RESCHEDULE_S,
     fault_timeout,
     grace,
     job_id,
     named_strategies,
+    reschedule,
 )
 from taskd.config.log import LogConfig
 from taskd.config.names import (
@@ -23,7 +23,6 @@ from taskd.config.names import (
     HANG_FLOOR_ENV,
     JOIN_TIMEOUT_ENV,
     PROCESS_ENABLE_ENV,
-    RESCHEDULE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
 from taskd.config.secret import secret
@@ -40,7 +39,6 @@ from taskd.config.values import (
 )
 from taskd.core.timeouts import DEFAULT_HANG_CEILING_S, DEFAULT_HANG_FLOOR_S
 
-DEFAULT_RESCHEDULE_S = 270.0  # as MindCluster's wait-reschedule-timeout
 DEFAULT_JOIN_TIMEOUT_S = 1800.0  # large images are pulled meanwhile, by nodes that come late
 
 
@@ -144,9 +142,5 @@ class ManagerConfig:
 def _reschedule_s(config: Settings, environment: Environment, names: tuple[str, ...]) -> float:
     """For how long a lost node is waited for: what the user says, else only where `recover` is."""
     given = count(config, "wait_reschedule_timeout")
-    annotation = annotations(environment).get(RESCHEDULE_ANNOTATION)
-    if annotation is not None and not (annotation.isascii() and annotation.isdigit()):
-        raise refusal(f"the annotation {RESCHEDULE_ANNOTATION}", annotation, "seconds")
     default = DEFAULT_RESCHEDULE_S if "recover" in names else 0.0
-    default = default if given is None else float(given)
-    return seconds(environment, RESCHEDULE_ENV, float(annotation or default))
+    return reschedule(environment, default if given is None else float(given))

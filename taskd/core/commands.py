@@ -50,13 +50,15 @@ class Advance(Command):
 class ReplaceWorker(Command):
     """To the agent of `rank`: start `incarnation` of it from the forkserver.
 
-    It waits at the gate for `Resume`.
+    It waits at the gate for `Resume`. `former_agent`: incarnation of the agent that was lost in
+    this place; if its node memory is there still, the rank takes over its own part. "": nobody's.
     """
 
     node_rank: int
     rank: int
     incarnation: int
     restarts_used: int
+    former_agent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,24 @@ class Pair(Command):
     address: str
     incarnation: str
     sources: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnMirrors(Command):
+    """To the agent of `node_rank`: give back, or fetch, snapshots of ranks of the node `owner`.
+
+    The agent of `holder` keeps mirrors of them and is asked at `address`; that of `owner` asks, and
+    says `MirrorsReturned`. `incarnation`: of the owner's agent; `holder_incarnation`: the other.
+    """
+
+    node_rank: int
+    owner: int
+    incarnation: str
+    holder: int
+    address: str
+    holder_incarnation: str
+    version: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +362,8 @@ class OpenStore(Command):
 class SpawnWorker(Command):
     """Start a process for this incarnation.
 
-    `gated`: it takes part in a recovery and waits for `Resume`.
+    `gated`: it takes part in a recovery and waits for `Resume`. `former_agent`: as in
+    `ReplaceWorker`.
     """
 
     rank: int
@@ -350,6 +371,7 @@ class SpawnWorker(Command):
     gated: bool
     restarts_used: int
     after_reaped: bool = False
+    former_agent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

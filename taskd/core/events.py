@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from taskd.core.faults import Fault
 from taskd.core.marks import Mark
+from taskd.core.votes import Roster
+from taskd.core.worker_report import ReportedFailure as ReportedFailure  # noqa: PLC0414
+from taskd.core.worker_report import WorkerReport as WorkerReport  # noqa: PLC0414
 from taskd.core.worker_state import WorkerState
 
 
@@ -24,41 +27,6 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedFailure:
-    """How (without the traceback) and how long ago a registered life failed. Not an event.
-
-    `replaced`: it was the one before, whose place the registered life has taken in a recovery that
-    is not over.
-    """
-
-    fault: Fault
-    age_s: float
-    replaced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """What an agent knows of one of its workers when it registers. Not an event of its own.
-
-    `clean` False: it is paused with a inconsistent copy, see `WorkerPaused`.
-    `may_advance`: it is paused within its function, see `WorkerMayAdvance`.
-    `failure`: see there.
-    """
-
-    rank: int
-    incarnation: int
-    state: WorkerState
-    declared: bool = False
-    version: int | None = None
-    clean: bool = True
-    entered: bool = False
-    snapshots: tuple[int, ...] = ()
-    shard: str = ""
-    may_advance: bool = False
-    failure: ReportedFailure | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class AgentRegistered(Event):
     """An agent introduced itself, for the first time or after it or the manager was cut off.
 
@@ -66,10 +34,10 @@ class AgentRegistered(Event):
     largest. `store`: host:port of a store at which the ranks can meet if the node of theirs is
     lost; "": it has none. `met_at`: the one that the newest order named; "": none has. `is_late`:
     it came when the job ran already, in the place of another one. `voter`: host:port at which it
-    can be asked for its vote; "": it has none. `term`: of no older manager it takes orders
-    (`taskd.core.policy.election`). `first_host`: the node that has the store of the rendezvous, if
-    it is one of the job's, and the ranks still meet where they met first. `active`: the ranks of
-    which the world consists since the newest `Resume`; (): all of the job.
+    can be asked for its vote; "": it has none. `term`: of no older manager it takes orders.
+    `first_host`: the node that has the store of the rendezvous, if it is one of the job's, and the
+    ranks still meet where they met first. `active`: the ranks of which the world consists since the
+    newest `Resume`; (): all of the job. `roster`: the newest that it knows, if of two nodes.
     """
 
     node_rank: int
@@ -87,6 +55,7 @@ class AgentRegistered(Event):
     term: int = 0
     first_host: int | None = None
     active: tuple[int, ...] = ()
+    roster: Roster | None = None
 
     @property
     def is_substitute(self) -> bool:
@@ -100,8 +69,8 @@ class SpareRegistered(Event):
 
     `host`: the same for all torchruns of a machine. `name`: of that machine, for people. `asks`: it
     is no spare, and meets the others as usual if the job does not run yet. `node_rank`: its index
-    then, if it has one. `listens`: host:port at which it can be told of another manager; "": it
-    cannot.
+    then, if it has one. `listens`: where it can be told of another manager, or "". `term`,
+    `roster`: as of an agent.
     """
 
     host: str
@@ -109,6 +78,8 @@ class SpareRegistered(Event):
     asks: bool = False
     node_rank: int | None = None
     listens: str = ""
+    term: int = 0
+    roster: Roster | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +106,13 @@ class ManagerElected(Event):
     """The agents elected this manager, as the one before it is missing.
 
     `ranks_per_node` ranks are on each node. Those nodes that did not agree (`voters` did) are lost
-    if they do not register soon.
+    if they do not register soon. `agents`: (node, incarnation of its agent), as the roster says.
     """
 
     node_count: int
     ranks_per_node: int
     voters: tuple[int, ...]
+    agents: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +376,21 @@ class MirrorsHeld(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorsReturned(Event):
+    """The answer to `ReturnMirrors`: this node has these snapshots again, or not all of them.
+
+    `reason`: why not; "": it has. `ranks`: that have the snapshot of `version`.
+    """
+
+    node_rank: int
+    generation: int
+    holder: int
+    version: int
+    ranks: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerMirrors(WorkerEvent):
     """Worker to agent only: its snapshots are to be mirrored in the memory of another node."""
 
@@ -477,14 +464,17 @@ class ManagerJoined(Event):
 
 @dataclass(frozen=True, slots=True)
 class ManagerLost(Event):
-    """The manager has been silent for too long."""
+    """The manager has been silent for too long. `grace_s`: until the next one can be there."""
+
+    grace_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerRefused(Event):
-    """The manager does not want us; `reason` says why."""
+    """The manager does not want us; `reason` says why. `is_taken`: another agent has the place."""
 
     reason: str
+    is_taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Heartbeats are kept only as the latest of each node between two other events: th
 everything else, and what they change is no more than the lease of their node.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -27,6 +28,7 @@ _CLASSES: dict[str, type] = {
     for name, thing in vars(module).items()
     if isinstance(thing, type) and is_dataclass(thing)
 }
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _ENUMS: dict[str, type[Enum]] = {kind.__name__: kind for kind in (_faults.FaultKind, WorkerState)}
 
 
@@ -132,16 +134,26 @@ def _concerns(entry: object, rank: int) -> bool:
 
 def to_plain(thing: Any) -> Any:
     """Events, commands and what they hold as dicts, lists, strings and numbers."""
-    if is_dataclass(thing) and not isinstance(thing, type):
-        plain: dict[str, Any] = {"type": type(thing).__name__}
-        for item in fields(thing):
-            plain[item.name] = to_plain(getattr(thing, item.name))
+    kind: type = type(thing)
+    if kind in _PLAIN:
+        return thing
+    names = _names_of(kind)
+    if names is not None:
+        plain: dict[str, Any] = {"type": kind.__name__}
+        for name in names:
+            plain[name] = to_plain(getattr(thing, name))
         return plain
     if isinstance(thing, Enum):
         return {"type": type(thing).__name__, "value": thing.value}
     if isinstance(thing, tuple | list):
         return [to_plain(item) for item in thing]
     return thing
+
+
+@functools.cache
+def _names_of(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass; None for what is none."""
+    return tuple(item.name for item in fields(kind)) if is_dataclass(kind) else None
 
 
 def from_plain(plain: Any) -> Any:

@@ -20,11 +20,16 @@ The required order, and why:
   not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_FAULT_TIMEOUT_S = 30.0
 DEFAULT_HANG_FLOOR_S = 2.0
 DEFAULT_HANG_CEILING_S = 1800.0
+# Nodes. Of more than these the manager gets one message instead of one for each rank, ...
+_LARGE = 256
+_GATHER_S = 0.005  # ranks of one node stop within less
+# ... and of more than these half as many heartbeats: they are most of what it does.
+_VERY_LARGE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Timeouts:
     hang_ceiling_s: float  # nor later, however long steps and checkpoints were
     # At the end and with a value, as older recorded stories have none.
     unacknowledged_s: float = 5.0  # a connection whose other end acknowledges nothing is made anew
+    gather_s: float = 0.0  # what the ranks of a node report together is kept so long: large jobs
 
     @classmethod
     def derive(
@@ -97,6 +103,20 @@ class Timeouts:
             hang_wait_s=max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
             hang_busy_s=10 * max(DEFAULT_FAULT_TIMEOUT_S, t, hang_floor_s),
             hang_ceiling_s=hang_ceiling_s,
+        )
+        timeouts.check()
+        return timeouts
+
+    def of_job(self, node_count: int) -> "Timeouts":
+        """Those of a job of so many nodes, from those of any job."""
+        if node_count <= _LARGE:
+            return self
+        times = 2 if node_count > _VERY_LARGE else 1
+        timeouts = replace(
+            self,
+            heartbeat_s=times * self.heartbeat_s,
+            lease_recheck_s=times * self.lease_recheck_s,
+            gather_s=_GATHER_S,
         )
         timeouts.check()
         return timeouts

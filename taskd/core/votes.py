@@ -17,12 +17,21 @@ class Voter:
 
 
 @dataclass(frozen=True, slots=True)
+class Witness:
+    """The spare that votes in a job of two nodes. `name`, `address`: as of a `Voter`."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Roster:
     """All voters, in order of their places.
 
     `term`, `number`: of the manager, and of the roster. `former`: the names of earlier rosters that
     count beside it, until all have this one. `listeners`: addresses of spares, and of agents that
-    do not vote. `node_count`, `ranks_per_node`: of the job.
+    do not vote. `node_count`, `ranks_per_node`: of the job. `witness`: in a job of two nodes, the
+    spare that votes, too (`taskd.core.policy.pairs`).
     """
 
     term: int
@@ -32,6 +41,7 @@ class Roster:
     voters: tuple[Voter, ...]
     former: tuple[tuple[str, ...], ...] = ()
     listeners: tuple[str, ...] = ()
+    witness: Witness | None = None
 
     @property
     def key(self) -> tuple[int, int]:
@@ -40,16 +50,28 @@ class Roster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the voters."""
-        return tuple(voter.name for voter in self.voters)
+        """Of all who vote."""
+        return tuple(one.name for one in self._all)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where each of them is asked for its vote, by name."""
+        return {one.name: one.address for one in self._all}
 
     def is_quorum(self, names: Collection[str]) -> bool:
         """Whether these may elect a manager."""
         return all(2 * _count(group, names) > len(group) for group in self._groups)
 
-    def is_half(self, names: Collection[str]) -> bool:
-        """Whether those who are not among these cannot elect another one."""
-        return all(2 * _count(group, names) >= len(group) for group in self._groups)
+    def is_half(self, names: Collection[str], more: int = 0) -> bool:
+        """Whether those who are not among these cannot elect another one.
+
+        `more`: so many others will be added, whoever they are.
+        """
+        return all(2 * (_count(group, names) + more) >= len(group) for group in self._groups)
+
+    @property
+    def _all(self) -> tuple[Voter | Witness, ...]:
+        return self.voters if self.witness is None else (*self.voters, self.witness)
 
     @property
     def _groups(self) -> list[tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Who votes if this manager is missing: composed from who registers, and told to the agents.
 
 Who may vote, and when this manager may replace an agent, is decided in
-`taskd.core.policy.election`.
+`taskd.core.policy.election`; in a job of two nodes in `taskd.core.policy.pairs`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 from taskd.core import commands
 from taskd.core.phase import TRAINING
 from taskd.core.policy.election import MAX_VOTERS, Electorate
+from taskd.core.policy.pairs import PLACES, PairElectorate, WaitingSpare
 from taskd.core.votes import Voter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from taskd.core import events
     from taskd.core.policy.election import Won
+    from taskd.core.votes import Roster
     from taskd.manager.guarded import GuardedMachine
     from taskd.manager.outbox import Outbox
     from taskd.manager.sessions import Sessions
@@ -34,8 +36,13 @@ class VoterDesk:
     ) -> None:
         """`won`: the election of this manager, if there was one."""
         self._guarded, self._sessions, self._outbox = guarded, sessions, outbox
-        self._electorate = Electorate() if won is None else Electorate(won.term, won.roster)
+        term, roster = (0, None) if won is None else (won.term, won.roster)
+        is_pair = roster is not None and roster.node_count == PLACES
+        self._electorate = Electorate(term, None if is_pair else roster)
+        self._pair = PairElectorate(term, roster if is_pair else None)
+        self.is_pair = is_pair  # whether the job has two nodes
         self._addresses: dict[int, tuple[str, str]] = {}  # by node: incarnation, address
+        self._told: dict[int, object] = {}  # by node: the key of the roster, in a job of two nodes
         self._sizes: set[int] = set()  # ranks of a node
         self._is_changed = False
         self._is_held_back = False
@@ -50,20 +57,105 @@ class VoterDesk:
         self._addresses[event.node_rank] = (event.agent_incarnation, event.voter)
         self._sizes.add(len(event.workers))
         self._is_changed = True
+        self._told.pop(event.node_rank, None)
+        self.note_known(event.agent_incarnation, event.roster)
+
+    def note_known(self, name: str, roster: Roster | None) -> None:
+        """An agent, or a spare, has told which roster it knows."""
+        if roster is not None:
+            self._pair.keeps(name, roster.key)
+            self._is_changed = True
 
     def keeps(self, event: events.RosterKept) -> None:
         """An agent knows a roster."""
         incarnation, _ = self._addresses.get(event.node_rank, ("", ""))
         self._electorate.keeps(incarnation, event.number)
+        self._pair.keeps(incarnation, (self.term, event.number))
         self._is_changed = True
 
-    def is_deposed_by(self, event: events.AgentRegistered) -> bool:
-        """Whether one of the voters has voted for a later manager."""
-        roster = self._electorate.roster
-        is_voter = roster is not None and event.agent_incarnation in roster.names
-        return is_voter and event.term > self.term
+    @property
+    def _told_roster(self) -> Roster | None:
+        return self._pair.roster if self.is_pair else self._electorate.roster
 
-    def may_replace(self) -> bool:
+    # ------------------------------------------------------------------ who may have a place
+
+    @property
+    def witness(self) -> str | None:
+        """The spare whose vote counts by now: all who vote know the roster, and no other counts."""
+        return self._pair.witness
+
+    def is_deposed_by(self, name: str, term: int) -> bool:
+        """Whether this is a voter, and has voted for a later manager."""
+        roster = self._told_roster
+        return roster is not None and name in roster.names and term > self.term
+
+    def is_deserted(self, now: float) -> bool:
+        """Whether no agent has been heard for so long that they have elected another manager.
+
+        They may be lost, all of them, too: this one can do nothing for the job in either case.
+        """
+        roster = self._told_roster
+        return roster is not None and self._guarded.machine.is_deserted(now)
+
+    def contradicts(self, event: events.AgentRegistered) -> bool:
+        """Whether it is no agent of this job if the others are, as its roster shows.
+
+        To be asked of one that fits otherwise, before it is accepted.
+        """
+        self.is_pair = event.node_count == PLACES
+        if not self.is_pair:
+            return False
+        if event.roster is not None and event.agent_incarnation in event.roster.names:
+            self._pair.learn(event.roster)
+        names = {event.agent_incarnation, *self._others(event.node_rank)}
+        return not self._pair.may_hold(names, PLACES - len(names))
+
+    def may_take(self, node_rank: int, name: str) -> bool:
+        """Whether an agent may have this place."""
+        if not self.is_pair:
+            return self._may_replace()
+        others = self._others(node_rank)
+        return self._pair.may_hold({name, *others}, PLACES - 1 - len(others))
+
+    def may_offer(self, lost: Collection[int]) -> bool:
+        """Whether the places of these nodes may be offered to anybody."""
+        return bool(lost) and (self.is_pair or self._may_replace())
+
+    def takers(self, lost: Collection[int], spares: Collection[str]) -> list[str] | None:
+        """Those of `spares` to whom these places may be offered; None: whoever it is."""
+        if not self.is_pair:
+            return None
+        others = {name for place in lost for name in self._others(place)}
+        return [name for name in spares if self._pair.may_offer(name, others)]
+
+    def is_held_back(self, lost: Collection[int], spares: Collection[str]) -> bool:
+        """Whether only a spare that is none of these may have the places of lost nodes."""
+        fit = ("", *spares)  # one whom nobody knows, and those that wait
+        return (
+            self.is_pair
+            and bool(lost)
+            and not any(self.may_take(place, one) for place in lost for one in fit)
+        )
+
+    def lacks(self, name: str) -> bool:
+        """Whether this spare has to be told the newest roster."""
+        return self.is_pair and self._pair.lacks(name)
+
+    @property
+    def roster(self) -> Roster | None:
+        """The newest one of a job of two nodes."""
+        return self._pair.roster
+
+    def _others(self, node_rank: int) -> set[str]:
+        places = (place for place in self._present_places if place != node_rank)
+        return {self._addresses[place][0] for place in places}
+
+    @property
+    def _present_places(self) -> list[int]:
+        machine = self._guarded.machine
+        return [place for place in sorted(self._addresses) if machine.is_present(place)]
+
+    def _may_replace(self) -> bool:
         """Whether the place of a lost node may be given to another agent."""
         agents, machine = self._sessions.agents, self._guarded.machine
         present = {
@@ -82,15 +174,22 @@ class VoterDesk:
         self._is_held_back = not may
         return may
 
-    def turn(self, listeners: Iterable[str]) -> None:
-        """Tell the agents who votes, if that has changed. `listeners`: addresses of spares."""
+    # ------------------------------------------------------------------ who votes
+
+    def turn(self, listeners: Iterable[str], spares: Iterable[WaitingSpare] = ()) -> None:
+        """Tell the agents who votes, if that has changed.
+
+        `listeners`: addresses of all spares; `spares`: those that might be given a place.
+        """
         machine = self._guarded.machine
         if not self._is_changed or not machine.replaces_nodes or machine.phase not in TRAINING:
             return
         self._is_changed = False
         places = range(machine.membership.joined_node_count or 0)
         is_whole = all(rank in self._addresses and machine.is_present(rank) for rank in places)
-        if not is_whole or len(self._sizes) != 1:
+        if self.is_pair and (not is_whole or len(self._sizes) == 1):
+            self._turn_pair(tuple(spares), tuple(listeners), is_whole=is_whole)
+        if self.is_pair or not is_whole or len(self._sizes) != 1:
             return
         voters = tuple(Voter(rank, *self._addresses[rank]) for rank in places[:MAX_VOTERS])
         if not all(voter.address for voter in voters):
@@ -105,3 +204,24 @@ class VoterDesk:
     def note_change(self) -> None:
         """Spares have come or gone."""
         self._is_changed = True
+
+    def _turn_pair(
+        self, spares: tuple[WaitingSpare, ...], listeners: tuple[str, ...], *, is_whole: bool
+    ) -> None:
+        machine, pair = self._guarded.machine, self._pair
+        voters = tuple(Voter(place, *self._addresses[place]) for place in self._present_places)
+        may_vote = all(voter.address for voter in voters)  # else TASKD_MANAGER is off on one
+        # Where the job may get smaller one of two nodes goes on alone, whoever has been elected.
+        if is_whole and not machine.may_get_smaller and (may_vote or pair.roster is not None):
+            pair.compose(max(self._sizes), voters, spares if may_vote else (), listeners)
+        if pair.roster is None:
+            return
+        order = commands.KeepRoster("roster", machine.generation, pair.roster)
+        untold = [
+            voter.node_rank
+            for voter in voters
+            if pair.lacks(voter.name) and self._told.get(voter.node_rank) != pair.roster.key
+        ]
+        self._told.update(dict.fromkeys(untold, pair.roster.key))
+        if untold:
+            self._outbox.order(order, untold)

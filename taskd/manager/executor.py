@@ -59,6 +59,7 @@ class Executor:
                 | commands.KillWorker()
                 | commands.Publish()
                 | commands.Pair()
+                | commands.ReturnMirrors()
             ):
                 self._outbox.order(command, [command.node_rank])
             case (
@@ -108,6 +109,14 @@ class Executor:
         """The agents obey another manager, or are about to elect one."""
         self.result = True
         log.warning("this manager ends, training goes on: %s", reason)
+
+    def desert(self) -> None:
+        """No agent is heard any more, and they could elect another manager."""
+        self.result = True
+        log.warning(
+            "this manager ends: none of its agents is heard any more. They have elected another "
+            "one, which goes on; or all nodes are lost: then start the job again"
+        )
 
     def set_profiling(self, wanted: int, node_ranks: Iterable[int] | None = None) -> None:
         """Tell the agents of these nodes, or of all, which domains are to be profiled."""

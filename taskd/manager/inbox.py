@@ -10,12 +10,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from taskd.core import events
-from taskd.core.job.speakers import objection
+from taskd.core.job.speakers import Strangers, objection
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
 from taskd.log import SHOWN_CHARACTERS, Allowance
 from taskd.manager.sessions import Session, show_peer
-from taskd.wire import codec, messages, translate
+from taskd.wire import batch, codec, messages, translate
 
 if TYPE_CHECKING:
     from taskd.clock import Clock
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_EACH_IS_ANSWERED = 256  # agents: of more than these not each heartbeat is answered
 _FRAMEWORK_CHARACTERS = 16  # "pt" or "ms"
 # lines for processes without an agent, which anybody may say he is: within so many seconds
 _LINES, _INTERVAL_S = 1000, 3600.0
@@ -66,6 +65,7 @@ class Inbox:
         self._profiling = profiling
         self._spares = spares
         self._voters = voters
+        self._strangers = Strangers()
         self._allowance = Allowance(_LINES, _INTERVAL_S)
 
     def take(self, peer: bytes, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Inbox:
         try:
             envelope, message = codec.decode(data)
         except RemoteProtocolError as error:
-            self._refusals.add(peer, error.reason, str(error))
+            self._refused(peer, error, is_readable=error.envelope is not None)
             if error.type_code is not None:
                 is_ours = getattr(error.envelope, "job_id", None) == self._job_id
                 unsupported = messages.Unsupported(error.type_code)
@@ -86,10 +86,18 @@ class Inbox:
             with self._guarded.surviving(what, lambda: self._blame(peer, envelope, message.code)):
                 self._read(peer, envelope, message)
         except RemoteProtocolError as error:
-            self._refusals.add(peer, error.reason, str(error))
+            self._refused(peer, error, is_readable=True)
             session = self._session_of(peer, envelope)
             if session is not None and message.code != _REGISTRATION.code:
                 self._reject(peer, session, envelope, message.code, str(error))
+
+    def _refused(self, peer: bytes, error: RemoteProtocolError, *, is_readable: bool) -> None:
+        """Count it, and hang up on a stranger who has sent too much that is refused."""
+        self._refusals.add(peer, error.reason, str(error))
+        if self._strangers.refused(peer, is_readable=is_readable) and not self._sessions.knows(
+            peer
+        ):
+            self._outbox.hang_up(peer)
 
     def _session_of(self, peer: bytes, envelope: codec.Envelope) -> Session | None:
         """The session of the agent that sent this; None: it is not registered from there."""
@@ -186,13 +194,36 @@ class Inbox:
         _check_speaker(heard, node_rank, session)
         self._executor.feed(heard)
         if is_heartbeat:
-            is_large = len(self._sessions.agents) > _EACH_IS_ANSWERED
-            if session.answers(now, self._answer_every_s if is_large else 0.0):
+            # in a large job not each heartbeat is answered
+            if session.answers(now, self._answer_every_s if self._sessions.is_large else 0.0):
                 self._outbox.acknowledge(peer, known=not session.is_doubtful)
             return
-        event = translate.message_to_event(envelope, message, now)
+        if isinstance(message, messages.Batch):
+            self._take_batch(peer, session, envelope, message, node_rank)
+            return
+        event = translate.message_to_event(envelope.cause, message, now)
         _check_speaker(event, node_rank, session)
         self._take_in(event, node_rank)
+
+    def _take_batch(
+        self,
+        peer: bytes,
+        session: Session,
+        envelope: codec.Envelope,
+        reports: messages.Batch,
+        node_rank: int,
+    ) -> None:
+        """Each report for itself: what is refused of one is no matter of the others."""
+        batch.check(reports)
+        now = self._clock.now()
+        for code, cause, body in reports.reports:
+            try:
+                event = translate.message_to_event(cause, batch.read(code, body), now)
+                _check_speaker(event, node_rank, session)
+                self._take_in(event, node_rank)
+            except RemoteProtocolError as error:
+                self._refused(peer, error, is_readable=True)
+                self._reject(peer, session, envelope, code, str(error))
 
     def _take_in(self, event: events.Event, node_rank: int) -> None:
         """An event of a registered agent that may say it."""
@@ -217,7 +248,7 @@ class Inbox:
 
     def _register(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
         """An agent claims its position."""
-        event = translate.message_to_event(envelope, message, self._clock.now())
+        event = translate.message_to_event(envelope.cause, message, self._clock.now())
         assert isinstance(event, events.AgentRegistered)
         node_rank = event.node_rank
         if (node_rank, event.agent_incarnation) != (envelope.node_rank, envelope.incarnation):
@@ -231,7 +262,7 @@ class Inbox:
                 )
             self._executor.feed(event)
             return
-        if self._voters.is_deposed_by(event):
+        if self._voters.is_deposed_by(event.agent_incarnation, event.term):
             self._executor.depose(f"node {node_rank} has voted for another manager")
             return
         if self._is_early(event):
@@ -242,7 +273,11 @@ class Inbox:
             or self._guarded.machine.refusal(event)
         )
         if refusal is not None:
-            self._outbox.refuse(peer, "refused", refusal)
+            is_taken = self._guarded.machine.is_taken(event)
+            self._outbox.refuse(peer, "refused", refusal, is_taken=is_taken)
+        if self._voters.contradicts(event):
+            self._executor.depose(f"it has begun with others than node {node_rank} trains with")
+            return
         ranks = frozenset(report.rank for report in event.workers)
         if node_rank not in self._sessions.agents:
             log.info(
@@ -266,12 +301,14 @@ class Inbox:
 
     def _is_early(self, event: events.AgentRegistered) -> bool:
         """Whether it asks for a place that may not be given to it yet; it asks again."""
-        machine = self._guarded.machine
-        if event.node_rank not in machine.lost_nodes:
+        node_rank, name = event.node_rank, event.agent_incarnation
+        if self._voters.is_pair:
+            return not self._voters.may_take(node_rank, name)
+        if node_rank not in self._guarded.machine.lost_nodes:
             return False
-        holder = self._sessions.holders.get(event.node_rank)
-        is_same = holder is not None and holder.incarnation == event.agent_incarnation
-        return not is_same and not self._voters.may_replace()
+        holder = self._sessions.holders.get(node_rank)
+        is_same = holder is not None and holder.incarnation == name
+        return not is_same and not self._voters.may_take(node_rank, name)
 
     def _read_worker(
         self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int

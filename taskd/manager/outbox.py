@@ -64,6 +64,10 @@ class Outbox:
         )
         return codec.encode(envelope, message)
 
+    def hang_up(self, peer: bytes) -> None:
+        """Close the connection of this peer."""
+        self._link.hang_up(peer)
+
     def welcome(self, peer: bytes, cause: str) -> None:
         """Accept a registration."""
         machine = self._guarded.machine
@@ -82,9 +86,17 @@ class Outbox:
             peer, messages.HeartbeatAck(self._guarded.incarnation, known, generation), "heartbeat"
         )
 
-    def refuse(self, peer: bytes, reason: str, text: str, *, is_of_job: bool = True) -> NoReturn:
+    def refuse(
+        self,
+        peer: bytes,
+        reason: str,
+        text: str,
+        *,
+        is_taken: bool = False,
+        is_of_job: bool = True,
+    ) -> NoReturn:
         """Tell the sender that it is refused. Raises `RemoteProtocolError` for the count."""
-        self.send(peer, messages.Refused(text), "refused", is_of_job=is_of_job)
+        self.send(peer, messages.Refused(text, is_taken), "refused", is_of_job=is_of_job)
         raise RemoteProtocolError(reason, text)
 
     def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:

@@ -138,9 +138,12 @@ class Records:
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
-        plain = {"job_id": self._job_id, "time": time, **dataclasses.asdict(record)}
+        own = {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+        plain = {"job_id": self._job_id, "time": time, **own}
         plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
-        self._write("recoveries.jsonl", [json.dumps(plain)], files.append)
+        self._write(
+            "recoveries.jsonl", [json.dumps(plain, default=dataclasses.asdict)], files.append
+        )
 
     def story(self, generation: int, lines: Iterable[str]) -> None:
         """The story so far, fit for `python -m taskd.replay`."""

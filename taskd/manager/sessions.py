@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LARGE = 256  # agents
 _MAX_WORKERS = 1 << 16  # without an agent; each costs half a KB here
 # Of refusals: so many lines at most within so many seconds, and then how many there were. That is
 # 9 MB a day of a stranger who does not stop.
@@ -112,9 +113,19 @@ class Sessions:
         self.workers[rank] = session
         return True
 
+    @property
+    def is_large(self) -> bool:
+        """Whether so many agents are present that what each of them costs is spared."""
+        return len(self.agents) > _LARGE
+
     def ranks(self) -> frozenset[int]:
         """All ranks of agents that are present."""
         return frozenset[int]().union(*(session.ranks for session in self.agents.values()))
+
+    def knows(self, peer: bytes) -> bool:
+        """Whether somebody who was accepted speaks there."""
+        held = (*self.agents.values(), *self.workers.values())
+        return any(session.peer == peer for session in held)
 
     def notes_waiting(self, node_rank: int) -> bool:
         """Whether it is new that somebody waits for the place of a node. Once for each holder."""

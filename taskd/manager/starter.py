@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0  # more than its last words take
+_FAREWELL_S = 1.0  # what an agent said last may come after the end of its socket
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group: unix(7)
 
 
@@ -34,6 +35,7 @@ class Starter:
         """`agent`: closed at the other end when the agent of `node_rank` is gone."""
         self._agent: socket.socket | None = agent
         self._node_rank = node_rank
+        self._farewell_until: float | None = None
         self._door: socket.socket | None = None
         self._asking: socket.socket | None = None  # kept open to the end of this process
 
@@ -64,15 +66,33 @@ class Starter:
         """Readable when `ends` has something to look at."""
         return [end.fileno() for end in (self._agent, self._door) if end is not None]
 
-    def ends(self, ready: Iterable[int], nodes: Iterable[int]) -> bool:
-        """Whether the manager is to end now. `nodes`: whose agents are registered."""
+    @property
+    def next_deadline(self) -> float | None:
+        """When `ends` is to look again, whatever is readable."""
+        return self._farewell_until
+
+    def ends(self, ready: Iterable[int], nodes: Iterable[int], now: float) -> bool:
+        """Whether the manager is to end now. `nodes`: whose agents are registered.
+
+        The last agent that goes says how its node ended: that is waited for, as the job may have
+        succeeded by it, and spares have to be told.
+        """
         ready = set(ready)
         if self._agent is not None and self._agent.fileno() in ready:
             self._agent.close()
             self._agent = None
-            if not set(nodes) - {self._node_rank}:
-                log.info("torchrun of node %d has ended: the manager ends", self._node_rank)
-                return True
+            self._farewell_until = now + _FAREWELL_S
+        if self._farewell_until is not None:
+            present = set(nodes)
+            if present != {self._node_rank} or now >= self._farewell_until:
+                self._farewell_until = None
+                if not present - {self._node_rank}:
+                    log.info("torchrun of node %d has ended: the manager ends", self._node_rank)
+                    return True
+        return self._is_asked(ready)
+
+    def _is_asked(self, ready: set[int]) -> bool:
+        """Whether a manager of the user's wants the port."""
         if self._door is None or self._door.fileno() not in ready:
             return False
         self._asking, _ = self._door.accept()

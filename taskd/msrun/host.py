@@ -156,8 +156,9 @@ class MsrunHost:
             self.scheduler.stop()
 
     def spawn(
-        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
-    ) -> None:
+        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
+        former_agent: str = "",  # noqa: ARG002  no node is replaced here
+    ) -> None:  # fmt: skip
         """Start a process for this incarnation, together with the others of the node.
 
         Raises OSError: no descriptors, no memory.

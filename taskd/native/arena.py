@@ -1,8 +1,8 @@
 """The arena of a rank: node memory that holds its newest two snapshots and outlives its process.
 
-One memfd, made by the worker, held by the agent as well, readable by whoever has the descriptor,
-also after the writer's death, without a lock. Two buffers take turns, so that a death in the middle
-of a copy costs the snapshot that was being made and not the one before it.
+One file in memory, made by the worker, held by the agent as well, readable by whoever has the
+descriptor, also after the writer's death, without a lock. Two buffers take turns, so that a death
+in the middle of a copy costs the snapshot that was being made and not the one before it.
 
     arena_memory     what lies where in it; the checksums
     arena_index      the index of a snapshot
@@ -66,7 +66,7 @@ class Arena:
     def create(cls, shard_bytes: int, file: int | None = None) -> "Arena":
         """A new, empty arena for a state of `shard_bytes`: twice that and 1 %, allocated at once.
 
-        `file`: an empty memfd (`node_memory.empty_file`) to make it in; its descriptor then belongs
+        `file`: an empty one (`node_memory.empty_file`) to make it in; its descriptor then belongs
         to the result. Default: a new one.
 
         Raises:
@@ -173,6 +173,11 @@ class Arena:
             is_older = generation is None or held.generation < generation
             if self._memory and held.version > version and is_older:
                 self._memory.invalidate(held.slot, EMPTY)
+
+    def drop(self, held: Held) -> None:
+        """Nobody is to believe this snapshot."""
+        if self._memory is not None:
+            self._memory.invalidate(held.slot, EMPTY)
 
     # ------------------------------------------------------------ reading
 

@@ -2,8 +2,8 @@
 
 For its mirror in the memory of another node.
 
-    Outgoing(arena)   the newest snapshot in pieces: from the arena of the rank, on its node
-    Incoming(arena)   the same bytes into a buffer of the arena of the mirror, on the peer node
+    Outgoing(arena)   a snapshot in pieces: from the arena of the rank, or of its mirror
+    Incoming(arena)   the same bytes into a buffer of an arena on another node
 
 What comes in is believed when it is complete and every checksum fits, not before: until then the
 mirror holds what it held, less the older of its two snapshots. The word of the mirror in the header
@@ -84,17 +84,18 @@ class Outline:
 
 
 class Outgoing:
-    """The newest snapshot of an arena whose writer may be at work."""
+    """A snapshot of an arena whose writer may be at work."""
 
-    def __init__(self, arena: Arena) -> None:
-        """Raises ArenaError: there is none."""
-        newest, memory = next(iter(arena.versions()), None), arena.memory
-        if newest is None or memory is None:
+    def __init__(self, arena: Arena, version: int | None = None) -> None:
+        """The newest one, or the newest of this version. Raises ArenaError: there is none."""
+        found = (held for held in arena.versions() if version in (None, held.version))
+        held, memory = next(found, None), arena.memory
+        if held is None or memory is None:
             raise ArenaError("there is no whole snapshot in this arena")
-        words, seal = asdict(memory.words_of(newest.slot)), memory.seal_of(newest.slot)
+        words, seal = asdict(memory.words_of(held.slot)), memory.seal_of(held.slot)
         self.outline = Outline(kind=memory.copier.kind, seal=seal, **words)
-        self._memory, self._held = memory, newest
-        self._start = memory.buffer_start(newest.slot)
+        self._memory, self._held = memory, held
+        self._start = memory.buffer_start(held.slot)
 
     def piece(self, offset: int, count: int) -> bytes:
         """Its bytes from `offset`. They are of this snapshot if `is_intact` says so afterwards."""

@@ -277,10 +277,10 @@ def open_memory(fd: int) -> Memory:
     if not stat.S_ISREG(status.st_mode):
         raise ArenaError("it is not a file in memory")
     try:
-        is_sealed = node_memory.is_sealed(fd)
+        is_fixed = node_memory.is_fixed(fd)
     except OSError:
-        is_sealed = False
-    if not is_sealed:
+        is_fixed = False
+    if not is_fixed:
         raise ArenaError("it could be cut while it is read (not sealed)")
     head = os.pread(fd, _HEADER.size, 0)
     if len(head) < _HEADER.size:

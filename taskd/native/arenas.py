@@ -1,6 +1,7 @@
 """The arenas of one rank, across its lives.
 
-Files without a byte that the agent makes and hands to every life of the rank.
+Files without a byte that the agent makes and hands to every life of the rank. They have no name, or
+are in a folder that outlives the agent, too (`taskd.agent.workers.memory_folder`).
 
     agent                             worker
       Arenas.create()                   Arenas(descriptors)
@@ -12,14 +13,15 @@ descriptors. An arena cannot grow: for a state that has, the next file is taken,
 the one before is given back when the new one holds two snapshots.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 
 from taskd.errors import ArenaError
 from taskd.native import node_memory
-from taskd.native.arena import Arena
+from taskd.native.arena import PAGE_BYTES, Arena
 
-_FILES = 3  # optimizer memory that is made in the first step, and one more change of the model
+FILES = 3  # optimizer memory that is made in the first step, and one more change of the model
 
 
 class Arenas:
@@ -34,7 +36,7 @@ class Arenas:
         """Empty files for a rank. Raises OSError: no descriptor is left."""
         found: list[int] = []
         try:
-            for _ in range(_FILES):
+            for _ in range(FILES):
                 found.append(node_memory.empty_file("taskd-arena"))  # noqa: PERF401
         except OSError:
             for descriptor in found:
@@ -63,6 +65,33 @@ class Arenas:
             "build all parameter groups before the first snapshot, or start the job "
             "again"
         )
+
+    def require(self, wanted: int) -> None:
+        """Raises ArenaError: there is not as much memory for an arena."""
+        node_memory.require(wanted, fd=next(iter(self.descriptors), -1))
+
+    def verify(self) -> list[str]:
+        """Read every byte, and drop each snapshot that is damaged: why, one line each."""
+        found = []
+        known = self.all()
+        for descriptor in self.descriptors:
+            if descriptor not in self._open and any(os.pread(descriptor, PAGE_BYTES, 0)):
+                with contextlib.closing(Arena.attach(os.dup(descriptor))) as arena:
+                    found += arena.problems()
+        for arena in known:
+            found += arena.problems()
+            for held in arena.versions():
+                try:
+                    arena.open(held.version)
+                except ArenaError as error:
+                    found.append(str(error))
+                    arena.drop(held)
+        return found
+
+    def fitting(self, shard_bytes: int) -> Arena:
+        """The newest arena if a snapshot of that size fits, else a new one. Raises ArenaError."""
+        known = self.all()
+        return known[-1] if known and known[-1].capacity >= shard_bytes else self.make(shard_bytes)
 
     def versions(self) -> tuple[int, ...]:
         """Those of all complete snapshots, ascending."""

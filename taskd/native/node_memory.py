@@ -1,4 +1,4 @@
-"""Memory of the node for files that have no name (memfd).
+"""Memory of the node for files: without a name (memfd), or in a folder of a tmpfs.
 
 What limits it, and files whose pages are all there from the start.
 
@@ -13,13 +13,20 @@ at the same time. What limits a memfd:
     CommitLimit                       only where vm.overcommit_memory is 2
     RLIMIT_FSIZE, RLIMIT_AS           it is a file, and it is mapped
 
-The size of /dev/shm does not: that is another mount.
+The size of /dev/shm does not: that is another mount. A file with a name has the size of its own
+mount beside these.
+
+Who reads a mapping behind the end of its file is killed (SIGBUS), so a file must keep its size
+while anybody reads it. A memfd is sealed. A file of a tmpfs cannot be: it must be one of our own
+that nobody else may open (`is_fixed`), and nobody of us makes one smaller in which an arena may
+have been made: its memory is given back by a hole.
 """
 
 import fcntl
 import mmap
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +46,7 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes its "no limit" as a number near 2
 # Not in Python's os yet.
 _NOEXEC_SEAL = 0x0008
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_NAMED_SEALS = fcntl.F_SEAL_SEAL  # of a tmpfs's files: there are none, and none can be added
 
 
 @dataclass(frozen=True)
@@ -94,51 +102,53 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
-def require(wanted: int, total: int | None = None, done: int = 0) -> None:
+def require(wanted: int, total: int | None = None, done: int = 0, *, fd: int = -1) -> None:
     """Raises ArenaError.
 
-    The node has not `wanted` bytes more to give, of `total` of which `done` are there.
+    The node has not `wanted` bytes more to give, of `total` of which `done` are there. `fd`: the
+    file that they are for; -1: a memfd.
     """
     total = wanted if total is None else total
-    for limit in limits():
+    for limit in (*_mount_limits(fd), *limits()):
         if limit.free_bytes - _RESERVE_BYTES < wanted:
             so_far = f", {human(done)} of them were there when it ran out" if done else ""
             free = human(max(0, limit.free_bytes - _RESERVE_BYTES))
             raise ArenaError(
                 f"no node memory for snapshots: {human(total)} ({total} bytes) are "
                 f"wanted{so_far}; {limit.name} leaves {free} "
-                f"beside a reserve of {human(_RESERVE_BYTES)}. {_ADVICE}"
+                f"beside a reserve of {human(_RESERVE_BYTES)}. {_advice(fd)}"
             )
 
 
 def fill(fd: int, size: int) -> None:
-    """Give an empty memfd `size` bytes, all allocated, and seal it against changes of its size.
+    """Give an empty file `size` bytes, all allocated, and seal it against changes of its size.
 
     Raises:
         ArenaError: there is not as much memory. The file is empty again.
     """
-    require(size)
+    require(size, fd=fd)
     try:
         for start in range(0, size, _PIECE_BYTES):
             piece = min(_PIECE_BYTES, size - start)
-            require(piece, size, start)
+            require(piece, size, start, fd=fd)
             os.posix_fallocate(fd, start, piece)
-        seal(fd)
+        if not is_named(fd):
+            seal(fd)
     except (OSError, ArenaError) as error:
         with suppress(OSError):
             os.ftruncate(fd, 0)
         if isinstance(error, OSError):
             raise ArenaError(
                 f"no node memory for snapshots: {human(size)} were wanted and "
-                f"refused: {error.strerror}; {_room()}. {_ADVICE}"
+                f"refused: {error.strerror}; {_room(fd)}. {_advice(fd)}"
             ) from error
         raise
 
 
 def empty(fd: int) -> None:
     """Give the memory of a file back. Raises OSError."""
-    if not is_sealed(fd):
-        os.ftruncate(fd, 0)
+    if not (is_sealed(fd) or is_named(fd)):
+        os.ftruncate(fd, 0)  # nobody has made an arena there
         return
     with mmap.mmap(
         fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
@@ -147,18 +157,55 @@ def empty(fd: int) -> None:
 
 
 def is_sealed(fd: int) -> bool:
-    """Whether the file can neither shrink nor grow: only then are reads of its mapping safe.
+    """Whether the file can neither shrink nor grow.
 
     OSError: the descriptor has no seals at all.
     """
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
+def is_named(fd: int) -> bool:
+    """Whether it is a file of a tmpfs, which cannot be sealed.
+
+    OSError: the descriptor has no seals at all.
+    """
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _NAMED_SEALS
+
+
+def is_fixed(fd: int) -> bool:
+    """Whether the size of the file stays as it is: only then are reads of its mapping safe.
+
+    OSError: it is no file in memory.
+    """
+    if is_sealed(fd):
+        return True
+    status = os.fstat(fd)
+    is_ours = status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077 == 0
+    return is_ours and is_named(fd)
+
+
 _ADVICE = (
     "Give the node or the pod more memory, raise the limit named, run fewer ranks per node, "
     "or switch snapshots off (snapshot_every=0). "
-    "The size of /dev/shm does not matter"
 )
+
+
+def _advice(fd: int) -> str:
+    if fd >= 0 and is_named(fd):
+        return f"{_ADVICE}What is behind TASKD_NODE_MEMORY must have room for all ranks of the node"
+    return f"{_ADVICE}The size of /dev/shm does not matter"
+
+
+def _mount_limits(fd: int) -> list[Limit]:
+    """Of a file with a name; the others have no mount whose size counts."""
+    if fd < 0 or not is_named(fd):
+        return []
+    mount = os.fstatvfs(fd)
+    if not mount.f_blocks:  # made without a limit
+        return []
+    # nothing but files is charged to it: what is there can be used up
+    free = mount.f_bavail * mount.f_frsize + _RESERVE_BYTES
+    return [Limit("the mount behind TASKD_NODE_MEMORY", free)]
 
 
 def human(count: int) -> str:
@@ -169,9 +216,10 @@ def human(count: int) -> str:
     return f"{count} bytes"
 
 
-def _room() -> str:
+def _room(fd: int) -> str:
     return "free: " + ", ".join(
-        f"{human(max(0, limit.free_bytes))} by {limit.name}" for limit in limits()
+        f"{human(max(0, limit.free_bytes))} by {limit.name}"
+        for limit in (*_mount_limits(fd), *limits())
     )
 
 

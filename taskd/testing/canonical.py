@@ -6,11 +6,10 @@ Owns which attributes decide nothing: the story, the clock and cause of the even
 only goes into records.
 """
 
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from taskd.core.events import Event
 from taskd.core.job.record import Attempt
@@ -19,7 +18,6 @@ from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Machine
 
-AnyMachine = TypeVar("AnyMachine")
 _NO_DECISION = frozenset(
     {
         "story",
@@ -57,11 +55,6 @@ class NoStory(Story):
 
 
 NO_STORY = NoStory(0)
-
-
-def fork(machine: AnyMachine) -> AnyMachine:
-    """A machine in the same state, which shares nothing with this one that changes."""
-    return pickle.loads(pickle.dumps(machine, pickle.HIGHEST_PROTOCOL))  # noqa: S301
 
 
 def key(thing: Any) -> Any:  # noqa: PLR0911

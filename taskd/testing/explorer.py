@@ -117,23 +117,38 @@ class _Search:
 
     def _check_that_all_end(self) -> None:
         """From each state an end can be reached: no circle without a way out."""
-        into: list[list[int]] = [[] for _ in self._states]
-        for source, target in zip(self._from, self._to, strict=True):
-            into[target].append(source)
-        reached, todo = bytearray(len(into)), list(self._ends)
+        first, sources = self._sources()
+        reached, todo = bytearray(len(self._states)), list(self._ends)
         for number in todo:
             reached[number] = 1
         while todo:
-            for number in into[todo.pop()]:
-                if not reached[number]:
-                    reached[number] = 1
-                    todo.append(number)
+            number = todo.pop()
+            for source in sources[first[number] : first[number + 1]]:
+                if not reached[source]:
+                    reached[source] = 1
+                    todo.append(source)
         lost = reached.find(0)
         if lost >= 0:
             raise Violation(
                 f"{reached.count(0)} states from which no end can be reached; the "
                 f"first of them:\n{self._way(lost)}"
             )
+
+    def _sources(self) -> "tuple[array[int], array[int]]":
+        """From where each state is reached: those of state i are `sources[first[i]:first[i + 1]]`.
+
+        Arrays, because lists of tens of millions of numbers would not fit into memory.
+        """
+        first = array("l", bytes(8 * (len(self._states) + 1)))
+        for target in self._to:
+            first[target + 1] += 1
+        for number in range(len(self._states)):
+            first[number + 1] += first[number]
+        place, sources = array("l", first), array("l", bytes(8 * len(self._to)))
+        for source, target in zip(self._from, self._to, strict=True):
+            sources[place[target]] = source
+            place[target] += 1
+        return first, sources
 
 
 def explore(scope: Scope, limit: int = 2**62) -> Report:

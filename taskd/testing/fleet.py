@@ -1,31 +1,34 @@
 """Agents of a large job, imitated on real sockets: what a manager hears of thousands of nodes.
 
 Each has a connection of its own and says what the agent and the workers of a node would: it
-registers, tells each second how far its ranks have come, and obeys. Nothing is trained, and no
-process is started: ranks stop at once when they are told to, and commit at once when they may go
+registers, tells with its heartbeats how far its ranks have come, and obeys. Nothing is trained, and
+no process is started: ranks stop at once when they are told to, and commit at once when they may go
 on, which is the hardest for a manager: all reports come together.
+
+On one machine the fleet must not need more than the manager. So it reads all that has come before
+it obeys any of it, and packs only once what it says again and again.
 """
 
 from __future__ import annotations
 
 import heapq
+import select
 from typing import TYPE_CHECKING
 
 from taskd.core import commands, events
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import Mark
+from taskd.core.timeouts import Timeouts
 from taskd.core.worker_state import WorkerState
-from taskd.transport import zeromq
-from taskd.wire import codec, messages, translate
+from taskd.testing.zmtp import ZmtpConnection
+from taskd.wire import batch, codec, messages, translate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from taskd.clock import Clock
 
-BEAT_S = 1.0  # as `Timeouts.heartbeat_s` of the default fault timeout
-TIMES_EVERY = 10  # heartbeats: the time spent in each phase is told this often
-_PER_CONTEXT = 500  # sockets: ZeroMQ allows 1023 in each
+_TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
 _TIMES = tuple((name, 1000, 25.0) for name in ("data", "forward", "backward", "optimizer"))
 
 
@@ -46,17 +49,21 @@ class ImitatedAgent:
         self.answered_s: list[float] = []  # from a heartbeat to its answer
         self.registrations = 0
         self.told_at: dict[tuple[str, int], float] = {}
+        self.heartbeat_s = Timeouts.derive().of_job(node_count).heartbeat_s
+        self._times_every = round(_TIMES_EVERY_S / self.heartbeat_s)
         self._world_size = node_count * ranks_per_node
         self._sender = (job_id, "agent", node_rank, None, f"{node_rank:032x}")
         self._clock = clock
         self._sequence = self._beats = 0
         self._killed: int | None = None
         self._beat_at = 0.0
-        self._link: zeromq.Dealer | None = None
+        self._gathered: list[tuple[str, messages.Message]] = []
+        self._packed_marks: tuple[object, bytes] = ((), b"")  # of what, and as it was sent
+        self._link: ZmtpConnection | None = None
 
-    def connect(self, address: str, beside: zeromq.Dealer | None) -> zeromq.Dealer:
+    def connect(self, address: str) -> ZmtpConnection:
         """Its connection."""
-        self._link = zeromq.Dealer(address, f"agent-{self.node_rank}", beside=beside)
+        self._link = ZmtpConnection(address, f"agent-{self.node_rank}".encode())
         return self._link
 
     def register(self) -> None:
@@ -80,15 +87,19 @@ class ImitatedAgent:
             return
         self._beats += 1
         self._beat_at = self._clock.now()
-        times = _TIMES if self._beats % TIMES_EVERY == self.node_rank % TIMES_EVERY else ()
-        marks = tuple(
-            Mark(
-                rank, life, self.generation, self.version, "forward", 0.0512, 0.0101, 0.0203,
-                slowest_s=0.21, times=times,
-            )
-            for rank, life in self.incarnations.items()
-        )  # fmt: skip
-        self._send(messages.Heartbeat(marks), "heartbeat")
+        every = self._times_every
+        times = _TIMES if self._beats % every == self.node_rank % every else ()
+        told = (self.generation, self.version, tuple(self.incarnations.values()), times)
+        if self._packed_marks[0] != told:
+            marks = tuple(
+                Mark(
+                    rank, life, self.generation, self.version, "forward", 0.0512, 0.0101, 0.0203,
+                    slowest_s=0.21, times=times,
+                )
+                for rank, life in self.incarnations.items()
+            )  # fmt: skip
+            self._packed_marks = (told, codec.body_of(messages.Heartbeat(marks)))
+        self._send_body(messages.Heartbeat.code, self._packed_marks[1], "heartbeat")
 
     def kill(self, rank: int) -> None:
         """A process of this node is gone."""
@@ -97,23 +108,26 @@ class ImitatedAgent:
         fault = Fault(FaultKind.KILLED, rank, life, detail, version=self.version, signature=detail)
         self._tell(events.WorkerLost, rank, life, fault, 0.001, (self.version,))
 
-    def take(self, data: bytes) -> None:
-        """Obey."""
-        envelope, message = codec.decode(data)
+    def take(self, envelope: codec.Envelope, message: messages.Message, at: float) -> None:
+        """Obey what came at this time."""
         match message:
             case messages.Accepted():
                 if self.accepted_at is None:
-                    self.accepted_at = self._clock.now()
+                    self.accepted_at = at
             case messages.HeartbeatAck():
-                self.answered_s.append(self._clock.now() - self._beat_at)
+                self.answered_s.append(at - self._beat_at)
                 if not message.known:
                     self.register()
             case messages.Refused() | messages.Rejected():
                 raise AssertionError(f"node {self.node_rank}: {message}")
             case _:
                 command = translate.message_to_command(envelope, message)
-                self.told_at[type(command).__name__, command.generation] = self._clock.now()
+                self.told_at[type(command).__name__, command.generation] = at
                 self._obey(command)
+        for first in range(0, len(self._gathered), batch.MAX_REPORTS):
+            reports = self._gathered[first : first + batch.MAX_REPORTS]
+            self._send(batch.batch_of(reports), "reports")
+        self._gathered.clear()
 
     def _obey(self, command: commands.Command) -> None:
         lives = self.incarnations
@@ -141,14 +155,20 @@ class ImitatedAgent:
                 raise AssertionError(f"node {self.node_rank} was told {command}")
 
     def _tell(self, kind: type[events.Event], *values: object) -> None:
-        event = kind(0.0, "fleet", *values)
-        self._send(translate.event_to_message(event), "fleet")
+        message = translate.event_to_message(kind(0.0, "fleet", *values))
+        if batch.may_wait(message):
+            self._gathered.append(("fleet", message))
+        else:
+            self._send(message, "fleet")
 
     def _send(self, message: messages.Message, cause: str) -> None:
+        self._send_body(message.code, codec.body_of(message), cause)
+
+    def _send_body(self, code: int, body: bytes, cause: str) -> None:
         assert self._link is not None
         self._sequence += 1
         envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
-        assert self._link.send(None, codec.encode(envelope, message))
+        self._link.send(codec.frame_of(envelope, code, body))
 
 
 class Fleet:
@@ -157,37 +177,50 @@ class Fleet:
     def __init__(self, agents: Sequence[ImitatedAgent], address: str, clock: Clock) -> None:
         self.agents = {agent.node_rank: agent for agent in agents}
         self._clock = clock
-        beside: zeromq.Dealer | None = None
-        agent_by_link = {}
-        for index, agent in enumerate(agents):
-            link = agent.connect(address, beside if index % _PER_CONTEXT else None)
-            beside = link if index % _PER_CONTEXT == 0 else beside
-            agent_by_link[link] = agent
-        self._agent_by_link = agent_by_link
-        self._arrivals = zeromq.Arrivals(agent_by_link)
+        self._agent_by_fd: dict[int, ImitatedAgent] = {}
+        self._link_by_fd: dict[int, ZmtpConnection] = {}
+        self._poll = select.epoll()
+        for agent in agents:
+            link = agent.connect(address)
+            self._agent_by_fd[link.fileno()], self._link_by_fd[link.fileno()] = agent, link
+            self._poll.register(link, select.EPOLLIN)
+        self._last: tuple[bytes, tuple[codec.Envelope, messages.Message]] | None = None
         for agent in agents:
             agent.register()
-        now = clock.now() + BEAT_S
-        spread = [(now + BEAT_S * i / len(agents), a.node_rank) for i, a in enumerate(agents)]
+        self._heartbeat_s = pause_s = agents[0].heartbeat_s
+        now = clock.now() + pause_s
+        spread = [(now + pause_s * i / len(agents), a.node_rank) for i, a in enumerate(agents)]
         self._beats = spread
 
     def hang_up(self, node_rank: int) -> None:
         """This agent ends its connection without a word, and is silent from then on."""
         agent = self.agents.pop(node_rank)
-        link = next(link for link, one in self._agent_by_link.items() if one is agent)
-        self._arrivals.forget(link)
-        link.close()
+        fd = next(fd for fd, one in self._agent_by_fd.items() if one is agent)
+        self._poll.unregister(fd)
+        self._link_by_fd.pop(fd).close()
         self._beats = [beat for beat in self._beats if beat[1] != node_rank]
         heapq.heapify(self._beats)
 
     def turn(self, at_most_s: float) -> None:
         """Wait for what the manager says, at most so many seconds, and say what is due."""
         until_beat_s = max(0.0, self._beats[0][0] - self._clock.now())
-        for link in self._arrivals.wait(min(at_most_s, until_beat_s)):
-            for _, data in link.receive():
-                self._agent_by_link[link].take(data)
+        arrived = []
+        wait_s = min(at_most_s, until_beat_s)
+        while ready := self._poll.poll(wait_s):
+            wait_s, at = 0.0, self._clock.now()
+            arrived += [
+                (fd, data, at) for fd, _ in ready for data in self._link_by_fd[fd].receive()
+            ]
+        for fd, data, at in arrived:
+            self._agent_by_fd[fd].take(*self._decoded(data), at)
         now = self._clock.now()
         while self._beats[0][0] <= now:
             due, node_rank = self._beats[0]
             self.agents[node_rank].beat()
-            heapq.heapreplace(self._beats, (max(due + BEAT_S, now), node_rank))
+            heapq.heapreplace(self._beats, (max(due + self._heartbeat_s, now), node_rank))
+
+    def _decoded(self, data: bytes) -> tuple[codec.Envelope, messages.Message]:
+        """What goes to all agents is the same for each of them."""
+        if self._last is None or self._last[0] != data:
+            self._last = data, codec.decode(data)
+        return self._last[1]

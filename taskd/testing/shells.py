@@ -54,6 +54,7 @@ class Refused:
     """Answer to a registration."""
 
     reason: str
+    is_taken: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,8 @@ class SimulatedManager:
             return
         refusal = self.machine.refusal(event)
         if refusal is not None:
-            self._send(sender, Refused(refusal), event.agent_incarnation)
+            refused = Refused(refusal, self.machine.is_taken(event))
+            self._send(sender, refused, event.agent_incarnation)
             self._feed(event)
             return
         self._gaps.discard(sender)
@@ -380,7 +382,7 @@ class SimulatedAgent:
             self._feed(ev.ManagerJoined(now, "accepted", content.generation, content.restarts_used))
         elif isinstance(content, Refused):
             self._is_refused = True
-            self._feed(ev.ManagerRefused(now, "refused", content.reason))
+            self._feed(ev.ManagerRefused(now, "refused", content.reason, content.is_taken))
         elif isinstance(content, Answer):
             if not content.known or has_gap or is_other:
                 self._register()

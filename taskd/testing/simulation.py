@@ -70,6 +70,7 @@ class SimulatedJob:
         rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
         self.timeouts = Timeouts.derive(fault_timeout_s)
+        self._agent_timeouts = self.timeouts.of_job(nodes)
         self.network = MemoryNetwork(self.clock, rng, quality)
         world_size = nodes * ranks_per_node
         self.world = World(
@@ -88,7 +89,7 @@ class SimulatedJob:
             self._start_manager()
         self._make_machine = functools.partial(
             NodeMachine,
-            timeouts=self.timeouts,
+            timeouts=self._agent_timeouts,
             node_count=nodes,
             world_size=world_size,
             max_restarts=max_restarts,
@@ -185,7 +186,7 @@ class SimulatedJob:
             store=incarnation,  # a name is as good as an address
             first_host=self._first_host if substitute_until is None else None,
         )
-        return SimulatedAgent(node, machine, self.timeouts, self.world, self.network)
+        return SimulatedAgent(node, machine, self._agent_timeouts, self.world, self.network)
 
     def _start_substitute(self, node: int) -> None:
         """Another host has the index of a lost one."""

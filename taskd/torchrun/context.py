@@ -25,7 +25,6 @@ from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFa
 from taskd.clock import MonotonicClock
 from taskd.config.secret import without_secret
 from taskd.errors import ForkserverError
-from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 from taskd.native.box_payloads import TAKEN_OVER
 from taskd.transport.channel import Channel
@@ -33,6 +32,8 @@ from taskd.transport.channel import Channel
 if TYPE_CHECKING:
     from taskd.agent.spawning.protocol import Reply
     from taskd.agent.spawning.spawner import Spawner
+    from taskd.agent.workers.memory_folder import MemoryFolder
+    from taskd.native.arenas import Arenas
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +90,15 @@ class TaskdContext(PContext):
         spawner: Spawner,
         bootstraps: dict[int, dict[str, Any]],
         life_fd: int,
+        memory: MemoryFolder,
         waits_for_orders: bool = False,
         entrypoint: str,
         **torch_arguments: Any,
     ) -> None:
         """`bootstraps`: for each local rank what the runtime needs.
 
-        `life_fd`: read end of the agent's life pipe. `waits_for_orders`: `start` starts nobody.
+        `life_fd`: read end of the agent's life pipe. `memory`: where arenas are, the context's from
+        now on. `waits_for_orders`: `start` starts nobody.
         """
         super().__init__(entrypoint=entrypoint, **torch_arguments)
         self.spawner = spawner
@@ -106,6 +109,7 @@ class TaskdContext(PContext):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._bootstraps = bootstraps
         self._life_fd = life_fd
+        self._memory = memory
         self._waits_for_orders = waits_for_orders
         self._clock = MonotonicClock()
 
@@ -123,6 +127,7 @@ class TaskdContext(PContext):
         found = [
             event for reply in self.spawner.read() if (event := self._apply(reply)) is not None
         ]
+        self._memory.give_sign()
         found[:0] = self._queued
         self._queued = []
         if self._wake >= 0:
@@ -159,20 +164,26 @@ class TaskdContext(PContext):
         return worker, reply
 
     def respawn(
-        self, local_rank: int, bootstrap: dict[str, Any], env_updates: dict[str, str] | None = None
+        self,
+        local_rank: int,
+        bootstrap: dict[str, Any],
+        env_updates: dict[str, str] | None = None,
+        *,
+        former_agent: str = "",
     ) -> LocalWorker:
         """Start the next life of a rank; returns at once, `read` reports.
 
         The former life gets no signal from here.
 
         Its log files are continued, a stale error file is removed, and the new life can read the
-        black box of the former.
+        black box of the former. `former_agent`: whose node memory a rank without a former life may
+        take over.
         """
         self.envs[local_rank].update(env_updates or {})
         with suppress(FileNotFoundError):
             if self.error_files[local_rank] != os.devnull:
                 os.unlink(self.error_files[local_rank])
-        return self._spawn(local_rank, bootstrap)
+        return self._spawn(local_rank, bootstrap, former_agent)
 
     def signal(self, local_rank: int, incarnation: int, signum: int) -> bool:
         """Signal this life and its process group. False: it is gone, or not there yet."""
@@ -221,15 +232,21 @@ class TaskdContext(PContext):
         select.select(fds, [], [], min(_LOOK_S, max(0.0, deadline - self._clock.now())))
         self._keep(self.read())
 
-    def _spawn(self, local_rank: int, bootstrap: dict[str, Any]) -> LocalWorker:
+    def _spawn(
+        self, local_rank: int, bootstrap: dict[str, Any], former_agent: str = ""
+    ) -> LocalWorker:
         """Raises OSError, and has changed nothing then: no descriptors, no memory."""
         former = self.workers.get(local_rank)
         previous = former.left if former is not None and bootstrap["gated"] else None
         # all start anew, and what was is not to be believed
         if not bootstrap["gated"] and local_rank in self._arenas:
             self._arenas.pop(local_rank).close()
+            self._memory.discard(local_rank)
+        takes_over = False
         if local_rank not in self._arenas:
-            self._arenas[local_rank] = Arenas.create()
+            found, takes_over = self._memory.arenas(local_rank, former_agent)
+            self._arenas[local_rank] = found
+        bootstrap = {**bootstrap, "takes_over": takes_over}
         arenas = self._arenas[local_rank]
         with ExitStack() as undo:
             box = BlackBox.create()
@@ -356,6 +373,7 @@ class TaskdContext(PContext):
         for arenas in self._arenas.values():
             arenas.close()
         self._arenas = {}
+        self._memory.close()
         self._by_token = {
             token: worker for token, worker in self._by_token.items() if not worker.is_over
         }

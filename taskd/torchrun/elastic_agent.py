@@ -28,6 +28,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from taskd import log as log_setup
+from taskd.agent.workers.memory_folder import MemoryFolder
 from taskd.clock import MonotonicClock
 from taskd.config.secret import exposure
 from taskd.core.exits import exit_fault
@@ -280,7 +282,7 @@ class TaskdElasticAgent(LocalElasticAgent):
             found = self._places.manager_address
             self._settings = with_manager_at(self._settings, found)
             try:
-                return loop.run(self, self.context, self._settings)
+                return loop.run(self, self.context, self._settings, self._places.electing)
             except loop.NoPlaceError as error:
                 if not self._places.is_offered:
                     raise SystemExit(f"taskd: {error}") from error
@@ -369,6 +371,14 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     # ------------------------------------------------------------------ own
 
+    def _memory_folder(self) -> MemoryFolder:
+        settings, node_rank = self._settings, self._worker_group.group_rank
+        assert settings is not None
+        if settings.node_memory:  # what is said of it is to be in the agent's log
+            log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{node_rank}")
+        who = (settings.job_id, node_rank, self._places.electing.name)
+        return MemoryFolder(settings.node_memory, *who, MonotonicClock(), settings.memory_kept_s)
+
     def _start_processes(self, **arguments: Any) -> PContext:
         """In the place of torch's function of this name."""
         if not is_supported(arguments["entrypoint"]) or arguments.get("numa_options") is not None:
@@ -387,6 +397,7 @@ class TaskdElasticAgent(LocalElasticAgent):
                 spawner=self.launch.spawner,
                 bootstraps=bootstraps,
                 life_fd=self.life_fd,
+                memory=self._memory_folder(),
                 waits_for_orders=self.is_substitute,
                 **arguments,
             )

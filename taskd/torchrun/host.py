@@ -76,8 +76,9 @@ class TorchrunHost:
         self._launcher.await_nodes(len(active) // per_node)
 
     def spawn(
-        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
-    ) -> None:
+        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
+        former_agent: str = "",
+    ) -> None:  # fmt: skip
         """Start a process for this incarnation; `Started` or `StartFailed` follows from `read`."""
         self._launcher.generation, self._launcher.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
@@ -85,7 +86,9 @@ class TorchrunHost:
         if not gated:  # all start anew
             environment |= self._launcher.open_store(generation)
         bootstrap = self._launcher.bootstrap(local_rank, incarnation, gated=gated)
-        self._workers[rank] = self._context.respawn(local_rank, bootstrap, environment)
+        self._workers[rank] = self._context.respawn(
+            local_rank, bootstrap, environment, former_agent=former_agent
+        )
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
         """Signal the process group of this incarnation, the present one or a former."""

@@ -22,6 +22,7 @@ from taskd.torchrun.settings import manager_place
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
+    from taskd.agent.link.electing import Electing
     from taskd.config import AgentConfig
     from taskd.torchrun.context import TaskdContext
     from taskd.torchrun.launcher import Launcher
@@ -35,8 +36,13 @@ class NoPlaceError(Exception):
     """The job runs without this torchrun, and its manager has no place for it."""
 
 
-def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> RunResult:
-    """The agent's work between the start of the workers and torchrun's result."""
+def run(
+    launcher: Launcher, context: TaskdContext, settings: AgentConfig, electing: Electing
+) -> RunResult:
+    """The agent's work between the start of the workers and torchrun's result.
+
+    `electing`: who this torchrun is in elections, perhaps as a spare before.
+    """
     host = TorchrunHost(launcher, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
     log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
@@ -50,7 +56,7 @@ def run(launcher: Launcher, context: TaskdContext, settings: AgentConfig) -> Run
         node_rank=host.node_rank,
         node_count=host.node_count,
     ) as automatic:
-        return _serve(launcher, host, settings, identity, automatic)
+        return _serve(launcher, host, settings, identity, automatic, electing)
 
 
 def _serve(
@@ -59,6 +65,7 @@ def _serve(
     settings: AgentConfig,
     identity: log_setup.Identity,
     automatic: AutomaticManager,
+    electing: Electing,
 ) -> RunResult:
     with Drain(settings.drain_s) as drain:
         service = Service(
@@ -70,6 +77,7 @@ def _serve(
             restarts_used=launcher.restarts_used,
             drain=drain,
             automatic=automatic,
+            electing=electing,
         )
         outcome = service.run()
     if not host.workers and outcome.kind in {"failed", "fallback"}:

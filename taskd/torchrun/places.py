@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from taskd import log as log_setup
 from taskd.agent.clients.preloads import Preloads
 from taskd.agent.clients.spare import NoPlace, SpareClient
+from taskd.agent.link.electing import Electing
 from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.clock import MonotonicClock
 from taskd.config import join_address
@@ -62,6 +64,8 @@ class Places:
         self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
         self.manager_address = settings.manager_address  # of the manager that has offered it
+        # who this torchrun is in elections, as a spare and as an agent, from its start to its end
+        self.electing = Electing(settings, MonotonicClock(), uuid.uuid4().hex)
 
     def __getattr__(self, name: str) -> Any:
         """All else is torch's."""
@@ -219,9 +223,14 @@ class Places:
         """`asks`: this is no spare, as far as is known: it may have to meet the others as usual."""
         node_rank = getattr(self._inner, "rank", None) if asks else None
         log_setup.setup(self._settings.log, job_id=self._settings.job_id, role="spare")
-        name, clock = os.uname().nodename, MonotonicClock()
         return SpareClient(
-            self._settings, name, clock, asks=asks, node_rank=node_rank, preloads=self._preloads
+            self._settings,
+            os.uname().nodename,
+            MonotonicClock(),
+            asks=asks,
+            node_rank=node_rank,
+            preloads=self._preloads,
+            electing=self.electing,
         )
 
     def _placed(

@@ -58,6 +58,9 @@ class Listener(Link, Protocol):
         ZeroMQ bounds whole messages only, and closes no single connection on request.
         """
 
+    def hang_up(self, peer: bytes) -> None:
+        """Close the connection of this peer; what it has sent may still be received."""
+
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
 

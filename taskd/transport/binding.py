@@ -53,3 +53,11 @@ def failure(address: str, number: int | None, text: str) -> str:
             "higher one"
         )
     return f"{address} cannot be bound: {text}; expected host:port"
+
+
+def unknown_name(address: str, why: str) -> str:
+    """What to say of an address whose host has no address. `why`: the resolver's words."""
+    return (
+        f"{address} cannot be bound: this host knows no such name ({why}); set POD_IP or "
+        "TASKD_BIND_ADDR to an IP address of this host, or TASKD_BIND_ADDR to * for all of them"
+    )

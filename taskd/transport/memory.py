@@ -68,6 +68,9 @@ class MemoryRouter(_MemoryLink):
         """See `Listener`."""
         self.inbox.clear()
 
+    def hang_up(self, peer: bytes) -> None:
+        """Nor is a connection closed."""
+
     def take_refused(self) -> list[str]:
         """Nobody is turned away here."""
         return []

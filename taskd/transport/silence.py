@@ -43,20 +43,23 @@ class Silence:
         overdue = [fd for fd, at in self._opened_at.items() if now >= at + self._limit_s]
         for connection in overdue:
             del self._opened_at[connection]
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                _shut_down(connection, port)
+            shut_down(connection, port)
         return len(overdue)
 
 
-def _shut_down(descriptor: int, port: int) -> None:
-    """Only if it is a connection of this port: the number may be another file's by now."""
-    copy = os.dup(descriptor)
-    try:
-        with socket.socket(fileno=copy) as connection:
-            copy = -1
-            is_ours = connection.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ours and connection.getsockname()[1] == port:
-                connection.shutdown(socket.SHUT_RDWR)
-    finally:
-        if copy >= 0:
-            os.close(copy)
+def shut_down(descriptor: int, port: int) -> None:
+    """End a connection. Only if it is one of this port: the number may be another file's by now.
+
+    Nothing, if it has ended meanwhile.
+    """
+    with contextlib.suppress(OSError):
+        copy = os.dup(descriptor)
+        try:
+            with socket.socket(fileno=copy) as connection:
+                copy = -1
+                is_ours = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_ours and connection.getsockname()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)
+        finally:
+            if copy >= 0:
+                os.close(copy)

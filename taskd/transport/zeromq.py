@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from socket import gaierror
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from taskd.errors import AddressTakenError, TransportError
 from taskd.transport import binding, curve
 from taskd.transport.base import MAX_FRAME_BYTES
-from taskd.transport.silence import Silence
+from taskd.transport.monitor import FAILED_HANDSHAKES, Monitor
+from taskd.transport.silence import Silence, shut_down
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ _HIGH_WATER_MARK = 1000  # messages that wait for a router which is not there
 # the sender; a peer that has not read so many is not listening.
 _RECEIVED_HIGH_WATER_MARK = 64
 _SENT_HIGH_WATER_MARK = 256
+# Connections that wait to be taken in: all agents of a job may come at once, and who finds no room
+# tries again after a second.
+_BACKLOG = 4096
 # Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
 # fills the memory.
 _BATCH = 1000
@@ -54,13 +57,6 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
-_FAILED_HANDSHAKES = {
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "not our protocol, or another secret",
-    zmq.Event.HANDSHAKE_FAILED_AUTH: (
-        "an earlier version of taskd: install the same one on all nodes"
-    ),
-}
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 _IS_SILENT = "nobody has said anything there"
 
@@ -162,25 +158,6 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
             return {fd for fd in fds if fd in ready}
 
 
-class Arrivals:
-    """Which of thousands of dealers have something to read."""
-
-    def __init__(self, links: Iterable["Dealer"]) -> None:
-        self._link_by_socket = {link._socket: link for link in links}  # noqa: SLF001
-        self._poller = zmq.Poller()
-        for socket in self._link_by_socket:
-            self._poller.register(socket, zmq.POLLIN)
-
-    def forget(self, link: "Dealer") -> None:
-        """This one will be closed."""
-        self._poller.unregister(link._socket)  # noqa: SLF001
-
-    def wait(self, timeout_s: float) -> list["Dealer"]:
-        """Wait for any of them, at most so many seconds."""
-        ready = self._poller.poll(math.ceil(timeout_s * 1000))
-        return [self._link_by_socket[socket] for socket, _ in ready]
-
-
 class Router(_Socket):
     """Binds `address` and talks to many peers, addressed by their identity.
 
@@ -196,10 +173,9 @@ class Router(_Socket):
         silent_s: float | None = None,
         beside: _Socket | None = None,
     ) -> None:
-        """`unacknowledged_s`: see `Dealer`.
+        """`unacknowledged_s`: see `Dealer`. `beside`: share its ZeroMQ context (needed for inproc).
 
         `silent_s`: a new connection on which nobody speaks for so long is closed; None: it is not.
-        `beside`: share its ZeroMQ context (needed for inproc addresses).
 
         Raises `TransportError`.
         """
@@ -223,15 +199,14 @@ class Router(_Socket):
     def _listen(self, address: str) -> None:
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SNDHWM, _SENT_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         # A send to a peer that is gone must say so, and a peer that comes back before TCP has
         # noticed its loss must get in.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._monitor = self._socket.get_monitor_socket(
-            sum(_FAILED_HANDSHAKES)
-            | zmq.Event.DISCONNECTED
-            | (0 if self._silence is None else zmq.Event.ACCEPTED)
-        )
+        beginnings = 0 if self._silence is None else zmq.Event.ACCEPTED
+        told = sum(FAILED_HANDSHAKES) | zmq.Event.DISCONNECTED | beginnings
+        self._monitor = Monitor(self._context, self._socket, told)
         self._admission: curve.Admission | None = None
         try:
             if self._secret is not None:
@@ -239,11 +214,7 @@ class Router(_Socket):
             self._socket.bind(_endpoint(binding.resolved(address)))
         except gaierror as error:
             self.close()
-            raise TransportError(
-                f"{address} cannot be bound: this host knows no such name ({error.strerror}); set "
-                "POD_IP or TASKD_BIND_ADDR to an IP address of this host, or TASKD_BIND_ADDR to * "
-                "for all of them"
-            ) from error
+            raise TransportError(binding.unknown_name(address, str(error.strerror))) from error
         except zmq.ZMQError as error:
             self.close()
             is_taken = error.errno == errno.EADDRINUSE
@@ -255,7 +226,7 @@ class Router(_Socket):
 
         Not for one that shares a context. Raises `TransportError`.
         """
-        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        address = self.address
         self._disconnected.update(self._peer_by_connection.values())
         self._peer_by_connection.clear()
         self._connection_by_peer.clear()
@@ -272,6 +243,10 @@ class Router(_Socket):
     def address(self) -> str:
         """Where it listens, with the real port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+
+    @property
+    def _port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """See `Link`.
@@ -307,17 +282,16 @@ class Router(_Socket):
         peer = route if self._admission is None else self._admission.speaker(first)
         if peer is None:
             self._refused.append(_NOBODY_VOUCHES)
-            return None
-        self._note_connection(peer, first)
-        if self._admission is not None:
-            self._route_by_peer[peer] = route
+        else:
+            self._note_connection(peer, first)
+            if self._admission is not None:
+                self._route_by_peer[peer] = route
         return peer
 
     def _hang_up(self) -> None:
         """All that has come was read: who has not spoken by now is a stranger."""
         if self._silence is not None:
-            port = int(self.address.rpartition(":")[2])
-            silent = self._silence.hang_up(time.monotonic(), port)
+            silent = self._silence.hang_up(time.monotonic(), self._port)
             self._refused += [_IS_SILENT] * silent
 
     def _skip_parts(self) -> None:
@@ -359,6 +333,12 @@ class Router(_Socket):
             route = self._route_by_peer.get(peer)
         return route is not None and self._send([route, data])
 
+    def hang_up(self, peer: bytes) -> None:
+        """See `Listener`."""
+        connection = self._connection_by_peer.get(peer)
+        if connection is not None:
+            shut_down(connection, self._port)
+
     def take_refused(self) -> list[str]:
         """Why connections were not let in since the last call."""
         refused, self._refused = self._refused, []
@@ -374,30 +354,27 @@ class Router(_Socket):
 
     def close(self) -> None:
         """See `Link`."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
+        self._monitor.close()
         super().close()
 
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
         zap = [] if self._admission is None else [self._admission.socket]
-        return [self._monitor, *zap]
+        return [self._monitor.socket, *zap]
 
     def _due_at(self) -> float | None:
         return None if self._silence is None else self._silence.due_at
 
     def _serve(self) -> None:
-        while self._monitor.poll(0):
-            told = recv_monitor_message(self._monitor)
-            event = zmq.Event(told["event"])
+        for event, value in self._monitor.read():
             if event == zmq.Event.ACCEPTED:
                 assert self._silence is not None
-                self._silence.opened(int(told["value"]), time.monotonic())
+                self._silence.opened(value, time.monotonic())
             elif event == zmq.Event.DISCONNECTED:
                 if self._silence is not None:
-                    self._silence.over(int(told["value"]))
-                self._ended(int(told["value"]))
+                    self._silence.over(value)
+                self._ended(value)
             else:
-                self._refused.append(_FAILED_HANDSHAKES[event])
+                self._refused.append(FAILED_HANDSHAKES[event])
         if self._admission is not None:
             self._admission.serve()
 
@@ -405,7 +382,7 @@ class Router(_Socket):
 class Dealer(_Socket):
     """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
-    _attempts: "zmq.Socket[bytes] | None" = None
+    _attempts: Monitor | None = None
     is_turned_away = False  # somebody listens there, and ends the connection: with `watches`
 
     def __init__(
@@ -445,7 +422,8 @@ class Dealer(_Socket):
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if watches:
-            self._attempts = self._socket.get_monitor_socket(_ATTEMPTS | sum(_FAILED_HANDSHAKES))
+            events = _ATTEMPTS | sum(FAILED_HANDSHAKES)
+            self._attempts = Monitor(self._context, self._socket, events)
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
@@ -457,26 +435,27 @@ class Dealer(_Socket):
     def reaches(self, timeout_s: float) -> bool:
         """Whether somebody listens at the address, as the first attempt to connect shows."""
         assert self._attempts is not None
-        if not self._attempts.poll(int(timeout_s * 1000)):
-            return False
-        told = zmq.Event(recv_monitor_message(self._attempts)["event"])
-        return told is zmq.Event.CONNECTED
+        is_told = self._attempts.wait(timeout_s)
+        return is_told and self._attempts.next()[0] is zmq.Event.CONNECTED
 
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
-        return () if self._attempts is None else (self._attempts,)
+        return () if self._attempts is None else (self._attempts.socket,)
 
     def _serve(self) -> None:
-        while self._attempts is not None and self._attempts.poll(0):
-            told = zmq.Event(recv_monitor_message(self._attempts)["event"])
-            self.is_turned_away = self.is_turned_away or told in _FAILED_HANDSHAKES
+        for event, _ in () if self._attempts is None else self._attempts.read():
+            self.is_turned_away = self.is_turned_away or event in FAILED_HANDSHAKES
 
     def close(self) -> None:
         """See `Link`."""
         if self._attempts is not None:
-            self._socket.disable_monitor()
-            self._attempts.close(linger=0)  # the context waits for it
+            self._attempts.close()
             self._attempts = None
         super().close()
+
+    def abandon(self) -> None:
+        """Close it, and drop what was not sent yet."""
+        self._linger_ms = 0
+        self.close()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
         """See `Link`; the peer is always b""."""

@@ -45,9 +45,19 @@ def encode(envelope: Envelope, message: Message) -> bytes:
 
     Raises `LocalProtocolError` if it is too large, which no job of 4,096 ranks reaches.
     """
+    data = frame_of(envelope, message.code, body_of(message))
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(
+            f"{type(message).__name__} has {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}"
+        )
+    return data
+
+
+def frame_of(envelope: Envelope, code: int, body: bytes) -> bytes:
+    """The frame of a message of this type whose fields are packed already."""
     frame = {
         "version": PROTOCOL_VERSION,
-        "type": message.code,
+        "type": code,
         "job_id": envelope.job_id,
         "role": envelope.role,
         "node_rank": envelope.node_rank,
@@ -56,14 +66,19 @@ def encode(envelope: Envelope, message: Message) -> bytes:
         "generation": envelope.generation,
         "sequence": envelope.sequence,
         "cause": schema.cut_text(envelope.cause),
-        "body": schema.record(type(message)).pack(message),
+        "body": None,
     }
+    return _pack(frame)[:-1] + body  # its last byte is the None in whose place the body stands
+
+
+def body_of(message: Message) -> bytes:
+    """The packed fields of a message."""
+    return _pack(schema.record(type(message)).pack(message))
+
+
+def _pack(plain: object) -> bytes:
     # unicode_errors: an exception's message may hold a lone surrogate, which UTF-8 cannot express.
-    data: bytes = msgpack.packb(frame, unicode_errors="replace")
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise LocalProtocolError(
-            f"{type(message).__name__} has {len(data)} bytes, allowed are {MAX_MESSAGE_BYTES}"
-        )
+    data: bytes = msgpack.packb(plain, unicode_errors="replace")
     return data
 
 
@@ -80,13 +95,14 @@ def decode(data: bytes) -> tuple[Envelope, Message]:
     envelope = _envelope(frame)
     code = schema.integer(frame.get("type"), "type")
     try:
-        return envelope, _message(code, frame.get("body"))
+        return envelope, read_body(code, frame.get("body"))
     except RemoteProtocolError as error:
         error.envelope, error.message_code = envelope, code
         raise
 
 
-def _message(code: int, body: object) -> Message:
+def read_body(code: int, body: object) -> Message:
+    """The message of this type from its plain fields. Raises `RemoteProtocolError`."""
     kind = MESSAGE_BY_CODE.get(code)
     if kind is None:
         raise RemoteProtocolError("unknown type", str(code), code)

@@ -45,6 +45,7 @@ EVENT_BY_CODE: Mapping[int, type[events.Event]] = {
     45: events.WorkerMirrors,
     46: events.AgentMirrors,
     47: events.MirrorsHeld,
+    48: events.MirrorsReturned,
 }
 COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     50: commands.Interrupt,
@@ -64,6 +65,7 @@ COMMAND_BY_CODE: Mapping[int, type[commands.Command]] = {
     68: commands.Proceed,
     69: commands.KeepRoster,
     61: commands.Preload,
+    62: commands.ReturnMirrors,
 }
 _NOT_SENT = frozenset({"now", "cause"})
 
@@ -142,9 +144,10 @@ class Accepted(Message):
 @_message(3)
 @dataclass(frozen=True, slots=True)
 class Refused(Message):
-    """The other answer to a registration."""
+    """The other answer to a registration. `is_taken`: another agent has the place."""
 
     reason: str
+    is_taken: bool = False
 
 
 @_message(4)
@@ -196,6 +199,17 @@ class Rejected(Message):
     type: int
     sequence: int
     reason: str
+
+
+@_message(37)
+@dataclass(frozen=True, slots=True)
+class Batch(Message):
+    """Several reports of one agent, in the order in which they were made.
+
+    `reports`: type, cause and packed body of each; see `taskd.wire.batch`.
+    """
+
+    reports: tuple[tuple[int, str, bytes], ...]
 
 
 @_message(70)

@@ -1,10 +1,11 @@
 """What two agents say to each other about mirrors.
 
-Bytes to values and back. docs/protocol.md, "Between buddies", has the conversation.
+Bytes to values and back. docs/protocol.md, "Between peer nodes", has the conversation.
 
-    Offer   a snapshot is there; `transfer` numbers it   } from the node
-    Piece   its next bytes                               } whose snapshot it is
-    Answer  to both: go on, or not                         from its buddy
+    Ask     for a snapshot that is to come back            from the node in the place of a lost one
+    Offer   a snapshot is there; `transfer` numbers it   } from the node whose snapshot it is, or
+    Piece   its next bytes                               } that gives it back
+    Answer  to all: go on, or not                          from the other one
 
 A frame is one msgpack list: version, code, and the fields in order. Whatever bytes come, `decode`
 raises RemoteProtocolError or returns values of the right types and sizes; whether they make sense
@@ -23,15 +24,32 @@ VERSION = 1
 # half of what the transport lets through; a frame costs 0.1 ms beside its copies
 PIECE_BYTES = 512 * 1024
 MAX_FRAME_BYTES = PIECE_BYTES + 4096
+UNDER_WAY_BYTES = 8 * PIECE_BYTES  # enough for 1 GB/s at 4 ms; more would only fill buffers
 MAX_SNAPSHOT_BYTES = 1 << 46  # of one rank; no node has as much memory
 
 GO = "go"  # to an Offer: the place is there
 TAKEN = "taken"  # to a Piece: the next one may come
 KEPT = "kept"  # to the last Piece: the mirror is whole
-LATER = "later"  # to an Offer: not now, ask again
+LATER = "later"  # to an Offer or an Ask: not now, ask again
 DAMAGED = "damaged"  # to the last Piece: it was not what it should be
-REFUSED = "refused"  # to an Offer: there will be no mirror of this rank here
+REFUSED = "refused"  # to an Offer: there will be no mirror of this rank here; to an Ask: it is gone
 STAGES = (GO, TAKEN, KEPT, LATER, DAMAGED, REFUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`node_rank` has taken the place of the node that had this snapshot.
+
+    `incarnation` of the agent that asks, `to` that of the one which is meant.
+    """
+
+    transfer: int
+    job_id: str
+    node_rank: int
+    incarnation: str
+    to: str
+    rank: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +94,8 @@ class Answer:
     reason: str = ""
 
 
-Frame = Offer | Piece | Answer
-_CODES: dict[int, type[Frame]] = {1: Offer, 2: Piece, 3: Answer}
+Frame = Offer | Piece | Answer | Ask
+_CODES: dict[int, type[Frame]] = {1: Offer, 2: Piece, 3: Answer, 4: Ask}
 _CODE_OF = {cls: code for code, cls in _CODES.items()}
 _NAMES = {cls: tuple(item.name for item in fields(cls)) for cls in _CODE_OF}
 _WIDE = frozenset({"index_sum", "seal"})  # checksums have all 64 bits

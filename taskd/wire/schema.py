@@ -85,7 +85,7 @@ class Record:
             (item.name, *_converters(hints[item.name], item.name, is_order=is_order))
             for item in fields(cls)
         ]
-        self._unpacks = [unpack for _, _, unpack in self._fields]
+        self._unpack_list = _list_unpacker(cls, hints, is_order=is_order) if self._as_list else None
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
 
     def pack(self, value: Any) -> dict[str, Any] | list[Any]:
@@ -99,12 +99,10 @@ class Record:
 
         Fields that we do not know are ignored; those of an older peer take their default.
         """
-        if self._as_list:
+        if self._unpack_list is not None:
             if not isinstance(data, list) or len(data) < self._needed:
                 raise wrong(where, f"a list of {self._needed}", data)
-            return self._cls(
-                *[unpack(item, where) for item, unpack in zip(data, self._unpacks, strict=False)]
-            )
+            return self._unpack_list(data, where)
         if not isinstance(data, dict):
             raise wrong(where, "a map", data)
         values = {}
@@ -114,6 +112,53 @@ class Record:
             elif name not in self._optional:
                 raise RemoteProtocolError("malformed", f"{where}.{name} is missing")
         return self._cls(**values)
+
+
+def _list_unpacker(cls: type, hints: dict[str, Any], *, is_order: bool) -> Unpack:
+    """How a bulk value is read that has all its fields, or all but the last ones.
+
+    A manager of thousands of nodes spends most of its time here. So what is right as it is, as
+    nearly all is, is seen in straight-line code, made here from the annotations: one look at each
+    value, and a call for those only that are wrong or have to be converted.
+    """
+    names = [item.name for item in fields(cls)]
+    unpacks = [_converters(hints[name], name, is_order=is_order)[1] for name in names]
+    lines = ["def unpack_all(data, where):", f"    {', '.join(names)}, = data"]
+    for name in names:
+        is_right = _is_right(hints[name], name, is_order=is_order)
+        convert = f"{name} = unpack_{name}({name}, where)"
+        if get_origin(hints[name]) is tuple:
+            convert = f"{name} = () if {name} == [] else unpack_{name}({name}, where)"
+        lines.append(f"    if not ({is_right}): {convert}")
+    lines.append(f"    return cls({', '.join(names)})")
+    known = {f"unpack_{name}": unpack for name, unpack in zip(names, unpacks, strict=True)}
+    scope: dict[str, Any] = {"cls": cls, **known}
+    exec("\n".join(lines), scope)  # noqa: S102
+    unpack_all: Unpack = scope["unpack_all"]
+
+    def unpack(data: list[Any], where: str) -> Any:
+        if len(data) == len(names):
+            return unpack_all(data, where)
+        # of an older peer, or of a newer one
+        return cls(*[convert(item, where) for item, convert in zip(data, unpacks, strict=False)])
+
+    return unpack
+
+
+def _is_right(hint: Any, name: str, *, is_order: bool) -> str:
+    """The condition under which a value is what `_converters` would make of it."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (part for part in get_args(hint) if part is not type(None))
+        return f"{name} is None or {_is_right(inner, name, is_order=is_order)}"
+    if hint is int:
+        low, high = _range(name, is_order=is_order)
+        return f"type({name}) is int and {low} <= {name} <= {high}"
+    conditions = {
+        bool: f"type({name}) is bool",
+        float: f"type({name}) is float and 0.0 <= {name} <= {MAX_SECONDS!r}",
+        str: f"type({name}) is str and len({name}) <= {_characters(name)}",
+    }
+    return conditions.get(hint, "False")
 
 
 _RECORDS: dict[type, Record] = {}
@@ -170,6 +215,12 @@ def text(value: Any, where: str) -> str:
     return value
 
 
+def _bytes(value: Any, where: str) -> bytes:
+    if not isinstance(value, bytes):
+        raise wrong(where, "bytes", value)
+    return value
+
+
 def _boolean(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise wrong(where, "a boolean", value)
@@ -214,15 +265,19 @@ def _converters(hint: Any, name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
         return _text_converters(name)
     if issubclass(hint, Enum):
         return lambda value: hint(value).value, _enum_unpacker(hint)
-    unpackers = {bool: _boolean, float: _number, int: _integer_unpacker(name, is_order=is_order)}
+    unpackers = {
+        bool: _boolean,
+        bytes: _bytes,
+        float: _number,
+        int: _integer_unpacker(name, is_order=is_order),
+    }
     return _same, unpackers[hint]
 
 
 def _text_converters(name: str) -> tuple[Pack, Unpack]:
     """What a peer did not cut is cut here."""
-    is_traceback = name == "traceback"
-    cut = cut_traceback if is_traceback else cut_text
-    fits = (MAX_TRACEBACK_BYTES if is_traceback else MAX_TEXT_BYTES) // 4  # characters, surely
+    cut = cut_traceback if name == "traceback" else cut_text
+    fits = _characters(name)
 
     def unpack(value: Any, where: str) -> str:
         if type(value) is str and len(value) <= fits:
@@ -230,6 +285,11 @@ def _text_converters(name: str) -> tuple[Pack, Unpack]:
         return cut(text(value, where))
 
     return cut, unpack
+
+
+def _characters(name: str) -> int:
+    """A text of so many surely has not too many bytes."""
+    return (MAX_TRACEBACK_BYTES if name == "traceback" else MAX_TEXT_BYTES) // 4
 
 
 def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> tuple[Pack, Unpack]:
@@ -249,7 +309,7 @@ def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> t
     def unpack_each(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(unpacks):
             raise wrong(where, f"a list of {len(unpacks)}", value)
-        return tuple(unpack(item, where) for unpack, item in zip(unpacks, value, strict=True))
+        return tuple([unpack(item, where) for unpack, item in zip(unpacks, value, strict=True)])
 
     return (
         lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)],
@@ -258,13 +318,7 @@ def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> t
 
 
 def _integer_unpacker(name: str, *, is_order: bool) -> Unpack:
-    low, high = 0, MAX_INTEGER
-    if name in _SIGNED:
-        low = -MAX_INTEGER
-    elif name in _SMALL:
-        high = MAX_RANK
-    elif name in _CLAIMS and not is_order:
-        high = MAX_CLAIM
+    low, high = _range(name, is_order=is_order)
 
     def unpack(value: Any, where: str) -> int:
         # most are right: a second call for each number of each mark would cost as much again
@@ -273,6 +327,14 @@ def _integer_unpacker(name: str, *, is_order: bool) -> Unpack:
         return integer(value, where, low, high)
 
     return unpack
+
+
+def _range(name: str, *, is_order: bool) -> tuple[int, int]:
+    if name in _SIGNED:
+        return -MAX_INTEGER, MAX_INTEGER
+    if name in _SMALL:
+        return 0, MAX_RANK
+    return 0, MAX_CLAIM if name in _CLAIMS and not is_order else MAX_INTEGER
 
 
 def _enum_unpacker(kind: type[Enum]) -> Unpack:

@@ -36,13 +36,13 @@ def command_to_message(command: object) -> Message:
     return _to_message(command)
 
 
-def message_to_event(envelope: Envelope, message: Message, now: float) -> Event:
+def message_to_event(cause: str, message: Message, now: float) -> Event:
     """The event that a message reports. Raises `RemoteProtocolError` if it reports none."""
     cls = _EVENT_OF.get(type(message))
     if cls is None:
         raise RemoteProtocolError("malformed", f"{type(message).__name__} is no event")
     _check_life(message)
-    return cls(now, envelope.cause, *_values(message))
+    return cls(now, cause, *_values(message))
 
 
 def message_to_command(envelope: Envelope, message: Message) -> Command:

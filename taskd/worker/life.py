@@ -164,6 +164,8 @@ class Saving:
     """What keeps copies of the state. The arenas outlive the process, the others an entry."""
 
     arenas: Arenas | None = None
+    # an agent that was lost has left them, and nothing has been verified
+    is_unverified: bool = False
     snapshots: SnapshotMaker | None = None
     periodic: Checkpointer | None = None
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
@@ -175,6 +177,13 @@ class Saving:
     def versions(self) -> tuple[int, ...]:
         """Those of this rank's state that are whole in node memory."""
         return () if self.arenas is None else self.arenas.versions()
+
+    def verify(self) -> list[str]:
+        """What of the arenas is damaged and dropped, if it is to be looked at."""
+        if self.arenas is None or not self.is_unverified:
+            return []
+        self.is_unverified = False
+        return self.arenas.verify()
 
 
 @dataclass

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,6 +35,9 @@ from taskd.manager.service import Service
 from taskd.transport import zeromq
 from taskd.wire import codec, translate
 from taskd.worker import life
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMIT_S = 20.0
 ROOT = pathlib.Path(taskd.__file__).resolve().parents[1]
@@ -109,11 +112,10 @@ class RunningManager:
         self.address = self.router.address
         self.port = self.address.rpartition(":")[2]
         self.service = Service(
-            ManagerConfig("default_job", self.address, 3.0, None, LogConfig(tmp_path / "log")),
+            ManagerConfig("default_job", self.address, 30.0, None, LogConfig(tmp_path / "log")),
             self.router,
         )
         self.thread = threading.Thread(target=self.service.run)
-        self.thread.start()
 
     def end(self) -> None:
         """Tell it, over the wire, that its job is over."""
@@ -133,11 +135,18 @@ class RunningManager:
 
 
 @pytest.fixture
-def manager(tmp_path):
+def later(tmp_path):
+    """One that has its port; the test starts its thread."""
     running = RunningManager(tmp_path)
     yield running
     if running.thread.is_alive():
         running.end()
+
+
+@pytest.fixture
+def manager(later):
+    later.thread.start()
+    return later
 
 
 # ---------------------------------------------------------------- names
@@ -471,10 +480,16 @@ class Thing:
 class Launcher:
     """A SimpleElasticAgent as far as it is used.
 
-    `script` is what the monitor says in each life of the group.
+    `lives`: what the monitor says in each life of the group, from when on `may_begin` says so.
     """
 
-    def __init__(self, *lives: list[RunResult], max_restarts: int = 5) -> None:
+    def __init__(
+        self,
+        *lives: list[RunResult],
+        max_restarts: int = 5,
+        may_begin: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._may_begin = may_begin
         workers = [Thing(global_rank=rank, world_size=2, id=100 + rank) for rank in range(2)]
         self._worker_group = Thing(
             spec=Thing(max_restarts=max_restarts, monitor_interval=0.01),
@@ -497,10 +512,18 @@ class Launcher:
         self.present = list(self.lives.pop(0))
 
     def _monitor_workers(self, group) -> RunResult:
+        if not self._may_begin():
+            return HEALTHY
         return self.present.pop(0) if len(self.present) > 1 else self.present[0]
 
     def _exit_barrier(self) -> None:
         self.calls.append("barrier")
+
+
+def is_connected() -> bool:
+    """Whether its manager has accepted the agent: before, it waits for none, or two seconds."""
+    link = agent_module._held.agent._manager
+    return link is not None and link.session.is_registered
 
 
 HEALTHY, SUCCEEDED = RunResult(State.HEALTHY), RunResult(State.SUCCEEDED)
@@ -578,7 +601,7 @@ def test_callbacks_must_be_callable() -> None:
 
 
 def test_a_run_without_fault_returns_the_launchers_result(manager) -> None:
-    launcher = Launcher([HEALTHY] * 5 + [SUCCEEDED])
+    launcher = Launcher([HEALTHY] * 5 + [SUCCEEDED], may_begin=is_connected)
     assert init(launcher, manager.port)
     assert api.start_taskd_agent() is SUCCEEDED
     assert launcher.calls == ["start", "barrier"]
@@ -587,7 +610,8 @@ def test_a_run_without_fault_returns_the_launchers_result(manager) -> None:
 
 
 def test_a_failure_is_reported_and_the_manager_restarts_the_group(manager) -> None:
-    launcher = Launcher([HEALTHY, failed()], [HEALTHY] * 5 + [SUCCEEDED])
+    lives = [HEALTHY, failed()], [HEALTHY] * 5 + [SUCCEEDED]
+    launcher = Launcher(*lives, may_begin=is_connected)
     assert init(launcher, manager.port)
     assert api.start_taskd_agent() is SUCCEEDED
     assert launcher.calls == ["start", "stop", "start", "barrier"]
@@ -597,8 +621,22 @@ def test_a_failure_is_reported_and_the_manager_restarts_the_group(manager) -> No
     assert manager.service._machine.restarts_used == 1
 
 
+def test_a_manager_that_comes_after_a_restart_alone_is_told_of_it(later, monkeypatch) -> None:
+    """What waited for it says how the workers were when nobody answered."""
+    monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "3")
+    launcher = Launcher([failed()], [failed()], [SUCCEEDED])
+    restart = launcher._restart_workers
+    launcher._restart_workers = lambda group: (restart(group), later.thread.start())
+    assert init(launcher, later.port)
+    assert api.start_taskd_agent() is SUCCEEDED
+    assert launcher.calls == ["start", "restart", "stop", "start", "barrier"]
+    later.thread.join(LIMIT_S)
+    assert later.service.result is True
+    assert later.service._machine.restarts_used == 2
+
+
 def test_the_same_failure_again_and_again_ends_the_job(manager) -> None:
-    launcher = Launcher(*([HEALTHY, failed()] for _ in range(5)))
+    launcher = Launcher(*([HEALTHY, failed()] for _ in range(5)), may_begin=is_connected)
     assert init(launcher, manager.port)
     result = api.start_taskd_agent()
     assert result.is_failed()
@@ -609,7 +647,7 @@ def test_the_same_failure_again_and_again_ends_the_job(manager) -> None:
 
 
 def test_registered_callbacks_are_called_in_place_of_the_methods(manager) -> None:
-    launcher, calls = Launcher([failed()], [SUCCEEDED]), []
+    launcher, calls = Launcher([failed()], [SUCCEEDED], may_begin=is_connected), []
     assert init(launcher, manager.port)
     for operator, method in callbacks.DEFAULTS.items():
 
@@ -688,7 +726,12 @@ def test_torchs_own_agent_is_driven_by_the_manager(manager, tmp_path) -> None:
             "--max-restarts=3",
             str(script),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TASKD_FAULT_TIMEOUT": "300",  # it waits for its manager as long as that may take
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
+import threading
 import time
 
 import pytest
@@ -278,13 +280,14 @@ def test_an_address_that_others_reach_is_warned_of_unless_there_is_a_secret(capl
         )
 
 
-def test_closing_does_not_wait_for_a_manager_that_never_was() -> None:
+def test_closing_does_not_wait_for_a_manager_that_never_was(monkeypatch) -> None:
+    monkeypatch.setattr(zeromq, "_LINGER_MS", 60_000)
     dealer = zeromq.Dealer("127.0.0.1:1", "a")
     for _ in range(10):
         assert dealer.send(None, b"x")
     began = time.monotonic()
     dealer.close()
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 50
 
 
 def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken_stay() -> None:
@@ -325,10 +328,9 @@ def test_only_connections_of_its_own_port_are_closed(tmp_path) -> None:
             silence.opened(descriptor, 0.0)
         assert silence.due_at == 1.0
         assert silence.hang_up(0.9, port) == 0
-        before = len(os.listdir("/proc/self/fd"))
         assert silence.hang_up(1.0, port) == 5
         assert silence.due_at is None
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert os.fstat(client.fileno()) and os.fstat(accepted.fileno())  # ZeroMQ closes its own
         file.write("x")
         ours.send(b"x")
         assert theirs.recv(1) == b"x"
@@ -337,3 +339,23 @@ def test_only_connections_of_its_own_port_are_closed(tmp_path) -> None:
             accepted.send(b"x")
         client.close()
         accepted.close()
+
+
+def test_a_router_whose_events_nobody_reads_goes_on_and_ends() -> None:
+    """So many agents may leave at once while the manager is busy, or ends."""
+    router = zeromq.Router("127.0.0.1:0", silent_s=60.0)
+    port = int(router.address.rpartition(":")[2])
+    for _ in range(1500):  # ZeroMQ's own bound is 2,000 events, two of which come of each
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+            stranger.recv(1)  # the greeting: it has been accepted
+    agent = zeromq.Dealer(router.address, "agent", beside=None)
+    agent.send(None, b"here")
+    deadline = time.monotonic() + 30
+    while not router.receive():
+        assert time.monotonic() < deadline, "nothing is received any more"
+        select.select([], [], [], 0.01)  # without a look at the events
+    closing = threading.Thread(target=router.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive(), "it waits for room for one more event"
+    agent.close()

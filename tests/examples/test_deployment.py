@@ -21,6 +21,7 @@ import torch.distributed
 from taskd.checkpoint import folder
 from tests.examples.test_examples import EXAMPLES, KILL_ONCE, finals
 from tests.process import harness
+from tests.process.test_recovery import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +146,7 @@ def test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on(
         start,
     ):
         start.wait_text("rank 1: optimizer 4 begins", 60)
-        assert held.exists()
+        wait_until(job, held.exists)  # it tells first
         torchrun = int((job.directory / "torchrun.pid").read_text())
         env = job.env | {"PID_FILE": str(job.directory / "torchrun.pid")}
         hook = harness.Output(

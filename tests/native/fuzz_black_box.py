@@ -154,7 +154,7 @@ class Manager:
     def hear(self, event: events.Event) -> list:
         message = self.pass_on(translate.event_to_message(event))
         envelope = codec.Envelope("job", "agent", 0, None, "a", 0, 0, "c")
-        answers = self.machine.handle(translate.message_to_event(envelope, message, self.now))
+        answers = self.machine.handle(translate.message_to_event(envelope.cause, message, self.now))
         self.machine.check()
         return answers
 

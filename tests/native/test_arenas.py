@@ -1,18 +1,35 @@
 """The arenas of one rank: made by the agent, filled by one life after the other."""
 
 import ctypes
+import errno
 import os
+import pathlib
+import tempfile
 
 import pytest
 
 from taskd.errors import ArenaError
 from taskd.native import node_memory
-from taskd.native.arenas import Arenas
+from taskd.native.arena import Arena
+from taskd.native.arenas import FILES, Arenas
+from testbed.proc import open_files
+
+
+def named(folder):
+    """Files as an agent makes them that is to be outlived by them."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return Arenas([os.open(folder / f"{number}", flags, 0o600) for number in range(FILES)])
 
 
 @pytest.fixture
-def arenas():
-    arenas = Arenas.create()
+def folder():
+    with tempfile.TemporaryDirectory(prefix="test-", dir="/dev/shm") as name:
+        yield pathlib.Path(name)
+
+
+@pytest.fixture(params=["memfd", "files"])
+def arenas(request, folder):
+    arenas = Arenas.create() if request.param == "memfd" else named(folder)
     yield arenas
     arenas.close()
 
@@ -107,9 +124,109 @@ def test_no_memory_leaves_the_file_empty(arenas, monkeypatch):
 
 
 def test_closing_twice_is_once_and_frees_every_descriptor():
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files("taskd-arena")
     arenas = Arenas.create()
     arenas.make(1000)
+    assert len(open_files("taskd-arena")) > len(before)
     arenas.close()
     arenas.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files("taskd-arena") == before
+
+
+def test_damaged_snapshots_are_dropped_and_said(arenas):
+    arena = arenas.make(100_000)
+    put(arena, 3, 100_000)
+    put(arena, 4, 100_000)
+    assert arenas.verify() == []
+    offset = os.pread(arena.fd, os.fstat(arena.fd).st_size, 0).index(b"\4" * 100_000)
+    os.pwrite(arena.fd, b"x", offset + 50_000)
+    successor = another_process(arenas)
+    assert successor.versions() == (3, 4), "nobody has looked yet"
+    (problem,) = successor.verify()
+    assert "the checksum of 't' does not fit" in problem
+    assert (successor.versions(), arenas.versions()) == ((3,), (3,))
+    assert successor.verify() == []
+    successor.close()
+
+
+def test_a_snapshot_that_was_never_completed_is_said(arenas):
+    arena = arenas.make(1000)
+    put(arena, 3)
+    arena.begin(4, 1)
+    (problem,) = another_process(arenas).verify()
+    assert "begun and never completed" in problem
+    assert arenas.versions() == (3,)
+
+
+class TestFilesWithNames:
+    """They cannot be sealed, and who reads behind their end is killed."""
+
+    def test_no_file_that_may_hold_an_arena_is_made_smaller(self, folder):
+        arenas = named(folder)
+        old = arenas.make(1000)
+        put(old, 1)
+        life = another_process(arenas)
+        old_size = os.fstat(arenas.descriptors[0]).st_size
+        life.discard(life.all()[0])
+        successor = another_process(arenas)
+        put(successor.make(1000), 2)
+        assert os.fstat(arenas.descriptors[0]).st_size == old_size
+        assert blocks(arenas.descriptors[0]) == 0
+        assert arenas.versions() == (2,), "it still has the old one mapped, and reads it"
+        for one in (arenas, life, successor):
+            one.close()
+
+    @pytest.mark.parametrize("size", [0, 10, 4096, 6000])
+    def test_one_that_was_cut_holds_nothing(self, folder, size):
+        arenas = named(folder)
+        put(arenas.make(1000), 1)
+        arenas.close()
+        os.truncate(folder / "0", size)
+        again = Arenas([os.open(folder / "0", os.O_RDWR)])
+        assert again.versions() == ()
+        problems = again.verify()
+        assert problems == [] if size == 0 else "was cut" in problems[0] or "header" in problems[0]
+        again.close()
+
+    def test_one_that_others_may_open_holds_nothing(self, folder):
+        arenas = named(folder)
+        put(arenas.make(1000), 1)
+        arenas.close()
+        (folder / "0").chmod(0o660)
+        arena = Arena.attach(os.open(folder / "0", os.O_RDWR))
+        assert (arena.versions(), "could be cut" in arena.problems()[0]) == ([], True)
+        arena.close()
+
+    def test_a_file_on_a_disk_holds_nothing(self, tmp_path):
+        descriptor = os.open(tmp_path / "0", os.O_RDWR | os.O_CREAT, 0o600)
+        os.write(descriptor, bytes(8192))
+        arena = Arena.attach(descriptor)
+        assert (arena.versions(), "could be cut" in arena.problems()[0]) == ([], True)
+        arena.close()
+
+    def test_the_size_of_the_mount_counts(self, folder, monkeypatch):
+        arenas, before = named(folder), os.fstatvfs
+        free = os.statvfs_result((4096, 4096, 1000, 200, 200, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "fstatvfs", lambda _: free)
+        with pytest.raises(ArenaError) as found:
+            arenas.make(1 << 20)
+        assert "the mount behind TASKD_NODE_MEMORY leaves 819200 bytes" in str(found.value)
+        assert "must have room for all ranks of the node" in str(found.value)
+        with pytest.raises(ArenaError, match="behind TASKD_NODE_MEMORY"):
+            arenas.require(1 << 20)
+        monkeypatch.setattr(os, "fstatvfs", before)
+        assert [blocks(descriptor) for descriptor in arenas.descriptors] == [0, 0, 0]
+        put(arenas.make(1 << 20), 1)
+        arenas.close()
+
+    def test_a_mount_that_gets_full_meanwhile(self, folder, monkeypatch):
+        """Others fill it between the look and the allocation."""
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        arenas = named(folder)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ArenaError, match="No space left on device"):
+            arenas.make(1 << 20)
+        arenas.close()

@@ -50,8 +50,17 @@ WHEREABOUTS = {
 @pytest.mark.parametrize("where", WHEREABOUTS)
 def test_stacks_are_taken_wherever_the_main_thread_is(box, crashes, where):
     call, function = WHEREABOUTS[where]
-    body = START + (
-        "def other(): time.sleep(600)\nthreading.Thread(target=other, daemon=True).start()\n"
+    # start() returns before `other` is entered, which it never is once the lock is held for ever
+    body = (
+        START
+        + """
+is_there = threading.Event()
+def other():
+    is_there.set()
+    time.sleep(600)
+threading.Thread(target=other, daemon=True).start()
+is_there.wait()
+"""
     )
     body += f"def innermost():\n    say('ready')\n    {call}\ninnermost()\n"
     with running(body, box, crashes) as process:

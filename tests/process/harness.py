@@ -85,7 +85,7 @@ def run_plainly(
     }
     ranks = [
         Output(
-            [sys.executable, script, *arguments],
+            [sys.executable, str(ROOT / "testbed" / "plainly.py"), script, *arguments],
             environment(**group, RANK=str(rank), LOCAL_RANK=str(rank), **env),
             directory / f"plain{rank}.out",
             directory,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from testbed.hosts import missing
 from tests.process import harness
 from tests.process.installation import install
 
@@ -129,3 +130,26 @@ def test_whoever_ends_it_ends_the_job(tmp_path: pathlib.Path, number: int, statu
         finally:
             process.end()
         assert job.leftovers() == set()
+
+
+@pytest.mark.extended  # tests/unit/test_chaos.py: commands and what is judged; test_spares: a node
+def test_a_node_and_a_link_of_namespaces(tmp_path: pathlib.Path) -> None:
+    """By the commands of benchmarks/chaos_hosts.py, which also compares the states."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    command = [sys.executable, str(harness.ROOT / "benchmarks" / "chaos_hosts.py"), "--seed=3",
+               "--faults=2", "--kinds=node,link", f"--json={tmp_path / 'found.json'}"]  # fmt: skip
+    env = harness.environment(TMPDIR=str(tmp_path))
+    process = harness.Output(command, env, tmp_path / "out", tmp_path)
+    try:
+        finished = process.wait(2 * LIMIT_S)
+    finally:
+        process.end()
+    assert finished.returncode == 0, finished.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["injected"] == {"node": 1, "link": 1}
+    assert found["recovered_by"]["node"] == {"recover": 1}
+    assert found["jobs_with_equal_digests"] == 1
+    assert found["states_compared"] > 0
+    assert found["replaced_without_need"] == 0

@@ -40,7 +40,7 @@ def test_a_rank_is_replaced_on_either_node(
     if shutil.which("unshare") is None or subprocess.run([*LATER, "true"], check=False).returncode:
         pytest.skip("unshare(1) cannot make a time namespace here")
     assert _uptime(*LATER) - _uptime() > AHEAD_S - 60
-    settings = {"TASKD_FAULT_TIMEOUT": "6", "FAULTS": f"{lost}@5:forward:kill"}
+    settings = {"TASKD_FAULT_TIMEOUT": "6", "FAULTS": f"{lost}@5:forward:told-kill"}
     with harness.job(tmp_path, STEPS="20", SLEEP_S="0.05", **settings) as job:
         job.start_manager()
         options = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={job.master_port}")
@@ -53,6 +53,9 @@ def test_a_rank_is_replaced_on_either_node(
             tmp_path,
         )
         job.agents.append(second)
+        for node in (first, second):  # a fault does not wait long for a manager that never was
+            node.wait_text("joined the manager at", LIMIT_S)
+        job.tell()
         assert second.wait(LIMIT_S).returncode == 0, second.text
         finished = first.wait(LIMIT_S)
         check_recovered(job, finished, reference(STEPS="20"), faults=1, replaced={lost})

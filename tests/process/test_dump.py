@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+HELD = "1@20:step:told-go-on"  # whoever signals has half of the job for it
+
 
 def checkpoints(job: harness.Job) -> list[folder.Checkpoint]:
     """Whole ones, newest first; asserts that there is nothing else."""
@@ -190,11 +192,13 @@ def test_a_node_that_is_to_end_saves_at_the_end_of_the_step(
 ) -> None:
     """SIGTERM, as a pod gets it that is evicted."""
     env = {"STEPS": "40", "SLEEP_S": "0.1", "TASKD_RECOVER_STRATEGY": "recover-in-place,dump"}
+    env["FAULTS"] = HELD
     with harness.job(tmp_path, **env) as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         agent.process.send_signal(signal.SIGTERM)
+        job.tell()
         finished = agent.wait(60)
         committed = {
             max(fact["step"] for fact in job.facts("committed") if fact["rank"] == rank)
@@ -211,13 +215,15 @@ def test_a_node_that_is_to_end_saves_at_the_end_of_the_step(
 
 def test_the_manager_of_the_same_pod_stays_until_the_job_is_saved(tmp_path: pathlib.Path) -> None:
     """It gets the signal, too, and before."""
-    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.1", TASKD_RECOVER_STRATEGY="dump") as job:
+    env = {"STEPS": "40", "SLEEP_S": "0.1", "TASKD_RECOVER_STRATEGY": "dump", "FAULTS": HELD}
+    with harness.job(tmp_path, **env) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         manager.process.send_signal(signal.SIGTERM)
         manager.wait_text("stays until the job is saved", 20)
         agent.process.send_signal(signal.SIGTERM)
+        job.tell()
         assert agent.wait(60).returncode == 2
         assert manager.wait(20).returncode == 1
         assert len(checkpoints(job)) == 1

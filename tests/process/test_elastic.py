@@ -84,6 +84,11 @@ def _committed(job: harness.Job) -> dict[int, list[dict]]:
     return found
 
 
+def _have_committed(job: harness.Job, ranks: set[int], world: int) -> bool:
+    """Whether each of these has done a step in a world of so many."""
+    return ranks <= {fact["rank"] for fact in job.facts("committed") if fact["world"] == world}
+
+
 def _check_steps(job: harness.Job, ranks: set[int], steps: int) -> None:
     """These ranks have done each step once, each in one process, with the losses of one alone.
 
@@ -114,6 +119,7 @@ def test_the_others_go_on_and_the_node_comes_back(tmp_path: pathlib.Path, lost: 
         left = ", ".join(map(str, sorted(survivors)))
         said = f"elastic-training: the job goes on with 2 of 3 nodes (ranks {left})"
         nodes.manager.wait_text(said, LIMIT_S)
+        wait_until(job, lambda: _have_committed(job, survivors, world=2))
         nodes.bring_back(lost)
         nodes.manager.wait_text("the world is whole again: all 3 nodes, 3 ranks", LIMIT_S)
         _check_steps(job, survivors, nodes.finish())

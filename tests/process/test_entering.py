@@ -25,11 +25,20 @@ def pids(job: harness.Job, what: str) -> dict[int, set[int]]:
     return found
 
 
+def run(job: harness.Job, nproc: int) -> harness.Finished:
+    """Its fault comes when the node has its manager: it does not wait long for one to come."""
+    job.start_manager()
+    agent = job.start_agent("entering.py", nproc=nproc)
+    agent.wait_text("joined the manager at", 60)
+    job.tell()
+    return agent.wait(90)
+
+
 def test_a_rank_that_sets_up_for_longer_than_the_fault_timeout_is_left_alone(
     tmp_path: pathlib.Path,
 ) -> None:
     with harness.job(tmp_path, CASE="slow", TASKD_FAULT_TIMEOUT="8", SETUP_S="12") as job:
-        finished = job.run("entering.py", nproc=3)
+        finished = run(job, nproc=3)
         assert finished.returncode == 0, finished.output
         assert len(job.facts("fault")) == 1
         assert {rank: len(found) for rank, found in pids(job, "began").items()} == {
@@ -52,7 +61,7 @@ def test_a_script_may_decorate_a_function_and_not_call_it(tmp_path: pathlib.Path
 
 def test_a_rank_that_leaves_before_its_function_is_wanted_back(tmp_path: pathlib.Path) -> None:
     with harness.job(tmp_path, CASE="one leaves") as job:
-        finished = job.run("entering.py", nproc=3)
+        finished = run(job, nproc=3)
         assert finished.returncode == 0, finished.output
         assert len(job.facts("fault")) == 1
         assert sorted(pids(job, "done")) == [0, 1, 2]

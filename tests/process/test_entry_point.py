@@ -115,7 +115,8 @@ def test_one_that_cannot_be_imported_costs_a_line(script: pathlib.Path) -> None:
 
 def test_of_two_installations_the_log_says_which_one_is_used(script: pathlib.Path) -> None:
     second = script.parent / "second"
-    shutil.copytree(harness.ROOT / "taskd", second / "taskd")
+    ignored = shutil.ignore_patterns("__pycache__")  # written by others meanwhile
+    shutil.copytree(harness.ROOT / "taskd", second / "taskd", ignore=ignored)
     path = install(second / "installed", root=second)
     done = start(
         [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=taskd", *TWO, str(script)],

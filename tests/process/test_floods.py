@@ -112,6 +112,22 @@ def test_what_does_not_end_is_dropped_and_the_agent_goes_on(service: Service, da
     agent.dealer.close()
 
 
+def test_who_sends_only_what_nobody_can_read_is_hung_up_on(service: Service) -> None:
+    port = int(service._link.address.rpartition(":")[2])
+    agent = Client(port)
+    agent.register()
+    assert isinstance(agent.answer(), messages.Accepted)
+    assert send_until_dropped(port, frame(b"junk") * 10) > 0
+    assert 10 <= service._refusals.counts["malformed"] < 2000
+    for _ in range(30):  # of its own agent no number of them is too many
+        agent.dealer.send(None, b"junk")
+    agent.say(messages.Heartbeat())
+    await_message(agent, messages.HeartbeatAck)
+    assert set(service._sessions.agents) == {agent.envelope.node_rank}
+    assert not service._sessions.agents[agent.envelope.node_rank].is_doubtful
+    agent.dealer.close()
+
+
 def test_a_manager_s_memory_is_bounded_whatever_is_sent(tmp_path: pathlib.Path) -> None:
     with harness.job(tmp_path) as job:
         manager = job.start_manager()

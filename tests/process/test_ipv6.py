@@ -14,6 +14,7 @@ from tests.process.test_recovery import (
     check_recovered,
     reference,  # noqa: F401
     wait_for_step,
+    wait_until,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def test_a_rank_and_then_a_whole_node_are_replaced(
     if reason is not None:
         pytest.skip(reason)
     settings = {"TASKD_RECOVER_STRATEGY": "recover-in-place,recover", "TASKD_FAULT_TIMEOUT": "6"}
-    settings |= {"STEPS": "40", "SLEEP_S": "0.05", "FAULTS": "3@5:forward:kill"}
+    faults = "3@5:forward:told-kill;0@30:step:told-go-on"
+    settings |= {"STEPS": "40", "SLEEP_S": "0.05", "FAULTS": faults}
     settings |= {"TASKD_MANAGER_ADDR": find} if find else {"TASKD_MANAGER": "auto"}
     with harness.job(tmp_path, **settings) as job:
         if bind:
@@ -66,15 +68,20 @@ def test_a_rank_and_then_a_whole_node_are_replaced(
             return job.start_agent("train.py", nproc=2, options=options)
 
         nodes = [start(node_rank) for node_rank in range(2)]
+        for node in nodes:  # a fault does not wait long for a manager that never was
+            node.wait_text("joined the manager at", LIMIT_S)
+        job.tell(0)
         wait_for_step(job, 12)
-        assert [record["strategy"] for record in job.recoveries()] == ["recover-in-place"]
+        (record,) = wait_until(job, job.recoveries)
+        assert record["strategy"] == "recover-in-place"
         os.kill(nodes[1].process.pid, signal.SIGKILL)
+        job.tell(1)
         assert nodes[1].wait(LIMIT_S).returncode == -signal.SIGKILL
         nodes[1] = start(1)
         assert nodes[1].wait(LIMIT_S).returncode == 0, nodes[1].text
         finished = nodes[0].wait(LIMIT_S)
         if bind:
-            check_recovered(job, finished, reference(STEPS="40"), faults=1, replaced={2, 3})
+            check_recovered(job, finished, reference(STEPS="40"), faults=2, replaced={2, 3})
             assert "joined the manager at [::1]:" in nodes[0].text
         else:
             assert finished.returncode == 0, finished.output

@@ -30,6 +30,7 @@ EVERY, STEPS = 3, 60
 TRAINING = {"LAYOUT": "fsdp", "NOISE": "1", "STEPS": str(STEPS)}
 MIRRORED = {
     **TRAINING,
+    "HOLD_AT": "50",  # so that it is not over before a node is lost
     "SNAPSHOT_EVERY": str(EVERY),
     "SNAPSHOT_BUDDY": "1",
     "STEP_S": "0.03",
@@ -38,23 +39,22 @@ MIRRORED = {
 }
 
 
-@pytest.fixture(scope="module")
-def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, shared_folder: pathlib.Path
-) -> dict[int, str]:
+def undisturbed_of(nproc: int, folder: pathlib.Path, shared_folder: pathlib.Path) -> dict[int, str]:
     """Digests of a run without faults, on one node."""
 
     def train() -> dict[int, str]:
-        with harness.job(tmp_path_factory.mktemp("undisturbed"), **TRAINING) as job:
-            assert job.run("sharded.py").returncode == 0
+        with harness.job(folder / "undisturbed", **TRAINING) as job:
+            assert job.run("sharded.py", nproc=nproc).returncode == 0
             return job.digests()
 
-    return {
-        int(rank): digest
-        for rank, digest in harness.once(
-            shared_folder, f"sharded {sorted(TRAINING.items())}", train
-        ).items()
-    }
+    name = f"sharded {sorted(TRAINING.items())} of {nproc}"
+    return {int(rank): digest for rank, digest in harness.once(shared_folder, name, train).items()}
+
+
+@pytest.fixture
+def undisturbed(tmp_path: pathlib.Path, shared_folder: pathlib.Path) -> dict[int, str]:
+    """Of four ranks."""
+    return undisturbed_of(4, tmp_path, shared_folder)
 
 
 def start(job: harness.Job, hosts: Sequence[str], nproc: int = 2) -> list[harness.Output]:
@@ -76,7 +76,7 @@ def start(job: harness.Job, hosts: Sequence[str], nproc: int = 2) -> list[harnes
     ]
 
 
-def kill_node(agent: harness.Output) -> None:
+def kill_node(job: harness.Job, agent: harness.Output) -> None:
     """Everything that runs there; nothing of it sees anything else of it die."""
     pids = [agent.process.pid, *sorted(harness.descendants(agent.process.pid))]
     assert len(pids) >= 3, "torchrun, and two ranks at least"
@@ -85,6 +85,7 @@ def kill_node(agent: harness.Output) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
     assert agent.wait(20).returncode == -signal.SIGKILL
+    job.tell()
 
 
 def committed(job: harness.Job) -> dict[int, int]:
@@ -120,51 +121,60 @@ def dump_of(
     return checkpoint
 
 
+def lose_and_replace(job: harness.Job, lost: int) -> tuple[list[harness.Output], dict[int, int]]:
+    """A node is killed, and another torchrun started in its place: both torchruns, and who had
+    committed what."""
+    agents = start(job, ("one", "two"))
+    wait_for_step(job, 12)
+    kill_node(job, agents[lost])
+    reached = committed(job)
+    assert max(reached.values()) < STEPS
+    agents[lost] = job.start_agent(
+        "sharded.py",
+        nproc=2,
+        options=(
+            "--nnodes=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={job.master_port}",
+            f"--node-rank={lost}",
+        ),
+        TASKD_HOST="three",
+    )
+    return agents, reached
+
+
 @pytest.mark.parametrize(
-    ("strategies", "after"),
+    ("lost", "strategies"),
     [
-        ("recover,dump", "restart"),
-        pytest.param("recover,dump", "end", marks=pytest.mark.extended),
-        pytest.param("recover", "end", marks=pytest.mark.extended),
+        (1, "recover"),
+        pytest.param(0, "recover", marks=pytest.mark.extended),
+        pytest.param(1, "recover,dump", marks=pytest.mark.extended),
     ],
 )
-def test_a_new_torchrun_takes_the_place_of_the_lost_node(
-    tmp_path: pathlib.Path, undisturbed: dict[int, str], strategies: str, after: str
+def test_another_node_gets_the_shards_of_the_lost_one_from_mirrors(
+    tmp_path: pathlib.Path, undisturbed: dict[int, str], lost: int, strategies: str
 ) -> None:
-    """Its shards are in mirrors only: all go on from a dump of these, if that is allowed."""
-    env = {"TASKD_RECOVER_STRATEGY": strategies, "TASKD_AFTER_DUMP": after}
-    with harness.job(tmp_path, **(MIRRORED | env)) as job:
-        agents = start(job, ("one", "two"))
-        wait_for_step(job, 12)
-        kill_node(agents[1])
-        late = job.start_agent(
-            "sharded.py",
-            nproc=2,
-            options=(
-                "--nnodes=2",
-                "--master-addr=127.0.0.1",
-                f"--master-port={job.master_port}",
-                "--node-rank=1",
-            ),
-            TASKD_HOST="three",
-        )
-        ended = [agent.wait(60) for agent in (agents[0], late)]
-        if "dump" in strategies:
-            (saved,) = checkpoints(job)
-            assert saved.manifest.version > 0
-            assert saved.manifest.version % EVERY == 0
-        if (strategies, after) == ("recover,dump", "end"):
-            assert [one.returncode for one in ended] == [2, 2], job.story()
-            assert f"was saved in {saved.path}" in ended[0].last_line
-            return
+    """The survivors keep their processes, and all go back to the newest snapshot."""
+    with harness.job(tmp_path, **(MIRRORED | {"TASKD_RECOVER_STRATEGY": strategies})) as job:
+        agents, reached = lose_and_replace(job, lost)
+        ended = [agent.wait(60) for agent in agents]
         assert [one.returncode for one in ended] == [0, 0], job.story()
+        assert job.digests() == undisturbed
         (record,) = job.recoveries()
-        if "dump" in strategies:
-            assert f"step {saved.manifest.version} was saved in" in record["reason"]
-            assert job.digests() == undisturbed
-        else:
-            assert record["strategy"] == "restart"
-            assert "with dump in recover-strategy and TASKD_AFTER_DUMP=restart" in record["reason"]
+        assert record["strategy"] == "recover"
+        names = "0, 1" if lost == 0 else "2, 3"
+        came = f"version {record['version']} of ranks {names} came back from node {1 - lost}"
+        assert record["reason"].endswith(f"{came}, which mirrored it")
+        assert record["version"] % EVERY == 0
+        assert 0 <= record["steps_redone"] <= 2 * EVERY
+        assert record["version"] + record["steps_redone"] in range(
+            max(reached.values()), max(reached.values()) + 3
+        )
+        survivors = {0, 1} if lost == 1 else {2, 3}
+        for rank in range(4):
+            pids = {fact["pid"] for fact in job.facts("entered") if fact["rank"] == rank}
+            assert len(pids) == (1 if rank in survivors else 2)
+        assert not (job.directory / "taskd_checkpoints").exists(), "nothing had to be dumped"
         assert job.leftovers() == set()
 
 
@@ -175,7 +185,7 @@ def test_the_shards_of_a_lost_node_are_in_the_dump(
     with harness.job(tmp_path, **MIRRORED) as job:
         agents = start(job, ("one", "two"))
         wait_for_step(job, 12)
-        kill_node(agents[lost])
+        kill_node(job, agents[lost])
         reached = committed(job)
         assert max(reached.values()) < STEPS
         checkpoint = dump_of(job, agents[1 - lost], lost)
@@ -202,7 +212,7 @@ def test_mirrors_that_are_slower_than_steps_still_meet_in_one_version(
     with harness.job(tmp_path, **MIRRORED | {"SNAPSHOT_EVERY": "1", "STEP_S": "0.005"}) as job:
         agents = start(job, ("one", "two"))
         wait_for_step(job, 15)
-        kill_node(agents[1])
+        kill_node(job, agents[1])
         assert max(committed(job).values()) < STEPS
         checkpoint = dump_of(job, agents[0], 1, every=1)
         resumed(job, checkpoint.manifest.version, script="sharded.py")
@@ -218,7 +228,7 @@ def test_mirrors_follow_a_recovery_in_place(
         agents = start(job, ("one", "two"))
         wait_for_step(job, 20)
         assert len(job.facts("fault")) == len(job.recoveries()) == 1
-        kill_node(agents[1])
+        kill_node(job, agents[1])
         assert max(committed(job).values()) < STEPS
         checkpoint = dump_of(job, agents[0], 1)
         assert checkpoint.manifest.version >= job.recoveries()[0]["version"]
@@ -236,7 +246,7 @@ def test_a_manager_that_was_restarted_knows_the_mirrors(
         os.kill(job.manager.process.pid, signal.SIGKILL)
         job.manager.wait(10)
         job.start_manager().wait_text("-> Pair cause=mirrors generation=0 node_rank=1 buddy=0", 30)
-        kill_node(agents[1])
+        kill_node(job, agents[1])
         assert max(committed(job).values()) < STEPS
         checkpoint = dump_of(job, agents[0], 1)
         assert not any(
@@ -271,6 +281,7 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
         ]
         wait_for_step(job, 12)
         second.cut()
+        job.tell()
         reached = committed(job)
         assert max(reached.values()) < STEPS
         finished = agents[0].wait(90)
@@ -291,7 +302,7 @@ def test_a_host_whose_network_is_gone(tmp_path: pathlib.Path, undisturbed: dict[
 def test_nodes_of_one_host_mirror_nothing_and_say_so_once(
     tmp_path: pathlib.Path, undisturbed: dict[int, str]
 ) -> None:
-    with harness.job(tmp_path, **MIRRORED | {"STEP_S": "0"}) as job:
+    with harness.job(tmp_path, **MIRRORED | {"STEP_S": "0", "HOLD_AT": "-1"}) as job:
         agents = start(job, ("same", "same"))
         for agent in agents:
             assert agent.wait(60).returncode == 0, job.story()

@@ -24,13 +24,16 @@ _WITH_HOSTS = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
 _WAIT = """
 from taskd import log
 from taskd.agent.clients.spare import SpareClient
+from taskd.agent.link.electing import Electing
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig
 
 config = AgentConfig.load()
 log.setup(config.log, job_id=config.job_id, role="spare")
-with SpareClient(config, "here", MonotonicClock()) as client:
+electing = Electing(config, MonotonicClock(), "a spare")
+with SpareClient(config, "here", MonotonicClock(), electing=electing) as client:
     print(client.wait())
+electing.close()
 """
 
 pytestmark = pytest.mark.slow

@@ -92,7 +92,7 @@ SILENT = f"has been silent for {FAULT_TIMEOUT_S} s"
 
 
 def test_a_link_that_is_lossy_and_then_cut_costs_no_node(tmp_path: pathlib.Path, reference) -> None:
-    with job_on_hosts(tmp_path) as (job, (_, second)):
+    with job_on_hosts(tmp_path, HOLD_AT="90") as (job, (_, second)):
         second.loss(10)
         wait_for_step(job, reached(job) + 15)
         counts = second.counts()
@@ -103,6 +103,7 @@ def test_a_link_that_is_lossy_and_then_cut_costs_no_node(tmp_path: pathlib.Path,
         assert second.counts()["lost_out"] > 0
         second.heal()
         assert reached(job) < 100
+        job.tell()
         check_undisturbed(job, reference(**STEPS))
 
 
@@ -228,3 +229,32 @@ def test_a_node_that_comes_back_too_late_is_told_that_the_job_is_over(
         finished = job.agents[1].wait(LIMIT_S)
         assert finished.returncode == 1
         wait_until(job, lambda: not hosts[1].pids())
+
+
+def test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    """It does not start its workers again, to wait for others that never come."""
+    steps = {"STEPS": "600"}
+    env = {"TASKD_RECOVER_STRATEGY": "recover", "HOLD_AT": "590", **steps}
+    with job_on_hosts(tmp_path, **env) as (job, hosts):
+        assert job.manager is not None
+        cut_off = job.agents[1]
+        spare = job.start_node("train.py", 2, 2, hosts.add(), TASKD_SPARE="1")
+        job.manager.wait_text("(1 wait now)", LIMIT_S)
+        hosts[1].cut()
+        spare.wait_text("joined the manager at", LIMIT_S)
+        wait_until(job, lambda: len(job.recoveries()) == 1)
+        assert hosts[1].counts()["lost_out"] > 0
+        hosts[1].heal()
+        ended = cut_off.wait(LIMIT_S)
+        assert ended.returncode == 1, job.story()
+        assert "the job goes on without this torchrun, which was cut off" in ended.last_line
+        wait_until(job, lambda: not hosts[1].pids())
+        again = job.start_node("train.py", 1, 2, hosts[1])
+        wait_until(job, lambda: job.manager.text.count("(1 wait now)") == 2)
+        job.tell()
+        others = (job.agents[0], spare, again)
+        assert [agent.wait(LIMIT_S).returncode for agent in others] == [0] * 3, job.story()
+        assert job.digests() == reference(**steps)
+        assert [record["strategy"] for record in job.recoveries()] == ["recover"]

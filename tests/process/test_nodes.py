@@ -52,6 +52,7 @@ class TwoNodes:
         agent = self.agents[node_rank]
         os.kill(agent.process.pid, signal.SIGKILL)
         assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
+        self.job.tell()
 
 
 def _job(directory: pathlib.Path, **env: str) -> harness.Job:
@@ -73,7 +74,7 @@ def test_another_torchrun_takes_the_place_of_a_lost_node(
     lost_times: int,
 ) -> None:
     """In the same step, and to the last bit: its RNG and sampler state was kept elsewhere, too."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="30") as job:
         nodes = TwoNodes(job)
         for number in range(1, lost_times + 1):
             wait_for_step(job, 8 * number)

@@ -30,10 +30,11 @@ def test_training_goes_on_and_the_logs_name_the_secret(
         path.write_text(secret)
         path.chmod(0o600)
         env.append({"TASKD_SECRET_FILE": str(path)} if secret else {})
-    with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="6", STEPS="40", SLEEP_S="0.2") as job:
+    with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="6", HOLD_AT="10") as job:
         manager = job.start_manager(**env[0])
         agent = job.start_agent("train.py", nproc=2, **env[1])
         agent.wait_text("no manager answers at", LIMIT_S)
+        job.tell()
         finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, job.story()
         (line,) = [line for line in agent.text.splitlines() if "no manager answers at" in line]

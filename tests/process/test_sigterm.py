@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 STRATEGY = "recover-in-place,dump"
+TRAINING = {"STEPS": "40", "SLEEP_S": "0.05", "HOLD_AT": "35"}  # not over before it is signalled
 
 
 def terminate(pids: Iterable[int]) -> set[int]:
@@ -38,6 +39,12 @@ def terminate(pids: Iterable[int]) -> set[int]:
             os.kill(pid, signal.SIGTERM)
             reached.add(pid)
     return reached
+
+
+def everything(job: harness.Job) -> list[int]:
+    """The manager first: a job that has nothing to save may be over before all have been told."""
+    manager = set() if job.manager is None else {job.manager.process.pid}
+    return [*manager, *(job.leftovers() - manager)]
 
 
 def workers(job: harness.Job) -> dict[int, int]:
@@ -71,12 +78,13 @@ def test_to_workers_saves_the_step_that_is_under_way(
     reference,  # noqa: F811
     ranks: tuple[int, ...],
 ) -> None:
-    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY) as job:
+    with harness.job(tmp_path, **TRAINING, TASKD_RECOVER_STRATEGY=STRATEGY) as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         pids = workers(job)
         assert len(terminate(pids[rank] for rank in ranks)) == len(ranks)
+        job.tell()
         checkpoint = saved(job, agent.wait(60))
         assert "is to end (SIGTERM to rank " in agent.text
         assert [record["strategy"] for record in job.recoveries()] == ["dump"]
@@ -86,11 +94,12 @@ def test_to_workers_saves_the_step_that_is_under_way(
 
 def test_to_everything_at_once(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
     """As scancel does it, or a hook that signals every python: manager and forkserver as well."""
-    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY) as job:
+    with harness.job(tmp_path, **TRAINING, TASKD_RECOVER_STRATEGY=STRATEGY) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
-        reached = terminate(job.leftovers())
+        reached = terminate(everything(job))
+        job.tell()
         assert {manager.process.pid, agent.process.pid, *workers(job).values()} < reached
         checkpoint = saved(job, agent.wait(60))
         resumed(job, checkpoint.manifest.version)
@@ -118,7 +127,7 @@ def test_the_own_handler_of_the_script_is_called_and_the_job_is_saved(
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
-        terminate(job.leftovers())
+        terminate(everything(job))
         checkpoint = saved(job, agent.wait(60))
         called = {fact["rank"] for fact in job.facts("handler")}
         assert called == (set() if how == "fork" else {0, 1, 2, 3}), job.story()
@@ -130,11 +139,12 @@ def test_without_dump_a_signalled_worker_is_replaced(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
 ) -> None:
-    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05") as job:
+    with harness.job(tmp_path, **TRAINING) as job:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         terminate([workers(job)[1]])
+        job.tell()
         assert agent.wait(60).returncode == 0, job.story()
         (record,) = job.recoveries()
         assert record["faults"][0]["detail"] == "SIGTERM"
@@ -161,7 +171,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: pathlib.Path) 
         agent = job.start_agent("train.py")
         wait_for(job, "entered", 3)
         wait_for(job, "fault", 1)
-        terminate(job.leftovers())
+        terminate(everything(job))
         finished = agent.wait(60)
         assert finished.returncode == 1, job.story()
         assert re.fullmatch(
@@ -180,7 +190,7 @@ def test_twice_is_once(tmp_path: pathlib.Path) -> None:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 2)
-        terminate(job.leftovers())
+        terminate(everything(job))
         agent.wait_text("the job is to be saved first", 20)
         assert terminate([agent.process.pid, job.manager.process.pid, *workers(job).values()])
         saved(job, agent.wait(60))
@@ -188,13 +198,14 @@ def test_twice_is_once(tmp_path: pathlib.Path) -> None:
 
 def test_within_a_recovery(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
     """A rank dies, and is being replaced when the signal comes."""
-    with harness.job(tmp_path, STEPS="40", SLEEP_S="0.05", TASKD_RECOVER_STRATEGY=STRATEGY) as job:
+    with harness.job(tmp_path, **TRAINING, TASKD_RECOVER_STRATEGY=STRATEGY) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 5)
         os.kill(workers(job)[1], signal.SIGKILL)
         manager.wait_text("-> ReplaceWorker", 20)
-        terminate(job.leftovers())
+        terminate(everything(job))
+        job.tell()
         checkpoint = saved(job, agent.wait(60))
         resumed(job, checkpoint.manifest.version)
         assert job.digests() == reference(STEPS="40")
@@ -210,7 +221,7 @@ def test_within_a_dump(tmp_path: pathlib.Path) -> None:
         wait_for_step(job, 5)
         os.kill(workers(job)[1], signal.SIGKILL)
         manager.wait_text("-> Dump", 20)
-        terminate(job.leftovers())
+        terminate(everything(job))
         finished = agent.wait(60)
         assert finished.returncode == 2, job.story()
         assert manager.wait(20).returncode == 1
@@ -226,7 +237,7 @@ def test_a_grace_of_one_second(tmp_path: pathlib.Path, fault: str) -> None:
         job.start_manager()
         agent = job.start_agent("train.py")
         wait_for(job, "fault", 1) if fault else wait_for_step(job, 5)
-        terminate(job.leftovers())
+        terminate(everything(job))
         finished = agent.wait(40)
         # A draft may be left, if the time was over while it was written: the next start removes it.
         found = folder.scan(tmp_path / "taskd_checkpoints", "test-job", is_full=True).valid
@@ -255,14 +266,15 @@ def test_after_a_fault_the_job_may_go_on_from_its_dump(
     reference,  # noqa: F811
 ) -> None:
     """TASKD_AFTER_DUMP: twice after a fault, but not after SIGTERM."""
-    env = {"TASKD_RECOVER_STRATEGY": "dump", "TASKD_AFTER_DUMP": "restart", "SLEEP_S": "0.05"}
+    env = {"TASKD_RECOVER_STRATEGY": "dump", "TASKD_AFTER_DUMP": "restart", **TRAINING}
     faults = "1@5:forward:kill;0@9:backward:kill"
-    with harness.job(tmp_path, **env, FAULTS=faults, STEPS="40") as job:
+    with harness.job(tmp_path, **env, FAULTS=faults) as job:
         manager = job.start_manager()
         agent = job.start_agent("train.py")
         wait_for_step(job, 12)
         assert len(job.facts("fault")) == 2
-        terminate(job.leftovers())
+        terminate(everything(job))
+        job.tell()
         finished = agent.wait(60)
         assert finished.returncode == 2, job.story()
         assert manager.wait(20).returncode == 1
@@ -282,7 +294,7 @@ def test_the_manager_that_an_agent_started_stays_too(tmp_path: pathlib.Path) -> 
         agent = job.start_agent("train.py")
         agent.wait_text("joined the manager", 60)
         wait_for_step(job, 5)
-        terminate(job.leftovers())
+        terminate(everything(job))
         job.tell()
         finished = agent.wait(60)
         assert finished.returncode == 2, job.story()

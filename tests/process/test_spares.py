@@ -66,6 +66,7 @@ class Nodes:
         """SIGKILL for this torchrun."""
         os.kill(agent.process.pid, signal.SIGKILL)
         assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
+        self.job.tell()
 
 
 def _job(directory: pathlib.Path, **env: str) -> harness.Job:
@@ -85,7 +86,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     backend: str,
 ) -> None:
     """In the same step, to the last bit, and without anybody who starts a torchrun."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="50") as job:
         nodes = Nodes(job, backend)
         spare = nodes.add_spare()
         wait_for_step(job, 8)
@@ -125,7 +126,7 @@ def test_a_spare_that_is_gone_is_passed_over(
     reference: Reference,  # noqa: F811
 ) -> None:
     """The first one stands still when it is needed, and is ended only afterwards."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="50") as job:
         nodes = Nodes(job)
         first, second = nodes.add_spare(), nodes.add_spare()
         wait_for_step(job, 8)
@@ -166,7 +167,7 @@ def test_a_torchrun_that_is_started_again_with_c10d(
     reference: Reference,  # noqa: F811
 ) -> None:
     """It has no index, and asks for the place of whoever is lost, without a word of the user."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="50") as job:
         nodes = Nodes(job, "c10d")
         wait_for_step(job, 8)
         nodes.lose(nodes.agents[1])
@@ -242,7 +243,7 @@ def test_node_0_is_lost(
     backend: str,
 ) -> None:
     """With it goes the store at which all have met; the manager is another process."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="50") as job:
         nodes = Nodes(job, backend)
         spare = nodes.add_spare()
         wait_for_step(job, 8)
@@ -262,7 +263,7 @@ def test_node_0_is_started_again(
     backend: str,
 ) -> None:
     """Its torchrun asks the manager first: nobody would come to the rendezvous that it opens."""
-    with _job(tmp_path) as job:
+    with _job(tmp_path, HOLD_AT="50") as job:
         nodes = Nodes(job, backend)
         wait_for_step(job, 8)
         nodes.lose(nodes.agents[0])

@@ -119,10 +119,11 @@ def test_a_rank_that_is_killed_is_replaced_and_training_goes_on(tmp_path: pathli
     script = str(harness.SCRIPTS / "train.py")
     harness.run_plainly(plain, script, nproc=2, FACTS=str(plain), **settings)
     expected = [fact for fact in harness.facts_in(plain) if fact["what"] == "returned"]
-    with started(tmp_path / "job", **settings) as (job, shell):
+    with started(tmp_path / "job", **settings, HOLD_AT="50") as (job, shell):
         wait_for_step(job, 10)
         victim = {fact["rank"]: fact["pid"] for fact in job.facts("entered")}[1]
         os.kill(victim, signal.SIGKILL)
+        job.tell()
         finished = shell.wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
         assert job.digests() == {fact["rank"]: fact["digest"] for fact in expected}

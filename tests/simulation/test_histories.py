@@ -46,7 +46,7 @@ def lost_resume() -> SimulatedJob:
         ranks_per_node=2,
         steps=30,
         script=LOST_RESUME,
-        seed=2841621,
+        seed=2841643,
         quality=quality,
         is_sharded=True,
     )

@@ -28,11 +28,12 @@ from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.marks import GroupMark, Mark
 from taskd.core.phase import JobPhase
+from taskd.core.votes import Roster, Voter, Witness
 from taskd.core.worker_state import WorkerState
 from taskd.manager.service import Service
 from taskd.testing.clock import FakeClock
 from taskd.transport.memory import MemoryDealer, MemoryNetwork, MemoryRouter
-from taskd.wire import codec, messages, schema
+from taskd.wire import batch, codec, messages, schema
 
 NUMBERS = (
     0,
@@ -199,9 +200,17 @@ def mark(rank: int) -> Mark:
     )
 
 
+def roster_of(agent: Peer) -> Roster:
+    """One of two nodes, of which this agent is one."""
+    voters = (Voter(agent.node_rank, agent.incarnation, "h:1"), Voter(1, "other", "h:2"))
+    return Roster(0, 5, 2, 1, voters, witness=Witness("spare", "h:3"))
+
+
 def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
     """A message of any type, as an agent of the job might send it now."""
     cls = dice.choice(UPSTREAM)
+    if cls is messages.Batch:
+        return odd_batch(dice, agent, job)
     rank = dice.choice(agent.ranks)
     machine = job.service._machine
     member = machine.membership.members.get(rank)
@@ -232,13 +241,25 @@ def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
         "stage": dice.choice(("written", "failed", "published")),
         "outcome": dice.choice(("succeeded", "failed", "stopped")), "status": 1400,
         "box_versions": (5,), "snapshots": (4,), "guarded": True, "entered": True, "type": 5,
-        "sequence": 1, "may_advance": dice.random() < 0.3,
+        "sequence": 1, "may_advance": dice.random() < 0.3, "term": 0,
+        "roster": dice.choice((None, roster_of(agent))),
     }  # fmt: skip
     known = {field.name: field for field in dataclasses.fields(cls)}
     filled = {name: values.get(name, 0.5 if name.endswith("_s") else "text") for name in known}
     if "incarnation" in filled and "fault" in filled:
         filled["fault"] = dataclasses.replace(fault, incarnation=filled["incarnation"])
     return cls(**filled)
+
+
+def odd_batch(dice: random.Random, agent: Peer, job: Job) -> messages.Batch:
+    """Reports of any type, some with an odd value in their bodies."""
+    reports = []
+    for _ in range(dice.choice((1, 2, 5, batch.MAX_REPORTS + 1))):
+        said = valid(dice, agent, job)
+        plain = schema.record(type(said)).pack(said)
+        body = msgpack.packb(mutate(dice, plain) if dice.random() < 0.2 else plain)
+        reports.append((said.code, "fuzz", body))
+    return messages.Batch(tuple(reports))
 
 
 def mutate(dice: random.Random, thing: object) -> object:

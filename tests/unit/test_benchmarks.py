@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 
-from benchmarks import recovery, soak, soak_plan
+from benchmarks import chaos_hosts, chaos_hosts_job, recovery, soak, soak_plan
 from benchmarks.measuring import percentile
 from testbed.facts import facts_in
 
@@ -105,3 +105,47 @@ def test_a_line_that_a_kill_has_cut_off_is_left_out(tmp_path: pathlib.Path) -> N
     (tmp_path / "3-100.jsonl").write_text(f"{lines[0]}\n{lines[1][:9]}")
     (tmp_path / "0-101.jsonl").write_text(json.dumps({"what": "a", "time": 1}) + "\n")
     assert [(fact["what"], fact["rank"]) for fact in facts_in(tmp_path)] == [("a", 0), ("b", 3)]
+
+
+def chaos_fault(kind: str, total_s: float | None, way: str | None, **more) -> dict:
+    return {
+        "kind": kind, "total_s": total_s, "recovered_by": way, "has_happened": True, "choice": 0,
+        "found_as": [], "steps_redone": 0, "trouble": "", **more,
+    }  # fmt: skip
+
+
+def test_what_chaos_on_hosts_has_shown_is_counted_by_kind() -> None:
+    faults = [
+        chaos_fault("kill", 0.2, "recover-in-place"),
+        chaos_fault("kill", 0.4, "recover-in-place", steps_redone=1),
+        chaos_fault("node", 6.2, "recover"),
+        chaos_fault("link", 6.5, "recover", found_as=["node lost"]),
+        chaos_fault("stop", None, None, trouble="was not recovered"),
+    ]
+    verdict = {"faults": faults, "others": [], "problems": ["was not recovered"]}
+    state = {(rank, 50): {"a"} for rank in range(4)}
+    chaos_hosts.compare(verdict, state, state)
+    found = chaos_hosts.summary([verdict])
+    assert found["injected"] == {"kill": 2, "node": 1, "link": 1, "stop": 1}
+    assert found["recovered_by"]["stop"] == {"not recovered": 1}
+    assert found["times"]["kill"] == {"n": 2, "p50_s": 0.2, "p95_s": 0.4, "p99_s": 0.4,
+                                      "max_s": 0.4}  # fmt: skip
+    assert (found["steps_redone"], found["not_recovered"], found["states_compared"]) == (1, 1, 4)
+    assert found["jobs_with_equal_digests"] == 1
+    # 4 at the start, 2 kills, 2 of the node, 2 of the link that cost a node, 1 that was stopped
+    assert chaos_hosts.expected_processes(verdict) == 4 + 2 + 2 + 2 + 1
+    assert chaos_hosts.table(found)[-1] == "was not recovered"
+
+
+def test_other_states_and_a_rank_without_any_are_no_equal_digests() -> None:
+    expected = {(rank, 50): {"a"} for rank in range(4)}
+    for found in (expected | {(1, 50): {"b"}}, expected | {(1, 50): {"a", "b"}}, {(0, 50): {"a"}}):
+        verdict: dict = {"problems": []}
+        chaos_hosts.compare(verdict, found, expected)
+        assert verdict["digest_equal"] == "no"
+        assert len(verdict["problems"]) == 1
+
+
+def test_every_fault_of_a_link_is_drawn() -> None:
+    drawn = {chaos_hosts_job.what_befalls(choice) for choice in range(0, 10**6, 99991)}
+    assert len(drawn) == 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pathlib
 import re
 from collections import Counter
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taskd.chaos import __main__ as program
-from taskd.chaos import schedule, verdict
+from taskd.chaos import command, run, schedule, target, verdict
 from taskd.chaos.run import Injected, Outcome, replaced
 from taskd.errors import ConfigError
 
@@ -158,6 +160,170 @@ def test_digests_are_compared_in_any_order(expected, found, equal, why) -> None:
     assert why in result[1]
 
 
+# ---------------------------------------------------------------- commands for nodes and links
+
+
+def test_schedules_of_kinds_that_came_later_are_theirs_alone() -> None:
+    assert set(schedule.BY_COMMAND) < set(schedule.KINDS)
+    assert not set(schedule.BY_COMMAND) & set(schedule.DEFAULT_KINDS)
+    faults = schedule.plan(7, 2, 1.0, ("node", "link", "kill+manager"))
+    assert [fault.kind for fault in faults] == ["node", "kill+manager"]
+    assert all(0 <= fault.share() < 1 for fault in faults)
+
+
+def test_the_page_names_all_that_a_command_is_told() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert all(f"`{name}`" in page for name in program.ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("line", "trouble"),
+    [
+        ('test "$CHAOS_KIND" = node', ""),
+        ("sleep 60 & exit 0", ""),
+        ("echo no such host; exit 3", "ended with 3, and has said 'no such host'"),
+        ("/none/power-off", r"could not be run \(127\), and has said .*not found"),
+        (f"{__file__}", r"could not be run \(126\)"),
+        ("echo waits; sleep 60", "had not ended after 0.5 s, and has said 'waits'"),
+    ],
+)
+def test_the_command_of_a_fault_succeeds_or_it_is_told_why_not(tmp_path, line, trouble) -> None:
+    (tmp_path / "out").write_text("of another one\n")
+    limit_s = 0.5 if "waits" in line else 20.0
+    environment = dict(os.environ) | {"CHAOS_KIND": "node"}
+    found = command.call(line, environment, tmp_path / "out", limit_s)
+    assert re.search(trouble, found) if trouble else found == "", found
+    assert "of another one" not in found
+
+
+class World:
+    """A job of two ranks that makes a step at each look, and what a test does to it.
+
+    What `taskd.chaos.run` asks of `target`, of a command and of a clock.
+    """
+
+    LEAVING = target.LEAVING
+    pid, status = 1, None
+    output = pathlib.Path("/none")
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.pids, self.step, self.time = [10, 11], 1, 0.0
+        self.stands_still, self.manager_pid = False, 3
+        self.records = folder / "recoveries.jsonl"
+        self.log = folder
+
+    def now(self) -> float:
+        self.time += 0.1
+        return self.time
+
+    def workers(self, root: int) -> list[target.Worker]:
+        self.step += not self.stands_still
+        return [target.Worker(pid, 1, self.step) for pid in self.pids]
+
+    def agents(self, root: int) -> list[int]:
+        return [5, 6]
+
+    def manager(self, log: pathlib.Path) -> int:
+        return self.manager_pid
+
+    def registrations(self, log: pathlib.Path, pid: int) -> int:
+        return 2
+
+    def state_of(self, pid: int) -> str:
+        return "S" if pid in {*self.pids, *self.agents(1)} else ""
+
+    def read(self, path: pathlib.Path) -> str:
+        return target.read(path)
+
+    def recover(self, *pids: int, **more: object) -> None:
+        with self.records.open("a") as file:
+            file.write(json.dumps(record(0.3, **more)) + "\n")
+        self.pids, self.stands_still = list(pids), False
+
+    def recover_without_record(self) -> None:
+        self.pids, self.manager_pid = [10, 12], 4
+
+    def inject(self, kind: str, owner) -> Injected:
+        """The job has begun; a fault befalls torchrun 1."""
+        running = run.Run(self, self.log, self, start_s=30, limit_s=30, say=print, owner=owner)
+        running._outcome.ranks, running._places = 2, [10, 11]
+        running._inject(schedule.PlannedFault(1, 0.0, kind, 7))
+        return running._outcome.injected[-1]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> World:
+    found = World(tmp_path)
+    monkeypatch.setattr(run, "target", found)
+    monkeypatch.setattr(run, "_LOOK_S", 0.0)
+    return found
+
+
+@pytest.mark.parametrize("kind", schedule.BY_COMMAND)
+def test_a_command_is_told_whom_it_hits_and_its_failure_ends_the_run(world, kind) -> None:
+    told = []
+    found = world.inject(kind, lambda *told_now: told.append(told_now) or "ended with 3")
+    assert told == [(schedule.PlannedFault(1, 0.0, kind, 7), 1, 6)]
+    assert not found.has_happened
+    assert found.trouble == f"fault 1 ({kind}) did not happen: ended with 3"
+
+
+def test_a_link_is_ridden_through_when_all_commit_beyond_the_steps_of_then(world) -> None:
+    found = world.inject("link", lambda *_: "")
+    assert (found.trouble, found.strategy) == ("", run.RIDDEN_THROUGH)
+    result = verdict.judge(Outcome([found], status=0), 1)
+    assert result["passed"]
+    assert result["recovered"] == {run.RIDDEN_THROUGH: 1}
+    assert result["manager_back_s"] == {}
+    assert result["ridden_through_s"]["max"] > 0
+
+
+def test_a_link_after_which_nobody_commits_is_not_recovered(world) -> None:
+    def cut(*_: object) -> str:
+        world.stands_still = True
+        return ""
+
+    found = world.inject("link", cut)
+    assert found.trouble.startswith("fault 1 (link of process 6) was not recovered within 30 s")
+
+
+def test_a_rank_that_was_replaced_is_no_link_that_was_ridden_through(world) -> None:
+    def cut(*_: object) -> str:
+        world.pids = [10]  # one is gone; the others go on as far as they say
+        return ""
+
+    assert "was not recovered" in world.inject("link", cut).trouble
+
+
+def test_a_link_that_leads_to_a_recovery_is_judged_by_its_record(world) -> None:
+    def cut(*_: object) -> str:
+        world.recover(10, 12, strategy="retry")
+        return ""
+
+    found = world.inject("link", cut)
+    assert (found.trouble, found.strategy, found.took_s) == ("", "retry", None)
+
+
+def test_a_node_needs_a_record_whoever_was_hit(world) -> None:
+    def lose(*_: object) -> str:
+        world.recover(12, 13, strategy="recover")
+        return ""
+
+    found = world.inject("node", lose)
+    assert (found.trouble, found.strategy) == ("", "recover")
+    assert "was not recovered" in world.inject("node", lambda *_: "").trouble
+
+
+def test_a_rank_that_is_replaced_while_the_manager_dies_needs_no_record(world, monkeypatch) -> None:
+    """A manager that dies between the order to go on and the first step has written none."""
+    monkeypatch.setattr(command, "hit", lambda *_: world.recover_without_record() or True)
+    found = world.inject("kill+manager", None)
+    assert (found.trouble, found.strategy) == ("", run.UNRECORDED)
+    assert found.took_s is not None
+    monkeypatch.setattr(command, "hit", lambda *_: True)
+    assert "was not recovered" in world.inject("kill", None).trouble
+
+
 # ---------------------------------------------------------------- the command line
 
 
@@ -171,6 +337,9 @@ def test_digests_are_compared_in_any_order(expected, found, equal, why) -> None:
         (["--reference", "--", "true"], "belong together"),
         (["--digest", "x", "--", "true"], "belong together"),
         (["--reference", "--digest", "(", "--", "true"], "unterminated"),
+        (["--kinds", "kill,node", "--", "true"], "--kinds node needs --node COMMAND"),
+        (["--kinds", "link", "--link", " ", "--", "true"], "--kinds link needs --link COMMAND"),
+        (["--node", "off", "--", "true"], "--node is given, but node is none of --kinds kill"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_why(arguments, word, capsys) -> None:

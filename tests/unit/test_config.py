@@ -189,7 +189,21 @@ def test_an_agent_without_settings_has_the_documented_defaults() -> None:
         learns_preload=True,
         own_address="127.0.0.1",
         host=BOOT,
+        node_memory="",
+        reschedule_s=270.0,
     )
+
+
+def test_node_memory_is_kept_for_as_long_as_a_lost_node_may_come_back() -> None:
+    environment = {"TASKD_NODE_MEMORY": "/dev/shm", "TASKD_WAIT_RESCHEDULE_TIMEOUT": "100"}
+    config = AgentConfig.load(environment | {"TASKD_FAULT_TIMEOUT": "6"})
+    assert (config.node_memory, config.memory_kept_s) == ("/dev/shm", 124.0)
+
+
+@pytest.mark.parametrize("text", ["shm", "./shm", "~/shm"])
+def test_node_memory_has_an_absolute_path(text: str) -> None:
+    environment = {"TASKD_NODE_MEMORY": text}
+    refusal(lambda: AgentConfig.load(environment), "TASKD_NODE_MEMORY", "absolute path")
 
 
 @pytest.mark.parametrize(

@@ -205,11 +205,11 @@ def test_core_imports_nothing_but_the_standard_library_and_our_errors() -> None:
     assert not wrong
 
 
-def test_two_modules_import_zmq() -> None:
+def test_three_modules_import_zmq() -> None:
     found = {
         short(path) for path in MODULES for name in imports_of(path) if name.split(".")[0] == "zmq"
     }
-    assert found <= {"taskd/transport/curve.py", "taskd/transport/zeromq.py"}
+    assert found == {f"taskd/transport/{name}.py" for name in ("curve", "monitor", "zeromq")}
 
 
 def test_torch_stays_where_it_belongs() -> None:

@@ -27,6 +27,7 @@ class Link:
 
     def __init__(self, most: int = 100) -> None:
         self.sent: list[messages.Message] = []
+        self.gathered: list[tuple[messages.Message, str]] = []
         self._most = most
 
     def send(self, message: messages.Message, cause: str) -> int:
@@ -38,6 +39,9 @@ class Link:
         self.sent.append(message)
         return len(self.sent)
 
+    def gather(self, message: messages.Message, cause: str) -> None:
+        self.gathered.append((message, cause))
+
 
 @pytest.fixture
 def link() -> Link:
@@ -46,7 +50,7 @@ def link() -> Link:
 
 @pytest.fixture
 def reports(link: Link) -> Reports:
-    return Reports(0, link.send)
+    return Reports(0, link.send, link.gather)
 
 
 @pytest.fixture
@@ -55,6 +59,13 @@ def lines(
 ) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("taskd"), "propagate", True)
     return caplog
+
+
+def test_what_all_ranks_of_a_node_say_at_once_goes_out_together(reports, link) -> None:
+    stop = events.WorkerPaused(1.0, "c", 3, 1, 1, 5, clean=True)
+    reports.say(stop)
+    assert link.gathered == [(translate.event_to_message(stop), "c")]
+    assert link.sent == []
 
 
 def test_what_can_be_told_is_told_as_it_is(reports, link, lines) -> None:
@@ -98,7 +109,7 @@ def test_a_death_that_breaks_a_rule_is_told_without_its_details(
 def test_a_death_that_the_manager_refuses_is_told_once_more_without_details(
     reports, link, lines
 ) -> None:
-    reports.say(events.WorkerStarted(1.0, "c", 3, 1, 10))
+    reports.say(events.WorkerFinished(1.0, "c", 4, 1))
     reports.say(LOST)
     refused = messages.Rejected(messages.WorkerLost.code, 2, "malformed: it is too new for me")
     reports.rejected(refused)
@@ -113,14 +124,14 @@ def test_a_death_that_the_manager_refuses_is_told_once_more_without_details(
 
 
 def test_what_has_no_smaller_form_is_said_to_be_missing(reports, link, lines) -> None:
-    reports.say(events.WorkerStarted(1.0, "c", 3, 1, 10))
-    reports.rejected(messages.Rejected(messages.WorkerStarted.code, 1, "malformed"))
+    reports.say(events.WorkerFinished(1.0, "c", 3, 1))
+    reports.rejected(messages.Rejected(messages.WorkerFinished.code, 1, "malformed"))
     reports.rejected(messages.Rejected(messages.Heartbeat.code, 77, "malformed"))
     reports.rejected(messages.Rejected(1234, 78, "malformed"))
     assert len(link.sent) == 1
     assert [record.message.split(":")[1] for record in lines.records] == [
         f" the manager goes on without a {name}"
-        for name in ("WorkerStarted", "Heartbeat", "message")
+        for name in ("WorkerFinished", "Heartbeat", "message")
     ]
 
 

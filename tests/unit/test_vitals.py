@@ -237,16 +237,23 @@ def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
 
 
 def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> None:
-    """It writes a file bit by bit, with pauses."""
-    program = start(
-        "import time; print('ready', flush=True)\nwhile True:\n  open('/dev/null', "
-        "'w').write('1'); time.sleep(1.5)"
-    )
-    vitals, end, seen = Vitals(), time.monotonic() + 6.0, []
-    while time.monotonic() < end:
-        (mark,) = vitals.look(time.monotonic(), 0.25, {3: program.worker})
+    """It writes a file bit by bit, with pauses of 1.5 s by the clock of the looks."""
+    program = start("""if True:
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        print("ready", flush=True)
+        while signal.sigwait([signal.SIGUSR1]):
+            open("/dev/null", "w").write("1")
+            print("written", flush=True)""")
+    pid, vitals, began, seen = program.process.pid, Vitals(), time.monotonic(), []
+    for number in range(24):
+        if number % 6 == 5:
+            os.kill(pid, signal.SIGUSR1)
+            assert program.process.stdout.readline() == b"written\n"
+        while kernel.state_of(pid)[0] != "S":
+            time.sleep(0.001)
+        (mark,) = vitals.look(began + 0.25 * number, 0.25, {3: program.worker})
         seen.append(mark)
-        time.sleep(0.25)
     assert Activity.BUSY in {mark.activity for mark in seen}
     asleep = [mark.still_s for mark in seen if mark.activity == Activity.ASLEEP]
     assert asleep

@@ -68,7 +68,7 @@ class CallbackAgent:
         self._incarnation = uuid.uuid4().hex
         self._incarnations: dict[int, int] = {}  # of each rank's present process
         self._generation = 0
-        self._restarts_used = 0
+        self._restarts_used = self._restarts_told = 0
         self._reported: set[int] = set()  # ranks whose present process is known to have failed
         self._failed_at: float | None = None  # since when a failure waits for the manager's answer
         self._manager: ManagerConnection | None = None  # while `run` does
@@ -181,9 +181,9 @@ class CallbackAgent:
         self._launcher._remaining_restarts = remaining - 1  # noqa: SLF001
         self._restarts_used += 1
         self._call("RESTART", group)
-        self._begin_lives(
-            {rank: incarnation + 1 for rank, incarnation in self._incarnations.items()}
-        )
+        # Under the same numbers: a manager that comes reads older registrations first, and would
+        # not know of a death in a life that it has not ordered.
+        self._begin_lives(self._incarnations)
         return False
 
     # ------------------------------------------------------------------ what to do
@@ -194,6 +194,8 @@ class CallbackAgent:
             case events.ManagerJoined():
                 manager.generation = event.generation
                 self._reported.clear()  # it has not heard of the failures, if it is new
+                if self._restarts_told != self._restarts_used:  # it has read an older registration
+                    self._say(self._registration())
             case events.CommandReceived(command=commands.RestartGroup() as order):
                 self._restart(order, group)
             case events.CommandReceived(command=commands.GiveUp() as order):
@@ -249,6 +251,7 @@ class CallbackAgent:
         return pids[0] if pids and isinstance(pids[0], int) else 0
 
     def _registration(self) -> events.AgentRegistered:
+        self._restarts_told = self._restarts_used
         group = self._launcher._worker_group  # noqa: SLF001
         reports = tuple(
             events.WorkerReport(

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-import uuid
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskd.agent.link.connection import ManagerConnection
-from taskd.agent.link.electing import Door
+from taskd.agent.machine import ELECTION_S
 from taskd.core import commands, events
 from taskd.core.timeouts import Timeouts
+from taskd.core.votes import Elected
 from taskd.errors import TransportError
 from taskd.log import SayOnce
 from taskd.transport import zeromq
 from taskd.transport.binding import shown
-from taskd.wire import messages, translate
+from taskd.wire import translate
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from taskd.agent.clients.preloads import Preloads
+    from taskd.agent.link.electing import Electing
     from taskd.clock import Clock
     from taskd.config import AgentConfig
 
@@ -64,29 +65,33 @@ class SpareClient:
         asks: bool = False,
         node_rank: int | None = None,
         preloads: Preloads | None = None,
+        electing: Electing,
     ) -> None:
         """`name`: of this machine, for people. The others: see `SpareRegistered`.
 
-        `preloads`: imports what the workers import.
+        `preloads`: imports what the workers import. `electing`: who this is, also with a place.
         """
         self._host, self._name, self._clock = config.host, name, clock
         self._asks, self._node_rank, self._preloads = asks, node_rank, preloads
-        incarnation = uuid.uuid4().hex
         self._addresses = deque([config.manager_address, *config.other_addresses])
         self._elsewhere_at = clock.now()  # when the manager is looked for at the next of them
+        timeouts = Timeouts.derive(config.fault_timeout_s)
         self._manager = ManagerConnection(
             config.manager_address,
             config.secret,
             clock,
-            Timeouts.derive(config.fault_timeout_s),
+            timeouts,
             job_id=config.job_id,
             role="spare",
             node_rank=None,
-            incarnation=incarnation,
+            incarnation=electing.name,
             register=self._register,
         )
-        self._door = None if asks else _door_of(config, incarnation)
-        self._term = 0  # of the newest manager that it has heard of
+        self._electing = electing
+        electing.wait()
+        self._takes_place = False
+        self._heartbeat_s = timeouts.heartbeat_s
+        self._is_late = False  # it has asked, and waits as a spare now
         self._has_looked = False  # at the addresses, one after the other
         self._beside: int | None = None  # what ends the wait if it is readable
         self._said = SayOnce()  # where the manager is looked for
@@ -103,8 +108,8 @@ class SpareClient:
         if error is not None:  # a signal, mostly
             self.leave(takes_place=False, reason=f"{type(error).__name__}: {error}")
         self._manager.close()
-        if self._door is not None:
-            self._door.close()
+        if not self._takes_place:
+            self._electing.close()
 
     @property
     def manager_address(self) -> str:
@@ -154,6 +159,9 @@ class SpareClient:
             self._look_elsewhere()
             for event in self._manager.turn():
                 heard_at = self._clock.now()
+                if not self._electing.may_obey(event):
+                    self._turn_away(event)
+                    continue
                 answer = self._hear(event)
                 if isinstance(answer, commands.Proceed) and self._beside is not None:
                     self._elsewhere_at = heard_at
@@ -172,8 +180,7 @@ class SpareClient:
         fds = [] if self._preloads is None else list(self._preloads.fds)
         if self._beside is not None:
             fds.append(self._beside)
-        links = [] if self._door is None else [self._door.link]
-        self._manager.poll(timeout_s, fds, links)
+        self._manager.poll(timeout_s, fds, self._electing.links)
         if self._preloads is not None:
             self._preloads.read()
 
@@ -184,11 +191,13 @@ class SpareClient:
     def _hear(self, event: events.Event) -> commands.OfferPlace | commands.Proceed | NoPlace | None:
         """What ends the wait; None: it goes on."""
         match event:
-            case events.ManagerJoined() if self._asks:
-                log.warning(
-                    "the job runs already: this torchrun waits as a spare, for the place of a "
-                    "lost node"
-                )
+            case events.ManagerJoined():
+                self._note_joined(event)
+            case events.ManagerLost():
+                self._note_lost(event)
+            case events.CommandReceived(command=commands.KeepRoster() as order):
+                self._electing.keep(order.roster, event.now)
+                self._register()  # the manager is to know that this one knows it
             case events.ManagerRefused():
                 return NoPlace(event.reason)
             case events.CommandReceived(
@@ -204,16 +213,37 @@ class SpareClient:
                 log.debug("a spare is not concerned by %s", event)
         return None
 
+    def _note_joined(self, event: events.ManagerJoined) -> None:
+        self._electing.obey(self._manager.address, event.term)
+        if self._asks and not self._is_late:
+            self._is_late = True
+            log.warning(
+                "the job runs already: this torchrun waits as a spare, for the place of a lost node"
+            )
+
+    def _note_lost(self, event: events.ManagerLost) -> None:
+        self._electing.miss(event.now)
+        if self._electing.has_vote:  # it is asked for it, and told of the next manager
+            self._elsewhere_at = event.now + ELECTION_S
+
     def leave(self, *, takes_place: bool, reason: str) -> None:
         """Say goodbye; the place that was offered is taken, or not."""
+        self._takes_place = takes_place
         now = self._clock.now()
         left = events.SpareLeft(now, "farewell", takes_place, reason)
         self._manager.send(translate.event_to_message(left), left.cause)
 
     def _register(self) -> None:
         now = self._clock.now()
-        listens = "" if self._door is None else self._door.address
-        told = (self._host, self._name, self._asks, self._node_rank, listens)
+        told = (
+            self._host,
+            self._name,
+            self._asks,
+            self._node_rank,
+            self._electing.address,
+            self._electing.election.promised,
+            self._electing.told,
+        )
         registered = events.SpareRegistered(now, "spare", *told)
         self._manager.send(translate.event_to_message(registered), registered.cause)
 
@@ -263,19 +293,20 @@ class SpareClient:
             log.info("the manager is looked for at %s", where)
 
     def _follow_election(self) -> None:
-        """Go to another manager, if the agents have elected one."""
-        if self._door is None:
-            return
-        self._door.turn()
-        for _, _, message in self._door.heard(self._door.link):
-            if isinstance(message, messages.Elected) and message.term > self._term:
-                self._term = message.term
+        """Give the vote that is asked for, and go to another manager, if one was elected."""
+        for result in self._electing.read(self._clock.now()):
+            if isinstance(result, Elected) and result.address != self._manager.address:
                 log.warning(
                     "this spare obeys the manager at %s from now on (term %d)",
-                    message.address,
-                    message.term,
+                    result.address,
+                    result.term,
                 )
-                self._goes_to(message.address)
+                self._goes_to(result.address)
+
+    def _turn_away(self, event: events.Event) -> None:
+        """This spare has voted for a newer manager than the one that says this."""
+        if isinstance(event, events.ManagerJoined):  # it is told of the newer one
+            self._manager.redirect(self._manager.address, self._heartbeat_s)
 
     def _goes_to(self, address: str) -> bool:
         try:
@@ -285,13 +316,3 @@ class SpareClient:
             return False
         self._elsewhere_at = self._clock.now() + _ANSWER_S
         return True
-
-
-def _door_of(config: AgentConfig, incarnation: str) -> Door | None:
-    if not config.elects:
-        return None
-    try:
-        return Door(config, None, incarnation)
-    except TransportError as error:
-        log.warning("this spare will not hear of another manager: %s", error)
-        return None

@@ -16,7 +16,7 @@ from taskd.core import events
 from taskd.core.policy.registration import Registration
 from taskd.errors import LocalProtocolError, RemoteProtocolError, TransportError
 from taskd.transport import curve, zeromq
-from taskd.wire import codec, messages, translate
+from taskd.wire import batch, codec, messages, translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +75,9 @@ class ManagerConnection:
         # hears of messages that the manager has not taken in
         self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
         self._sequence = 0
+        self._gathered: list[tuple[str, messages.Message]] = []  # cause, message
+        self._gather_until = 0.0
+        self._sends_batches = True
 
     def poll(
         self,
@@ -86,8 +89,14 @@ class ManagerConnection:
 
         Returns those of `fds` that are readable.
         """
-        until_beat_s = max(0.0, self.beat_at - self._clock.now())
-        wait_s = until_beat_s if timeout_s is None else min(until_beat_s, timeout_s)
+        now = self._clock.now()
+        wait_s = max(0.0, self.beat_at - now)
+        if timeout_s is not None:
+            wait_s = min(wait_s, timeout_s)
+        if self._gathered and now < self._gather_until:
+            wait_s = min(wait_s, self._gather_until - now)
+        else:
+            self._say_gathered()
         return zeromq.poll([self._dealer, *links], wait_s, fds)
 
     def turn(self) -> Iterator[events.Event]:
@@ -144,8 +153,40 @@ class ManagerConnection:
 
     def send(self, message: messages.Message, cause: str) -> int:
         """Say something to the manager, and return its number. Raises `LocalProtocolError`."""
+        self._say_gathered()
         self._dealer.send(None, self.encode(message, cause))
         return self._sequence
+
+    def gather(self, message: messages.Message, cause: str) -> None:
+        """Say this (`batch.may_wait`) with what else there is, before the next `poll` waits.
+
+        In a large job it waits `Timeouts.gather_s`. The order of what is said is kept.
+        """
+        if not self._gathered:
+            self._gather_until = self._clock.now() + self._timeouts.gather_s
+        self._gathered.append((cause, message))
+        if len(self._gathered) == batch.MAX_REPORTS:
+            self._say_gathered()
+
+    def _say_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if len(gathered) > 1 and self._sends_batches:
+            try:
+                self._dealer.send(None, self.encode(batch.batch_of(gathered), "reports"))
+            except LocalProtocolError:  # a worker has written something odd: the others go alone
+                pass
+            else:
+                return
+        for cause, message in gathered:
+            try:
+                self._dealer.send(None, self.encode(message, cause))
+            except LocalProtocolError as error:
+                log.warning(
+                    "%s: the manager goes on without a %s: %s. Please report it",
+                    self._place,
+                    type(message).__name__,
+                    error,
+                )
 
     def encode(self, message: messages.Message, cause: str) -> bytes:
         """The bytes of a message of this process. Raises `LocalProtocolError` if too large."""
@@ -159,18 +200,25 @@ class ManagerConnection:
         Raises `TransportError`: it is no address, and nothing has changed.
         """
         former, self.address = self.address, address
+        if address == former:
+            # Two connections of one name at one manager: what the former one still has to send
+            # would make it the one that is answered.
+            self._dealer.abandon()
         try:
             dealer = self._connect()
         except TransportError:
             self.address = former
             raise
-        self._dealer.close()
+        if address != former:
+            self._dealer.close()
         self._dealer, self.stranger = dealer, ""
+        self._gathered.clear()
         self.beat_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
 
     def close(self) -> None:
         """Leave; last words get a moment to go out."""
+        self._say_gathered()
         self._dealer.close()
 
     def reaches(self, timeout_s: float) -> bool:
@@ -224,7 +272,7 @@ class ManagerConnection:
                     self.address,
                     message.reason,
                 )
-                return events.ManagerRefused(now, "refused", message.reason)
+                return events.ManagerRefused(now, "refused", message.reason, message.is_taken)
             case messages.HeartbeatAck():
                 if self.session.acknowledged(
                     is_known=message.known, manager_incarnation=message.manager_incarnation
@@ -233,6 +281,9 @@ class ManagerConnection:
             case messages.Rejected():
                 self.rejected(message)
             case messages.Unsupported():
+                if message.type == messages.Batch.code:
+                    self._sends_batches = False
+                    self._register()  # once that is accepted, it hears all that was lost
                 log.warning(
                     "the manager does not know message type %d: the manager at %s is older than "
                     "this process",

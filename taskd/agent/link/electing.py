@@ -1,21 +1,25 @@
-"""How an agent takes part in the election of a manager: its door, and its questions to others.
+"""How a torchrun takes part in the election of a manager: its door, and its questions to others.
 
       agent  ── AskVote ──►  doors of all other voters        ◄── Vote ──
              ── Elected ──►  doors of all voters and spares    (who has started the manager)
 
 The door, a port of its own, is open from the start; connections to other doors are there only
-during an election, and while this node has the elected manager. When to ask and what to answer is
-decided in `taskd.core.policy.election`.
+during an election, and while this node has the elected manager. A spare that takes a place goes on
+with the same door, name and promises. When to ask and what to answer is decided in
+`taskd.core.policy.election`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+from taskd.agent.machine import ELECTION_S
 from taskd.config import join_address
 from taskd.core import events
-from taskd.core.policy.election import MIN_VOTERS, Election, Won
+from taskd.core.policy.election import Election, Won
+from taskd.core.policy.pairs import PLACES
 from taskd.core.votes import Elected
 from taskd.errors import RemoteProtocolError, TransportError
 from taskd.log import SayOnce
@@ -89,24 +93,42 @@ class Door:
 
 
 class Electing:
-    """See the module. `read` and `turn` are called by the agent's loop."""
+    """See the module. `read` and `turn` are called by the loop of the agent, or of the spare.
 
-    def __init__(
-        self, config: AgentConfig, clock: Clock, node_rank: int, node_count: int, incarnation: str
-    ) -> None:
-        """Where no port can be had, or it is not wanted, this node has no vote."""
-        self.election = Election(incarnation)
-        self._clock, self._node_rank = clock, node_rank
+    `name`: the incarnation of this torchrun, as a spare and as an agent.
+    """
+
+    def __init__(self, config: AgentConfig, clock: Clock, name: str) -> None:
+        self.name = name
+        self.election = Election(name)
+        self._config, self._clock = config, clock
+        self._node_rank: int | None = None
         self._door: Door | None = None
         self._ways: dict[str, zeromq.Dealer] = {}  # by address
         self._elected: Elected | None = None  # that this node has started
         self._repeats_at = 0.0
-        if not config.elects or node_count < MIN_VOTERS:
-            return
-        try:
-            self._door = Door(config, node_rank, incarnation)
-        except TransportError as error:
-            log.warning("node %d has no vote if the manager is lost: %s", node_rank, error)
+
+    def wait(self) -> None:
+        """As a spare, from now on. Where no port can be had it hears of no other manager."""
+        self._node_rank = None
+        problem = self._open()
+        if problem is not None:
+            log.warning("this spare will not hear of another manager: %s", problem)
+
+    def take_place(self, node_rank: int, node_count: int) -> None:
+        """As the agent of a place, from now on. Where no port can be had it has no vote."""
+        self._node_rank = node_rank
+        problem = self._open() if node_count >= PLACES else None
+        if problem is not None:
+            log.warning("node %d has no vote if the manager is lost: %s", node_rank, problem)
+
+    def _open(self) -> TransportError | None:
+        if self._config.elects and self._door is None:
+            try:
+                self._door = Door(self._config, self._node_rank, self.name)
+            except TransportError as error:
+                return error
+        return None
 
     @property
     def address(self) -> str:
@@ -125,7 +147,7 @@ class Electing:
         return min((due for due in deadlines if due is not None), default=None)
 
     def may_obey(self, event: events.Event) -> bool:
-        """Whether the manager that says this is not older than one that this node has voted for."""
+        """Whether the manager that says this is not older than one that has this one's vote."""
         term = event.term if isinstance(event, events.ManagerJoined) else self.election.term
         return self.election.may_obey(term)
 
@@ -142,10 +164,30 @@ class Electing:
         self.election.miss(now)
 
     def keep(self, roster: Roster, now: float) -> list[events.Event]:
-        """The manager says who votes. Returns what it is to hear."""
-        if self._door is None or not self.election.keep(roster):
+        """The manager says who votes. Returns what it is to hear of an agent."""
+        if not self.election.keep(roster) or self._node_rank is None:
             return []
         return [events.RosterKept(now, "roster", self._node_rank, roster.number)]
+
+    @property
+    def has_vote(self) -> bool:
+        """Whether others may ask for it, as far as is known."""
+        return self.election.roster is not None and bool(self.address)
+
+    @property
+    def grace_s(self) -> float:
+        """How much longer a fault waits, as this node of two can be elected."""
+        roster = self.election.roster
+        is_pair = roster is not None and roster.witness is not None
+        return ELECTION_S if is_pair and self.election.may_ask else 0.0
+
+    @property
+    def told(self) -> Roster | None:
+        """What a manager is told that this one knows: that of a job of two nodes."""
+        roster = self.election.roster
+        if roster is None or roster.node_count != PLACES:
+            return None
+        return dataclasses.replace(roster, listeners=())
 
     def started(self, term: int, address: str) -> None:
         """The manager that was started here listens: all others are to hear of it."""
@@ -171,7 +213,7 @@ class Electing:
         for peer, name, message in self._door.heard(self._door.link):
             if isinstance(message, messages.AskVote):
                 self._answer(peer, name, message)
-            elif isinstance(message, messages.Elected) and self.election.knows(name):
+            elif isinstance(message, messages.Elected) and self._believes(name):
                 results.append(message)
         for way in list(self._ways.values()):
             for _, name, message in self._door.heard(way):
@@ -191,10 +233,17 @@ class Electing:
             self._door.close()
             self._door = None
 
+    def _believes(self, name: str) -> bool:
+        """A spare that is no voter has been told no names."""
+        is_told = self.election.roster is not None or self._node_rank is not None
+        return self.election.knows(name) if is_told else True
+
     def _answer(self, peer: bytes, name: str, ask: messages.AskVote) -> None:
         assert self._door is not None
         vote = self.election.take_ask(name, ask, self._clock.now())
-        if vote.is_given and not vote.is_trial:
+        if vote.is_given and not vote.is_trial and self._node_rank is None:
+            log.warning("this spare votes for the manager of a node (term %d)", ask.term)
+        elif vote.is_given and not vote.is_trial:
             log.warning(
                 "node %d votes for the manager of another node (term %d)", self._node_rank, ask.term
             )
@@ -216,17 +265,18 @@ class Electing:
         if not ask.is_trial:
             log.warning("node %d asks for votes (term %d)", self._node_rank, ask.term)
         message = messages.AskVote(ask.term, ask.is_trial, ask.roster_term, ask.roster_number)
-        self._send(
-            message, (one.address for one in roster.voters if one.name != self.election.name)
-        )
+        self._send(message, self._others(roster))
 
     def _tell_elected(self, now: float) -> None:
         roster, elected = self.election.roster, self._elected
         assert roster is not None
         assert elected is not None
         self._repeats_at = now + _REPEAT_S
-        others = (one.address for one in roster.voters if one.name != self.election.name)
-        self._send(messages.Elected(elected.term, elected.address), [*others, *roster.listeners])
+        told = dict.fromkeys((*self._others(roster), *roster.listeners))
+        self._send(messages.Elected(elected.term, elected.address), told)
+
+    def _others(self, roster: Roster) -> list[str]:
+        return [address for name, address in roster.addresses.items() if name != self.name]
 
     def _send(self, message: messages.Message, addresses: Iterable[str]) -> None:
         if self._door is None:

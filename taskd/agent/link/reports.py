@@ -12,7 +12,7 @@ from taskd.core import events
 from taskd.core.reduced import reduced
 from taskd.errors import ProtocolError
 from taskd.log import SayOnce
-from taskd.wire import translate
+from taskd.wire import batch, translate
 from taskd.wire.messages import MESSAGE_BY_CODE, Message, Rejected
 
 log = logging.getLogger(__name__)
@@ -25,12 +25,18 @@ class Reports:
     """One per agent.
 
     `send` puts a message on its way and returns its number; it raises `LocalProtocolError` for one
-    that is too large.
+    that is too large. `gather` does so with others together, soon.
     """
 
-    def __init__(self, node_rank: int, send: Callable[[Message, str], int]) -> None:
+    def __init__(
+        self,
+        node_rank: int,
+        send: Callable[[Message, str], int],
+        gather: Callable[[Message, str], None],
+    ) -> None:
         self._node_rank = node_rank
         self._send = send
+        self._gather = gather
         self._said: dict[int, events.Event] = {}  # by number: those that have a smaller form
         self._once = SayOnce()
 
@@ -38,6 +44,9 @@ class Reports:
         """Tell the manager of this event, as far as it can be told."""
         least = reduced(event)
         message = translate.event_to_message(event)
+        if batch.may_wait(message):
+            self._gather(message, event.cause)
+            return
         try:
             if least is not None:
                 translate.check(message)

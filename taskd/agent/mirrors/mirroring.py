@@ -2,6 +2,8 @@
 
       agent's loop  ── orders ──►  thread "taskd-mirrors"  ── Offer, Piece ──►  the peer's agent
                     ◄── wake ───    MirrorSource, MirrorStore  ◄── Answer ──
+                                    MirrorFetch, MirrorGiving: the way back, when a node that was
+                                    lost has been replaced
 
 Copies and the network are the thread's, so that a stalled network never delays a death or a
 heartbeat: the loop leaves orders in a queue, and asks the store only for what is in a table.
@@ -14,9 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import uuid
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from taskd.agent.mirrors.fetch import MirrorFetch, answer_to
+from taskd.agent.mirrors.giving import MirrorGiving
 from taskd.agent.mirrors.source import MirrorSource
 from taskd.agent.mirrors.store import MirrorStore
 from taskd.config import join_address
@@ -60,6 +66,9 @@ class Mirroring:
         )
         self._store = MirrorStore(config.job_id, node_rank, incarnation, self._tell)
         self._source = MirrorSource(config.job_id, node_rank, incarnation)
+        self._giving = MirrorGiving(config.job_id, node_rank, incarnation, self._store)
+        self._fetches: dict[int, MirrorFetch] = {}  # by who keeps them; of the thread
+        self._returned: deque[events.MirrorsReturned] = deque()
         self._router: zeromq.Router | None = None  # until there is a thread, and then its own
         self._dealer: zeromq.Dealer | None = None
         self._once = SayOnce()
@@ -96,6 +105,8 @@ class Mirroring:
         return self.introduction(now)
 
     def _open(self) -> bool:
+        if self._thread is not None:
+            return True
         try:
             self._router = zeromq.Router(
                 join_address(self._config.own_address, 0), secret=self._config.secret
@@ -130,7 +141,10 @@ class Mirroring:
             os.eventfd_read(self._news_fd)
         except BlockingIOError:
             return []
-        return [self._held(now)]
+        news: list[events.Event] = [self._held(now)]
+        while self._returned:
+            news.append(replace(self._returned.popleft(), now=now))
+        return news
 
     def obey(
         self, command: commands.Command, workers: Mapping[int, Worker], now: float
@@ -139,6 +153,8 @@ class Mirroring:
 
         Returns what it is to hear before this node does anything else about it.
         """
+        if isinstance(command, commands.ReturnMirrors):
+            return self._return(command, workers, now)
         if self._thread is None:
             return []
         if isinstance(command, commands.Pair):
@@ -149,6 +165,8 @@ class Mirroring:
             self._permission = permission
             self._store.permit(permission)
             self._order(lambda: self._source.permit(permission))
+        if isinstance(command, commands.Resume | commands.RestartGroup):
+            self._order(self._end_returns)
         return [self._held(now)] if isinstance(command, commands.Interrupt) else []
 
     def follow(self, workers: Mapping[int, Worker]) -> None:
@@ -162,10 +180,7 @@ class Mirroring:
         }
         if changed:
             self._followed.update(changed)
-            copies = {
-                rank: Arenas([os.dup(descriptor) for descriptor in arenas.descriptors])
-                for rank, arenas in changed.items()
-            }
+            copies = {rank: _copy_of(arenas) for rank, arenas in changed.items()}
             self._order(lambda: self._source.follow(copies))
 
     def find(self, rank: int, version: int) -> int | None:
@@ -200,6 +215,20 @@ class Mirroring:
         ):
             self._order(lambda: self._connect(pair))
 
+    def _return(
+        self, order: commands.ReturnMirrors, workers: Mapping[int, Worker], now: float
+    ) -> list[events.Event]:
+        """Give mirrors back, or fetch what others have of this node's ranks."""
+        if order.owner != self._node_rank:
+            self._order(lambda: self._giving.order(order))
+            return []
+        if not self._open():
+            failed = answer_to(order, (), f"node {self._node_rank} can open no port for them")
+            return [replace(failed, now=now)]
+        copies = {rank: _copy_of(workers[rank].arenas) for rank in order.ranks}
+        self._order(lambda: self._fetch(order, copies))
+        return []
+
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.append(order)
         os.eventfd_write(self._order_fd, 1)
@@ -223,6 +252,7 @@ class Mirroring:
         finally:
             self._source.release()
             self._source.close()
+            self._end_returns()
             if self._dealer is not None:
                 self._dealer.close()
             router.close()
@@ -230,17 +260,21 @@ class Mirroring:
     def _turn(self, router: zeromq.Router) -> None:
         while self._orders:
             self._orders.popleft()()
-        deadline = self._source.turn(self._clock.now())
-        links = [router] if self._dealer is None else [router, self._dealer]
+        now = self._clock.now()
+        due = [self._source.turn(now), *(fetch.turn(now) for fetch in self._fetches.values())]
+        links: list[zeromq.Router | zeromq.Dealer] = [
+            router,
+            *(fetch.link for fetch in self._fetches.values()),
+        ]
+        if self._dealer is not None:
+            links.append(self._dealer)
+        deadline = min((at for at in due if at is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
         if zeromq.poll(links, timeout_s, [self._order_fd]):
             os.eventfd_read(self._order_fd)
         for peer, data in router.receive():
             try:
-                frame = mirroring.decode(data)
-                answer = (
-                    None if isinstance(frame, mirroring.Answer) else self._store.hear(peer, frame)
-                )
+                answers = self._answers(peer, mirroring.decode(data))
             except RemoteProtocolError as error:
                 if self._once.is_new(peer, error.reason):
                     log.warning(
@@ -250,7 +284,7 @@ class Mirroring:
                         error,
                     )
                 continue
-            if answer is not None:
+            for answer in answers:
                 router.send(peer, mirroring.encode(answer))
         for reason in router.take_refused():
             if self._once.is_new("connection", reason):
@@ -260,6 +294,44 @@ class Mirroring:
                     reason,
                 )
         router.take_disconnected()
+
+    def _answers(self, peer: bytes, frame: mirroring.Frame) -> list[mirroring.Frame]:
+        """Raises RemoteProtocolError: the peer is a stranger, or has lost the thread."""
+        if isinstance(frame, mirroring.Ask | mirroring.Answer):
+            return self._giving.hear(peer, frame)
+        answer = self._store.hear(peer, frame)
+        return [] if answer is None else [answer]
+
+    def _fetch(self, order: commands.ReturnMirrors, arenas: Mapping[int, Arenas]) -> None:
+        """Begin to fetch, or begin again: what is there already is not fetched twice."""
+        former = self._fetches.pop(order.holder, None)
+        if former is not None:
+            former.close()
+        assert self._router is not None
+        identity = f"fetch-{order.owner}-{order.incarnation}-{uuid.uuid4().hex}"
+        try:
+            link = zeromq.Dealer(
+                order.address, identity, secret=self._config.secret, beside=self._router
+            )
+        except TransportError as error:
+            for of_rank in arenas.values():
+                of_rank.close()
+            self._tell_returned(answer_to(order, (), str(error)))
+            return
+        self._fetches[order.holder] = MirrorFetch(
+            order, self._config.job_id, link, arenas, self._tell_returned
+        )
+
+    def _tell_returned(self, event: events.MirrorsReturned) -> None:
+        self._returned.append(event)
+        self._tell()
+
+    def _end_returns(self) -> None:
+        """The recovery is over: nothing is fetched or given any more."""
+        self._giving.end()
+        for fetch in self._fetches.values():
+            fetch.close()
+        self._fetches.clear()
 
     def _connect(self, pair: commands.Pair) -> None:
         if self._dealer is not None:
@@ -281,3 +353,8 @@ class Mirroring:
             pair.address,
         )
         self._source.pair(pair, self._dealer)
+
+
+def _copy_of(arenas: Arenas) -> Arenas:
+    """For another thread."""
+    return Arenas([os.dup(descriptor) for descriptor in arenas.descriptors])

@@ -27,6 +27,7 @@ from taskd.wire.mirroring import (
     PIECE_BYTES,
     REFUSED,
     TAKEN,
+    UNDER_WAY_BYTES,
     Answer,
     Offer,
     Piece,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNDER_WAY_BYTES = 8 * PIECE_BYTES  # enough for 1 GB/s at 4 ms; more would only fill buffers
 _LOOK_S = 0.02  # between two looks for a new snapshot: two words of each rank
 _LATER_S = 0.25  # after "later", or damage
 SILENT_S = 10.0  # a peer node that says nothing for so long is not waited for, and asked again
@@ -252,7 +252,7 @@ class MirrorSource:
 
     def _send_pieces(self, transfer: _Transfer, taken: int) -> None:
         size = transfer.outgoing.outline.size
-        while transfer.sent < size and transfer.sent - taken < _UNDER_WAY_BYTES:
+        while transfer.sent < size and transfer.sent - taken < UNDER_WAY_BYTES:
             data = transfer.outgoing.piece(transfer.sent, PIECE_BYTES)
             if not transfer.outgoing.is_intact():
                 # the rank has rolled back, or does not wait: there is a newer one, or will be

@@ -17,7 +17,7 @@ from taskd.core.policy.mirroring import MirrorPermission
 from taskd.errors import ArenaError, RemoteProtocolError
 from taskd.log import SayOnce
 from taskd.native.arena import Arena
-from taskd.native.arena_copy import Incoming, Outline
+from taskd.native.arena_copy import Incoming, Outgoing, Outline
 from taskd.native.arenas import Arenas
 from taskd.wire.mirroring import DAMAGED, GO, KEPT, LATER, REFUSED, TAKEN, Answer, Offer, Piece
 
@@ -112,6 +112,16 @@ class MirrorStore:
 
     # ------------------------------------------------------------ in the thread
 
+    def outgoing(self, rank: int, version: int) -> Outgoing:
+        """The mirror of this version, to be given back. Raises ArenaError: there is none."""
+        with self._lock:
+            place = self._mirrors[rank].table.get(version) if rank in self._mirrors else None
+        if place is None:
+            raise ArenaError(
+                f"node {self._node_rank} keeps no snapshot of version {version} of rank {rank}"
+            )
+        return Outgoing(place.arena, version)
+
     def hear(self, peer: bytes, frame: Offer | Piece) -> Answer | None:
         """What to answer, if anything.
 
@@ -177,7 +187,7 @@ class MirrorStore:
                 with self._lock:
                     self._mirrors[offer.rank] = mirror
             # this may take seconds: never under the lock
-            arena = _fitting(mirror.arenas, outline.size)
+            arena = mirror.arenas.fitting(outline.size)
             transfer = self._begin(offer, mirror, arena, outline)
         except (ArenaError, OSError) as error:
             if self._once.is_new(offer.rank, str(error)):
@@ -279,12 +289,6 @@ class MirrorStore:
         """Give all memory back, as soon as nobody else reads it."""
         for mirror in self._mirrors.values():
             mirror.arenas.close()
-
-
-def _fitting(arenas: Arenas, size: int) -> Arena:
-    """The newest arena of a rank, or a larger one. Raises ArenaError."""
-    known = arenas.all()
-    return known[-1] if known and known[-1].capacity >= size else arenas.make(size)
 
 
 def _discard(arenas: Arenas) -> None:

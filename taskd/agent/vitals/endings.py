@@ -92,3 +92,8 @@ def _detail(status: int, written: last_words.LastWords) -> str:
         if is_same
         else f"{processes.describe_status(status)} after {written.summary()}"
     ) + unfinished
+
+
+def last_state(box: BlackBox) -> tuple[int | None, str, tuple[int, ...]]:
+    """What a black box says at the end of a life: version, phase, versions of the extras."""
+    return box.version, box.phase.name.lower(), tuple(sorted(box.read_extras()))

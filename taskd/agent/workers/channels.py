@@ -56,7 +56,7 @@ class WorkerChannels:
         for data in worker.channel.receive():
             try:
                 envelope, message = codec.decode(data)
-                event = translate.message_to_event(envelope, message, self._clock.now())
+                event = translate.message_to_event(envelope.cause, message, self._clock.now())
             except RemoteProtocolError as error:
                 log.warning("rank %d sent something that is no message: %s", rank, error)
                 continue

@@ -95,9 +95,12 @@ class Host(Protocol):
         """Where all ranks meet from now on, and on how many nodes: each has so many of them."""
 
     def spawn(
-        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int
-    ) -> None:
+        self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
+        former_agent: str = "",
+    ) -> None:  # fmt: skip
         """Start a process for this incarnation; `Started` or `StartFailed` follows.
+
+        `former_agent`: whose node memory a rank that this agent has not had may take over.
 
         Raises OSError: no descriptors, no memory, or no store to meet the others at.
         """

@@ -13,6 +13,7 @@ from taskd.core.job.ending import end_after_release
 from taskd.core.job.membership import LOST_NODE
 from taskd.core.job.nodes import WITHOUT_NODE, lose_node, missing
 from taskd.core.job.orders import count_as_lost, kill
+from taskd.core.job.returning import is_under_way, overdue
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
 from taskd.core.phase import OVER, JobPhase
@@ -116,6 +117,10 @@ OVERDUE = (
         "a rank has not finished its step", {JobPhase.PAUSING}, _may_finish_step, stop_for_dump
     ),
     FollowUp("a node has not come back", {JobPhase.PAUSING}, _absent_for_good, nobody_came, _ENDS),
+    FollowUp(
+        "mirrors have not come back", {JobPhase.PAUSING},
+        lambda job: is_under_way(job) and job.is_past(job.returning.by), overdue,
+    ),
     FollowUp(
         "a rank has not stopped or started", {JobPhase.PAUSING, JobPhase.RESTARTING},
         _overdue, _count_overdue_as_lost,

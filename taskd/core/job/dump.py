@@ -48,6 +48,7 @@ def end_job(
     if job.phase in DUMPING:
         return []
     job.absent.clear()
+    job.returning = None
     job.join_by = None
     job.attempt = job.attempt or Attempt(job.cause, job.now)
     if dump is None:
@@ -143,7 +144,7 @@ def can_dump(job: JobState) -> bool:
 def left_to_a_dump(job: JobState) -> str:
     """What to say if a restart loses what a dump, which is not allowed, would save; "": nothing.
 
-    Other nodes have it: mirrors of snapshots, which are written, and never brought back in place.
+    Other nodes have it, as mirrors of snapshots that could not be brought back.
     """
     cut = plan_cut(_copies(job), job.membership.committed)
     if isinstance(cut, NoCut) or not cut.version:
@@ -158,7 +159,8 @@ def _copies(job: JobState) -> list[Copy]:
     """What everybody holds. The dead count, too: nothing is whole without what they alone had."""
     counted = (WorkerState.PAUSED, WorkerState.LOST)
     members = job.membership.ordered()
-    return [job.membership.copy_of(member) for member in members if member.state in counted]
+    held = (member for member in members if member.state in counted)
+    return job.membership.copies(held, with_mirrors=True)
 
 
 # ---------------------------------------------------------------------- the exit status

@@ -17,11 +17,13 @@ def check(job: JobState) -> None:
         running = (member for member in members if member.is_live)
         awaited = {member.rank for member in running if member.state is not WorkerState.PAUSED}
         assert awaited == set(job.awaited.pending()), (awaited, job.awaited.pending())
-        assert awaited or len(job.absent)
+        is_returning = job.returning is not None and bool(job.returning.pending)
+        assert awaited or len(job.absent) or is_returning
         lost = {member.node_rank for member in job.membership.lost()}
         assert lost <= set(job.absent.pending()) or job.dump is not None
     assert not len(job.awaited) or job.phase in _MAY_AWAIT
     assert not len(job.absent) or job.phase is JobPhase.PAUSING
+    assert job.returning is None or (job.phase is JobPhase.PAUSING and job.dump is None)
     assert job.dump is not None or job.phase not in DUMPING
     assert job.join_by is None or job.phase is JobPhase.JOINING
     assert (job.suspect_until is None) == (job.phase is not JobPhase.SUSPECTING)

@@ -145,6 +145,8 @@ def adopt_missing(job: JobState, node_rank: int) -> None:
         life = Member(rank, node_rank, job.generation, WorkerState.RUNNING, job.now)
         life.enter()
         job.membership.adopt(life)
+        former_agent = job.expected_agents.get(node_rank, "")
+        job.membership.nodes[node_rank].former_agent = former_agent
 
 
 def lose_unreported(job: JobState, member: Member) -> None:

@@ -52,7 +52,7 @@ Hard cases:
 from collections.abc import Iterable
 
 from taskd.core import events as ev
-from taskd.core.job import absence, clock, dump, elastic, hangs, meeting, nodes, workers
+from taskd.core.job import absence, clock, dump, elastic, hangs, meeting, nodes, returning, workers
 from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
@@ -75,7 +75,8 @@ WORKER_EVENTS = (
 )  # fmt: skip
 EVENTS: tuple[type[ev.Event], ...] = (
     *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining,
-    ev.AgentMirrors, ev.MirrorsHeld, ev.ManagerBeganAnew, ev.ManagerElected, ev.Tick,
+    ev.AgentMirrors, ev.MirrorsHeld, ev.MirrorsReturned, ev.ManagerBeganAnew, ev.ManagerElected,
+    ev.Tick,
 )  # fmt: skip
 
 Rules = dict[type[ev.Event], Rule]
@@ -118,6 +119,7 @@ _ALWAYS: Rules = {
     ev.ManagerElected: Rule(nodes.elected, follows=_nothing),
     ev.AgentMirrors: Rule(nodes.ask_for_peer, follows=_nothing),
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
+    ev.MirrorsReturned: Rule(returning.returned, follows=_nothing),
     ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads
 }
 _AS_USUAL: Rules = {
@@ -144,6 +146,7 @@ _PAUSING: Rules = {
     ev.WorkerPaused: _STOPPED,
     ev.WorkerMayAdvance: _STOPPED,
     ev.WorkerRaised: Rule(workers.raised_when_called, follows=_the_last_stop),
+    ev.MirrorsReturned: Rule(returning.returned),
 }
 del _PAUSING[ev.WorkerReturned]
 _DUMPING: Rules = {
@@ -291,6 +294,10 @@ class RecoveryMachine(Machine[JobState]):
         """
         return nodes.refusal(self._state, event)
 
+    def is_taken(self, event: ev.AgentRegistered) -> bool:
+        """Whether another agent has the place of this one, and is there."""
+        return self._state.membership.is_held(event)
+
     def is_present(self, node_rank: int) -> bool:
         """Whether the agent of this node counts as being there."""
         node = self._state.membership.nodes.get(node_rank)
@@ -305,6 +312,11 @@ class RecoveryMachine(Machine[JobState]):
     def replaces_nodes(self) -> bool:
         """Whether any lost node is waited for in this job."""
         return absence.replaces_nodes(self._state)
+
+    @property
+    def may_get_smaller(self) -> bool:
+        """Whether this job may go on without a lost node."""
+        return elastic.is_allowed(self._state)
 
     def is_late(self, node_rank: int | None) -> bool:
         """Whether a torchrun with this index, or none, comes when all have met without it."""
@@ -338,6 +350,14 @@ class RecoveryMachine(Machine[JobState]):
         lease = job.leases.next_deadline() if with_leases else None
         deadlines = (lease, *job.deadlines)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def is_deserted(self, now: float) -> bool:
+        """Whether the first node is lost by now, and all agents would take this manager for lost.
+
+        To be asked before `Tick`: if agents elect, they have another one by now.
+        """
+        silence_s = self._state.timeouts.manager_silence_s
+        return self._state.leases.are_deserted(now, silence_s)
 
     def check(self) -> None:
         """Assert every invariant that can be seen from inside."""

@@ -121,6 +121,7 @@ class Node:
     ranks: tuple[int, ...]
     generation: int
     outcome: str | None = None  # how it left; None: it is there
+    former_agent: str = ""  # the one lost here before: until all go on, its memory may be used
 
     @property
     def is_present(self) -> bool:
@@ -229,8 +230,9 @@ class Membership:
         self.world_size, self.joined_node_count = event.world_size, event.node_count
         ranks = tuple(sorted(report.rank for report in event.workers))
         self.nodes[event.node_rank] = Node(
-            event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation
-        )
+            event.node_rank, event.agent_incarnation, event.max_restarts, ranks, event.generation,
+            former_agent=self._former_agent(event),
+        )  # fmt: skip
         self._note_world(event)
         for report in sorted(event.workers, key=lambda report: report.rank):
             if report.rank not in self.members:
@@ -238,6 +240,15 @@ class Membership:
                 if member.state is WorkerState.FINISHED:
                     self.finish(member)
                 self.note_version(report.version)
+
+    def _former_agent(self, event: AgentRegistered) -> str:
+        """See `Node`."""
+        known = self.nodes.get(event.node_rank)
+        if known is None:
+            return ""
+        if known.agent_incarnation in ("", event.agent_incarnation):  # "": adopted
+            return known.former_agent
+        return known.agent_incarnation if known.outcome == LOST_NODE else ""
 
     def adopt(self, member: Member) -> None:
         """A rank of a node that only an earlier manager knew."""
@@ -274,7 +285,23 @@ class Membership:
             if versions:
                 self.mirrors.setdefault(rank, {})[node_rank] = versions
 
-    def copy_of(self, member: Member) -> Copy:
+    def copies(self, members: Iterable[Member], *, with_mirrors: bool = False) -> list[Copy]:
+        """What these members hold, for a plan.
+
+        Of a rank that holds nothing it may not be known which shard it had: a manager that was
+        started again, or elected, has not heard it. It may be one that nobody else has.
+        """
+        held = [self._copy_of(member) if with_mirrors else member.copy() for member in members]
+        if not any(copy.shard for copy in held):
+            return held
+        return [
+            copy
+            if copy.shard or copy.version is not None
+            else replace(copy, shard=f"of rank {copy.rank}, which nobody has named")
+            for copy in held
+        ]
+
+    def _copy_of(self, member: Member) -> Copy:
         """What a member holds. If its node was lost: the mirrors of its snapshots, and where.
 
         So, too, of one that has been started in its place and has nothing.
@@ -283,9 +310,13 @@ class Membership:
         is_new = member.replaced and copy.version is None and not copy.snapshots
         if not is_new and (copy.alive or self.nodes[member.node_rank].is_present):
             return copy
+        return self.copy_of_mirrors(copy)
+
+    def copy_of_mirrors(self, copy: Copy) -> Copy:
+        """In place of what a rank has the mirrors of its snapshots, and where, if there are any."""
         found = {
             node_rank: versions
-            for node_rank, versions in self.mirrors.get(member.rank, {}).items()
+            for node_rank, versions in self.mirrors.get(copy.rank, {}).items()
             if node_rank in self.nodes and self.nodes[node_rank].is_present
         }
         if not found:
@@ -344,6 +375,7 @@ class Membership:
     def take_back(self, event: AgentRegistered) -> None:
         """Its node is there again, or another in its place: it has no process that counts."""
         self.register(event)
+        self.nodes[event.node_rank].former_agent = ""  # the others have gone on since
         for told in self.on_node(event.node_rank):
             member = self.away.pop(told.rank, told)
             member.incarnation = max(member.incarnation, told.incarnation)

@@ -7,7 +7,7 @@ Owns what the job learns from agents about themselves. What workers report is in
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import TimedFault
-from taskd.core.job import elastic, orders
+from taskd.core.job import elastic, orders, returning
 from taskd.core.job.absence import come_back, may_wait, replaces_nodes, wait_for_node
 from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
@@ -72,6 +72,8 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     """An agent of the present world, or the first ones of all."""
     known = job.membership.nodes.get(event.node_rank)
     _take_over_faults(job, event)
+    if job.membership.joined_node_count is None:
+        job.fit(event.node_count)
     job.membership.register(event)
     job.expected.pop(event.node_rank, None)
     job.leases.renew(event.node_rank, event.now)
@@ -104,6 +106,7 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     """An agent is not there any more."""
     membership = job.membership
     job.leases.drop(node_rank)
+    returning.forget(job, node_rank)
     # Of several that an elected manager expects in vain, the last one has had the others lost, too.
     is_known = outcome == LOST_NODE and (node_rank in job.expected or node_rank in job.absent)
     if is_known or membership.is_left_out(node_rank):
@@ -186,6 +189,7 @@ def expect(job: JobState, event: ev.ManagerBeganAnew) -> Commands:
 def elected(job: JobState, event: ev.ManagerElected) -> Commands:
     """The agents elected this manager: whoever does not come is lost with the host of the last."""
     per_node = event.ranks_per_node
+    job.expected_agents = dict(event.agents)
     for node_rank in range(event.node_count):
         first = node_rank * per_node
         job.expected[node_rank] = tuple(range(first, first + per_node))
@@ -272,6 +276,7 @@ def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) ->
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
     if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
+        commands += returning.repeat(job, event.node_rank)
     if job.phase is JobPhase.RELEASED:
         for timed in job.unanswered:
             fail_after_release(job, timed)

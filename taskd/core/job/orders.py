@@ -7,7 +7,7 @@ import math
 
 from taskd.core import commands as do
 from taskd.core.faults import Fault
-from taskd.core.job import meeting
+from taskd.core.job import meeting, returning
 from taskd.core.job.ending import give_up
 from taskd.core.job.membership import Member
 from taskd.core.job.record import Attempt
@@ -55,7 +55,8 @@ def replacement(job: JobState, member: Member) -> do.ReplaceWorker:
     """The order that starts the current life of `member`."""
     cause = job.cause if job.attempt is None else job.attempt.cause
     who = (member.node_rank, member.rank, member.incarnation)
-    return do.ReplaceWorker(cause, job.generation, *who, job.budget.used)
+    former_agent = job.membership.nodes[member.node_rank].former_agent
+    return do.ReplaceWorker(cause, job.generation, *who, job.budget.used, former_agent)
 
 
 def kill(job: JobState, fault: Fault, cause: str, *, examine: bool) -> do.KillWorker:
@@ -80,6 +81,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     if store is None:
         return give_up(job, f"{job.what_happened()}, and no node has a store to meet at")
     job.phase, job.told_active, job.growing = JobPhase.RESTARTING, (), set()
+    returning.end(job)
     job.generation += 1
     job.resumed_generation = job.generation
     job.awaited.clear()

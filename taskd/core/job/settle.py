@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import FaultKind, TimedFault
-from taskd.core.job import dump, elastic, orders
+from taskd.core.job import dump, elastic, orders, returning
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, close_restart, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
@@ -200,7 +200,8 @@ FOLLOW_UPS = (
     ),
     FollowUp(
         "all ranks have stopped", {JobPhase.PAUSING},
-        lambda job: not (len(job.awaited) or len(job.absent)), all_stopped, _ENDS | _GOING_ON,
+        lambda job: not (len(job.awaited) or len(job.absent) or returning.is_under_way(job)),
+        all_stopped, _ENDS | _GOING_ON,
     ),
     FollowUp(
         "all ranks are back", {JobPhase.RESUMED, JobPhase.RESTARTING}, _are_back, _count_back,

@@ -1,7 +1,7 @@
 """What an agent may tell the manager: only of its own node and of the ranks that it registered.
 
-Owns the rule, and the quarantine of nodes whose messages the manager cannot digest. Knows no
-connections: who a sender is has been found out before.
+Owns the rule, the quarantine of nodes whose messages the manager cannot digest, and how much is
+refused of one peer. Knows no connections: who a sender is has been found out before.
 """
 
 from collections import Counter
@@ -12,11 +12,15 @@ from taskd.core.job.machine import EVENTS
 
 _BESIDE_THE_MACHINE = (ev.WorkerProfiling, ev.RosterKept, ev.ImportsKnown)
 _OF_A_NODE = (
-    ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.RosterKept,
-    ev.ImportsKnown,
+    ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.MirrorsReturned,
+    ev.RosterKept, ev.ImportsKnown,
 )  # fmt: skip
 # a manager that begins anew for one node each second serves no other
 HARM_LIMIT = 3
+# An agent that a manager does not know yet may have as many reports of its ranks on the way; what
+# cannot be read is no agent's.
+_REFUSED_WEIGHT, _UNREADABLE_WEIGHT = 2000, 100
+_MAX_STRANGERS = 4096
 
 
 def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[str, str] | None:
@@ -33,6 +37,29 @@ def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[
     if isinstance(event, _OF_A_NODE) and event.node_rank != node_rank:
         return "foreign", f"node {node_rank} spoke for node {event.node_rank}"
     return None
+
+
+class Strangers:
+    """Peers whose messages are refused, until they were too many: then they are hung up on.
+
+    Bounded: whoever was refused longest ago is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[bytes, int] = {}  # in the order of the last refusal
+
+    def refused(self, peer: bytes, *, is_readable: bool) -> bool:
+        """One more message was refused. Returns whether that is one too many.
+
+        `is_readable`: it was one of ours, from somebody who may not say it.
+        """
+        weight = self._weights.pop(peer, 0) + (1 if is_readable else _UNREADABLE_WEIGHT)
+        if weight >= _REFUSED_WEIGHT:
+            return True
+        self._weights[peer] = weight
+        if len(self._weights) > _MAX_STRANGERS:
+            del self._weights[next(iter(self._weights))]
+        return False
 
 
 class Quarantine:

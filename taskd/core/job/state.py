@@ -8,6 +8,7 @@ Owns the attributes and what each of them means. Decides nothing.
 from dataclasses import dataclass, field
 
 from taskd.core import commands as do
+from taskd.core.commands import ReturnMirrors
 from taskd.core.events import AgentMirrors
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.membership import Member, Membership
@@ -49,6 +50,18 @@ class PeerRequests:
 
 
 @dataclass(slots=True)
+class Returning:
+    """Snapshots on their way back to their ranks, see `taskd.core.job.returning`."""
+
+    version: int
+    by: float
+    # by the node that has them again, and the one that gives them; {}: all have answered
+    pending: dict[tuple[int, int], ReturnMirrors] = field(default_factory=dict)
+    problem: str = ""  # why some have not come back
+    came_back: set[int] = field(default_factory=set)  # ranks
+
+
+@dataclass(slots=True)
 class MeetingPlace:
     """Where the ranks meet, see `taskd.core.job.meeting`."""
 
@@ -87,8 +100,10 @@ class JobState(MachineState):
     dump: EmergencyDump | None = None
     awaited: Deadlines[int] = field(default_factory=Deadlines)  # ranks: to stop, start or write
     absent: Deadlines[int] = field(default_factory=Deadlines)  # nodes: to come back
+    returning: Returning | None = None  # PAUSING: what was asked of mirrors
     # Ranks of nodes that an elected manager knows of, and that have not registered with it.
     expected: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    expected_agents: dict[int, str] = field(default_factory=dict)  # incarnation by node
     # Elastic training, see `taskd.core.job.elastic`.
     growing: set[int] = field(default_factory=set)  # ranks that come back, until all go on
     told_active: tuple[int, ...] = ()  # the world of the newest Resume, as it names it
@@ -117,8 +132,15 @@ class JobState(MachineState):
     def deadlines(self) -> tuple[float | None, ...]:
         """When something is waited for no longer, leases aside."""
         seen_by = None if self.restarted is None else self.restarted.until
-        whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by
+        back_by = self.returning.by if self.returning and self.returning.pending else None
+        whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by, back_by
         return self.awaited.next(), self.absent.next(), *whole
+
+    def fit(self, node_count: int) -> None:
+        """The first agent says how many nodes there are."""
+        self.timeouts = self.timeouts.of_job(node_count)
+        self.leases.use(self.timeouts)
+        self.hangs.use(self.timeouts)
 
     def is_past(self, deadline: float | None) -> bool:
         """Whether this deadline has come."""

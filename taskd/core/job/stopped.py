@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import describe
-from taskd.core.job import elastic, meeting, orders
+from taskd.core.job import elastic, meeting, orders, returning
 from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import can_dump, end_job, left_to_a_dump, write_dump
@@ -83,18 +83,21 @@ def advance(job: JobState) -> Commands:
 
 def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
-    copies = [member.copy() for member in live]
+    copies = job.membership.copies(live)
     if job.membership.active != job.told_active:
         copies = [replace(copy, snapshots=()) for copy in copies]
     cut = plan_cut(copies, job.membership.committed)
     if isinstance(cut, NoCut):
-        return _start_anew(job, attempt, cut.reason + left_to_a_dump(job))
+        asked = [] if attempt.is_incurable else returning.bring_back(job)
+        obstacle = cut.reason + returning.problem(job) + left_to_a_dump(job)
+        return asked or _start_anew(job, attempt, obstacle)
     if attempt.is_incurable:
         return _start_anew(job, attempt, job.what_happened())
     store = meeting.place(job)
     if store is None:
         return end_job(job, f"{job.what_happened()}, and no node has a store to meet at")
     job.story.note(job.now, f"cut: {cut.reason}; steps redone: {cut.redone}")
+    returning.note_kept(job, attempt, cut.moves)
     for rank in cut.lacking_extras:
         job.story.note(job.now, f"its black box held no extras of version {cut.version}", rank)
     for member in live:
@@ -102,6 +105,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     job.phase, job.resumed_generation = JobPhase.RESUMED, job.generation
     attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
     job.membership.mirrors.clear()  # they change now; nodes tell again at the next Interrupt
+    returning.end(job)
     job.stagnation.answered(job.now, job.membership.committed)
     job.membership.committed = cut.version  # what was newer is done again
     who = (attempt.cause, job.generation)
@@ -145,9 +149,11 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     broken = [members[rank] for rank in sorted(attempt.broken)]
     suspected = [one.rank for one in broken if one.state is WorkerState.PAUSED and not one.replaced]
     attempt.broken.clear()
-    copies = {member.rank: member.copy() for member in job.membership.live()}
+    if not suspected:
+        return None
+    copies = {copy.rank: copy for copy in job.membership.copies(job.membership.live())}
     best = plan_cut(copies.values(), committed)
-    if not suspected or attempt.is_incurable or not isinstance(best, Cut):
+    if attempt.is_incurable or not isinstance(best, Cut):
         return None  # the group is restarted anyway, or saved
     spared = _without_loss(copies, suspected, best.redone, committed)
     if spared:

@@ -186,11 +186,13 @@ class Lives:
         return tuple(life.report(now, tell_failure=life.rank in told) for life in lives)
 
     def said(self, now: float) -> list[ev.WorkerEvent]:
-        """What a manager that joined must hear of each life beyond the registration."""
+        """What a manager that joined must hear of each life beyond the registration.
+
+        First who lives, and can be recovered in place: whoever died since the registration was
+        written is replaced in place only if another one says so.
+        """
         told: list[ev.WorkerEvent] = []
         for life in self.all():
-            if life.lost is not None and life.died_at is not None:
-                told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
             started = life.started if life.is_live else None
             if started is not None:
                 # since the registration was written, perhaps
@@ -199,6 +201,9 @@ class Lives:
                 cause = "declared" if started is None else started.cause
                 who = (now, cause, life.rank, life.incarnation)
                 told.append(ev.WorkerDeclared(*who, life.is_entered))
+        for life in self.all():
+            if life.lost is not None and life.died_at is not None:
+                told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
             kept = (life.holds, life.exit_known, life.stopped, life.offer, life.recovered)
             told += [replace(event, now=now) for event in kept if event is not None]
         return told

@@ -1,7 +1,9 @@
 """The manager as one node sees it: there, away or refusing; and what to do without one.
 
 A fault that nobody answers for too long (`taskd.core.policy.patience`) ends in `FallBack`: plain
-torchrun behaviour.
+torchrun behaviour. Not where this node was in the job, and another agent has its place now (it was
+cut off, and a spare came): its workers may wait for ever for others that have gone on without them,
+and would be started again to meet others that never come. It ends at once.
 """
 
 from taskd.core import commands as do
@@ -19,13 +21,14 @@ from taskd.core.worker_state import WorkerState
 def manager_joined(node: NodeState, event: ev.ManagerJoined) -> Commands:
     """The manager is there: it has our registration, and now hears the details."""
     node.manager, node.substitute_until = ManagerLink.PRESENT, None
+    node.has_joined = True
     node.restarts_used = max(node.restarts_used, event.restarts_used)
     return [command for said in node.lives.said(node.now) for command in node.tell(said)]
 
 
 def manager_lost(node: NodeState, event: ev.ManagerLost) -> Commands:
     """The manager has been silent for too long."""
-    node.manager, node.manager_lost_at = ManagerLink.AWAY, event.now
+    node.manager, node.manager_lost_at = ManagerLink.AWAY, event.now + event.grace_s
     return []
 
 
@@ -33,6 +36,11 @@ def manager_refused(node: NodeState, event: ev.ManagerRefused) -> Commands:
     """The manager will never answer this node."""
     node.manager = ManagerLink.REFUSED
     node.story.note(node.now, f"no manager for us: {event.reason}")
+    if event.is_taken and node.has_joined:
+        node.phase = NodePhase.DONE
+        reason = f"{event.reason}: the job goes on without this torchrun, which was cut off"
+        faults = tuple(node.lives.faults())
+        return [do.FinishRun(node.cause, node.generation, "failed", reason, faults)]
     return [] if node.substitute_until is None else end_substitute(node, event.reason)
 
 

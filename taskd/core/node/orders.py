@@ -73,6 +73,7 @@ def replace_worker(node: NodeState, command: do.ReplaceWorker) -> Commands:
         if old.has_process and not old.is_examined
     ]
     spawn = _spawn(command, rank, incarnation, gated=True)
+    spawn = replace(spawn, former_agent=command.former_agent)
     node.lives.put_successor(life, spawn, node.now + node.timeouts.lost_grace_s)
     return commands if life.is_examined else [*commands, *spawn_after_kill(node, life)]
 

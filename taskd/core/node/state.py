@@ -25,6 +25,7 @@ class NodeState(MachineState):
     phase: NodePhase = NodePhase.RUNNING
     manager: ManagerLink = ManagerLink.AWAY
     manager_lost_at: float | None = None  # None: there has never been a manager
+    has_joined: bool = False
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
     met_at: str = ""  # the store that the newest order named; "": none has
     active: tuple[int, ...] = ()  # ranks of which the world consists; (): all of the job

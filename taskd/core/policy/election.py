@@ -1,8 +1,9 @@
 """Who goes on when the manager's host is lost: the agents elect the node where the next one starts.
 
-Voters are the agents of the first 99 places of a job (a *roster*, which the manager tells them).
+Voters are the agents of the first 99 places of a job (a *roster*, which the manager tells them); in
+a job of two nodes a spare, too, under rules of its own: `taskd.core.policy.pairs`.
 One that misses its manager asks the others, and starts the next one if a *quorum* agrees, more than
-half of the roster. The other agents and spares have no vote; they are told where the manager is.
+half of the roster. All others have no vote; they are told where the manager is.
 
 Two managers never bring the same job on, whatever is slow, lost or cut off. No clock is needed for
 that, because
@@ -68,7 +69,12 @@ class Election:
     @property
     def can_elect(self) -> bool:
         """Whether there are enough to elect a manager."""
-        return self.roster is not None and len(self.roster.voters) >= MIN_VOTERS
+        return self.roster is not None and len(self.roster.names) >= MIN_VOTERS
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether it may be elected. A witness has a vote, and no place to start a manager in."""
+        return self.can_elect and not self._is_witness
 
     def may_obey(self, term: int) -> bool:
         """Whether it has not voted for, or obeyed, a later manager."""
@@ -83,7 +89,7 @@ class Election:
     def miss(self, now: float) -> None:
         """The manager has been silent for too long."""
         self._is_missed = True
-        if self.can_elect:
+        if self.may_ask:
             self.next_deadline = now + self._order * _STEP_S
 
     def keep(self, roster: Roster) -> bool:
@@ -97,6 +103,9 @@ class Election:
     def turn(self, now: float) -> AskVote | None:
         """What to ask all others now, if it is time."""
         if self.next_deadline is None or now < self.next_deadline:
+            return None
+        if not self.may_ask:
+            self.next_deadline = None
             return None
         self.next_deadline = now + _RETRY_S + self._order * _STEP_S
         return self._ask(is_trial=True)
@@ -141,6 +150,11 @@ class Election:
         return is_other and self.may_obey(elected.term)
 
     @property
+    def _is_witness(self) -> bool:
+        witness = None if self.roster is None else self.roster.witness
+        return witness is not None and witness.name == self.name
+
+    @property
     def _order(self) -> int:
         assert self.roster is not None
         return self.roster.names.index(self.name)
@@ -157,7 +171,8 @@ class Election:
     def _wait(self, now: float) -> None:
         """A manager is being started."""
         self._waits_until = now + _START_S
-        self.next_deadline = self._waits_until + self._order * _STEP_S
+        if self.may_ask:
+            self.next_deadline = self._waits_until + self._order * _STEP_S
 
     def _would_give(self, candidate: str, ask: AskVote, now: float) -> bool:
         if not self._is_missed or self.roster is None or now < self._waits_until:

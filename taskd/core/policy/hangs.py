@@ -155,6 +155,10 @@ class HangDetector:
         self._judged_at = 0.0
         self._hangs: dict[int | None, int] = {}  # version -> verdicts so far
 
+    def use(self, timeouts: Timeouts) -> None:
+        """From now on."""
+        self._timeouts = timeouts
+
     def note(self, now: float, marks: Iterable[Mark]) -> None:
         """An agent looked at its workers."""
         for mark in marks:

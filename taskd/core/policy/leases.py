@@ -6,6 +6,7 @@ itself stopped (SIGSTOP, swapping, a paused virtual machine) wakes up with every
 all the heartbeats still in its socket.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -24,7 +25,8 @@ class Deadlines(Generic[Key]):
     """
 
     def __init__(self) -> None:
-        self._deadline_by_key: dict[Key, float] = {}
+        # a plain dict looks at all that was taken out before it comes to its first key
+        self._deadline_by_key: OrderedDict[Key, float] = OrderedDict()
         self._heap: list[tuple[float, int, Key]] = []
         self._pushes = 0
 
@@ -77,12 +79,16 @@ class Leases:
     """The agents' right to count as alive, by node rank."""
 
     def __init__(self, timeouts: Timeouts) -> None:
-        self._recheck_s = timeouts.lease_recheck_s
-        self._first_s = timeouts.agent_lease_s - timeouts.lease_recheck_s
-        self._doubtful_s = _DOUBTFUL_BEATS * timeouts.heartbeat_s
+        self.use(timeouts)
         self._deadlines: Deadlines[int] = Deadlines()
         self._heard_at: dict[int, float] = {}
         self._rechecked: set[int] = set()
+
+    def use(self, timeouts: Timeouts) -> None:
+        """For what is granted from now on."""
+        self._recheck_s = timeouts.lease_recheck_s
+        self._first_s = timeouts.agent_lease_s - timeouts.lease_recheck_s
+        self._doubtful_s = _DOUBTFUL_BEATS * timeouts.heartbeat_s
 
     def renew(self, node_rank: int, now: float) -> None:
         """The agent was heard."""
@@ -121,6 +127,11 @@ class Leases:
                 self._rechecked.add(node_rank)
                 self._deadlines.set(node_rank, now + self._recheck_s)
         return lost
+
+    def are_deserted(self, now: float, silence_s: float) -> bool:
+        """Whether a lease ends by now, and none of the other agents has been heard for so long."""
+        ends = any(node_rank in self._rechecked for node_rank in self._deadlines.overdue(now))
+        return ends and all(self.silence_s(one, now) >= silence_s for one in self._deadlines)
 
     def next_deadline(self) -> float | None:
         """When `expired` should be asked next."""

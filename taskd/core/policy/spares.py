@@ -93,8 +93,13 @@ class Spares:
         if spare is not None and takes_place and spare.node_rank is not None:
             self._on_the_way[spare.node_rank] = (spare, now + self._arrival_s)
 
-    def offers(self, lost: Collection[int], now: float) -> list[Offer]:
-        """What to offer now, given the nodes whose place is free."""
+    def offers(
+        self, lost: Collection[int], now: float, takers: Collection[str] | None = None
+    ) -> list[Offer]:
+        """What to offer now, given the nodes whose place is free.
+
+        `takers`: the only ones who may have one.
+        """
         for node_rank, (spare, until) in list(self._on_the_way.items()):
             if node_rank not in lost or now >= until:
                 del self._on_the_way[node_rank]
@@ -109,13 +114,35 @@ class Spares:
                 spare.node_rank = None
         offered = {spare.node_rank for spare in self._waiting.values()}
         offered.update(self._on_the_way)
-        free = (spare for spare in list(self._waiting.values()) if self._may_take(spare))
+        free = (
+            spare
+            for spare in list(self._waiting.values())
+            if self._may_take(spare) and (takers is None or spare.name in takers)
+        )
         made = []
         # A free place with nobody to take it is no error: zip ends with the shorter one.
         for node_rank, spare in zip(sorted(set(lost) - offered), free, strict=False):
             spare.node_rank = node_rank
             made.append(Offer(spare.name, node_rank))
         return made
+
+    @property
+    def expected(self) -> set[int]:
+        """Nodes whose place somebody has been offered, and has not refused or missed."""
+        offered = {spare.node_rank for spare in self._waiting.values()}
+        return {place for place in (*offered, *self._on_the_way) if place is not None}
+
+    def unserved(self, lost: Collection[int]) -> dict[int, str]:
+        """Places that nobody is about to take, each with the reason.
+
+        None of them while a spare waits that may take one: who holds it back says why.
+        """
+        hosts = [spare.host for spare in self._waiting.values() if spare.node_rank is None]
+        if not all(self.is_barred(host) for host in hosts):
+            return {}
+        why = f"the spares that wait are on hosts that have lost {_MAX_LOSSES} places before"
+        why = why if hosts else "no spare waits"
+        return dict.fromkeys(sorted(set(lost) - self.expected), why)
 
     def is_barred(self, host: str) -> bool:
         """Whether this host has lost so many places that it gets none any more."""

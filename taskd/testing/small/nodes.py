@@ -1,5 +1,6 @@
 """The agents and the manager of a small world, the channels between them, and its time."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from taskd.core import commands as do
@@ -47,7 +48,7 @@ class Nodes:
         return range(node * self.scope.per_node, (node + 1) * self.scope.per_node)
 
     def _manager(self, draft: Draft) -> Any:
-        return self.book.machines[draft.manager]
+        return self.book.machine(draft.manager)
 
     def _tell_manager(self, draft: Draft, event: ev.Event) -> None:
         draft.manager, commands = self.book.handle(draft.manager, event)
@@ -109,7 +110,7 @@ class Nodes:
     def register(self, draft: Draft, node: int) -> None:
         """The agent says who it is and what it knows."""
         draft.gaps.discard(node)
-        agent = self.book.machines[draft.agents[node]]
+        agent = self.book.machine(draft.agents[node])
         self._send(draft, "up", node, without_origin(agent.registration(draft.now)))
 
     def reap(self, draft: Draft, reap: tuple[int, int, int]) -> None:
@@ -172,7 +173,8 @@ class Nodes:
     def _answer_registration(self, draft: Draft, node: int, event: ev.AgentRegistered) -> None:
         refusal = self._manager(draft).refusal(event)
         if refusal is not None:
-            self._send(draft, "down", node, ev.ManagerRefused(0.0, "", refusal))
+            is_taken = self._manager(draft).is_taken(event)
+            self._send(draft, "down", node, ev.ManagerRefused(0.0, "", refusal, is_taken))
             return
         draft.manager, commands = self.book.handle(draft.manager, event)
         machine = self._manager(draft)
@@ -180,7 +182,7 @@ class Nodes:
         self._send(draft, "down", node, joined)
         self._do_as_manager(draft, commands)
 
-    def _do_as_manager(self, draft: Draft, commands: list[do.Command]) -> None:
+    def _do_as_manager(self, draft: Draft, commands: Iterable[do.Command]) -> None:
         machine = self._manager(draft)
         for command in commands:
             if isinstance(command, do.EndJob):
@@ -219,7 +221,7 @@ class Nodes:
         there = [node for node in range(self.scope.nodes) if node not in draft.left]
         deadlines = [
             manager.next_deadline(with_leases=is_lease_due),
-            *(self.book.machines[draft.agents[node]].next_deadline() for node in there),
+            *(self.book.machine(draft.agents[node]).next_deadline() for node in there),
         ]
         due = [deadline for deadline in deadlines if deadline is not None]
         if due:

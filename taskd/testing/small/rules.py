@@ -20,8 +20,7 @@ class Rules:
         self._nodes = Nodes(scope)
         self._workers = self._nodes.workers
         self.ranks = self._workers.ranks
-        # by the numbers in a State
-        self.machines, self.messages = self._nodes.book.machines, self._nodes.book.messages
+        self.machines = self._nodes.book  # by the numbers in a State
 
     def first(self) -> State:
         """Everybody has registered (but `late`) and is about to enter its function."""

@@ -58,7 +58,7 @@ class Worker(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. Machines and messages by number (`Rules.machines`, `Rules.messages`)."""
+    """Everything. Machines and messages by number (`Rules.machines`)."""
 
     now: float
     manager: int

@@ -37,6 +37,7 @@ class Bootstrap:
     arena_fds: tuple[int, ...] = ()
     # Its extras are also kept by the rank that is so many further, on another node; 0: by nobody.
     keeper_distance: int = 0
+    takes_over: bool = False  # the arenas were left by an agent that was lost
     imports_fd: int | None = None  # where the forkserver waits for what it imports
 
     @classmethod
@@ -64,7 +65,8 @@ class Bootstrap:
         life = self.plain_life()
         life.keeper_distance, life.is_replacement = self.keeper_distance, self.gated
         box = life.box = BlackBox.attach(self.box_fd)
-        life.saving = Saving(Arenas(list(self.arena_fds)), grace_s=self.grace_s)
+        arenas = Arenas(list(self.arena_fds))
+        life.saving = Saving(arenas, is_unverified=self.takes_over, grace_s=self.grace_s)
         box.begin(os.getpid(), self.incarnation)
         box.mark_generation(self.generation)
         # else the whole group starts anew, from checkpoints

@@ -6,6 +6,7 @@ the process enters the new generation. And the wait at the end, until every rank
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from taskd.worker.process.orders import Orders
     from taskd.worker.process.uplink import Uplink
     from taskd.worker.saving.dumping import Dumping
+
+
+log = logging.getLogger(__name__)
 
 
 class Gate:
@@ -59,6 +63,12 @@ class Gate:
                 generation = orders.generation
                 orders.where = Where.WAITING
             life.mark(Phase.PAUSED)
+            for problem in life.saving.verify():
+                log.warning(
+                    "rank %d does not use what a lost agent has left of it in node memory: %s",
+                    life.rank,
+                    problem,
+                )
             self._uplink.tell(
                 events.WorkerPaused,
                 "paused",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taskd.checkpoint.pieces import Held, Piece, holders_of
 from taskd.errors import ArenaError, StateError, TaskdError
-from taskd.native import node_memory
 from taskd.native.arena import capacity_for
 from taskd.native.arena_copy import is_mirrored, may_go_on
 from taskd.worker.objects.named import Named
@@ -103,7 +102,7 @@ class Snapshots:
         if is_complete:
             self._copier.prepare(size)
         elif self._copier.arena is None:
-            node_memory.require(2 * capacity_for(size))
+            self._arenas.require(2 * capacity_for(size))
 
     def _warn(self, error: Exception) -> None:
         if str(error) != self._problem:

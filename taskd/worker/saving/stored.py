@@ -14,7 +14,7 @@ import torch
 
 from taskd.checkpoint.pieces import Held, Piece
 from taskd.errors import ArenaError, StateError
-from taskd.worker.objects.shards import local
+from taskd.worker.objects.shards import is_distributed, local
 from taskd.worker.saving import contents, unpickling
 from taskd.worker.saving.copier import fill
 from taskd.worker.state import extras, flat
@@ -83,9 +83,28 @@ class StoredSnapshot:
             return False
         shapes = {name: (place.shape, place.dtype) for name, place in self._places.items()}
         targets = flat.targets(holding, named, held.value, shapes)
+        self._check_places(life, targets)
         fill(self._snapshot, {name: local(tensor) for name, tensor in targets.items()})
         flat.load(holding, named, held.value, targets)
         return True
+
+    def _check_places(self, life: Life, targets: Mapping[str, torch.Tensor]) -> None:
+        """An agent that was started anew may run another script than the one before it."""
+        known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        for name, tensor in targets.items():
+            if not is_distributed(tensor):
+                continue
+            key = (id(tensor.device_mesh), tensor.placements, tensor.shape)
+            if key not in known:
+                known[key] = Piece.of(tensor).offsets
+            if known[key] != self._places[name].offsets:
+                message = (
+                    f"rank {life.rank}: its part of {name} begins at {known[key]}, and at "
+                    f"{self._places[name].offsets} in its snapshot of version "
+                    f"{self._snapshot.held.version}: the model is sharded in another way than "
+                    "when that was made. Start the job as it was before"
+                )
+                raise StateError(message)
 
     # ------------------------------------------------------------ for a checkpoint
 

@@ -14,7 +14,6 @@ import io
 import os
 import pathlib
 import signal
-import sys
 import time
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from mindio_ttp import controller_ttp
 from mindio_ttp import framework_ttp as ttp
 from torch.nn.parallel import DistributedDataParallel
 
-from testbed.script import RANK, fact, is_first, kill_self, planned_faults
+from testbed.script import RANK, fact, kill_self, planned_faults, strike
 
 WORLD = int(os.environ["WORLD_SIZE"])
 SAVE = pathlib.Path(os.environ.get("SAVE", "checkpoints"))
@@ -72,10 +71,8 @@ HOW = {
 def here(place, step):
     """Does a fault belong here?"""
     for fault in FAULTS:
-        is_always = fault.how.startswith("always-")
-        if (fault.step, fault.place) == (step, place) and (is_always or is_first(fault.name)):
-            fact("fault", spec=fault.spec, step=step)
-            HOW[fault.how.removeprefix("always-")]()
+        if (fault.step, fault.place) == (step, place):
+            strike(fault, step, HOW)
 
 
 class Net(torch.nn.Module):
@@ -290,8 +287,3 @@ if BAD == "no group":
 result = train(model, optimizer)
 fact("returned", digest=result)
 print(f"rank {RANK}: digest {result}", flush=True)
-if os.environ.get("TASKD_PROCESS_ENABLE") != "on":
-    # the reference run under plain torchrun: torch 2.13 sometimes aborts in gloo's threads while
-    # Python ends
-    sys.stdout.flush()
-    os._exit(0)

@@ -7,6 +7,7 @@ LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer 
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come
 to their places; "stop": by SIGSTOP; "late": when half of the ranks have committed this step; or, at
 place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
+HOLD_AT  see testbed.script
 SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every
 rank draws from its own global generator in each step
 """
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import taskd
 from testbed import sharded
 from testbed.facts import facts_in
-from testbed.script import FACTS, RANK, fact, is_first, planned_faults
+from testbed.script import FACTS, RANK, fact, hold, is_first, planned_faults, uninterrupted
 
 WORLD = int(os.environ["WORLD_SIZE"])
 STEPS = int(os.environ.get("STEPS", "12"))
@@ -40,20 +41,25 @@ MINE = planned_faults(FAULTS)
 
 def here(place, step):
     for fault in MINE:
-        if (fault.step, fault.place) != (step, place) or not is_first(fault.name):
-            continue
-        how = fault.how
-        while how == "together" and not all(
-            os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS.split(";")))
-        ):
-            time.sleep(0.001)
-        while how == "late" and count_committed(step + 1) < WORLD // 2:
-            time.sleep(0.001)
-        fact("fault", spec=fault.spec, step=step)
-        if how == "break":
-            original_all_reduce(torch.ones(1))  # nobody else takes part, and one of them dies
-        assert how in ("kill", "together", "late", "stop"), how
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        if (fault.step, fault.place) == (step, place):
+            with uninterrupted():
+                if is_first(fault.name):
+                    strike(fault, step)
+
+
+def strike(fault, step):
+    how = fault.how
+    while how == "together" and not all(
+        os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS.split(";")))
+    ):
+        time.sleep(0.001)
+    while how == "late" and count_committed(step + 1) < WORLD // 2:
+        time.sleep(0.001)
+    fact("fault", spec=fault.spec, step=step)
+    if how == "break":
+        original_all_reduce(torch.ones(1))  # nobody else takes part, and one of them dies
+    assert how in ("kill", "together", "late", "stop"), how
+    os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 def count_committed(step):
@@ -166,6 +172,7 @@ def train():
     fact("restored", step=state.step, source=str(restored))
     while state.step < STEPS:
         net.step = state.step
+        hold(state.step)
         here("step", state.step)
         generator = torch.Generator().manual_seed(1000 * state.step + data)
         optimizer.zero_grad()

@@ -3,7 +3,9 @@
 FACTS   directory for what happened (one file per rank, one JSON line per fact)
 FAULTS  "rank@step:place:how" separated by ";". Each fires once per job (a marker file makes sure
         of that), unless `how` begins with "always-". "last-" waits until every other rank has
-        committed the step, "told-" until FACTS/told is there (`Job.tell`).
+        committed the step, "told-" until FACTS/told or FACTS/told-<number of the fault> is there
+        (`Job.tell`).
+HOLD_AT see testbed.script
 STEPS, SLEEP_S, LOADER_WORKERS, BATCH_NORM, OUTER_INIT, HIDDEN, CLOSURE, SAVE_EVERY, ON_DUMP
         knobs of the workload
 ON_SIGTERM  a handler of its own: "flag" and "exit" (sys.exit) before the function is decorated,
@@ -12,6 +14,7 @@ ON_SIGTERM  a handler of its own: "flag" and "exit" (sys.exit) before the functi
 
 import collections
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
@@ -27,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taskd
 from testbed.facts import facts_in
-from testbed.script import FACTS, RANK, fact, is_first, kill_self, planned_faults
+from testbed.script import FACTS, RANK, fact, hold, is_told, kill_self, planned_faults, strike
 
 STEPS = int(os.environ.get("STEPS", "12"))
 SLEEP_S = float(os.environ.get("SLEEP_S", "0"))
@@ -121,23 +124,23 @@ HOW = {
 
 def here(place, step):
     """The place `place` of step `step` is reached: does a fault belong here?"""
+    if place == "step":
+        hold(step)
     for fault in FAULTS:
-        if (fault.step, fault.place) != (step, place):
-            continue
-        if not fault.how.startswith("always-") and not is_first(fault.name):
-            continue
-        how = fault.how.removeprefix("always-")
-        if how.startswith("last-"):
-            others = set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}
-            while not others <= who_committed(step + 1):
-                time.sleep(0.001)
-        if how.startswith("told-"):
-            while not os.path.exists(f"{FACTS}/told"):
-                time.sleep(0.001)
-        fact("fault", spec=fault.spec, step=step)
-        HOW[how.removeprefix("last-").removeprefix("told-")]()
+        if (fault.step, fault.place) == (step, place):
+            strike(fault, step, HOW, functools.partial(await_moment, fault, step))
     if is_broken and place == "step":
         fail_differently()
+
+
+def await_moment(fault, step):
+    if fault.how.startswith("last-"):
+        others = set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}
+        while not others <= who_committed(step + 1):
+            time.sleep(0.001)
+    if fault.how.startswith("told-"):
+        while not is_told("told", f"told-{fault.number}"):
+            time.sleep(0.001)
 
 
 def who_committed(step):
@@ -312,7 +315,3 @@ here("boot", 0)
 result = train()
 fact("returned", digest=result)
 print(f"rank {RANK}: digest {result}", flush=True)
-if os.environ.get("TASKD_PROCESS_ENABLE") != "on":
-    # the reference run under plain torchrun: torch 2.13 sometimes aborts in gloo's threads while
-    # Python ends
-    os._exit(0)

@@ -33,9 +33,9 @@ class Agents:
 
     def __init__(self) -> None:
         self.clock = MonotonicClock()
-        self.agents = [
-            Electing(config(), self.clock, rank, 3, name) for rank, name in enumerate(NAMES)
-        ]
+        self.agents = [Electing(config(), self.clock, name) for name in NAMES]
+        for rank, agent in enumerate(self.agents):
+            agent.take_place(rank, 3)
         voters = tuple(
             Voter(rank, name, agent.address)
             for rank, (name, agent) in enumerate(zip(NAMES, self.agents, strict=True))
@@ -109,12 +109,13 @@ def test_a_stranger_names_no_manager(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize(("node_count", "changed"), [
-    (2, {}), (3, {"starts_manager": False}), (3, {"strategies": ("recover-in-place",)}),
+    (1, {}), (3, {"starts_manager": False}), (3, {"strategies": ("recover-in-place",)}),
 ])  # fmt: skip
 def test_where_nothing_is_elected_no_port_is_open(
     node_count: int, changed: dict[str, object]
 ) -> None:
-    one = Electing(config(**changed), MonotonicClock(), 0, node_count, "first")
+    one = Electing(config(**changed), MonotonicClock(), "first")
+    one.take_place(0, node_count)
     assert one.address == ""
     assert one.links == []
     assert one.read(0.0) == []

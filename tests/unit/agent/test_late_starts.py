@@ -12,6 +12,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from taskd.agent.spawning.protocol import Started
+from taskd.agent.workers.memory_folder import MemoryFolder
+from taskd.clock import MonotonicClock
 from taskd.torchrun.context import TaskdContext
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def context(spawner: Slow) -> Iterator[TaskdContext]:
         spawner=spawner,  # type: ignore[arg-type]
         bootstraps={},
         life_fd=life_fd,
+        memory=MemoryFolder("", "job", 0, "agent", MonotonicClock(), 60.0),
         name="default",
         entrypoint=sys.executable,
         args={0: ("script.py",)},

@@ -218,6 +218,15 @@ class TestANodeIsBack:
         assert only(said, do.Resume).active == ()
         assert not [one for one in said if isinstance(one, do.ReportWorld)]
 
+    def test_what_its_agent_has_left_in_node_memory_is_older_than_the_others_are(
+        self, manager
+    ) -> None:
+        job = _job(manager, per_node=1)
+        _shrunk(job, 1)
+        _recover_all(job, 8)
+        orders = [one for one in _come_back(job, 1) if isinstance(one, do.ReplaceWorker)]
+        assert [one.former_agent for one in orders] == [""]
+
     def test_its_process_fails_at_the_start(self, manager) -> None:
         """The others go on without it once more; the second time it gets no other chance."""
         job = _job(manager, per_node=1)

@@ -191,6 +191,19 @@ class TestTheElectedManager:
         assert {move.rank: move.source for move in resume.moves if not move.keeps} == {0: 1}
         assert resume.store == "agent 1:1"
 
+    @pytest.mark.parametrize("known", [((0, "first"), (1, "agent 1")), ()])
+    def test_it_names_the_agent_that_the_roster_has_in_the_place(
+        self, known: tuple[tuple[int, str], ...]
+    ) -> None:
+        """One on the same host may have its node memory."""
+        job = Job()
+        job.send(ev.ManagerElected, 3, 1, (1, 2), known)
+        job.register(1), job.register(2)
+        job.now += 3.1
+        job.send(ev.Tick)
+        said = job.register(0, agent="another", state="lost", is_late=True)
+        assert only(said, do.ReplaceWorker).former_agent == dict(known).get(0, "")
+
     @pytest.mark.parametrize("node_rank", [None, 0, 2])
     def test_who_asks_before_the_agents_have_come_is_late(self, node_rank: int | None) -> None:
         """The job runs; and node 0, where the others have met, may be lost with the manager."""

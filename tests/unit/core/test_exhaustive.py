@@ -24,6 +24,7 @@ BESIDE_THE_MACHINES = {
     ev.ImportsKnown,
     do.SetProfiling,
     do.Pair,
+    do.ReturnMirrors,
     do.OfferPlace,
     do.Dismiss,
     do.Proceed,

@@ -468,9 +468,34 @@ class TestWithoutAManager:
         assert agent.machine.next_deadline() == pytest.approx(agent.now + 10)
         assert kinds(agent.tick()) == ["FallBack"]
 
+    def test_and_longer_still_where_the_next_one_is_elected(self, node) -> None:
+        agent = node()
+        agent.exit(1)
+        agent.send(ev.ManagerLost, 20.0)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now + 30)
+
     def test_but_not_for_one_that_refused_us(self, node) -> None:
         agent = node(manager=False)
         agent.send(ev.ManagerRefused, "wrong job")
+        agent.exit(1)
+        assert kinds(agent.tick(at=agent.now)) == ["FallBack"]
+
+    @pytest.mark.parametrize("has_fault", [False, True])
+    def test_a_node_whose_place_was_taken_meanwhile_ends(self, node, has_fault) -> None:
+        """Its workers may wait for ever in a collective: no fault of theirs need come."""
+        agent = node()
+        agent.send(ev.ManagerLost)
+        assert not has_fault or agent.exit(1) == []
+        (finish,) = agent.send(ev.ManagerRefused, "node 0 is taken by another agent", True)
+        assert isinstance(finish, do.FinishRun)
+        assert finish.outcome == "failed"
+        assert finish.reason.startswith("node 0 is taken by another agent: the job goes on ")
+        assert [fault.rank for fault in finish.faults] == [1] * has_fault
+        assert agent.machine.phase is NodePhase.DONE
+
+    def test_one_that_has_never_joined_goes_on_plainly_whoever_has_the_place(self, node) -> None:
+        agent = node(manager=False)
+        agent.send(ev.ManagerRefused, "node 0 is taken by another agent", True)
         agent.exit(1)
         assert kinds(agent.tick(at=agent.now)) == ["FallBack"]
 
@@ -512,10 +537,10 @@ class TestWithoutAManager:
         ]  # fmt: skip
         events = told(agent.send(ev.ManagerJoined, 3, 7, at=agent.now + 1))
         assert [type(event).__name__ for event in events] == [
-            "WorkerLost", "WorkerExitKnown", "WorkerStarted", "WorkerDeclared", "WorkerRaised",
-            "WorkerStarted", "WorkerDeclared", "WorkerReturned", "WorkerStarted", "WorkerDeclared",
+            *["WorkerStarted", "WorkerDeclared"] * 3,
+            "WorkerLost", "WorkerExitKnown", "WorkerRaised", "WorkerReturned",
         ]  # fmt: skip
-        assert events[0].age_s == pytest.approx(1.05, abs=0.02)
+        assert events[6].age_s == pytest.approx(1.05, abs=0.02)
         assert all(event.now == agent.now for event in events)
         assert agent.machine.restarts_used == 7
         assert agent.machine.next_deadline() is None
@@ -546,6 +571,23 @@ class TestWithoutAManager:
         ]
         assert events[1].entered
         assert all(event.now == agent.now for event in events)
+
+    def test_of_one_that_died_meanwhile_it_hears_after_those_who_can_be_recovered(
+        self, node
+    ) -> None:
+        """Else all would be restarted: at the registration nobody had said that he can be."""
+        agent = node(2, manager=False, started=False)
+        agent.machine.registration(agent.now)
+        for rank in range(2):
+            agent.worker(ev.WorkerStarted, rank, 1000 + rank)
+            agent.worker(ev.WorkerDeclared, rank, True)
+        agent.alarm(0)
+        events = told(agent.send(ev.ManagerJoined, 0, 0))
+        assert [(type(event), event.rank) for event in events] == [
+            (ev.WorkerStarted, 1),
+            (ev.WorkerDeclared, 1),
+            (ev.WorkerLost, 0),
+        ]
 
     def test_workers_that_returned_are_released_alone(self, node) -> None:
         agent = node(manager=False)

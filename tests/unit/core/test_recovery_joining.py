@@ -16,6 +16,18 @@ from tests.unit.core.answers import acts, kinds, only
 Report, Failure = ev.WorkerReport, ev.ReportedFailure
 
 
+@pytest.mark.parametrize(("nodes", "until_s"), [(1024, 28.0), (1025, 26.0)])
+def test_agents_of_a_very_large_job_speak_half_as_often(
+    manager, nodes: int, until_s: float
+) -> None:
+    """The last look at the mail before a lease ends comes two heartbeats earlier."""
+    job = manager(nodes=nodes, per_node=1)
+    job.register(0)
+    deadline = job.machine.next_deadline()
+    assert deadline is not None
+    assert deadline - job.now == pytest.approx(until_s)
+
+
 class TestJoining:
     def test_nothing_happens_until_every_rank_is_known(self, manager) -> None:
         job = manager(nodes=2, per_node=1)

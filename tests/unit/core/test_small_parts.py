@@ -31,6 +31,15 @@ class TestTimeouts:
         with pytest.raises(ValueError, match="positive number of seconds"):
             Timeouts.derive(wrong)
 
+    @given(st.floats(1e-3, 1e6), st.sampled_from([1, 256, 257, 1024, 1025, 8192]))
+    def test_the_order_holds_for_every_job(self, setting, nodes) -> None:
+        any_job = Timeouts.derive(setting)
+        timeouts = any_job.of_job(nodes)
+        times = 2 if nodes > 1024 else 1
+        assert timeouts.heartbeat_s == times * any_job.heartbeat_s
+        assert timeouts.lease_recheck_s == times * any_job.lease_recheck_s
+        assert bool(timeouts.gather_s) == (nodes > 256)
+
     def test_a_wrong_order_is_found(self) -> None:
         with pytest.raises(AssertionError):
             dataclasses.replace(Timeouts.derive(), pause_s=1000.0).check()
@@ -81,11 +90,33 @@ class TestLeases:
         leases.renew(0, 500.1)
         assert leases.expired(502.0) == []
 
+    def test_in_a_large_job_it_waits_for_a_longer_heartbeat(self) -> None:
+        leases = Leases(Timeouts.derive(30))
+        leases.use(Timeouts.derive(30).of_job(2000))
+        leases.renew(0, 0.0)
+        assert leases.expired(500.0) == []
+        assert leases.expired(503.9) == []
+        assert leases.expired(504.0) == [0]
+
     def test_an_agent_that_left_is_not_missed(self) -> None:
         leases = Leases(Timeouts.derive(30))
         leases.renew(0, 0.0)
         leases.drop(0)
         assert leases.next_deadline() is None
+
+    def test_a_manager_is_deserted_when_a_lease_ends_and_nobody_else_was_heard_for_long(
+        self,
+    ) -> None:
+        leases = Leases(Timeouts.derive(30))
+        assert not leases.are_deserted(100.0, 10.0), "it never had an agent"
+        leases.renew(0, 0.0)
+        leases.renew(1, 3.0)
+        assert not leases.are_deserted(28.0, 10.0), "what waited has not been heard yet"
+        assert leases.expired(28.0) == []
+        assert not leases.are_deserted(29.9, 10.0)
+        assert leases.are_deserted(30.0, 10.0)
+        leases.renew(1, 21.0)
+        assert not leases.are_deserted(30.0, 10.0), "one is there: the other node is lost"
 
 
 def test_a_record_tells_where_each_rank_has_its_state_from() -> None:

@@ -28,6 +28,16 @@ def test_the_one_that_came_first_is_offered_the_place() -> None:
     assert spares.offers([3], 1.0) == [], "offered once"
 
 
+def test_only_those_who_may_have_a_place_are_offered_it() -> None:
+    spares = waiting("a", "b")
+    assert spares.offers([3], 1.0, ()) == []
+    assert spares.expected == set()
+    assert spares.offers([3], 1.0, ("b",)) == [Offer("b", 3)]
+    assert spares.expected == {3}
+    spares.leave("b", 1.0, takes_place=True)
+    assert spares.expected == {3}, "it is on its way"
+
+
 def test_two_places_and_one_spare() -> None:
     spares = waiting("a")
     assert spares.offers([2, 1], 1.0) == [Offer("a", 1)]
@@ -86,9 +96,18 @@ def test_a_host_that_loses_its_places_gets_none_any_more() -> None:
         assert spares.offers([], now) == [], "it has arrived"
     assert spares.offers([1], 3.0) == []
     assert spares.is_barred("bad host")
+    assert spares.unserved([1]) == {1: "no spare waits"}
     spares.join("once more", "bad host", 3.0)
+    assert spares.offers([1], 3.0) == []
+    barred = "the spares that wait are on hosts that have lost 2 places before"
+    assert spares.unserved([1, 2]) == {1: barred, 2: barred}
     spares.join("another", "good host", 3.0)
     assert spares.offers([1], 3.0) == [Offer("another", 1)]
+    assert spares.unserved([1]) == {}
+    spares.leave("another", 3.0, takes_place=True)
+    assert spares.unserved([1]) == {}, "it is on the way"
+    spares.join("a third", "third host", 3.0)
+    assert spares.unserved([1, 2]) == {}, "it may be offered that of node 2 yet"
 
 
 def test_there_is_a_limit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taskd.core import events
-from taskd.core.job.speakers import HARM_LIMIT, Quarantine, objection
+from taskd.core.job.speakers import HARM_LIMIT, Quarantine, Strangers, objection
 from taskd.core.marks import Mark
 
 MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
@@ -23,6 +23,8 @@ MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
         (events.AgentHeard(0.0, "", 1, MARKS), ("foreign", "not its own")),
         (events.AgentLeft(0.0, "", 0, "failed", ""), ("foreign", "node 0")),
         (events.MirrorsHeld(0.0, "", 0, ()), ("foreign", "node 0")),
+        (events.MirrorsReturned(0.0, "", 0, 1, 2, 9, (0,)), ("foreign", "node 0")),
+        (events.MirrorsReturned(0.0, "", 1, 1, 2, 9, (2,)), None),
         (events.WorkerReady(0.0, "", 2, 0, guarded=True), ("malformed", "WorkerReady")),
     ],
 )
@@ -43,3 +45,23 @@ def test_a_node_that_made_the_manager_fail_too_often_is_refused() -> None:
         quarantine.blame(3)
     assert quarantine.refusal(3) == f"{HARM_LIMIT} messages of node 3 made the manager fail"
     assert quarantine.refusal(2) is None
+
+
+class TestStrangers:
+    def test_what_nobody_can_read_is_soon_too_much(self) -> None:
+        strangers = Strangers()
+        count = next(n for n in range(1, 100) if strangers.refused(b"a", is_readable=False))
+        assert 10 <= count <= 50
+        assert not strangers.refused(b"a", is_readable=False), "it is counted anew"
+        assert not strangers.refused(b"b", is_readable=False)
+
+    def test_one_of_ours_may_be_refused_more_often(self) -> None:
+        strangers = Strangers()
+        count = next(n for n in range(1, 10_000) if strangers.refused(b"a", is_readable=True))
+        assert count >= 1000
+
+    def test_as_many_as_there_are_they_take_little_memory(self) -> None:
+        strangers = Strangers()
+        for number in range(20_000):
+            assert not strangers.refused(str(number).encode(), is_readable=True)
+        assert len(strangers._weights) <= 4096

@@ -57,6 +57,7 @@ def test_a_second_agent_for_a_taken_position_is_refused(service, network, agent)
     service.turn()
     (refused,) = second.heard()
     assert "taken" in refused.reason
+    assert refused.is_taken
     agent.say(messages.Heartbeat())
     service.turn()
     assert agent.heard()[0].known
@@ -70,6 +71,7 @@ def test_another_jobs_processes_are_refused(service, network, role) -> None:
     (refused,) = stranger.heard()
     assert "job" in refused.reason
     assert "other" in refused.reason
+    assert not refused.is_taken
 
 
 def test_a_sender_speaks_for_its_own_position_only(service, network, agent, lines) -> None:

@@ -5,14 +5,13 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import sys
 
 import pytest
 
 from mindx_elastic import record, torch_exception_module
 from mindx_elastic.errors import DamagedFileError
-from testbed.processes import Output, environment
+from testbed.processes import Output, environment, free_port
 from tests.disks import fill, small_disk
 
 JOB = pathlib.Path(__file__).with_name("torch_job.py")
@@ -23,7 +22,10 @@ EXTENDED = pytest.mark.extended
 
 
 class Job:
-    """The ranks of one training, each a process; its folder outlives it."""
+    """The ranks of one training, each a process; its folder outlives it.
+
+    No rank comes to its end before it is signalled or waited for.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -31,14 +33,14 @@ class Job:
         self.checkpoints.mkdir()
         self.ranks: list[Output] = []
         self.started = 0
+        self._go = folder / "go"
 
     def start(self, world: int = 1, **settings: object) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._go.unlink(missing_ok=True)
         common = environment(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
+            MASTER_PORT=str(free_port()),
+            GO=str(self._go),
             WORLD_SIZE=str(world),
             MINDX_ELASTIC_DIR=str(self.folder / "state"),
             MINDX_FAULT_NPUS=str(self.folder / "fault-npus"),
@@ -59,11 +61,16 @@ class Job:
     def until(self, rank: int, line: str) -> None:
         self.ranks[rank].wait_text(line, LIMIT_S)
 
-    def signal(self, *ranks: int) -> None:
-        for rank in ranks:
-            self.ranks[rank].process.send_signal(signal.SIGTERM)
+    def signal(self, *ranks: int, number: signal.Signals = signal.SIGTERM) -> None:
+        """To all of these before any of them goes on, and then to their end."""
+        numbers = (number,) if len(ranks) == 1 else (signal.SIGSTOP, number, signal.SIGCONT)
+        for one in numbers:
+            for rank in ranks:
+                self.ranks[rank].process.send_signal(one)
+        self._go.touch()
 
     def wait(self) -> list[int]:
+        self._go.touch()
         return [one.wait(LIMIT_S).returncode for one in self.ranks]
 
     def text(self, rank: int = 0) -> str:
@@ -159,7 +166,7 @@ def test_a_rank_that_fails_because_others_have_ended_ends_by_the_same_signal(job
     os.mkfifo(tmp_path / "gate")
     job.start(2, GATE=tmp_path / "gate")
     job.until(0, "step 2")
-    job.ranks[1].process.send_signal(signal.SIGKILL)
+    job.signal(1, number=signal.SIGKILL)
     job.until(0, "saving")
     job.signal(0)
     (tmp_path / "gate").write_text("go")

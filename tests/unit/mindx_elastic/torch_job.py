@@ -1,7 +1,8 @@
 """A training with torch, written as the page on `exception_checkpoint` writes it.
 
 Ranks r and r + HALF are replicas (data parallel); the halves hold different parameters. Run by
-test_torch.py, one process for each rank. `HOW` is `each` (set_config in each step) or `once`.
+test_torch.py, one process for each rank. `HOW` is `each` (set_config in each step) or `once`. `GO`
+is a file that the last two steps wait for.
 """
 
 import contextlib
@@ -85,6 +86,11 @@ def load_checkpoint(model, optimizer):
     return iteration
 
 
+def wait_before(iteration):
+    while iteration == STEPS - 2 and not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+
+
 def main():
     torch.set_num_threads(1)
     group = None
@@ -105,6 +111,7 @@ def main():
         return
     exception_checkpoint.set_config(save_checkpoint, (iteration, model, optimizer), **options)
     while iteration < STEPS:
+        wait_before(iteration)
         torch.manual_seed(1000 * iteration + RANK)
         optimizer.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()

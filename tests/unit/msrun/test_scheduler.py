@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 def running() -> Iterator[subprocess.Popen[bytes]]:
     """A scheduler that does not end by itself."""
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"],
+        [sys.executable, "-c", "print(flush=True); input()"],
         env={**os.environ, "MS_ROLE": "MS_SCHED"},
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # while a program is begun its environment cannot be read yet
         yield process
         process.kill()
 

@@ -12,7 +12,6 @@ import pathlib
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ import pytest
 from taskd.checkpoint import flat, folder
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.names import Kind
+from testbed.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,21 +32,18 @@ LIMIT_S = 120.0
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Job:
-    """One launcher and all that it starts."""
+    """One launcher and all that it starts. No step from the sixth on before there is a manager.
+
+    Without one the first death ends the job.
+    """
 
     def __init__(self, path: pathlib.Path, **environment: str) -> None:
         self.path = path
         self.environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "TASKD_PORT": str(free_port()),
             "TASKD_LOG_PATH": str(path / "log"), "MINDX_TASK_ID": "stand-in", "STEPS": "30",
-            "TASKD_FAULT_TIMEOUT": "10", **environment,
+            "GATE": str(path / "go"), **environment,
         }  # fmt: skip
         self.process: subprocess.Popen[str] | None = None
         self.output = ""
@@ -57,6 +54,9 @@ class Job:
             env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=self.path,
         )  # fmt: skip
+        agent_log = self.path / "log" / "agent-0.log"
+        self._wait(lambda: agent_log.exists() and "joined the manager" in agent_log.read_text())
+        (self.path / "go").touch()
         return self
 
     def end(self) -> int:
@@ -68,11 +68,6 @@ class Job:
     def wait_for_step(self, rank: int, step: int) -> None:
         """Until this rank has committed that step."""
         self._wait(lambda: self.step_of(rank) >= step)
-
-    def wait_for_manager(self) -> None:
-        """Until the agent has joined one: a short job may be over before it is there."""
-        path = self.path / "log" / "agent-0.log"
-        self._wait(lambda: path.exists() and "joined the manager" in path.read_text())
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
         assert self.process is not None
@@ -137,11 +132,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("way", ["agent", "plugin"])
 def test_a_job_without_a_fault_ends_as_msrun_does(job: Job, way: str) -> None:
-    job.environment["GATE"] = str(job.path / "go")
-    job.start(way)
-    job.wait_for_manager()
-    (job.path / "go").touch()
-    assert job.end() == 0, job.output
+    assert job.start(way).end() == 0, job.output
     for rank in (0, 1):
         assert f"rank {rank} ended at 30 with 30" in job.said(rank)
     assert not job.records
@@ -212,8 +203,11 @@ def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
     assert job.process is not None
     workers = job.worker_pids()
     targets = {"msrun": [], "workers": workers, "one worker": workers[:1], "all": workers}[whom]
-    for pid in [*targets, *([job.process.pid] if whom in ("msrun", "all") else [])]:
-        os.kill(pid, signal.SIGTERM)
+    targets += [job.process.pid] if whom in ("msrun", "all") else []
+    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):  # all have it before one ends
+        for pid in targets:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     assert job.end() == 2, job.output
     assert "is to end (SIGTERM" in job.output
     valid = folder.scan(job.path / "saved", "stand-in", is_full=True).valid
@@ -230,7 +224,7 @@ def test_sigterm_saves_the_last_step_that_all_have(job: Job, whom: str) -> None:
 def test_a_job_that_is_given_up_while_its_group_restarts_ends(job: Job) -> None:
     # Rank 0 is stopped, so that SIGTERM does not end it: until it is killed its successor is not
     # ordered, and that of rank 1 waits for it.
-    job.environment.update(STEPS="100000", TASKD_FAULT_TIMEOUT="30", TASKD_GRACE_S="10")
+    job.environment.update(STEPS="100000", TASKD_GRACE_S="10")
     job.start()
     for rank in (0, 1):
         job.wait_for_step(rank, 5)

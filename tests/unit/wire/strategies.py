@@ -44,6 +44,7 @@ def of_field(name: str, hint: typing.Any, *, is_order: bool = False) -> st.Searc
         int: number,
         str: TEXT,
         bool: st.booleans(),
+        bytes: st.binary(max_size=40),
         float: st.floats(0, schema.MAX_SECONDS),
         FaultKind: st.sampled_from(FaultKind),
         WorkerState: st.sampled_from(WorkerState),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from taskd.errors import RemoteProtocolError
 from taskd.wire import mirroring
-from taskd.wire.mirroring import MAX_SNAPSHOT_BYTES, PIECE_BYTES, STAGES, Answer, Offer, Piece
+from taskd.wire.mirroring import MAX_SNAPSHOT_BYTES, PIECE_BYTES, STAGES, Answer, Ask, Offer, Piece
 
 OFFER = Offer(1, "job", 0, "mine", "yours", 3, 1, 7, 20, 1, 4096, 100, 2**64 - 1, 5)
 NUMBER, TEXT, RANK = (
@@ -27,6 +27,7 @@ FRAMES = st.one_of(
     st.builds(Offer, NUMBER, TEXT, RANK, TEXT, TEXT, RANK, *[NUMBER] * 4, st.integers(0, 2**45),
     st.integers(1, 2**45), *[st.integers(0, 2**64 - 1)] * 2),
     st.builds(Piece, NUMBER, NUMBER, st.binary(min_size=1, max_size=200)),
+    st.builds(Ask, NUMBER, TEXT, RANK, TEXT, TEXT, RANK, NUMBER),
     st.builds(Answer, NUMBER, st.sampled_from(STAGES), NUMBER, TEXT),
 )  # fmt: skip
 

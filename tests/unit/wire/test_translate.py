@@ -27,6 +27,7 @@ LINK_ONLY = {
     messages.RegisterWorker,
     messages.Unsupported,
     messages.Rejected,
+    messages.Batch,
     messages.AskVote,
     messages.Vote,
     messages.Elected,
@@ -72,7 +73,7 @@ def test_an_event_comes_out_as_it_went_in(cls: type, data: st.DataObject) -> Non
             fault=dataclasses.replace(event.fault, rank=event.rank, incarnation=event.incarnation),
         )
     message = translate.event_to_message(event)
-    assert translate.message_to_event(ENVELOPE, message, 12.5) == event
+    assert translate.message_to_event(ENVELOPE.cause, message, 12.5) == event
     with pytest.raises(RemoteProtocolError, match="is no command"):
         translate.message_to_command(ENVELOPE, message)
 
@@ -90,7 +91,7 @@ def test_a_command_comes_out_as_it_went_in(cls: type, data: st.DataObject) -> No
         command = dataclasses.replace(command, moves=moves)
     assert translate.message_to_command(ENVELOPE, message) == command
     with pytest.raises(RemoteProtocolError, match="is no event"):
-        translate.message_to_event(ENVELOPE, message, 0.0)
+        translate.message_to_event(ENVELOPE.cause, message, 0.0)
 
 
 def test_what_stays_within_a_process_is_not_translated() -> None:
@@ -104,7 +105,7 @@ def test_what_stays_within_a_process_is_not_translated() -> None:
 def test_a_fault_of_another_life_is_refused(rank: int, incarnation: int) -> None:
     message = messages.WorkerLost(0, 2, Fault(FaultKind.LOST, rank, incarnation, ""), 0.0)
     with pytest.raises(RemoteProtocolError, match="another life"):
-        translate.message_to_event(ENVELOPE, message, 0.0)
+        translate.message_to_event(ENVELOPE.cause, message, 0.0)
     with pytest.raises(RemoteProtocolError, match="another life"):
         translate.check(message)
 

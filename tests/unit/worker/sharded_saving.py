@@ -10,9 +10,12 @@ import torch.distributed as dist
 from job import Average, Job
 from sharded import build, contents, say, shard_id_of, step
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from taskd.core import commands
+from taskd.core.commands import Move
 from taskd.errors import CheckpointError, StateError
 from taskd.native.arenas import Arenas
 from taskd.worker.objects.named import Named
@@ -88,6 +91,39 @@ def dump_from_memory(member, kind, folder, orphaned, steps, replicated=()):
         return said
 
     return _in_job(member, dump)
+
+
+def load_the_shards_of_others(member):
+    """What restore() says of a snapshot when the mesh is another one than when it was made."""
+
+    def train(ranks, steps):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False)
+        fully_shard(model, mesh=DeviceMesh("cpu", ranks))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model=model, optimizer=optimizer, snapshot_every=1)
+        try:
+            state.restore()
+        except StateError as error:
+            return str(error)
+        while state.step < steps:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.commit()
+        return ""
+
+    job = Job(member.rank, member.size)
+    job.life.saving.arenas = Arenas.create()
+    try:
+        said = []
+        for version, order in ((None, 1), (2, 1), (2, -1)):
+            job.resume(version, {member.rank: Move(member.rank, snapshot=version)})
+            said.append(job.enter(train, [*range(member.size)][::order], 2)[0])
+        return said
+    finally:
+        job.life.saving.arenas.close()
+        job.close()
 
 
 def _in_job(member, function, *args):

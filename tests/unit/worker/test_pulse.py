@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="libtaskd is not 
 # Ranks 0 and 1 send to each other, rank 2 does not; then rank 0 sleeps, rank 1 waits to receive,
 # rank 2 in a collective.
 RANK = """if True:
-    import json, os, sys, threading, time
+    import json, os, pdb, sys, threading, time
     import torch, torch.distributed as dist
     from taskd.native import collectives
     from taskd.native.black_box import BlackBox, Phase
@@ -50,17 +50,21 @@ RANK = """if True:
     dist.all_reduce(tensor)
     box.mark_phase(Phase.FORWARD)
 
+    is_there = threading.Event()
+
     def look():
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end:
+        is_there.wait()
+        for _ in range(40):  # two seconds or more
             time.sleep(0.05)
             pulse.beat()
         groups = collectives.Collectives(box).communicators()
         groups_seen = {group.name: (group.entered, group.left) for group in groups}
         print(json.dumps([rank, groups_seen, box.is_waiting, box.is_debugged]), flush=True)
-        os._exit(0)
+        print("looked", flush=True)  # and live on: the end of one ends what the others wait for
 
     threading.Thread(target=look).start()
+    r, w = os.pipe()
+    is_there.set()
     if rank == 1:
         WAIT
     elif rank == 2:
@@ -83,9 +87,11 @@ def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
         for rank in range(3)
     ]
     try:
-        texts = [rank.wait(50).output for rank in ranks]
+        for rank in ranks:
+            rank.wait_text("looked\n", 50)
+        lines = [rank.text.splitlines()[-2] for rank in ranks]
         # pdb writes its prompt in front
-        return [json.loads(text[text.rindex(f"[{rank}, {{") :]) for rank, text in enumerate(texts)]
+        return [json.loads(line[line.rindex(f"[{rank}, {{") :]) for rank, line in enumerate(lines)]
     finally:
         for rank in ranks:
             rank.end()
@@ -115,5 +121,5 @@ def test_a_sleep_is_none(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_debugger_is_seen(tmp_path: pathlib.Path) -> None:
-    wait = "r, w = os.pipe(); sys.stdin = open(r); breakpoint()"
+    wait = "sys.stdin = open(r); breakpoint()"
     assert run(tmp_path, wait)[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, True]

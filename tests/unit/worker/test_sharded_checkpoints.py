@@ -151,3 +151,16 @@ def _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated=())
             before["random"],
             before["seen"],
         )
+
+
+def test_a_snapshot_of_another_part_is_refused(world):
+    """As of a torchrun that was started again with another script."""
+    for rank, (first, again, other) in enumerate(
+        world.run(sharded_saving.load_the_shards_of_others, size=4)
+    ):
+        assert first == again == ""
+        assert other == (
+            f"rank {rank}: its part of train.model.weight begins at ({6 - 2 * rank}, 0), and at "
+            f"({2 * rank}, 0) in its snapshot of version 2: the model is sharded in another way "
+            "than when that was made. Start the job as it was before"
+        )

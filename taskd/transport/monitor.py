@@ -1,0 +1,57 @@
+"""What ZeroMQ tells of the connections of a socket: begun, refused, ended.
+
+Its events go through a queue within the process. Nobody may have to wait for room there: that would
+be the thread that moves all messages, and whoever closes the socket. So the queue has no bound: an
+event has a few bytes, and there is one for each connection that comes or goes.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+FAILED_HANDSHAKES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "not our protocol, or another secret",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: (
+        "an earlier version of taskd: install the same one on all nodes"
+    ),
+}
+_NO_BOUND = 0  # zmq_setsockopt(3), ZMQ_RCVHWM
+_numbers = itertools.count()
+
+
+class Monitor:
+    """Of one socket, from when it is made until `close`. `socket`: to wait for."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", watched: "zmq.Socket[bytes]", events: int
+    ) -> None:
+        """`events`: zmq.Event values, added."""
+        self._watched = watched
+        address = f"inproc://taskd-monitor-{next(_numbers)}"
+        watched.monitor(address, events)
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.RCVHWM, _NO_BOUND)
+        self.socket.connect(address)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has happened, at most so many seconds; whether it has."""
+        return bool(self.socket.poll(int(timeout_s * 1000)))
+
+    def next(self) -> tuple[zmq.Event, int]:
+        """What has happened, and the value that comes with it: a descriptor, as a rule. Waits."""
+        told = recv_monitor_message(self.socket)
+        return zmq.Event(told["event"]), int(told["value"])
+
+    def read(self) -> Iterator[tuple[zmq.Event, int]]:
+        """All that has happened; never waits."""
+        while self.wait(0):
+            yield self.next()
+
+    def close(self) -> None:
+        """Before the watched socket is closed; the context waits for it."""
+        if not self._watched.closed:
+            self._watched.disable_monitor()
+        self.socket.close(linger=0)

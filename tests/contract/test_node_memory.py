@@ -1,0 +1,541 @@
+"""Snapshots that outlive their agent: real files, locks and processes.
+
+An agent of node 1 was lost; another one has its place, on the same host or with the same volume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.agent.workers import memory_folder
+from taskd.agent.workers.memory_folder import MemoryFolder
+from taskd.testing.clock import FakeClock
+from taskd.worker.life import Saving
+from testbed.proc import open_files
+from tests.native.arenas import patterned, put
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from taskd.native.arenas import Arenas
+
+NOBODY = 65534
+KEPT_S = 300.0
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root: another user's folder")
+_HOLDER = """
+import os, sys
+fd = int(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+class Agent:
+    """What an agent does with the arenas of its two ranks, and what its workers write there."""
+
+    def __init__(
+        self,
+        directory: pathlib.Path | str,
+        name: str,
+        former: str = "",
+        *,
+        job: str = "job",
+        node_rank: int = 1,
+        clock: FakeClock | None = None,
+    ) -> None:
+        clock = clock or FakeClock()
+        self.folder = MemoryFolder(str(directory), job, node_rank, name, clock, KEPT_S)
+        self.arenas: list[Arenas] = []
+        self.has_taken_over: list[bool] = []
+        for local_rank in range(2):
+            arenas, is_left = self.folder.arenas(local_rank, former)
+            self.arenas.append(arenas)
+            self.has_taken_over.append(is_left)
+        if self.folder._sweeper is not None:
+            self.folder._sweeper.join()
+
+    def snapshot(self, *versions: int) -> Agent:
+        for local_rank, arenas in enumerate(self.arenas):
+            for version in versions:
+                known = arenas.all()
+                writer = (known[-1] if known else arenas.make(8_000_000)).begin(version, 0)
+                for name, data in patterned(version + local_rank).items():
+                    writer.add(name, "uint8", (len(data),), len(data))
+                    put(writer, data)
+                writer.complete(b"rest")
+        return self
+
+    @property
+    def versions(self) -> list[tuple[int, ...]]:
+        return [arenas.versions() for arenas in self.arenas]
+
+    def content(self, local_rank: int, version: int) -> dict[str, bytes]:
+        arena = self.arenas[local_rank].find(version)
+        assert arena is not None
+        found = arena.open(version)
+        return {name: bytes(found.view(name)) for name in found.entries}
+
+    def die(self) -> None:
+        """As SIGKILL: its descriptors are closed, and nothing else."""
+        for arenas in self.arenas:
+            arenas.close()
+        for descriptor in (self.folder._own_fd, self.folder._place_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.folder._own_fd = self.folder._place_fd = -1
+
+    def end(self) -> None:
+        """As at the end of the job."""
+        for arenas in self.arenas:
+            arenas.close()
+        self.folder.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="test-", dir="/dev/shm") as name:
+        yield pathlib.Path(name)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Who lives is not waited for: no fake clock goes on by itself."""
+    monkeypatch.setattr(memory_folder, "_LOCK_S", 0.0)
+    caplog.set_level(logging.INFO)
+
+
+def files_in(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def agents_in(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("taskd-*/*"))
+
+
+# ---------------------------------------------------------------- the same host
+
+
+def test_the_next_agent_has_what_the_lost_one_has_left(folder: pathlib.Path) -> None:
+    Agent(folder, "first").snapshot(3, 6, 9).die()
+    second = Agent(folder, "second", "first")
+    assert second.has_taken_over == [True, True]
+    assert second.versions == [(6, 9), (6, 9)]
+    for local_rank in range(2):
+        assert second.arenas[local_rank].verify() == []
+        assert second.content(local_rank, 9) == patterned(9 + local_rank)
+    assert agents_in(folder) == ["second"]
+    second.snapshot(12)
+    second.die()
+    third = Agent(folder, "third", "second")
+    assert third.versions == [(9, 12), (9, 12)]
+    third.end()
+    assert list(folder.iterdir()) == []
+
+
+def test_nothing_of_an_older_one_is_used_and_it_is_removed(folder: pathlib.Path) -> None:
+    Agent(folder, "first").snapshot(9).die()
+    third = Agent(folder, "third", "second")  # "second" was on another host
+    assert (third.has_taken_over, third.versions) == ([False, False], [(), ()])
+    assert agents_in(folder) == ["third"]
+    third.end()
+
+
+def test_a_job_that_begins_removes_what_its_place_had(folder: pathlib.Path) -> None:
+    Agent(folder, "first").snapshot(9).die()
+    second = Agent(folder, "second")
+    assert (second.has_taken_over, second.versions) == ([False, False], [(), ()])
+    assert agents_in(folder) == ["second"]
+    second.end()
+
+
+def test_a_replaced_pod_has_nothing(folder: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    Agent(folder / "one", "first").snapshot(9).die()
+    second = Agent(folder / "two", "second", "first")
+    assert (second.has_taken_over, second.versions) == ([False, False], [(), ()])
+    assert "nothing of the agent that was lost (first) is in the node memory here" in caplog.text
+    second.end()
+
+
+@pytest.mark.parametrize("name", ["../private", "..", ".", "/etc", "a/b", "first\n"])
+def test_a_name_that_is_none_is_nobodys(folder: pathlib.Path, name: str) -> None:
+    """What the manager says may come from a stranger."""
+    (folder / "private").mkdir(mode=0o700)
+    (folder / "private" / "key").touch()
+    second = Agent(folder, "second", name).snapshot(3)
+    assert second.has_taken_over == [False, False]
+    second.end()
+    assert files_in(folder) == ["key"]
+
+
+def test_a_folder_that_is_removed_while_it_is_made_is_made_again(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another torchrun of the place, which finds it empty."""
+    before, removals = os.mkdir, ["second", "taskd"]
+
+    def made(name: str, *arguments: int, dir_fd: int) -> None:
+        before(name, *arguments, dir_fd=dir_fd)
+        if removals and name.startswith(removals[-1]):
+            removals.pop()
+            os.rmdir(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", made)
+    second = Agent(folder, "second").snapshot(3)
+    assert removals == []
+    assert len(files_in(folder)) == 6
+    second.end()
+    assert open_files(str(folder)) == []
+
+
+def test_another_place_or_job_has_other_folders(folder: pathlib.Path) -> None:
+    Agent(folder, "first").snapshot(9).die()
+    for other in (
+        Agent(folder, "second", "first", node_rank=0),
+        Agent(folder, "second", "first", job="other"),
+    ):
+        assert other.versions == [(), ()]
+        other.end()
+    assert Agent(folder, "second", "first").versions == [(9,), (9,)]
+
+
+def test_ranks_that_start_anew_have_new_files(folder: pathlib.Path) -> None:
+    """All processes were replaced, and what was is not to be believed."""
+    Agent(folder, "first").snapshot(9).die()
+    second = Agent(folder, "second", "first")
+    for local_rank in range(2):
+        second.arenas[local_rank].close()
+        second.folder.discard(local_rank)
+        second.arenas[local_rank], is_left = second.folder.arenas(local_rank, "first")
+        assert not is_left
+    assert second.versions == [(), ()]
+    assert len(files_in(folder)) == 6
+    second.snapshot(3).die()
+    assert Agent(folder, "third", "second").versions == [(3,), (3,)]
+
+
+def test_a_damaged_snapshot_is_as_good_as_none(folder: pathlib.Path) -> None:
+    first = Agent(folder, "first").snapshot(6, 9)
+    data = patterned(9)["tensor.0"]
+    arena = first.arenas[0].find(9)
+    assert arena is not None
+    at = os.pread(arena.fd, os.fstat(arena.fd).st_size, 0).index(data)
+    os.pwrite(arena.fd, b"?", at + 1_000_000)
+    first.die()
+    second = Agent(folder, "second", "first")
+    (problem,) = second.arenas[0].verify()
+    assert "version 9" in problem and "tensor.0" in problem
+    assert second.versions == [(6,), (6, 9)]
+    second.end()
+
+
+def test_files_that_are_missing_or_cut_are_as_good_as_none(folder: pathlib.Path) -> None:
+    Agent(folder, "first").snapshot(9).die()
+    (own,) = folder.glob("taskd-*/first")
+    (own / "0-1-0").unlink()
+    os.truncate(own / "1-2-0", 5000)
+    second = Agent(folder, "second", "first")
+    assert second.versions == [(), ()]
+    assert "was cut" in second.arenas[1].verify()[0]
+    second.snapshot(3)
+    assert second.versions == [(3,), (3,)]
+    second.end()
+
+
+# ---------------------------------------------------------------- who lives
+
+
+def test_a_living_agent_keeps_its_folder(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was cut off, and the manager has lost it: two torchruns with one index on a host."""
+    first = Agent(folder, "first").snapshot(9)
+    second = Agent(folder, "second", "first")
+    assert (second.has_taken_over, second.versions) == ([False, False], [(), ()])
+    assert "does not use the node memory of the agent that was lost (first): that agent still " in (
+        caplog.text
+    )
+    third = Agent(folder, "third")
+    assert agents_in(folder) == ["first", "second", "third"]
+    assert first.versions == [(9,), (9,)]
+    for one in (first, second, third):
+        one.end()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_worker_that_outlives_its_agent_keeps_its_files_from_others(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was stopped when its life pipe closed: it may go on to write at any time."""
+    first = Agent(folder, "first").snapshot(9)
+    descriptor = first.arenas[0].descriptors[0]
+    command = [sys.executable, "-c", _HOLDER, str(descriptor)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[descriptor]
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        first.die()
+        second = Agent(folder, "second", "first")
+        assert (second.has_taken_over, second.versions) == ([False, True], [(), (9,)])
+        assert "local rank 0" in caplog.text
+        assert "a process of that agent still has 0-1-0 open" in caplog.text
+        worker.kill()
+    second.snapshot(12)
+    assert second.versions == [(12,), (9, 12)]
+    second.end()
+
+
+def test_an_agent_that_is_killed_leaves_it_to_the_next(folder: pathlib.Path) -> None:
+    """With SIGKILL, and by another process: the kernel drops the locks."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[3:]\n"
+        "from tests.contract.test_node_memory import Agent\n"
+        "agent = Agent(sys.argv[1], sys.argv[2]).snapshot(6, 9)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), "first", *sys.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    second = Agent(folder, "second", "first")
+    assert second.versions == [(6, 9), (6, 9)]
+    assert second.content(1, 6) == patterned(7)
+    second.end()
+
+
+# ---------------------------------------------------------------- what is left is removed
+
+
+def test_other_places_are_removed_when_their_job_waits_no_more(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    other = Agent(folder, "other", job="other", clock=clock)
+    clock.advance(10 * KEPT_S)
+    other.folder.give_sign()
+    other.die()
+    clock.advance(KEPT_S + 59)
+    Agent(folder, "first", clock=clock).end()
+    assert agents_in(folder) == ["other"]
+    assert "node memory of a dead agent (other) is kept for another 1 s" in caplog.text
+    clock.advance(2)
+    Agent(folder, "second", clock=clock).end()
+    assert list(folder.iterdir()) == []
+
+
+def test_one_that_lives_is_not_removed_however_long_it_is_silent(folder: pathlib.Path) -> None:
+    clock = FakeClock()
+    other = Agent(folder, "other", job="other", clock=clock)
+    clock.advance(10 * KEPT_S)
+    Agent(folder, "first", clock=clock).end()
+    assert agents_in(folder) == ["other"]
+    other.end()
+
+
+def test_one_that_died_before_its_first_sign_is_given_that_time(folder: pathlib.Path) -> None:
+    clock = FakeClock()
+    Agent(folder, "other", job="other", clock=clock).die()
+    (left,) = folder.glob("taskd-*/other")
+    os.utime(left)  # by the clock of people
+    Agent(folder, "first", clock=clock).end()
+    clock.advance(KEPT_S + 1)
+    assert agents_in(folder) == ["other"]
+    Agent(folder, "second", clock=clock).end()
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_none_of_ours_stays(folder: pathlib.Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "taskd-file").touch()
+    (folder / "taskd-link").symlink_to(folder / "mine")
+    (folder / "mine" / "precious").touch()
+    (folder / "taskd-open").mkdir(mode=0o700)
+    (folder / "taskd-open" / "shared").mkdir()
+    (folder / "taskd-open").chmod(0o777)
+    clock = FakeClock()
+    clock.advance(10 * KEPT_S)
+    Agent(folder, "first", clock=clock).end()
+    names = ["mine", "taskd-file", "taskd-link", "taskd-open"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert files_in(folder) == ["precious", "taskd-file"]
+    assert (folder / "taskd-open" / "shared").is_dir()
+
+
+# ---------------------------------------------------------------- a folder that does not fit
+
+
+def _file(folder: pathlib.Path) -> pathlib.Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+def _link(folder: pathlib.Path) -> pathlib.Path:
+    (folder / "true").mkdir()
+    (folder / "link").symlink_to(folder / "true")
+    return folder / "link"
+
+
+def _on_disk(_: pathlib.Path) -> pathlib.Path:
+    return pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda folder: folder / "none", "it is not there"),
+        (_file, "it is no folder, or a symbolic link"),
+        (_link, "it is no folder, or a symbolic link"),
+        (_on_disk, "not on a tmpfs"),
+    ],
+    ids=["missing", "file", "link", "disk"],
+)
+def test_arenas_are_as_without_one_and_that_is_said_once(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, make, why: str
+) -> None:
+    agent = Agent(make(folder), "first", "former").snapshot(9)
+    assert agent.versions == [(9,), (9,)]
+    (line,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert line.startswith("node 1: snapshots are kept as without TASKD_NODE_MEMORY=")
+    assert why in line
+    assert line.endswith("It must be a folder on a tmpfs in which this user may write")
+    agent.end()
+
+
+def test_a_place_that_others_may_write_to_is_not_used(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Agent(folder, "first").snapshot(9)
+    first.die()
+    (place,) = folder.glob("taskd-*")
+    place.chmod(0o770)
+    second = Agent(folder, "second", "first")
+    assert second.has_taken_over == [False, False]
+    assert "belongs to another user, or is open to others" in caplog.text
+    second.snapshot(3).end()
+    assert agents_in(folder) == ["first"]
+
+
+def test_a_place_that_is_a_link_is_not_used(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Agent(folder, "first").die()
+    (place,) = folder.glob("taskd-*")
+    place.rename(folder / "elsewhere")
+    place.symlink_to(folder / "elsewhere")
+    second = Agent(folder, "second", "first").snapshot(3)
+    assert second.versions == [(3,), (3,)]
+    assert "snapshots are kept as without" in caplog.text
+    second.end()
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["folder", "place", "agent"])
+def test_what_belongs_to_another_user_is_not_used(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    Agent(folder, "first").snapshot(9).die()
+    (place,) = folder.glob("taskd-*")
+    theirs = {"folder": folder, "place": place, "agent": place / "first"}[what]
+    os.chown(theirs, NOBODY, NOBODY)
+    second = Agent(folder, "second", "first").snapshot(3)
+    assert second.versions == [(3,), (3,)]
+    assert "belongs to another user" in caplog.text
+    second.end()
+    assert (place / "first").is_dir()
+
+
+@needs_root
+def test_a_folder_in_which_this_user_may_not_write(folder: pathlib.Path) -> None:
+    folder.chmod(0o755)
+    code = (
+        "import os, sys; sys.path[:0] = sys.argv[2:]\n"
+        "import logging; logging.basicConfig(stream=sys.stdout)\n"
+        "from tests.contract.test_node_memory import Agent\n"
+        f"os.setuid({NOBODY})\n"
+        "assert Agent(sys.argv[1], 'first').snapshot(3).versions == [(3,), (3,)]\n"
+    )
+    command = [sys.executable, "-c", code, str(folder), *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Permission denied. It must be a folder on a tmpfs in which this user may write" in (
+        done.stdout
+    )
+
+
+@needs_root
+def test_a_folder_that_is_full(folder: pathlib.Path) -> None:
+    """What fits is used; what does not is refused before anything is lost."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        agent = Agent(folder, "first")
+        agent.arenas[0].make(8_000_000)
+        with pytest.raises(Exception, match="the mount behind TASKD_NODE_MEMORY leaves"):
+            agent.arenas[1].make(8_000_000)
+        agent.end()
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_without_a_descriptor_the_error_is_the_callers(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with memory that has no name: the worker cannot be started now, and is later."""
+    agent = Agent(folder, "first")
+    before = open_files(str(folder))
+    assert before
+
+    def none(*_: object) -> int:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(OSError, match="Too many open files"):
+        agent.folder.arenas(5, "")
+    assert open_files(str(folder)) == before
+    monkeypatch.undo()
+    agent.end()
+
+
+def test_no_descriptor_is_left_behind(folder: pathlib.Path) -> None:
+    for former in ("", "first", "none"):
+        agent = Agent(folder, "second", former).snapshot(9)
+        assert open_files(str(folder))
+        agent.end()
+        agent.folder.close()
+    with contextlib.suppress(OSError):
+        Agent(folder / "none", "third").end()
+    assert open_files(str(folder)) == []
+
+
+def test_a_worker_verifies_what_it_takes_over_once(folder: pathlib.Path) -> None:
+    """Before it says what it has; what its own agent has made it does not read through."""
+    first = Agent(folder, "first").snapshot(6, 9)
+    arena = first.arenas[0].find(9)
+    assert arena is not None
+    data = patterned(9)["tensor.3"]
+    at = os.pread(arena.fd, os.fstat(arena.fd).st_size, 0).index(data)
+    os.pwrite(arena.fd, b"?", at)
+    own = Saving(first.arenas[0])
+    assert (own.verify(), own.versions()) == ([], (6, 9))
+    left = Saving(first.arenas[0], is_unverified=True)
+    (problem,) = left.verify()
+    assert "tensor.3" in problem
+    assert (left.verify(), left.versions()) == ([], (6,))
+    first.end()

@@ -1,0 +1,57 @@
+"""When a manager that an agent has started ends with its agent."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from taskd.manager.starter import Starter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def gone() -> Iterator[Starter]:
+    """Its agent, of node 1, has ended."""
+    ours, theirs = socket.socketpair()
+    starter = Starter(theirs, 1)
+    assert not starter.ends([], {1}, 10.0)
+    ours.close()
+    yield starter
+    assert theirs.fileno() == -1
+
+
+def test_what_its_agent_says_last_is_waited_for(gone: Starter) -> None:
+    """The job may have succeeded by it, and spares are told."""
+    assert not gone.ends(gone.fds, {1}, 10.0)
+    assert gone.next_deadline is not None
+    assert not gone.ends([], {1}, 10.5)
+    assert gone.ends([], set(), 10.6)
+
+
+def test_an_agent_that_was_killed_says_nothing(gone: Starter) -> None:
+    assert not gone.ends(gone.fds, {1}, 10.0)
+    until = gone.next_deadline
+    assert until is not None
+    assert not gone.ends([], {1}, until - 0.01)
+    assert gone.ends([], {1}, until)
+
+
+def test_one_that_has_said_it_before_is_not_waited_for(gone: Starter) -> None:
+    assert gone.ends(gone.fds, set(), 10.0)
+
+
+@pytest.mark.parametrize("nodes", [{0}, {0, 1}])
+def test_it_stays_for_others(gone: Starter, nodes: set[int]) -> None:
+    assert not gone.ends(gone.fds, nodes, 10.0)
+    assert gone.next_deadline is None
+    assert not gone.ends([], set(), 20.0)
+
+
+def test_it_stays_for_others_that_come_meanwhile(gone: Starter) -> None:
+    assert not gone.ends(gone.fds, {1}, 10.0)
+    assert not gone.ends([], {0, 1}, 20.0)
+    assert gone.next_deadline is None
