@@ -3,8 +3,8 @@
     python benchmarks/fleet.py [--agents 256 1024 4096] [--per-node 8] [--faults 10]
                                [--steady-s 20] [--processes 4] [--profile FILE] [--json FILE]
 
-For each number of agents, with hang detection on and a heartbeat a second with the marks of all
-ranks (`taskd.testing.fleet` says what is imitated):
+For each number of agents, with hang detection on and heartbeats with the marks of all ranks, as
+often as agents of such a job send them (`taskd.testing.fleet` says what is imitated):
 
 - join: from the first connection until the last agent was accepted; all come at once;
 - steady: the manager's share of a core, and how soon it answers heartbeats, over --steady-s;
@@ -37,6 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import measuring
 from taskd.clock import MonotonicClock
+from taskd.core.timeouts import Timeouts
 from taskd.testing.fleet import Fleet, ImitatedAgent
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def measure(count: int, options) -> dict:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     row: dict = {"agents": count, "world_size": count * options.per_node}
+    row["heartbeat_s"] = Timeouts.derive().of_job(count).heartbeat_s
     row["load_1min"] = measuring.load_1min()
     with (
         a_manager(port, options.profile) as manager,
@@ -261,7 +263,7 @@ def main() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
-    conditions = {**measuring.conditions(), "heartbeat_s": 1.0, "processes": options.processes}
+    conditions = {**measuring.conditions(), "processes": options.processes}
     del conditions["world_size"]
     rows = []
     for count in options.agents:

@@ -1,6 +1,7 @@
 """How long a job stands still when a whole node is lost and a spare takes its place.
 
-    python benchmarks/node_loss.py [--losses 30] [--fault-timeout 6] [--json FILE]
+    python benchmarks/node_loss.py [--losses 30] [--fault-timeout 6] [--imports MODULES]
+                                   [--json FILE]
 
 2 nodes x 2 ranks, gloo, DDP, on this machine, and one spare torchrun; the manager is a process of
 its own. The torchrun of a node gets SIGKILL, and its ranks end with it; then the next spare is
@@ -8,7 +9,8 @@ started. Two jobs: one loses node 1 again and again, one loses in turn the node 
 at which the ranks meet (node 0 first). Reported: seconds from the kill to the first new commit of
 the slowest rank; the same without detection (the lease of a node is the fault timeout, and nobody
 can know sooner that a host is gone); steps redone; whether the final digest equals that of a run
-without losses.
+without losses. --imports: what the script imports first, "sklearn.ensemble" for example, which a
+spare should have imported before it is needed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPACING = 200  # steps between losses
-LIMIT_S = 120
+LIMIT_S = 120  # for each thing that is waited for
+END_S = 1800  # for the end of a job
 LOOK_S = 0.005
 _END_BYTES = 256
 
@@ -49,10 +52,13 @@ _END_BYTES = 256
 class NodeJob(Job):
     """Two nodes of two ranks, and spares."""
 
-    def __init__(self, directory: pathlib.Path, steps: int, fault_timeout_s: float) -> None:
+    def __init__(
+        self, directory: pathlib.Path, steps: int, fault_timeout_s: float, imports: str
+    ) -> None:
         super().__init__(
             directory,
             MODE="taskd",
+            IMPORTS=imports,
             STEPS=str(steps),
             TASKD_RECOVER_STRATEGY="recover",
             TASKD_FAULT_TIMEOUT=str(fault_timeout_s),
@@ -68,8 +74,11 @@ class NodeJob(Job):
             f"--master-port={self.master_port}",
         )
         command = torchrun(WORKLOAD, *options, nproc=2)
-        path = self.directory / f"torchrun{len(self.agents)}.out"
-        self.agents.append(Output(command, self.env | env, path, self.directory))
+        number = len(self.agents)
+        # each on a host of its own: one that loses two places is offered none any more
+        env = self.env | {"TASKD_HOST": f"host{number}"} | env
+        path = self.directory / f"torchrun{number}.out"
+        self.agents.append(Output(command, env, path, self.directory))
         return self.agents[-1]
 
     def start_spare(self) -> Output:
@@ -102,10 +111,15 @@ class NodeJob(Job):
 
 
 def run(
-    base: pathlib.Path, steps: int, losses: int, nodes: tuple[int, ...], fault_timeout_s: float
+    base: pathlib.Path,
+    steps: int,
+    losses: int,
+    nodes: tuple[int, ...],
+    fault_timeout_s: float,
+    imports: str,
 ) -> tuple[Commits, set[str], list[Kill], list[dict]]:
     """One job that loses these nodes in turn: commits, digests, kills, the manager's records."""
-    job = NodeJob(base, steps, fault_timeout_s)
+    job = NodeJob(base, steps, fault_timeout_s, imports)
     kills: list[Kill] = []
     try:
         job.start_manager().wait_text("listens on", LIMIT_S)
@@ -119,7 +133,7 @@ def run(
             agents[lost] = spare
             job.await_fact(lambda: len(job.recoveries()) == number, "no recovery")  # noqa: B023
         for node_rank, agent in agents.items():
-            finished = agent.wait(LIMIT_S)
+            finished = agent.wait(END_S)
             if finished.returncode != 0:
                 raise SystemExit(f"node {node_rank} failed:\n{finished.output[-4000:]}")
         commits, _, digests = read_facts(job.facts_dir)
@@ -133,14 +147,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--losses", type=int, default=30)
     options.add_argument("--fault-timeout", type=float, default=6.0)
+    options.add_argument("--imports", default="", help="modules, separated by spaces")
     given = options.parse_args()
     before, rows = conditions(), []
     steps = SPACING * (given.losses + 1)
     with tempfile.TemporaryDirectory(prefix="taskd-bench-") as name:
         base = pathlib.Path(name)
-        _, expected, _, _ = run(base / "clean", steps, 0, (), given.fault_timeout)
+        how = (given.fault_timeout, given.imports)
+        _, expected, _, _ = run(base / "clean", steps, 0, (), *how)
         for what, nodes in (("node 1", (1,)), ("the node of the store", (1, 0))):
-            told = (steps, given.losses, nodes, given.fault_timeout)
+            told = (steps, given.losses, nodes, *how)
             commits, digests, kills, records = run(base / what, *told)
             assert all(record["strategy"] == "recover" for record in records), records
             times = times_to_commit(commits, kills, is_beyond)
@@ -156,7 +172,11 @@ def main() -> None:
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
-    measured = before | {"load_1min_after": load_1min(), "fault_timeout_s": given.fault_timeout}
+    measured = before | {
+        "load_1min_after": load_1min(),
+        "fault_timeout_s": given.fault_timeout,
+        "imports": given.imports,
+    }
     save({"conditions": measured | {"nodes": 2}, "rows": rows}, given.json)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import taskd
 from testbed.proc import status_of
-from testbed.script import RANK, fact, is_first, kill_self, planned_faults
+from testbed.script import RANK, fact, is_first, kill_self, planned_faults, uninterrupted
 from testbed.sharded import Net, digest, noisy_batch, shard
 
 STEPS, HIDDEN = int(os.environ["STEPS"]), int(os.environ["HIDDEN"])
@@ -32,9 +32,12 @@ MINE = {(fault.step, fault.place): fault for fault in planned_faults(os.environ.
 
 def here(place: str, step: int) -> None:
     fault = MINE.get((step, place))
-    if fault is not None and is_first(fault.name):
-        fact("fault", number=fault.number, step=step, place=place)
-        kill_self()
+    if fault is None:
+        return
+    with uninterrupted():
+        if is_first(fault.name):
+            fact("fault", number=fault.number, step=step, place=place)
+            kill_self()
 
 
 @taskd.recoverable

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import taskd
 from benchmarks.soak_plan import ANY, free_kb, plan_kills, size_of, steps_for
-from testbed.script import RANK, fact, is_first, kill_self
+from testbed.script import RANK, fact, is_first, kill_self, uninterrupted
 from testbed.sharded import Net, digest, noisy_batch, shard
 
 STEP_S = float(os.environ["STEP_S"])
@@ -79,13 +79,14 @@ def here(place: str, step: int) -> None:
     kill = MINE.get(step)
     if kill is None or place != ("step" if kill.place == ANY else kill.place):
         return
-    if not is_first(f"fault-{kill.number}"):
-        return
-    fact("fault", number=kill.number, step=step, place=kill.place)
-    if kill.place == ANY:
-        die_in(kill.moment * STEP_S)
-    else:
-        kill_self()
+    with uninterrupted():
+        if not is_first(f"fault-{kill.number}"):
+            return
+        fact("fault", number=kill.number, step=step, place=kill.place)
+        if kill.place == ANY:
+            die_in(kill.moment * STEP_S)
+        else:
+            kill_self()
 
 
 @taskd.recoverable

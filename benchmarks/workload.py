@@ -3,7 +3,9 @@
 A DDP multi-layer perceptron (5 x 512 x 512, Adam: about 14 MB of state) on gloo. It writes one line
 per commit into FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itself where KILLS says,
 once per job: "rank@step:place" separated by ";", place one of forward, backward, optimizer,
-before-commit, step.
+before-commit, step; with ":raise" behind it by an exception, not by SIGKILL.
+
+IMPORTS names modules that it imports first, separated by spaces.
 
 MODE=taskd        taskd.recoverable and TrainState
 MODE=checkpoint   neither: rank 0 saves a checkpoint every 50 steps, loaded at start (what a plain
@@ -14,6 +16,7 @@ MODE=marks        blocks of steps with and without marks and the runtime's pulse
 """
 
 import hashlib
+import importlib
 import os
 import pathlib
 import time
@@ -22,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from testbed.script import RANK, is_first, kill_self, planned_faults
+from testbed.script import RANK, is_first, kill_self, planned_faults, uninterrupted
 
+for name in os.environ.get("IMPORTS", "").split():
+    importlib.import_module(name)
 MODE = os.environ["MODE"]
 STEPS = int(os.environ["STEPS"])
 FACTS = pathlib.Path(os.environ["FACTS"])
@@ -36,9 +41,15 @@ out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
 
 def here(place, step):
     fault = MINE.get((step, place))
-    if fault is not None and is_first(fault.name):
+    if fault is None:
+        return
+    with uninterrupted():
+        if not is_first(fault.name):
+            return
         out.write(f"kill {step} {time.monotonic_ns()}\n")
-        kill_self()
+        if fault.how != "raise":
+            kill_self()
+    raise RuntimeError(f"planned, in step {step}")
 
 
 def build():
