@@ -5,7 +5,7 @@ everything it leads to. Events of a worker carry rank and incarnation, so that w
 said is recognised and ignored.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from taskd.core.faults import Fault
 from taskd.core.marks import Mark
@@ -166,6 +166,19 @@ class WorkerEvent(Event):
 
     rank: int
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReport(Event):
+    """Ranks of one node report the same: as many events like `report`, of these lives in turn."""
+
+    lives: tuple[tuple[int, int], ...]  # one of each rank
+    report: WorkerEvent
+
+    def of(self, rank: int, incarnation: int) -> WorkerEvent:
+        """The report of one of them."""
+        now, cause = self.now, self.cause
+        return replace(self.report, now=now, cause=cause, rank=rank, incarnation=incarnation)
 
 
 @dataclass(frozen=True, slots=True)

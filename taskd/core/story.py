@@ -106,6 +106,10 @@ class Story:
 
 def describe(entry: object) -> str:
     """One line: the time if there is one, the name, and the fields that are set."""
+    if isinstance(entry, _events.SharedReport):
+        lives = " ".join(f"{rank}.{incarnation}" for rank, incarnation in entry.lives)
+        first = describe(entry.of(*entry.lives[0]))
+        return f"{first}, and the same of each of {lives} (rank.incarnation)"
     shown = []
     for item in fields(entry):  # type: ignore[arg-type]
         value = getattr(entry, item.name)
@@ -128,6 +132,8 @@ def _concerns(entry: object, rank: int) -> bool:
         return any(report.rank == rank for report in entry.workers)
     if isinstance(entry, _events.AgentLeft):
         return False
+    if isinstance(entry, _events.SharedReport):
+        return any(of == rank for of, _ in entry.lives)
     own = getattr(entry, "rank", None)
     return own == rank if own is not None or isinstance(entry, Note) else True
 

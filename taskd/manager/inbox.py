@@ -216,14 +216,14 @@ class Inbox:
         """Each report for itself: what is refused of one is no matter of the others."""
         batch.check(reports)
         now = self._clock.now()
-        for code, cause, body in reports.reports:
+        for told in reports.reports:
             try:
-                event = translate.message_to_event(cause, batch.read(code, body), now)
+                event = batch.read(told, now)
                 _check_speaker(event, node_rank, session)
                 self._take_in(event, node_rank)
             except RemoteProtocolError as error:
                 self._refused(peer, error, is_readable=True)
-                self._reject(peer, session, envelope, code, str(error))
+                self._reject(peer, session, envelope, told.type, str(error))
 
     def _take_in(self, event: events.Event, node_rank: int) -> None:
         """An event of a registered agent that may say it."""

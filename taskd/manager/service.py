@@ -57,6 +57,9 @@ log = logging.getLogger(__name__)
 
 # In a large job heartbeats come so thickly that a turn for each costs as much as reading them.
 _GATHER_S = 0.01
+# The collector of garbage looks at all a hundredth as often as by default: each time would cost
+# a large job some 50 ms, in which a fault would wait.
+_SELDOM = 1000
 _SILENT_S = 10.0  # until the first message on a connection: several heartbeats
 
 
@@ -252,6 +255,8 @@ class Service:
             self._is_frozen = True
             gc.collect()
             gc.freeze()
+            young, middle, _ = gc.get_threshold()
+            gc.set_threshold(young, middle, _SELDOM)
 
     def _bound_memory(self, now: float) -> None:
         """Drop all connections, the agents' too, if strangers fill the memory."""

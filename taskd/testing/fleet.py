@@ -2,8 +2,8 @@
 
 Each has a connection of its own and says what the agent and the workers of a node would: it
 registers, tells with its heartbeats how far its ranks have come, and obeys. Nothing is trained, and
-no process is started: ranks stop at once when they are told to, and commit at once when they may go
-on, which is the hardest for a manager: all reports come together.
+no process is started: ranks stop `OBEYS_AFTER_S` after they were told to, and commit as soon after
+they may go on, all of them, which is hard for a manager: all reports come together.
 
 On one machine the fleet must not need more than the manager. So it reads all that has come before
 it obeys any of it, and packs only once what it says again and again.
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from taskd.clock import Clock
 
+OBEYS_AFTER_S = 0.04  # what four real ranks need to stop (benchmarks/recovery.py)
 _TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
 _TIMES = tuple((name, 1000, 25.0) for name in ("data", "forward", "backward", "optimizer"))
 
@@ -108,8 +109,10 @@ class ImitatedAgent:
         fault = Fault(FaultKind.KILLED, rank, life, detail, version=self.version, signature=detail)
         self._tell(events.WorkerLost, rank, life, fault, 0.001, (self.version,))
 
-    def take(self, envelope: codec.Envelope, message: messages.Message, at: float) -> None:
-        """Obey what came at this time."""
+    def take(
+        self, envelope: codec.Envelope, message: messages.Message, at: float
+    ) -> commands.Command | None:
+        """Read what came at this time; what is to be obeyed is returned."""
         match message:
             case messages.Accepted():
                 if self.accepted_at is None:
@@ -123,7 +126,12 @@ class ImitatedAgent:
             case _:
                 command = translate.message_to_command(envelope, message)
                 self.told_at[type(command).__name__, command.generation] = at
-                self._obey(command)
+                return command
+        return None
+
+    def obey(self, command: commands.Command) -> None:
+        """All ranks of this node do what they were told."""
+        self._obey(command)
         for first in range(0, len(self._gathered), batch.MAX_REPORTS):
             reports = self._gathered[first : first + batch.MAX_REPORTS]
             self._send(batch.batch_of(reports), "reports")
@@ -191,6 +199,7 @@ class Fleet:
         now = clock.now() + pause_s
         spread = [(now + pause_s * i / len(agents), a.node_rank) for i, a in enumerate(agents)]
         self._beats = spread
+        self._orders: list[tuple[float, ImitatedAgent, commands.Command]] = []  # when, who, what
 
     def hang_up(self, node_rank: int) -> None:
         """This agent ends its connection without a word, and is silent from then on."""
@@ -203,21 +212,28 @@ class Fleet:
 
     def turn(self, at_most_s: float) -> None:
         """Wait for what the manager says, at most so many seconds, and say what is due."""
-        until_beat_s = max(0.0, self._beats[0][0] - self._clock.now())
+        due = [self._beats[0][0], *(at for at, _, _ in self._orders[:1])]
         arrived = []
-        wait_s = min(at_most_s, until_beat_s)
+        wait_s = min(at_most_s, max(0.0, min(due) - self._clock.now()))
         while ready := self._poll.poll(wait_s):
             wait_s, at = 0.0, self._clock.now()
             arrived += [
                 (fd, data, at) for fd, _ in ready for data in self._link_by_fd[fd].receive()
             ]
         for fd, data, at in arrived:
-            self._agent_by_fd[fd].take(*self._decoded(data), at)
+            agent = self._agent_by_fd[fd]
+            command = agent.take(*self._decoded(data), at)
+            if command is not None:
+                self._orders.append((at + OBEYS_AFTER_S, agent, command))
         now = self._clock.now()
+        count = sum(at <= now for at, _, _ in self._orders)  # they stand in the order of time
+        for _, agent, command in self._orders[:count]:
+            agent.obey(command)
+        del self._orders[:count]
         while self._beats[0][0] <= now:
-            due, node_rank = self._beats[0]
+            beat_at, node_rank = self._beats[0]
             self.agents[node_rank].beat()
-            heapq.heapreplace(self._beats, (max(due + self._heartbeat_s, now), node_rank))
+            heapq.heapreplace(self._beats, (max(beat_at + self._heartbeat_s, now), node_rank))
 
     def _decoded(self, data: bytes) -> tuple[codec.Envelope, messages.Message]:
         """What goes to all agents is the same for each of them."""

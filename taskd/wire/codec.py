@@ -68,15 +68,16 @@ def frame_of(envelope: Envelope, code: int, body: bytes) -> bytes:
         "cause": schema.cut_text(envelope.cause),
         "body": None,
     }
-    return _pack(frame)[:-1] + body  # its last byte is the None in whose place the body stands
+    return packed(frame)[:-1] + body  # its last byte is the None in whose place the body stands
 
 
 def body_of(message: Message) -> bytes:
     """The packed fields of a message."""
-    return _pack(schema.record(type(message)).pack(message))
+    return packed(schema.record(type(message)).pack(message))
 
 
-def _pack(plain: object) -> bytes:
+def packed(plain: object) -> bytes:
+    """Plain data as msgpack."""
     # unicode_errors: an exception's message may hold a lone surrogate, which UTF-8 cannot express.
     data: bytes = msgpack.packb(plain, unicode_errors="replace")
     return data

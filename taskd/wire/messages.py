@@ -201,15 +201,25 @@ class Rejected(Message):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What some ranks of a node report alike, each in its life; see `taskd.wire.batch`."""
+
+    travels_as_list: ClassVar[bool] = True
+
+    type: int
+    cause: str
+    ranks: tuple[int, ...]
+    incarnations: tuple[int, ...]
+    body: bytes
+
+
 @_message(37)
 @dataclass(frozen=True, slots=True)
 class Batch(Message):
-    """Several reports of one agent, in the order in which they were made.
+    """Reports of the ranks of one agent, in the order in which each rank made them."""
 
-    `reports`: type, cause and packed body of each; see `taskd.wire.batch`.
-    """
-
-    reports: tuple[tuple[int, str, bytes], ...]
+    reports: tuple[Told, ...]
 
 
 @_message(70)

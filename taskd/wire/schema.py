@@ -35,11 +35,30 @@ _AS_LIST: frozenset[type] = frozenset({Move, Mark, GroupMark})
 # fields that an older peer sends of those that have gained some; the others take their default
 _BEGAN_WITH: dict[type, int] = {Move: 2}
 _SMALL = frozenset(
-    {"rank", "node_rank", "local_rank", "world_size", "node_count", "source", "culprit", "buddy"}
+    {
+        "rank",
+        "ranks",
+        "node_rank",
+        "local_rank",
+        "world_size",
+        "node_count",
+        "source",
+        "culprit",
+        "buddy",
+    }
 )
 _SIGNED = frozenset({"exit_code"})  # minus the signal number
 _CLAIMS = frozenset(
-    {"generation", "incarnation", "version", "restarts_used", "box_versions", "snapshots", "held"}
+    {
+        "generation",
+        "incarnation",
+        "incarnations",
+        "version",
+        "restarts_used",
+        "box_versions",
+        "snapshots",
+        "held",
+    }
 )
 
 Pack = Callable[[Any], Any]
@@ -79,13 +98,14 @@ class Record:
         hints = get_type_hints(cls)
         is_order = getattr(cls, "is_order", False)
         self._cls = cls
-        self._as_list = cls in _AS_LIST
+        self._as_list = cls in _AS_LIST or getattr(cls, "travels_as_list", False)
         self._needed = _BEGAN_WITH.get(cls, len(fields(cls)))
         self._fields = [
             (item.name, *_converters(hints[item.name], item.name, is_order=is_order))
             for item in fields(cls)
         ]
         self._unpack_list = _list_unpacker(cls, hints, is_order=is_order) if self._as_list else None
+        self._unpack_map = _unpacker(cls, hints, _values_of_map, is_order=is_order)
         self._optional = {item.name for item in fields(cls) if item.default is not MISSING}
 
     def pack(self, value: Any) -> dict[str, Any] | list[Any]:
@@ -105,6 +125,13 @@ class Record:
             return self._unpack_list(data, where)
         if not isinstance(data, dict):
             raise wrong(where, "a map", data)
+        try:
+            return self._unpack_map(data, where)
+        except KeyError:
+            return self._unpack_other(data, where)
+
+    def _unpack_other(self, data: dict[Any, Any], where: str) -> Any:
+        """An instance from a map without some of the fields."""
         values = {}
         for name, _, unpack in self._fields:
             if name in data:
@@ -115,29 +142,13 @@ class Record:
 
 
 def _list_unpacker(cls: type, hints: dict[str, Any], *, is_order: bool) -> Unpack:
-    """How a bulk value is read that has all its fields, or all but the last ones.
-
-    A manager of thousands of nodes spends most of its time here. So what is right as it is, as
-    nearly all is, is seen in straight-line code, made here from the annotations: one look at each
-    value, and a call for those only that are wrong or have to be converted.
-    """
+    """How a bulk value is read that has all its fields, or all but the last ones."""
+    unpack_all = _unpacker(cls, hints, _values_of_list, is_order=is_order)
     names = [item.name for item in fields(cls)]
     unpacks = [_converters(hints[name], name, is_order=is_order)[1] for name in names]
-    lines = ["def unpack_all(data, where):", f"    {', '.join(names)}, = data"]
-    for name in names:
-        is_right = _is_right(hints[name], name, is_order=is_order)
-        convert = f"{name} = unpack_{name}({name}, where)"
-        if get_origin(hints[name]) is tuple:
-            convert = f"{name} = () if {name} == [] else unpack_{name}({name}, where)"
-        lines.append(f"    if not ({is_right}): {convert}")
-    lines.append(f"    return cls({', '.join(names)})")
-    known = {f"unpack_{name}": unpack for name, unpack in zip(names, unpacks, strict=True)}
-    scope: dict[str, Any] = {"cls": cls, **known}
-    exec("\n".join(lines), scope)  # noqa: S102
-    unpack_all: Unpack = scope["unpack_all"]
 
     def unpack(data: list[Any], where: str) -> Any:
-        if len(data) == len(names):
+        if len(data) == len(unpacks):
             return unpack_all(data, where)
         # of an older peer, or of a newer one
         return cls(*[convert(item, where) for item, convert in zip(data, unpacks, strict=False)])
@@ -145,18 +156,59 @@ def _list_unpacker(cls: type, hints: dict[str, Any], *, is_order: bool) -> Unpac
     return unpack
 
 
+def _values_of_list(names: list[str]) -> list[str]:
+    return [f"{', '.join(f'_{name}' for name in names)}, = data"]
+
+
+def _values_of_map(names: list[str]) -> list[str]:
+    return [f'_{name} = data["{name}"]' for name in names]
+
+
+def _unpacker(
+    cls: type,
+    hints: dict[str, Any],
+    values: Callable[[list[str]], list[str]],
+    *,
+    is_order: bool,
+) -> Unpack:
+    """How a value is read that has all its fields, which `values` takes from `data`.
+
+    A manager of thousands of nodes spends most of its time here. So what is right as it is, as
+    nearly all is, is seen in straight-line code, made here from the annotations: one look at each
+    value, and a call for those only that are wrong or have to be converted.
+    """
+    names = [item.name for item in fields(cls)]
+    body = values(names)
+    for name in names:
+        is_right = _is_right(hints[name], name, is_order=is_order)
+        converted = f"unpack_{name}(_{name}, f'{{where}}.{name}')"
+        if get_origin(hints[name]) is tuple:
+            converted = f"() if _{name} == [] else {converted}"
+        body.append(f"if not ({is_right}): _{name} = {converted}")
+    body.append(f"return cls({', '.join(f'_{name}' for name in names)})")
+    scope: dict[str, Any] = {
+        "cls": cls,
+        **{
+            f"unpack_{name}": _converters(hints[name], name, is_order=is_order)[1] for name in names
+        },
+    }
+    exec("\n    ".join(["def unpack_all(data, where):", *body]), scope)  # noqa: S102
+    unpack_all: Unpack = scope["unpack_all"]
+    return unpack_all
+
+
 def _is_right(hint: Any, name: str, *, is_order: bool) -> str:
-    """The condition under which a value is what `_converters` would make of it."""
+    """The condition under which the value `_name` is what `_converters` would make of it."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (part for part in get_args(hint) if part is not type(None))
-        return f"{name} is None or {_is_right(inner, name, is_order=is_order)}"
+        return f"_{name} is None or {_is_right(inner, name, is_order=is_order)}"
     if hint is int:
         low, high = _range(name, is_order=is_order)
-        return f"type({name}) is int and {low} <= {name} <= {high}"
+        return f"type(_{name}) is int and {low} <= _{name} <= {high}"
     conditions = {
-        bool: f"type({name}) is bool",
-        float: f"type({name}) is float and 0.0 <= {name} <= {MAX_SECONDS!r}",
-        str: f"type({name}) is str and len({name}) <= {_characters(name)}",
+        bool: f"type(_{name}) is bool",
+        float: f"type(_{name}) is float and 0.0 <= _{name} <= {MAX_SECONDS!r}",
+        str: f"type(_{name}) is str and len(_{name}) <= {_characters(name)}",
     }
     return conditions.get(hint, "False")
 

@@ -12,7 +12,7 @@ from taskd.core import events
 from taskd.testing.fleet import Fleet, ImitatedAgent
 from taskd.testing.zmtp import ZmtpConnection
 from taskd.transport import zeromq
-from taskd.wire import batch, codec, messages
+from taskd.wire import codec, messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -97,8 +97,7 @@ def test_an_imitated_agent_reports_the_stop_of_all_its_ranks_in_one_message(rout
     tell(messages.Interrupt(1, "a rank has died"))
     until(lambda: hears(messages.Batch))
     (stop,) = [message for message in said if isinstance(message, messages.Batch)]
-    reports = [batch.read(code, body) for code, _, body in stop.reports]
-    assert [report.rank for report in reports] == list(range(8))
-    assert {type(report) for report in reports} == {messages.WorkerPaused}
+    (told,) = stop.reports
+    assert (told.type, told.ranks) == (messages.WorkerPaused.code, tuple(range(8)))
     assert ("Interrupt", 1) in fleet.agents[0].told_at
     fleet.hang_up(0)

@@ -257,8 +257,13 @@ def odd_batch(dice: random.Random, agent: Peer, job: Job) -> messages.Batch:
     for _ in range(dice.choice((1, 2, 5, batch.MAX_REPORTS + 1))):
         said = valid(dice, agent, job)
         plain = schema.record(type(said)).pack(said)
+        lives = [(plain.pop("rank", 0), plain.pop("incarnation", 0))]
+        if isinstance(lives[0][0], int) and dice.random() < 0.5:
+            lives.append((lives[0][0] + dice.choice((0, 1, -1)), dice.choice((0, 1))))
         body = msgpack.packb(mutate(dice, plain) if dice.random() < 0.2 else plain)
-        reports.append((said.code, "fuzz", body))
+        ranks, incarnations = zip(*lives, strict=True)
+        incarnations = incarnations[: dice.choice((1, 2))]
+        reports.append(messages.Told(said.code, "fuzz", ranks, incarnations, body))
     return messages.Batch(tuple(reports))
 
 

@@ -52,7 +52,18 @@ Hard cases:
 from collections.abc import Iterable
 
 from taskd.core import events as ev
-from taskd.core.job import absence, clock, dump, elastic, hangs, meeting, nodes, returning, workers
+from taskd.core.job import (
+    absence,
+    clock,
+    dump,
+    elastic,
+    hangs,
+    meeting,
+    nodes,
+    returning,
+    shared_reports,
+    workers,
+)
 from taskd.core.job.invariants import check
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
@@ -369,6 +380,8 @@ class RecoveryMachine(Machine[JobState]):
         But a death there may have been the reason for the restart after it.
         """
         job = self._state
+        if isinstance(event, ev.SharedReport):
+            return self._answer_each(event)
         if isinstance(event, ev.WorkerEvent) and not isinstance(event, _OF_FORMER_LIVES):
             stale = job.membership.stale(event)
             if stale is not None:
@@ -376,3 +389,10 @@ class RecoveryMachine(Machine[JobState]):
                     return job.ignore(stale, event.rank)
                 return workers.lost_before_restart(job, event) or job.ignore(stale, event.rank)
         return super()._answer(event)
+
+    def _answer_each(self, event: ev.SharedReport) -> Commands:
+        commands: Commands = []
+        for rank, incarnation in event.lives:
+            if not shared_reports.take(self._state, event.report, rank, incarnation):
+                commands += self._answer(event.of(rank, incarnation))
+        return commands

@@ -5,12 +5,16 @@ Does not decide what to do about a fault.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.policy.cut import Copy
 from taskd.core.worker_state import WorkerState
+
+_LOST, _FINISHED = WorkerState.LOST, WorkerState.FINISHED  # asked for of each rank, in each fault
+_BY_RANK = attrgetter("rank")
 
 
 @dataclass(slots=True)
@@ -30,15 +34,13 @@ class Member:
     box_versions: tuple[int, ...] = ()  # of the life before
     shard: str = ""  # what part of the state it has, or had in the life before
     snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
-    is_kill_ordered: bool = (
-        False  # it is being killed by our order; what it leaves was not told yet
-    )
+    is_kill_ordered: bool = False  # by us, and what it leaves was not told yet
     may_advance: bool = False  # it waits within its function, and could commit one step more
 
     @property
     def is_live(self) -> bool:
         """Whether there is, or is about to be, a process."""
-        return self.state not in (WorkerState.LOST, WorkerState.FINISHED)
+        return self.state is not _LOST and self.state is not _FINISHED
 
     @property
     def is_done(self) -> bool:
@@ -297,7 +299,7 @@ class Membership:
         return [
             copy
             if copy.shard or copy.version is not None
-            else replace(copy, shard=f"of rank {copy.rank}, which nobody has named")
+            else copy._replace(shard=f"of rank {copy.rank}, which nobody has named")
             for copy in held
         ]
 
@@ -320,9 +322,9 @@ class Membership:
             if node_rank in self.nodes and self.nodes[node_rank].is_present
         }
         if not found:
-            return copy if copy.alive else replace(copy, snapshots=())
+            return copy if copy.alive else copy._replace(snapshots=())
         node_rank = max(sorted(found), key=lambda node_rank: max(found[node_rank]))
-        return replace(copy, alive=False, node=node_rank, snapshots=found[node_rank])
+        return copy._replace(alive=False, node=node_rank, snapshots=found[node_rank])
 
     @property
     def is_complete(self) -> bool:
@@ -409,7 +411,7 @@ class Membership:
 
     def lost(self) -> list[Member]:
         """Members whose process is gone, by rank."""
-        return [member for member in self.ordered() if member.state is WorkerState.LOST]
+        return [member for member in self.ordered() if member.state is _LOST]
 
     def finish(self, member: Member) -> None:
         """Its process ended as it should."""
@@ -433,10 +435,9 @@ class Membership:
         It comes to no other meeting of all ranks. An earlier manager, or its own node, has released
         it; or its script ended it.
         """
-        if all(member.state is WorkerState.FINISHED for member in self.members.values()):
-            return None
-        ended = (member for member in self.ordered() if member.state is WorkerState.FINISHED)
-        return next((member for member in ended if member.entered), None)
+        ended = [member for member in self.members.values() if member.state is _FINISHED]
+        entered = [member for member in ended if member.entered]
+        return min(entered, key=_BY_RANK, default=None) if len(ended) < len(self.members) else None
 
     def nobody_works(self) -> bool:
         """Whether no member has anything more to train.

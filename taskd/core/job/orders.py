@@ -23,10 +23,11 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     job.generation += 1
     attempt.commanded(job.now)
     job.awaited.clear()
-    for member in job.membership.live():
+    live = job.membership.live()
+    for member in live:
         if member.may_advance:
             member.proceed()  # it will ask again, or leave
-        await_stop(job, member)
+    _await_stops(job, live)
     inherited = "a recovery was under way when the manager was restarted"
     planned = attempt.reason if job.growing else inherited
     planned = planned if job.dump is None else job.dump.reason or inherited
@@ -38,10 +39,18 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
 
 def await_stop(job: JobState, member: Member) -> None:
     """This rank is to leave its step, if it has not."""
-    latest = job.dump.finish_step_by if job.dump is not None else None
-    if member.is_live and member.state is not WorkerState.PAUSED:
-        patience_s = job.timeouts.pause_s if member.entered else job.timeouts.start_s
-        job.awaited.set(member.rank, min(job.now + patience_s, latest or math.inf))
+    if member.is_live:
+        _await_stops(job, [member])
+
+
+def _await_stops(job: JobState, live: list[Member]) -> None:
+    latest = (job.dump.finish_step_by if job.dump is not None else None) or math.inf
+    entered_by = min(job.now + job.timeouts.pause_s, latest)
+    others_by = min(job.now + job.timeouts.start_s, latest)
+    running = [member for member in live if member.state is not WorkerState.PAUSED]
+    job.awaited.set_each(
+        [(member.rank, entered_by if member.entered else others_by) for member in running]
+    )
 
 
 def replace(job: JobState, member: Member) -> do.ReplaceWorker:

@@ -66,7 +66,7 @@ def _with_more(job: JobState, copy: Copy) -> Copy:
     if not (copy.alive and copy.replaced and copy.version is None and copy.snapshots):
         return copy
     mirrored = job.membership.copy_of_mirrors(copy)
-    return replace(mirrored, snapshots=tuple({*copy.snapshots, *mirrored.snapshots}))
+    return mirrored._replace(snapshots=tuple({*copy.snapshots, *mirrored.snapshots}))
 
 
 def note_kept(job: JobState, attempt: Attempt, moves: Iterable[do.Move]) -> None:

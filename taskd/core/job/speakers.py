@@ -10,7 +10,7 @@ from collections.abc import Collection
 from taskd.core import events as ev
 from taskd.core.job.machine import EVENTS
 
-_BESIDE_THE_MACHINE = (ev.WorkerProfiling, ev.RosterKept, ev.ImportsKnown)
+_ALLOWED = {*EVENTS, ev.SharedReport, ev.WorkerProfiling, ev.RosterKept, ev.ImportsKnown}
 _OF_A_NODE = (
     ev.AgentLeft, ev.AgentDraining, ev.AgentMirrors, ev.MirrorsHeld, ev.MirrorsReturned,
     ev.RosterKept, ev.ImportsKnown,
@@ -28,11 +28,13 @@ def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[
 
     The kind of the refusal ("malformed", "foreign") and its text.
     """
-    if not isinstance(event, (*EVENTS, *_BESIDE_THE_MACHINE)):
+    if type(event) not in _ALLOWED:
         return "malformed", f"{type(event).__name__} is not for a manager"
     if isinstance(event, ev.WorkerEvent) and event.rank not in ranks:
         return "foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own"
-    if isinstance(event, ev.AgentHeard) and any(mark.rank not in ranks for mark in event.marks):
+    told = event.marks if isinstance(event, ev.AgentHeard) else ()
+    lives = event.lives if isinstance(event, ev.SharedReport) else ()
+    if any(mark.rank not in ranks for mark in told) or any(rank not in ranks for rank, _ in lives):
         return "foreign", f"node {node_rank} spoke of ranks that are not its own"
     if isinstance(event, _OF_A_NODE) and event.node_rank != node_rank:
         return "foreign", f"node {node_rank} spoke for node {event.node_rank}"

@@ -4,8 +4,6 @@ Owns that decision. In this order: some do one step more; the job is saved becau
 broken processes are replaced; or all go on from a version that `taskd.core.policy.cut` chooses.
 """
 
-from dataclasses import replace
-
 from taskd.core import commands as do
 from taskd.core.faults import describe
 from taskd.core.job import elastic, meeting, orders, returning
@@ -85,7 +83,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
     copies = job.membership.copies(live)
     if job.membership.active != job.told_active:
-        copies = [replace(copy, snapshots=()) for copy in copies]
+        copies = [copy._replace(snapshots=()) for copy in copies]
     cut = plan_cut(copies, job.membership.committed)
     if isinstance(cut, NoCut):
         asked = [] if attempt.is_incurable else returning.bring_back(job)
@@ -191,7 +189,7 @@ def _without_loss(
 
 def _renewed(copy: Copy) -> Copy:
     """What a new process would hold."""
-    return replace(copy, version=None, clean=True, replaced=True)
+    return copy._replace(version=None, clean=True, replaced=True)
 
 
 def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Commands:

@@ -13,14 +13,14 @@ version that it has a snapshot of, and that the others have a snapshot of, too.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 from taskd.core.commands import Move
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """What one rank holds. `version` None: nothing.
 
     `clean` False: inconsistent between optimizer.step() and commit().
@@ -240,7 +240,7 @@ def plan_orphans(
     By dead rank. A `NoCut` if a shard is out of the reach of `writers`.
     """
     able = set(writers)
-    held = [replace(copy, alive=copy.rank in able) for copy in copies]
+    held = [copy._replace(alive=copy.rank in able) for copy in copies]
     written = plan_writers(held, version)
     if isinstance(written, NoCut):
         return written

@@ -7,8 +7,8 @@ all the heartbeats still in its socket.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 from taskd.core.timeouts import Timeouts
@@ -48,6 +48,14 @@ class Deadlines(Generic[Key]):
         self._deadline_by_key[key] = deadline
         self._pushes += 1
         heappush(self._heap, (deadline, self._pushes, key))
+
+    def set_each(self, deadlines: Iterable[tuple[Key, float]]) -> None:
+        """Set or move many, each a key with its deadline."""
+        for key, deadline in deadlines:
+            self._deadline_by_key[key] = deadline
+            self._pushes += 1
+            self._heap.append((deadline, self._pushes, key))
+        heapify(self._heap)
 
     def discard(self, key: Key) -> None:
         """Forget `key`."""

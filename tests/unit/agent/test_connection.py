@@ -131,7 +131,7 @@ def agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
 
 def ranks_of(message: messages.Message) -> list[int]:
     assert isinstance(message, messages.Batch)
-    return [batch.read(code, body).rank for code, _, body in message.reports]
+    return [rank for told in message.reports for rank in told.ranks]
 
 
 def test_what_is_gathered_goes_out_before_the_next_wait_and_before_anything_else(agent) -> None:

@@ -8,6 +8,7 @@ from taskd.core import events
 from taskd.core.job.speakers import HARM_LIMIT, Quarantine, Strangers, objection
 from taskd.core.marks import Mark
 
+STARTED = events.WorkerStarted(0.0, "", 2, 0, 1)
 MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
 
 
@@ -25,6 +26,8 @@ MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
         (events.MirrorsHeld(0.0, "", 0, ()), ("foreign", "node 0")),
         (events.MirrorsReturned(0.0, "", 0, 1, 2, 9, (0,)), ("foreign", "node 0")),
         (events.MirrorsReturned(0.0, "", 1, 1, 2, 9, (2,)), None),
+        (events.SharedReport(0.0, "", ((2, 0), (3, 0)), STARTED), None),
+        (events.SharedReport(0.0, "", ((2, 0), (4, 0)), STARTED), ("foreign", "not its own")),
         (events.WorkerReady(0.0, "", 2, 0, guarded=True), ("malformed", "WorkerReady")),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from taskd.core import events
+from taskd.core.phase import JobPhase
 from taskd.wire import batch, codec, messages, schema, translate
 from tests.unit.manager.peer import Peer, lost, types
 
@@ -54,24 +55,48 @@ def test_what_is_refused_of_one_report_is_answered_and_costs_the_others_nothing(
     said = batch.batch_of(reports_of(paused(1), NEW))
     (one, other) = said.reports
     registration = messages.AgentRegistered(0, "a0", 1, 2, 3, 0, 0, ())
-    body = codec.body_of(registration)
     odd = (
-        (registration.code, "alone", body),
-        (messages.Batch.code, "nested", b"\x80"),
-        (999, "unknown", b"\x80"),
-        (one[0], "not msgpack", b"\xc1"),
-        (one[0], "no map", b"\x01"),
-        (one[0], "somebody else's rank", one[2].replace(b"\xa4rank\x01", b"\xa4rank\x07")),
+        dataclasses.replace(
+            one, type=registration.code, cause="alone", body=codec.body_of(registration)
+        ),
+        dataclasses.replace(one, type=messages.Batch.code, cause="nested"),
+        dataclasses.replace(one, type=999, cause="unknown"),
+        dataclasses.replace(one, body=b"\xc1", cause="not msgpack"),
+        dataclasses.replace(one, body=b"\x01", cause="no map"),
+        dataclasses.replace(one, ranks=(7,), cause="somebody else's rank"),
+        dataclasses.replace(one, ranks=(1, 7), incarnations=(0, 0), cause="and that of another"),
+        dataclasses.replace(one, ranks=(), incarnations=(), cause="nobody's"),
+        dataclasses.replace(one, ranks=(0, 1), cause="a life is missing"),
+        dataclasses.replace(one, ranks=(1, 1), incarnations=(0, 1), cause="two lives of one"),
     )
     agent.say(dataclasses.replace(said, reports=(odd[0], one, *odd[1:], other)))
     number = agent.envelope.sequence
     service.turn()
     heard = agent.heard()
     rejected = [message for message in heard if isinstance(message, messages.Rejected)]
-    assert [answer.type for answer in rejected] == [code for code, _, _ in odd]
+    assert [answer.type for answer in rejected] == [told.type for told in odd]
     assert {answer.sequence for answer in rejected} == {number}
     assert types(heard)[-1] is messages.Resume
     assert sum(service._refusals.counts.values()) == len(odd)
+
+
+def test_what_ranks_report_alike_counts_of_each(service, agent) -> None:
+    for rank in range(2):
+        agent.report(events.WorkerDeclared, rank, 0, True)
+        agent.report(events.WorkerHolds, rank, 0, "")
+    agent.report(events.WorkerLost, *lost(0), (5,))
+    agent.say(batch.batch_of(reports_of(NEW)))
+    agent.say(batch.batch_of(reports_of(paused(1))))
+    service.turn()
+    assert types(agent.heard())[-1] is messages.Resume
+    steps = [events.WorkerRecovered(0.0, "recovered", rank, 1 - rank, 1, 6, 0.1, 0.1, 0.1)
+             for rank in range(2)]  # fmt: skip
+    both = batch.batch_of(reports_of(*steps))
+    assert [told.ranks for told in both.reports] == [(0, 1)]
+    agent.say(both)
+    service.turn()
+    assert service._machine.phase is JobPhase.RUNNING
+    assert service._refusals.counts == {}
 
 
 def test_more_reports_than_an_agent_sends_at_once_are_refused_as_a_whole(service, agent) -> None:
