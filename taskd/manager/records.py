@@ -121,7 +121,16 @@ class Records:
         self._is_failed = False
 
     def recovery(self, record: RecoveryRecord, time: float) -> None:
-        """The line, the stacks of those that left some, and the JSON record of this time."""
+        """The JSON record of this time, the line, and the stacks of those that left some.
+
+        In this order: whoever has seen the line finds the record.
+        """
+        own = {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+        plain = {"job_id": self._job_id, "time": time, **own}
+        plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
+        self._write(
+            "recoveries.jsonl", [json.dumps(plain, default=dataclasses.asdict)], files.append
+        )
         if record.steps_redone:
             log.error("%s. Committed steps were lost and are done again", describe(record))
         elif (
@@ -138,12 +147,6 @@ class Records:
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
-        own = {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
-        plain = {"job_id": self._job_id, "time": time, **own}
-        plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
-        self._write(
-            "recoveries.jsonl", [json.dumps(plain, default=dataclasses.asdict)], files.append
-        )
 
     def story(self, generation: int, lines: Iterable[str]) -> None:
         """The story so far, fit for `python -m taskd.replay`."""

@@ -37,6 +37,24 @@ def test_the_time_of_a_record_is_that_of_the_clock_it_was_given(tmp_path) -> Non
     assert json.loads((tmp_path / "recoveries.jsonl").read_text())["time"] == 1234.5
 
 
+def test_whoever_has_seen_the_line_finds_the_record(tmp_path, caplog) -> None:
+    found = []
+
+    class Reader(logging.Handler):
+        def emit(self, _: logging.LogRecord) -> None:
+            found.append((tmp_path / "recoveries.jsonl").read_text(encoding="utf-8"))
+
+    records, reader = Records(tmp_path, "job"), Reader()
+    logger = logging.getLogger("taskd.manager.records")
+    caplog.set_level(logging.INFO, logger=logger.name)
+    logger.addHandler(reader)
+    try:
+        records.recovery(RECORD, 1.0)
+    finally:
+        logger.removeHandler(reader)
+    assert [json.loads(text)["strategy"] for text in found] == ["retry"]
+
+
 @pytest.mark.parametrize(
     ("version", "phase", "where"),
     [
