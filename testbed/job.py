@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from testbed.hosts import Host
 
+_MANAGER_ENDS_S = 60.0  # after the last torchrun: it waits for nobody then
 SCRIPTS = ROOT / "tests" / "process" / "scripts"  # trainings that are called by their name alone
 
 
@@ -162,7 +163,10 @@ class Job:
             return "gone"
 
     def tell(self, number: int | None = None) -> None:
-        """What a fault with "told-", or a held step, waits for is there. `number`: that fault."""
+        """What a fault with "told-", or a held step, waits for is there.
+
+        `number`: of that fault, or that step.
+        """
         (self.facts_dir / ("told" if number is None else f"told-{number}")).touch()
 
     def facts(self, what: str | None = None) -> list[dict]:
@@ -170,10 +174,23 @@ class Job:
         return [fact for fact in facts_in(self.facts_dir) if what in (None, fact["what"])]
 
     def recoveries(self) -> list[dict]:
-        """The JSON records that the manager wrote."""
+        """The JSON records that the manager wrote.
+
+        When all torchruns have ended it may still write the last one: then its end is awaited,
+        also of one that a torchrun has started.
+        """
+        if self.agents and all(agent.process.poll() is not None for agent in self.agents):
+            self._await_end()
         path = self.log_dir / "recoveries.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half there
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + _MANAGER_ENDS_S
+        while self.leftovers():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the job has ended, and not all of it:\n{self.story()}")
+            time.sleep(0.02)
 
     def digests(self) -> dict[int, str]:
         """Final digest of each rank that finished."""

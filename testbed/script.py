@@ -5,7 +5,8 @@ Imports neither torch nor taskd. Variables of the environment:
     RANK     as torchrun sets it
     FACTS    directory for <rank>-<pid>.jsonl, one JSON line per fact, and for a marker per fault
     FAULTS   "rank@step:place" or "rank@step:place:how", separated by ";"
-    HOLD_AT  the step that no rank begins before FACTS/told is there (`Job.tell`)
+    HOLD_AT  the step that no rank begins before FACTS/told is there (`Job.tell`), or several with
+             commas between them: each is also let go by FACTS/told-<step>
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 RANK = int(os.environ["RANK"])
 FACTS = os.environ["FACTS"]
-HOLD_AT = int(os.environ.get("HOLD_AT", "-1"))
+HOLD_AT = {int(step) for step in os.environ.get("HOLD_AT", "-1").split(",")}
 _notes = -1
 
 
@@ -47,7 +48,7 @@ def is_first(name: str) -> bool:
 
 def hold(step: int) -> None:
     """Wait here, if this step is held, until the test has done what it does to a running job."""
-    while step == HOLD_AT and not is_told("told"):
+    while step in HOLD_AT and not is_told("told", f"told-{step}"):
         time.sleep(0.001)
 
 

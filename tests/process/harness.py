@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import re
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
@@ -39,6 +40,7 @@ __all__ = [
     "marked",
     "once",
     "run_plainly",
+    "silence_of",
     "state_of",
 ]
 
@@ -63,6 +65,17 @@ def hosts(directory: pathlib.Path, count: int) -> Iterator[Hosts]:
         pytest.skip(reason)
     with Hosts(directory, count) as found:
         yield found
+
+
+def silence_of(node_rank: int, least_s: float, text: str) -> str:
+    """The words in `text` for a node that was lost because its agent was silent for so long.
+
+    Longer, where the manager itself stood still meanwhile.
+    """
+    found = re.search(rf"the agent of node {node_rank} has been silent for (\d+) s", text)
+    assert found is not None, text
+    assert int(found[1]) >= least_s, text
+    return found[0]
 
 
 def run_plainly(
