@@ -68,10 +68,18 @@ def _may_finish_step(job: JobState) -> bool:
 
 
 def _count_overdue_as_lost(job: JobState) -> Commands:
-    """Ranks that did not stop or start in time: killed, and replaced like the dead."""
+    """Ranks that did not stop or start in time: killed, and replaced like the dead.
+
+    Those of a node that may be lost are judged when that is known, and lost with it if it is. A
+    manager that slept knows it later than its other deadlines come.
+    """
     commands: Commands = []
     for rank in sorted(_overdue(job)):
         member = job.members[rank]
+        known_at = job.leases.decided_at(member.node_rank)
+        if known_at is not None:
+            job.awaited.set(rank, known_at)
+            continue
         is_starting = member.state is WorkerState.STARTING
         detail = "did not start" if is_starting else "did not leave its step"
         fault = member.fault(FaultKind.UNRESPONSIVE, detail)

@@ -39,6 +39,10 @@ class Deadlines(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._deadline_by_key)
 
+    def deadline_of(self, key: Key) -> float | None:
+        """None: it has none."""
+        return self._deadline_by_key.get(key)
+
     def pending(self) -> list[Key]:
         """The keys in the order in which they were first set."""
         return list(self._deadline_by_key)
@@ -119,6 +123,14 @@ class Leases:
     def is_held(self, node_rank: int) -> bool:
         """Whether the agent counts as alive."""
         return node_rank in self._deadlines
+
+    def decided_at(self, node_rank: int) -> float | None:
+        """When it is known whether this agent, which should have been heard, is lost.
+
+        None: it was heard in time.
+        """
+        is_doubtful = node_rank in self._rechecked
+        return self._deadlines.deadline_of(node_rank) if is_doubtful else None
 
     def silence_s(self, node_rank: int, now: float) -> float:
         """Seconds since the agent was last heard."""

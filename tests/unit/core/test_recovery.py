@@ -432,7 +432,30 @@ class TestRepeatedFailures:
         assert job.worker(ev.WorkerExitKnown, 2, make_fault(FaultKind.KILLED, 2)) == []
 
 
+def manager_that_slept(manager):
+    """It wakes when the lease of node 1 and the pause of its rank are nearly over."""
+    job = manager(nodes=2, per_node=1).joined()
+    job.lose(0)
+    job.worker(ev.WorkerStarted, 0, 4711)
+    job.pause(0, None)
+    job.send(ev.AgentHeard, 0, at=129.5)
+    assert job.send(ev.Tick, at=129.6) == []
+    assert job.send(ev.Tick, at=130.5) == [], "the pause is over, and the rank is not killed"
+    return job
+
+
 class TestUnresponsive:
+    def test_one_of_a_node_that_may_be_lost_is_lost_with_it(self, manager) -> None:
+        job = manager_that_slept(manager)
+        give_up = only(job.send(ev.Tick, at=131.6), do.GiveUp)
+        assert give_up.reason == "the agent of node 1 has been silent for 32 s"
+
+    def test_or_judged_when_that_node_is_heard(self, manager) -> None:
+        job = manager_that_slept(manager)
+        job.send(ev.AgentHeard, 1, at=131.0)
+        kill = only(job.send(ev.Tick, at=131.6), do.KillWorker)
+        assert (kill.rank, kill.reason) == (1, "did not leave its step")
+
     def test_a_rank_that_does_not_come_is_killed_and_replaced(self, manager) -> None:
         job = manager().joined()
         job.lose(2)
