@@ -119,12 +119,22 @@ class Dumping:
         self._draft: Draft | None = None
         self._carried: Holding | None = None  # whose carrier has written
         self._began = 0.0  # monotonic time at which this rank began to write
+        self._answers: dict[object, tuple[str, str]] = {}  # to the orders of one dump, as obeyed
 
     def obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
         """What to tell the manager: a stage of `taskd.core.events` and its detail.
 
-        ("", "") if this rank is not meant.
+        ("", "") if this rank is not meant. The manager repeats an order to an agent that registers
+        again: it is obeyed once, and answered each time.
         """
+        key: object = order.attempt if isinstance(order, commands.Dump) else order.withdraw
+        if key not in self._answers:
+            if isinstance(order, commands.Dump):
+                self._answers = {}
+            self._answers[key] = self._obey(order)
+        return self._answers[key]
+
+    def _obey(self, order: commands.Dump | commands.Publish) -> tuple[str, str]:
         try:
             return (
                 self._publish(order) if isinstance(order, commands.Publish) else self._write(order)

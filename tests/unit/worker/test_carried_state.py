@@ -249,6 +249,7 @@ def test_a_carrier_that_fails_ends_the_dump_with_its_words(job):
     assert dumping.obey(dump(job, 5)) == (FAILED, "RuntimeError: write has failed")
     assert dumping.obey(publish(withdraw=True)) == (WITHDRAWN, "")
     memory.fails_at = "publish"
+    dumping = Dumping(job.life, "job")
     assert dumping.obey(dump(job, 5)) == (WRITTEN, "")
     assert dumping.obey(publish()) == (FAILED, "RuntimeError: publish has failed")
 

@@ -262,6 +262,17 @@ def test_a_dump_never_takes_what_is_torn(job, tmp_path, is_replaced):
     assert same(result, undisturbed())
 
 
+def test_an_order_that_the_manager_repeats_is_obeyed_once_and_answered_again(job, tmp_path):
+    """It does so when an agent registers again; to write twice would cost the dump."""
+    job.enter(Training(tear=5, folder=tmp_path))
+    dumping = Dumping(job.life, "job")
+    dump = commands.Dump("", 1, 10, (0,), 1, "a test", "attempt")
+    publish = commands.Publish("", 1, 0, 0, 0)
+    said = [dumping.obey(order) for order in (dump, dump, publish, publish)]
+    published = ("published", str(tmp_path / "dump-000000000010"))
+    assert said == [("written", ""), ("written", ""), published, published]
+
+
 def test_too_little_memory_in_a_recovery_costs_snapshots_only(job, monkeypatch, caplog):
     job.enter(Training(every=100, stop=6))
     job.resume(12)
