@@ -39,7 +39,9 @@ class Nodes:
         return self.job.start_agent("elastic.py", nproc=self.nproc, options=options)
 
     def lose(self, node_rank: int) -> None:
-        """SIGKILL for its torchrun."""
+        """SIGKILL for its torchrun, which the manager knows."""
+        for one in self.agents:
+            one.wait_text("joined the manager at", LIMIT_S)
         agent = self.agents[node_rank]
         os.kill(agent.process.pid, signal.SIGKILL)
         assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
@@ -73,7 +75,10 @@ class Nodes:
 
 
 def _job(directory: pathlib.Path, **env: str) -> harness.Job:
-    settings = {"TASKD_RECOVER_STRATEGY": "elastic-training", "TASKD_FAULT_TIMEOUT": "4"}
+    settings = {
+        "TASKD_RECOVER_STRATEGY": "elastic-training",
+        "TASKD_FAULT_TIMEOUT": "9",  # two thirds of it without an answer, and agents go on alone
+    }
     return harness.job(directory, **settings | env)
 
 

@@ -108,6 +108,7 @@ def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
         outputs = [agent.wait(LIMIT_S) for agent in (*job.agents[1:3], spare)]
         assert [output.returncode for output in outputs] == [0] * 3, job.story()
         assert job.digests() == reference(nproc=3, **steps)
+        wait_until(job, job.recoveries)  # nobody waits for an elected manager
         assert [record["strategy"] for record in job.recoveries()] == ["recover"]
         assert hosts[0].counts()["lost_out"] > 0
         assert "more than half of the agents are out of reach" in manager.text
@@ -183,7 +184,9 @@ def test_of_two_nodes_the_host_of_the_manager_is_cut_off_and_goes_on_living(
         outputs = [agent.wait(LIMIT_S) for agent in (job.agents[1], spare)]
         assert [output.returncode for output in outputs] == [0] * 2, job.story()
         assert job.digests() == reference(nproc=2, **steps)
-        (record,) = [one for one in job.recoveries() if one["strategy"] == "recover"]
+        (record,) = wait_until(  # nobody waits for an elected manager
+            job, lambda: [one for one in job.recoveries() if one["strategy"] == "recover"]
+        )
         assert record["steps_redone"] == 0
         assert hosts[0].counts()["lost_out"] > 0
         manager.wait_text("the spare that has a vote is out of reach", LIMIT_S)

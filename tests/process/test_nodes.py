@@ -6,6 +6,7 @@ A node is lost when its torchrun is: the workers end with it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -47,20 +48,23 @@ class TwoNodes:
         )
         return self.job.start_agent("train.py", nproc=2, options=options)
 
-    def lose(self, node_rank: int) -> None:
-        """SIGKILL for its torchrun."""
+    def lose(self, node_rank: int, held: int | None = None) -> None:
+        """SIGKILL for its torchrun, which the manager knows. Then the step `held` is let go."""
+        for one in self.agents:
+            one.wait_text("joined the manager at", LIMIT_S)
         agent = self.agents[node_rank]
         os.kill(agent.process.pid, signal.SIGKILL)
         assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
-        self.job.tell()
+        self.job.tell(held)
 
 
 def _job(directory: pathlib.Path, **env: str) -> harness.Job:
     settings = {
         "TASKD_RECOVER_STRATEGY": "recover",
-        "TASKD_FAULT_TIMEOUT": "6",
+        "TASKD_FAULT_TIMEOUT": "9",  # two thirds of it without an answer, and agents go on alone
         "STEPS": "40",
         "SLEEP_S": "0.05",
+        "HOLD_AT": "35",  # so that it is not over before anything befalls it
     }
     return harness.job(directory, **settings | env)
 
@@ -74,11 +78,12 @@ def test_another_torchrun_takes_the_place_of_a_lost_node(
     lost_times: int,
 ) -> None:
     """In the same step, and to the last bit: its RNG and sampler state was kept elsewhere, too."""
-    with _job(tmp_path, HOLD_AT="30") as job:
+    held = [10 * number for number in range(1, lost_times + 1)]
+    with _job(tmp_path, HOLD_AT=",".join(map(str, held))) as job:
         nodes = TwoNodes(job)
-        for number in range(1, lost_times + 1):
-            wait_for_step(job, 8 * number)
-            nodes.lose(1)
+        for step in held:
+            wait_for_step(job, step - 2)
+            nodes.lose(1, held=step)
             nodes.agents[1] = nodes.start(1)
         assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
         finished = nodes.agents[0].wait(LIMIT_S)
@@ -95,13 +100,14 @@ def test_a_node_that_is_only_cut_off_keeps_its_processes(
     reference: Reference,  # noqa: F811
 ) -> None:
     """Its agent stands still for longer than its lease; its workers wait meanwhile."""
-    with _job(tmp_path, TASKD_FAULT_TIMEOUT="3") as job:
+    with _job(tmp_path) as job:
         nodes = TwoNodes(job)
         wait_for_step(job, 8)
         pid = nodes.agents[1].process.pid
         os.kill(pid, signal.SIGSTOP)
         nodes.manager.wait_text("Interrupt cause=tick", LIMIT_S)
         os.kill(pid, signal.SIGCONT)
+        job.tell()
         assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
         finished = nodes.agents[0].wait(LIMIT_S)
         check_recovered(job, finished, reference(STEPS="40"), faults=0, replaced=set())
@@ -114,7 +120,7 @@ def test_a_node_that_is_only_cut_off_keeps_its_processes(
 def test_nobody_takes_the_place(tmp_path: pathlib.Path, strategies: str) -> None:
     env = {"TASKD_RECOVER_STRATEGY": strategies, "TASKD_WAIT_RESCHEDULE_TIMEOUT": "2"}
     dumps = tmp_path / "dumps"
-    with _job(tmp_path, TASKD_FAULT_TIMEOUT="3", TASKD_CHECKPOINT_DIR=str(dumps), **env) as job:
+    with _job(tmp_path, TASKD_CHECKPOINT_DIR=str(dumps), **env) as job:
         nodes = TwoNodes(job)
         wait_for_step(job, 8)
         nodes.lose(1)
@@ -134,11 +140,12 @@ def test_two_torchruns_of_one_index(
     reference: Reference,  # noqa: F811
 ) -> None:
     """The first one keeps its place; the second one ends, and says why."""
-    with _job(tmp_path, TASKD_FAULT_TIMEOUT="2", STEPS="300") as job:
+    with _job(tmp_path, STEPS="300", HOLD_AT="290") as job:
         nodes = TwoNodes(job)
         wait_for_step(job, 8)
         second = nodes.start(1)
         finished = second.wait(LIMIT_S)
+        job.tell()
         assert finished.returncode == 1, finished.output
         assert "has no place in it: no manager has given it this place" in finished.output
         assert nodes.agents[1].wait(LIMIT_S).returncode == 0, nodes.agents[1].text
@@ -167,6 +174,7 @@ def test_a_node_too_many_is_told_at_once_and_the_others_train(
     reference: Reference,  # noqa: F811
 ) -> None:
     with _job(tmp_path) as job:
+        job.tell()
         job.start_manager()
         first, second, third = (_start(job, node_rank, 2) for node_rank in range(3))
         finished = third.wait(LIMIT_S)
@@ -200,7 +208,8 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
             ]
         ended = [node.wait(LIMIT_S) for node in nodes]
         assert [finished.returncode for finished in ended] == [1, 1], job.story()
-        why = "2/3 clients joined." if backend == "static" else "(RendezvousTimeoutError)."
+        # of the two, the second one may come so late that the first one does not see it
+        why = r"[12]/3 clients joined\." if backend == "static" else r"\(RendezvousTimeoutError\)\."
         told = f"taskd: the nodes of --nnodes=3 have not met at 127.0.0.1:{job.master_port}: "
         for finished in ended:
             assert finished.last_line.startswith(told)
@@ -208,7 +217,7 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
                 " Start a torchrun for each node, all with the same --nnodes and the same address"
             )
             assert "Traceback" not in finished.output
-        assert f"{why} Start" in ended[0].last_line
+        assert re.search(f"{why} Start", ended[0].last_line)
         assert not job.facts()
 
 

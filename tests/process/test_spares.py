@@ -62,19 +62,22 @@ class Nodes:
         self.manager.wait_text(f"({len(self.spares)} wait now)", LIMIT_S)
         return spare
 
-    def lose(self, agent: harness.Output) -> None:
-        """SIGKILL for this torchrun."""
+    def lose(self, agent: harness.Output, held: int | None = None) -> None:
+        """SIGKILL for this torchrun, which the manager knows. Then the step `held` is let go."""
+        for one in self.agents:
+            one.wait_text("joined the manager at", LIMIT_S)
         os.kill(agent.process.pid, signal.SIGKILL)
         assert agent.wait(LIMIT_S).returncode == -signal.SIGKILL
-        self.job.tell()
+        self.job.tell(held)
 
 
 def _job(directory: pathlib.Path, **env: str) -> harness.Job:
     settings = {
         "TASKD_RECOVER_STRATEGY": "recover",
-        "TASKD_FAULT_TIMEOUT": "6",
+        "TASKD_FAULT_TIMEOUT": "9",  # two thirds of it without an answer, and agents go on alone
         "STEPS": "60",
         "SLEEP_S": "0.05",
+        "HOLD_AT": "50",  # so that it is not over before a node is lost
     }
     return harness.job(directory, **settings | env)
 
@@ -86,7 +89,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     backend: str,
 ) -> None:
     """In the same step, to the last bit, and without anybody who starts a torchrun."""
-    with _job(tmp_path, HOLD_AT="50") as job:
+    with _job(tmp_path) as job:
         nodes = Nodes(job, backend)
         spare = nodes.add_spare()
         wait_for_step(job, 8)
@@ -106,13 +109,13 @@ def test_two_nodes_are_lost_one_after_the_other(
     reference: Reference,  # noqa: F811
 ) -> None:
     """Also the place that a spare has taken is given to the next."""
-    with _job(tmp_path, STEPS="100") as job:
+    with _job(tmp_path, STEPS="100", HOLD_AT="30,80") as job:
         nodes = Nodes(job)
         first, second = nodes.add_spare(), nodes.add_spare()
         wait_for_step(job, 8)
-        nodes.lose(nodes.agents[1])
+        nodes.lose(nodes.agents[1], held=30)
         wait_for_step(job, 40)
-        nodes.lose(first)
+        nodes.lose(first, held=80)
         assert second.wait(LIMIT_S).returncode == 0, job.story()
         finished = nodes.agents[0].wait(LIMIT_S)
         records = job.recoveries()
@@ -126,7 +129,7 @@ def test_a_spare_that_is_gone_is_passed_over(
     reference: Reference,  # noqa: F811
 ) -> None:
     """The first one stands still when it is needed, and is ended only afterwards."""
-    with _job(tmp_path, HOLD_AT="50") as job:
+    with _job(tmp_path) as job:
         nodes = Nodes(job)
         first, second = nodes.add_spare(), nodes.add_spare()
         wait_for_step(job, 8)
@@ -144,17 +147,17 @@ def test_a_lost_node_comes_back_and_is_the_next_spare(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
 ) -> None:
-    with _job(tmp_path, STEPS="120") as job:
+    with _job(tmp_path, STEPS="120", HOLD_AT="20,100") as job:
         nodes = Nodes(job)
         spare = nodes.add_spare()
         wait_for_step(job, 8)
-        nodes.lose(nodes.agents[1])
+        nodes.lose(nodes.agents[1], held=20)
         wait_for_step(job, 30)
         again = nodes.start(1)
         again.wait_text("a spare has the place of node 1", LIMIT_S)
         again.wait_text("joined the manager", LIMIT_S)
         wait_for_step(job, 60)
-        nodes.lose(spare)
+        nodes.lose(spare, held=100)
         assert again.wait(LIMIT_S).returncode == 0, job.story()
         finished = nodes.agents[0].wait(LIMIT_S)
         assert len(job.recoveries()) == 2
@@ -167,7 +170,7 @@ def test_a_torchrun_that_is_started_again_with_c10d(
     reference: Reference,  # noqa: F811
 ) -> None:
     """It has no index, and asks for the place of whoever is lost, without a word of the user."""
-    with _job(tmp_path, HOLD_AT="50") as job:
+    with _job(tmp_path) as job:
         nodes = Nodes(job, "c10d")
         wait_for_step(job, 8)
         nodes.lose(nodes.agents[1])
@@ -186,6 +189,7 @@ def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.P
         finished = nodes.start(7, TASKD_SPARE="1").wait(LIMIT_S)
         assert finished.returncode == 1, finished.output
         assert "a spare needs recover in TASKD_RECOVER_STRATEGY" in finished.output
+        job.tell()
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0
 
 
@@ -197,6 +201,7 @@ def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> No
         nodes = Nodes(job)
         spare = nodes.start(7, TASKD_SPARE="1", TASKD_HOST="another")
         nodes.manager.wait_text("a spare waits on", LIMIT_S)
+        job.tell()
         finished = spare.wait(LIMIT_S)
         assert finished.returncode == (0 if is_well else 1), finished.output
         assert ("the job has failed: " in finished.output) is not is_well
@@ -212,12 +217,13 @@ def test_a_spare_may_be_ended(tmp_path: pathlib.Path, number: int) -> None:
         os.kill(spare.process.pid, number)
         assert spare.wait(LIMIT_S).returncode != 0
         nodes.manager.wait_text("leaves: ", LIMIT_S)
+        job.tell()
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0, job.story()
 
 
 @pytest.mark.extended
 def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
-    env = {"TASKD_WAIT_RESCHEDULE_TIMEOUT": "8", "TASKD_FAULT_TIMEOUT": "3"}
+    env = {"TASKD_WAIT_RESCHEDULE_TIMEOUT": "8"}
     with _job(tmp_path, **env) as job:
         nodes = Nodes(job)
         options = ("--nnodes=2", "--node-rank=5", "--master-addr=127.0.0.1")
@@ -243,7 +249,7 @@ def test_node_0_is_lost(
     backend: str,
 ) -> None:
     """With it goes the store at which all have met; the manager is another process."""
-    with _job(tmp_path, HOLD_AT="50") as job:
+    with _job(tmp_path) as job:
         nodes = Nodes(job, backend)
         spare = nodes.add_spare()
         wait_for_step(job, 8)
@@ -263,7 +269,7 @@ def test_node_0_is_started_again(
     backend: str,
 ) -> None:
     """Its torchrun asks the manager first: nobody would come to the rendezvous that it opens."""
-    with _job(tmp_path, HOLD_AT="50") as job:
+    with _job(tmp_path) as job:
         nodes = Nodes(job, backend)
         wait_for_step(job, 8)
         nodes.lose(nodes.agents[0])
@@ -288,7 +294,10 @@ def test_the_host_of_the_rendezvous_is_lost_and_is_not_node_0(
         spare = _with_address(job, "0", "127.0.0.3", TASKD_SPARE="1")
         manager.wait_text("(1 wait now)", LIMIT_S)
         wait_for_step(job, 8)
+        for agent in agents:
+            agent.wait_text("joined the manager at", LIMIT_S)
         os.kill(agents[0].process.pid, signal.SIGKILL)
+        job.tell()
         assert spare.wait(LIMIT_S).returncode == 0, job.story()
         finished = agents[1].wait(LIMIT_S)
         (record,) = job.recoveries()
@@ -360,13 +369,14 @@ def test_both_nodes_are_lost_one_after_the_other(
     reference: Reference,  # noqa: F811
 ) -> None:
     """The store moves twice, and then a rank is killed that has met nobody but there."""
-    with _job(tmp_path, STEPS="150", FAULTS="3@110:forward:kill") as job:
+    faults = {"HOLD_AT": "30,90", "FAULTS": "3@110:forward:kill"}
+    with _job(tmp_path, STEPS="150", **faults) as job:
         nodes = Nodes(job)
         first, second = nodes.add_spare(), nodes.add_spare()
         wait_for_step(job, 8)
-        nodes.lose(nodes.agents[0])
+        nodes.lose(nodes.agents[0], held=30)
         wait_for_step(job, 50)
-        nodes.lose(nodes.agents[1])
+        nodes.lose(nodes.agents[1], held=90)
         assert second.wait(LIMIT_S).returncode == 0, job.story()
         finished = first.wait(LIMIT_S)
         records = job.recoveries()
