@@ -45,12 +45,24 @@ def committed(job: harness.Job) -> int:
     return min(newest.values()) if len(newest) == 4 else 0
 
 
+def lives(job: harness.Job, rank: int) -> list[int]:
+    """The processes of a rank that have entered the function, the first one first."""
+    return [fact["pid"] for fact in job.facts("entered") if fact["rank"] == rank]
+
+
 def marks(folder: pathlib.Path) -> list[dict]:
     return [
         json.loads(line)
         for path in sorted(folder.iterdir(), key=lambda path: int(path.name))
-        for line in path.read_text().splitlines()
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
     ]
+
+
+def profiled(folder: pathlib.Path) -> set[int]:
+    """The processes that have begun a profile."""
+    found = marks(folder) if folder.exists() else []
+    return {mark["MsptiObjectId"]["Pt"]["ProcessId"] for mark in found}
 
 
 @pytest.fixture
@@ -73,7 +85,8 @@ def command(job: harness.Job, *words: str) -> None:
 
 
 def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) -> None:  # noqa: F811
-    with harness.job(tmp_path, **settings) as job:
+    # Held until it is on, and until it is off.
+    with harness.job(tmp_path, **settings, HOLD_AT="20,240") as job:
         manager, agent = job.start_manager(), job.start_agent("train.py")
         until(lambda: committed(job) > 5, job)
         assert not base.exists()
@@ -82,11 +95,13 @@ def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) ->
         first = committed(job)
         command(job, "on", "CommunicationOperator")
         manager.wait_text("profiling of 4 ranks: default on, communication on", LIMIT_S)
-        until(lambda: committed(job) > first + 20, job)
+        job.tell(20)
+        until(lambda: committed(job) > first + 25, job)
         command(job, "off")
         manager.wait_text("profiling of 4 ranks: default off, communication off", LIMIT_S)
         sizes = {path: path.stat().st_size for path in base.glob("test-job/*/*")}
         last = committed(job)
+        job.tell()
         until(lambda: committed(job) > last + 5, job)
         finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, finished.output[-4000:]
@@ -124,14 +139,19 @@ def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) ->
 
 
 def test_a_replaced_rank_goes_on_being_profiled(tmp_path, base, settings, reference) -> None:  # noqa: F811
-    settings |= {"STEPS": "120", "SLEEP_S": "0"}
+    settings |= {"STEPS": "120", "SLEEP_S": "0", "HOLD_AT": "50"}
     with harness.job(tmp_path, **settings, FAULTS="2@40:forward:kill") as job:
         command(job, "on")  # before anybody is there: whoever comes is told
-        finished = job.run()
+        manager, agent = job.start_manager(), job.start_agent("train.py")
+        until(lambda: len(lives(job, 2)) == 2, job)
+        new = lives(job, 2)[-1]
+        manager.wait_text("profiling of 4 ranks: default on", LIMIT_S)
+        until(lambda: new in profiled(base / "test-job" / "2"), job)
+        job.tell()
+        finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, finished.output[-4000:]
         assert len(job.facts("fault")) == 1
         assert job.digests() == reference(STEPS="120")
-        new = next(fact["pid"] for fact in reversed(job.facts("entered")) if fact["rank"] == 2)
     found = marks(base / "test-job" / "2")
     own = [mark for mark in found if mark["MsptiObjectId"]["Pt"]["ProcessId"] == new]
     assert len(own) > 60, "the replacement's steps"
@@ -146,7 +166,7 @@ def test_a_job_whose_profiles_cannot_be_written_trains_on(
     settings,
     reference,  # noqa: F811
 ) -> None:
-    settings |= {"STEPS": "120"}
+    settings |= {"STEPS": "120", "HOLD_AT": "100"}
     with small_disk(base, 64, "ro"), harness.job(tmp_path, **settings) as job:
         command(job, "on", "CommunicationOperator")
         manager, agent = job.start_manager(), job.start_agent("train.py")
@@ -154,6 +174,7 @@ def test_a_job_whose_profiles_cannot_be_written_trains_on(
         assert (
             "profiling does not work everywhere: default exception, communication exception"
         ) in manager.text
+        job.tell()
         finished = agent.wait(LIMIT_S)
         assert finished.returncode == 0, finished.output[-4000:]
         assert job.digests() == reference(STEPS="120")

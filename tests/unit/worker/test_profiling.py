@@ -80,11 +80,11 @@ class Fixture:
         ]
 
     def close(self) -> None:
+        thread = self.profiler._thread
         self.profiler.close()
-        until(
-            lambda: not [one for one in threading.enumerate() if one.name == "taskd-profile"],
-            "the end of the thread",
-        )
+        if thread is not None:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
         self.box.close()
 
 
@@ -103,7 +103,7 @@ def test_off_there_is_no_thread_no_file_and_nothing_in_the_life(fixture: Fixture
     fixture.life.mark(Phase.FORWARD)
     assert fixture.life.profiling.profile is None
     assert fixture.box.phase is Phase.FORWARD
-    assert not [thread for thread in threading.enumerate() if thread.name == "taskd-profile"]
+    assert fixture.profiler._thread is None
     assert not fixture.base.exists()
 
 
@@ -227,10 +227,11 @@ def test_a_code_that_is_none_is_passed_over(fixture: Fixture) -> None:
 def test_what_was_marked_is_written_when_the_process_ends(tmp_path: pathlib.Path) -> None:
     code = (
         "from taskd.worker.life import Life; from taskd.native.black_box import Phase\n"
-        "from taskd.worker.profiling.profiler import Profiler\n"
+        "from taskd.worker.profiling import profiler as module\n"
+        f"module._END_S = {LIMIT_S}\n"  # a thread that stands still for a second loses them
         "import threading\nlife = Life(rank=0, world_size=1, incarnation=0); said = "
         "threading.Event()\n"
-        f"profiler = Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, "
+        f"profiler = module.Profiler(life.profiling, None, 0, 'job', 0, {str(tmp_path)!r}, "
         "lambda status: said.set())\n"
         "profiler.switch(710); said.wait(30)\n"
         "life.mark(Phase.FORWARD)\n"
