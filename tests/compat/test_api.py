@@ -344,10 +344,11 @@ def test_a_worker_without_agent_joins_the_manager_and_leaves(manager, monkeypatc
 def test_a_worker_does_not_wait_for_a_manager_that_is_not_there(monkeypatch) -> None:
     for name, value in (("MS_NODE_RANK", "0"), ("TASKD_MANAGER_ADDR", "127.0.0.1:1")):
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(zeromq, "_LINGER_MS", 60_000)  # what its last words would be waited for
     began = time.monotonic()
     assert api.init_taskd_worker(0, framework="ms") is True
     assert api.destroy_taskd_worker() is True
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
 
 
 def test_a_forked_child_leaves_the_parents_worker_alone(manager, monkeypatch) -> None:

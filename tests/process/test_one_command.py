@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -175,15 +174,14 @@ def test_no_manager_is_started_where_that_is_off(tmp_path: pathlib.Path, way: st
 
 
 def test_the_manager_does_not_outlive_a_killed_torchrun(tmp_path: pathlib.Path) -> None:
-    with installed_job(tmp_path, STEPS="100000") as job:
+    # Who waits until the node of the agent is taken for lost waits for longer than the test does.
+    with installed_job(tmp_path, STEPS="100000", TASKD_FAULT_TIMEOUT="600") as job:
         agent = start(job)
         agent.wait_text("joined the manager", LIMIT_S)
         (pid,) = managers(agent.text)
         manager = os.pidfd_open(pid)
-        began = time.monotonic()
         os.kill(agent.process.pid, signal.SIGKILL)
         assert select.select([manager], [], [], LIMIT_S)[0]
-        assert time.monotonic() - began < 5
         os.close(manager)
         wait_until(job, lambda: not job.leftovers())
 
