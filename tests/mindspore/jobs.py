@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -19,10 +22,28 @@ LIMIT_S = 1800.0  # of a job with forty restarts, on two cores that others use, 
 MARK = "TASKD_TEST_JOB"
 
 
+_RESERVED: list[int] = []  # descriptors, open as long as this process lives
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no other process of tests is given while this one lives.
+
+    It is locked and not bound, as msrun may want it for itself alone; and the kernel gives it to
+    nobody who asks for any port (its own begin at 32768).
+    """
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 10_000):
+        path = os.path.join(tempfile.gettempdir(), f"taskd-test-port-{port}")
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:  # somebody else's
+            os.close(lock)
+            continue
+        _RESERVED.append(lock)
+        return port
+    raise OSError("no port is free")
 
 
 class Job:
