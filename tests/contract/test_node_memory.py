@@ -208,7 +208,9 @@ def test_another_place_or_job_has_other_folders(folder: pathlib.Path) -> None:
     ):
         assert other.versions == [(), ()]
         other.end()
-    assert Agent(folder, "second", "first").versions == [(9,), (9,)]
+    second = Agent(folder, "second", "first")
+    assert second.versions == [(9,), (9,)]
+    second.end()
 
 
 def test_ranks_that_start_anew_have_new_files(folder: pathlib.Path) -> None:
@@ -223,7 +225,9 @@ def test_ranks_that_start_anew_have_new_files(folder: pathlib.Path) -> None:
     assert second.versions == [(), ()]
     assert len(files_in(folder)) == 6
     second.snapshot(3).die()
-    assert Agent(folder, "third", "second").versions == [(3,), (3,)]
+    third = Agent(folder, "third", "second")
+    assert third.versions == [(3,), (3,)]
+    third.end()
 
 
 def test_a_damaged_snapshot_is_as_good_as_none(folder: pathlib.Path) -> None:

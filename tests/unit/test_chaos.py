@@ -7,7 +7,9 @@ import math
 import os
 import pathlib
 import re
+import signal
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,9 @@ from taskd.chaos import __main__ as program
 from taskd.chaos import command, run, schedule, target, verdict
 from taskd.chaos.run import Injected, Outcome, replaced
 from taskd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KINDS = st.lists(st.sampled_from(sorted(schedule.KINDS)), min_size=1, unique=True)
 
@@ -325,6 +330,14 @@ def test_a_rank_that_is_replaced_while_the_manager_dies_needs_no_record(world, m
 
 
 # ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """The command is a program of its own, and does not put back the handler of SIGTERM."""
+    former = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, former)
 
 
 @pytest.mark.parametrize(

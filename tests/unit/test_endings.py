@@ -137,6 +137,7 @@ def test_the_kill_of_somebody_else_says_nothing_where_the_log_names_him(
     if is_host:
         assert kills.reason(78, 1.0) == "the kernel killed it for lack of memory"
         assert kills.reason(78, 2.0) is None
+    kills.close()
 
 
 def test_reading_the_kernel_s_log_does_not_keep_this_process_from_being_forked():

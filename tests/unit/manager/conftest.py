@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tests.unit.manager.peer import Peer
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -29,9 +31,10 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def service(network: MemoryNetwork, clock: FakeClock, tmp_path: pathlib.Path) -> Service:
+def service(network: MemoryNetwork, clock: FakeClock, tmp_path: pathlib.Path) -> Iterator[Service]:
     config = ManagerConfig("job", "unused", 30.0, None, LogConfig(tmp_path / "log"))
-    return Service(config, MemoryRouter(network, "manager"), clock)
+    yield Service(config, MemoryRouter(network, "manager"), clock)
+    gc.unfreeze()  # what other tests have left is to be collected, not kept for ever
 
 
 @pytest.fixture
