@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 
 from taskd.core.policy.election import Election, Won
 from taskd.core.policy.pairs import PLACES, PairElectorate, WaitingSpare
-from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+from taskd.core.votes import Elected, Voter
+from taskd.testing.partition_world import PartitionWorld
 
-_TURN_S = 0.05
-_SETTLED_S = 30.0
-_START_S = 4.0  # at most, of a manager
 APART = -1  # the host of a manager that is on none of the nodes
 
 
@@ -50,31 +48,22 @@ class Manager:
 
 
 @dataclass(slots=True)
-class PairWorld:
-    """Two nodes and spares, each on a host of its own; the first one with the manager.
+class PairWorld(PartitionWorld[Torchrun, Manager]):
+    """Two nodes and `count` spares, each on a host of its own; the first one with the manager.
 
     `is_apart`: the manager, too, is on a host of its own, which is in the first block.
     """
 
-    spare_count: int
-    random: random.Random
-    loss: float = 0.0
     is_apart: bool = False
-    now: float = 0.0
-    managers: list[Manager] = field(default_factory=list)
-    torchruns: list[Torchrun] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)  # hosts
     deaf: set[int] = field(default_factory=set)  # hosts that hear no orders, and are heard
     taken: int = 0  # places of lost nodes
-    _starting: list[tuple[float, Torchrun, Won]] = field(default_factory=list)  # from when on
-    _block: dict[int, int] = field(default_factory=dict)  # by host: who reaches each other
 
     def __post_init__(self) -> None:
         first = Manager(APART if self.is_apart else 0, PairElectorate())
         self.managers.append(first)
         for place in range(PLACES):
             self.add(first).place = place
-        for _ in range(self.spare_count):
+        for _ in range(self.count):
             self.add(first)
         for _ in range(10):
             self.look(first)
@@ -88,14 +77,6 @@ class PairWorld:
         new.election.obey(self._address(manager), manager.term)
         self.torchruns.append(new)
         return new
-
-    def split(self, blocks: dict[int, int]) -> None:
-        """From now on hosts reach those of their own block; who is not named is in the first."""
-        self._block = blocks
-
-    def kill(self, host: int) -> None:
-        """The host with all that is on it."""
-        self.dead.add(host)
 
     def start_again(self, manager: Manager) -> None:
         """The manager dies; as somebody still obeys it, the next one is started there.
@@ -112,26 +93,6 @@ class PairWorld:
         self.managers.append(new)
         for one in self.torchruns:
             one.manager = new if one.manager is manager else one.manager
-
-    def settle(self) -> None:
-        """Until nothing changes any more."""
-        until = self.now + _SETTLED_S
-        while self.now < until:
-            self.turn()
-
-    def turn(self) -> None:
-        """A moment passes."""
-        self.now += _TURN_S
-        for due in [one for one in self._starting if one[0] <= self.now]:
-            self._starting.remove(due)
-            self._start(*due[1:])
-        for one in [one for one in self.torchruns if one.host not in self.dead]:
-            self._look_for_manager(one)
-            ask = one.election.turn(self.now)
-            if ask is not None:
-                self._ask(one, ask)
-        for manager in list(self.managers):
-            self.look(manager)
 
     def look(self, manager: Manager) -> None:
         """The manager hears who is there, gives away what is free, and tells who votes."""
@@ -247,32 +208,6 @@ class PairWorld:
 
     # ------------------------------------------------------------------ the election
 
-    def reaches(self, one: int, other: int) -> bool:
-        """Whether what one host says to the other arrives."""
-        is_there = not {one, other} & self.dead
-        return is_there and self._block.get(one, 0) == self._block.get(other, 0)
-
-    def _arrives(self, one: int, other: int) -> bool:
-        return self.reaches(one, other) and self.random.random() >= self.loss
-
-    def _ask(self, candidate: Torchrun, ask: AskVote) -> None:
-        for other in self._voters(candidate.election.roster):
-            if other is candidate or not self._arrives(candidate.host, other.host):
-                continue
-            vote = other.election.take_ask(candidate.name, ask, self.now)
-            if self._arrives(other.host, candidate.host):
-                self._take_vote(candidate, other, vote)
-
-    def _take_vote(self, candidate: Torchrun, other: Torchrun, vote: Vote) -> None:
-        result = candidate.election.take_vote(other.name, vote, self.now)
-        if isinstance(result, AskVote):
-            self._ask(candidate, result)
-        elif isinstance(result, Elected):
-            self._follow(candidate, result)
-        elif isinstance(result, Won):
-            due = self.now + self.random.random() * _START_S
-            self._starting.append((due, candidate, result))
-
     def _start(self, winner: Torchrun, won: Won) -> None:
         if winner.host in self.dead:
             return
@@ -292,10 +227,6 @@ class PairWorld:
                 one.manager.is_over = True  # which its agent has started
             one.manager = manager
             one.election.obey(elected.address, elected.term)
-
-    def _voters(self, roster: Roster | None) -> list[Torchrun]:
-        names = () if roster is None else roster.names
-        return [one for one in self.torchruns if one.name in names]
 
     def _address(self, manager: Manager) -> str:
         return str(manager.host)

@@ -8,18 +8,15 @@ checked after each step, `who_goes_on`, is that at most one manager has an agent
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskd.core.policy.election import Election, Electorate, Won
-from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+from taskd.core.votes import Elected, Voter
+from taskd.testing.partition_world import PartitionWorld
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_TURN_S = 0.05
-_SETTLED_S = 30.0
-_START_S = 4.0  # at most, of a manager
 
 
 @dataclass(slots=True)
@@ -42,56 +39,17 @@ class Manager:
 
 
 @dataclass(slots=True)
-class World:
-    """`node_count` agents on hosts of their own, the first with the manager; spares beside each."""
+class World(PartitionWorld[Agent, Manager]):
+    """`count` agents on hosts of their own, the first with the manager; spares beside each."""
 
-    node_count: int
-    random: random.Random
-    loss: float = 0.0
-    now: float = 0.0
-    managers: list[Manager] = field(default_factory=list)
-    agents: list[Agent] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)  # hosts
-    _starting: list[tuple[float, Agent, Won]] = field(default_factory=list)  # from when on
-    _block: dict[int, int] = field(default_factory=dict)  # by host: who reaches each other
     _named: int = 0
 
     def __post_init__(self) -> None:
         first = Manager(0, Electorate(), {})
         self.managers.append(first)
-        for host in range(self.node_count):
+        for host in range(self.count):
             first.holders[host] = self._agent(host, first)
         self.look(first)
-
-    # ------------------------------------------------------------------ what happens
-
-    def split(self, blocks: dict[int, int]) -> None:
-        """From now on hosts reach those of their own block."""
-        self._block = blocks
-
-    def kill(self, host: int) -> None:
-        """The host with all that is on it."""
-        self.dead.add(host)
-
-    def settle(self) -> None:
-        """Until nothing changes any more."""
-        until = self.now + _SETTLED_S
-        while self.now < until:
-            self.turn()
-
-    def turn(self) -> None:
-        """A moment passes."""
-        self.now += _TURN_S
-        for due in [one for one in self._starting if one[0] <= self.now]:
-            self._starting.remove(due)
-            self._start(*due[1:])
-        for agent in [one for one in self.agents if one.host not in self.dead]:
-            self._look_for_manager(agent)
-            ask = agent.election.turn(self.now)
-            if ask is not None:
-                self._ask(agent, ask)
-        for manager in self.managers:
-            self.look(manager)
 
     def look(self, manager: Manager) -> None:
         """The manager sees who is there, replaces who is not, and tells who votes."""
@@ -127,25 +85,19 @@ class World:
 
     # ------------------------------------------------------------------ how
 
-    def reaches(self, one: int, other: int) -> bool:
-        """Whether what one host says to the other arrives."""
-        is_there = not {one, other} & self.dead
-        one, other = one % self.node_count, other % self.node_count
-        return is_there and self._block.get(one, 0) == self._block.get(other, 0)
-
-    def _arrives(self, one: int, other: int) -> bool:
-        return self.reaches(one, other) and self.random.random() >= self.loss
+    def _block_of(self, host: int) -> int:
+        return self._block.get(host % self.count, 0)
 
     def _agent(self, host: int, manager: Manager) -> Agent:
         self._named += 1
         agent = Agent(f"agent-{self._named}", host, Election(f"agent-{self._named}"), manager)
         agent.election.obey(str(manager.host), manager.electorate.term)
-        self.agents.append(agent)
+        self.torchruns.append(agent)
         return agent
 
     def _spare_host(self, manager: Manager) -> int:
         """A host of its own, in the block of the manager: there are as many as are asked for."""
-        return manager.host % self.node_count + self.node_count * (self._named + 1)
+        return manager.host % self.count + self.count * (self._named + 1)
 
     def _obeys(self, agent: Agent, manager: Manager) -> bool:
         """Whether the manager hears from it, as its agent."""
@@ -167,7 +119,7 @@ class World:
         voters = tuple(
             Voter(place, agent.name, agent.name) for place, agent in manager.holders.items()
         )
-        roster = manager.electorate.compose(self.node_count, 1, voters, ())
+        roster = manager.electorate.compose(self.count, 1, voters, ())
         told = roster or manager.electorate.roster
         assert told is not None
         for agent in manager.holders.values():
@@ -175,27 +127,10 @@ class World:
             if is_kept and self._arrives(agent.host, manager.host):
                 manager.electorate.keeps(agent.name, told.number)
 
-    def _ask(self, candidate: Agent, ask: AskVote) -> None:
-        for other in self._voters(candidate.election.roster):
-            if other is candidate or not self._arrives(candidate.host, other.host):
-                continue
-            vote = other.election.take_ask(candidate.name, ask, self.now)
-            if self._arrives(other.host, candidate.host):
-                self._take_vote(candidate, other, vote)
-
-    def _take_vote(self, candidate: Agent, other: Agent, vote: Vote) -> None:
-        result = candidate.election.take_vote(other.name, vote, self.now)
-        if isinstance(result, AskVote):
-            self._ask(candidate, result)
-        elif isinstance(result, Elected):
-            self._follow(candidate, result)
-        elif isinstance(result, Won):
-            self._starting.append((self.now + self.random.random() * _START_S, candidate, result))
-
     def _start(self, winner: Agent, won: Won) -> None:
         if winner.host in self.dead:
             return
-        known = {agent.name: agent for agent in self.agents}
+        known = {agent.name: agent for agent in self.torchruns}
         holders = {voter.node_rank: known[voter.name] for voter in won.roster.voters}
         manager = Manager(winner.host, Electorate(won.term, won.roster), holders)
         self.managers.append(manager)
@@ -209,10 +144,6 @@ class World:
         if manager is not None and agent.election.follows(elected):
             agent.manager = manager
             agent.election.obey(elected.address, elected.term)
-
-    def _voters(self, roster: Roster | None) -> list[Agent]:
-        names = () if roster is None else roster.names
-        return [agent for agent in self.agents if agent.name in names]
 
 
 def patterns(count: int) -> Iterator[dict[int, int]]:
@@ -245,10 +176,10 @@ def play(seed: int, node_count: int, step_count: int = 60) -> tuple[int, int]:
             case 1:
                 world.split({})
             case 2 if chance.random() < 0.3:
-                world.kill(chance.choice(world.agents).host)
+                world.kill(chance.choice(world.torchruns).host)
             case _:
                 for _ in range(chance.randrange(1, 40)):
                     world.turn()
                     going = world.who_goes_on()
                     assert len(going) <= 1, f"seed {seed}: {len(going)} managers at {world.now:g}"
-    return len(world.managers), len(world.agents) - node_count
+    return len(world.managers), len(world.torchruns) - node_count

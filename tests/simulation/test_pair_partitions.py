@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 
 import pytest
 
@@ -12,7 +11,7 @@ from taskd.core.policy.election import Election
 from taskd.core.policy.pairs import PairElectorate
 from taskd.core.votes import Roster
 from taskd.testing.pair_partitions import PairWorld, play
-from taskd.testing.partitions import patterns
+from tests.simulation.splits import in_every_pattern
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
 STORIES = 150
@@ -28,20 +27,9 @@ def expected(blocks: dict[int, int]) -> str:
 
 @pytest.mark.parametrize("spare_count", [1, 2])
 def test_in_every_pattern_two_of_the_three_go_on_and_no_others(spare_count: int) -> None:
-    seen = Counter()
-    for blocks in patterns(2 + spare_count):
-        world = PairWorld(spare_count, random.Random(1))
-        world.split(blocks)
-        world.settle()
-        assert len(world.who_goes_on()) <= 1, blocks
-        whole = [manager for manager in world.managers if world.is_whole(manager)]
-        who = "nobody" if not whole else "first" if whole[0] is world.managers[0] else "elected"
-        assert who == expected(blocks), blocks
-        seen[who] += 1
-        world.split({})
-        world.settle()
-        whole = [manager for manager in world.managers if world.is_whole(manager)]
-        assert len(whole) == 1, f"after {blocks} has healed"
+    seen = in_every_pattern(
+        2 + spare_count, lambda: PairWorld(spare_count, random.Random(1)), expected
+    )
     assert sum(seen.values()) == {1: 5, 2: 15}[spare_count]  # the numbers of Bell
     assert min(seen[who] for who in ("first", "elected", "nobody")) > 0
 

@@ -8,7 +8,8 @@ import pytest
 
 from taskd.core.policy.election import Election, Electorate
 from taskd.core.votes import Roster
-from taskd.testing.partitions import World, patterns, play
+from taskd.testing.partitions import World, play
+from tests.simulation.splits import in_every_pattern
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
 STORIES = 150
@@ -25,20 +26,11 @@ def expected(node_count: int, blocks: dict[int, int]) -> str:
 @pytest.mark.parametrize("node_count", [3, 4, 5])
 def test_in_every_pattern_the_larger_part_goes_on_and_no_other(node_count: int) -> None:
     """The part with half of the nodes or more that has the manager, or else more than half."""
-    seen = Counter()
-    for blocks in patterns(node_count):
-        world = World(node_count, random.Random(1))
-        world.split(blocks)
-        world.settle()
-        assert len(world.who_goes_on()) <= 1, blocks
-        whole = [manager for manager in world.managers if world.is_whole(manager)]
-        who = "nobody" if not whole else "first" if whole[0] is world.managers[0] else "elected"
-        assert who == expected(node_count, blocks), blocks
-        seen[who] += 1
-        world.split({})
-        world.settle()
-        whole = [manager for manager in world.managers if world.is_whole(manager)]
-        assert len(whole) == 1, f"after {blocks} has healed"
+    seen = in_every_pattern(
+        node_count,
+        lambda: World(node_count, random.Random(1)),
+        lambda blocks: expected(node_count, blocks),
+    )
     assert sum(seen.values()) == {3: 5, 4: 15, 5: 52}[node_count]  # the numbers of Bell
     assert min(seen[who] for who in ("first", "elected", "nobody")) > 0
 

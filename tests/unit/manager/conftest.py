@@ -33,7 +33,9 @@ def clock() -> FakeClock:
 @pytest.fixture
 def service(network: MemoryNetwork, clock: FakeClock, tmp_path: pathlib.Path) -> Iterator[Service]:
     config = ManagerConfig("job", "unused", 30.0, None, LogConfig(tmp_path / "log"))
+    thresholds = gc.get_threshold()
     yield Service(config, MemoryRouter(network, "manager"), clock)
+    gc.set_threshold(*thresholds)
     gc.unfreeze()  # what other tests have left is to be collected, not kept for ever
 
 
