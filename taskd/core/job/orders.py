@@ -27,7 +27,9 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     for member in live:
         if member.may_advance:
             member.proceed()  # it will ask again, or leave
-    _await_stops(job, live)
+    stop_by = _stop_by(job)
+    running = (member for member in live if member.state is not WorkerState.PAUSED)
+    job.awaited.set_each((member.rank, stop_by[member.entered]) for member in running)
     inherited = "a recovery was under way when the manager was restarted"
     planned = attempt.reason if job.growing else inherited
     planned = planned if job.dump is None else job.dump.reason or inherited
@@ -39,18 +41,15 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
 
 def await_stop(job: JobState, member: Member) -> None:
     """This rank is to leave its step, if it has not."""
-    if member.is_live:
-        _await_stops(job, [member])
+    if member.is_live and member.state is not WorkerState.PAUSED:
+        job.awaited.set(member.rank, _stop_by(job)[member.entered])
 
 
-def _await_stops(job: JobState, live: list[Member]) -> None:
+def _stop_by(job: JobState) -> dict[bool, float]:
+    """When ranks must have left their step, by whether they have come to their function."""
     latest = (job.dump.finish_step_by if job.dump is not None else None) or math.inf
-    entered_by = min(job.now + job.timeouts.pause_s, latest)
-    others_by = min(job.now + job.timeouts.start_s, latest)
-    running = [member for member in live if member.state is not WorkerState.PAUSED]
-    job.awaited.set_each(
-        [(member.rank, entered_by if member.entered else others_by) for member in running]
-    )
+    patience_s = {True: job.timeouts.pause_s, False: job.timeouts.start_s}
+    return {entered: min(job.now + seconds, latest) for entered, seconds in patience_s.items()}
 
 
 def replace(job: JobState, member: Member) -> do.ReplaceWorker:

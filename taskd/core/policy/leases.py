@@ -54,7 +54,7 @@ class Deadlines(Generic[Key]):
         heappush(self._heap, (deadline, self._pushes, key))
 
     def set_each(self, deadlines: Iterable[tuple[Key, float]]) -> None:
-        """Set or move many, each a key with its deadline."""
+        """Set or move nearly all, each a key with its deadline: costs O(n), however few are set."""
         for key, deadline in deadlines:
             self._deadline_by_key[key] = deadline
             self._pushes += 1

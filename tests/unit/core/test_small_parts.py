@@ -45,17 +45,24 @@ class TestTimeouts:
             dataclasses.replace(Timeouts.derive(), pause_s=1000.0).check()
 
 
+MOVES = st.tuples(st.integers(0, 5), st.one_of(st.none(), st.floats(0, 100)))
+
+
 class TestDeadlines:
-    @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.floats(0, 100)))))
+    @given(st.lists(st.one_of(MOVES, st.lists(MOVES))))
     def test_next_is_the_earliest_of_those_that_are_set(self, moves) -> None:
         table, model = Deadlines(), {}
-        for key, deadline in moves:
-            if deadline is None:
-                table.discard(key)
-                model.pop(key, None)
+        for move in moves:
+            if isinstance(move, list):
+                many = [(key, deadline) for key, deadline in move if deadline is not None]
+                table.set_each(many)
+                model.update(many)
+            elif move[1] is None:
+                table.discard(move[0])
+                model.pop(move[0], None)
             else:
-                table.set(key, deadline)
-                model[key] = deadline
+                table.set(*move)
+                model[move[0]] = move[1]
             assert table.next() == min(model.values(), default=None)
             assert set(table.pending()) == set(model)
             assert len(table) == len(model)
