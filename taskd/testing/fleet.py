@@ -6,13 +6,16 @@ no process is started: ranks stop `OBEYS_AFTER_S` after they were told to, and c
 they may go on, all of them, which is hard for a manager: all reports come together.
 
 On one machine the fleet must not need more than the manager. So it reads all that has come before
-it obeys any of it, and packs only once what it says again and again.
+it obeys any of it, and packs only once what it says again and again. What comes while many agents
+obey is read after a few of them have: real agents do not wait for each other.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import select
+from collections import deque
 from typing import TYPE_CHECKING
 
 from taskd.core import commands, events
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from taskd.clock import Clock
 
 OBEYS_AFTER_S = 0.04  # what four real ranks need to stop (benchmarks/recovery.py)
+_AT_ONCE = 16  # agents that say what is due before it is looked whether more has come
 _TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
 _TIMES = tuple((name, 1000, 25.0) for name in ("data", "forward", "backward", "optimizer"))
 
@@ -199,7 +203,8 @@ class Fleet:
         now = clock.now() + pause_s
         spread = [(now + pause_s * i / len(agents), a.node_rank) for i, a in enumerate(agents)]
         self._beats = spread
-        self._orders: list[tuple[float, ImitatedAgent, commands.Command]] = []  # when, who, what
+        # when, who, what: in the order of time
+        self._orders: deque[tuple[float, ImitatedAgent, commands.Command]] = deque()
 
     def hang_up(self, node_rank: int) -> None:
         """This agent ends its connection without a word, and is silent from then on."""
@@ -212,7 +217,7 @@ class Fleet:
 
     def turn(self, at_most_s: float) -> None:
         """Wait for what the manager says, at most so many seconds, and say what is due."""
-        due = [self._beats[0][0], *(at for at, _, _ in self._orders[:1])]
+        due = [self._beats[0][0], *(at for at, _, _ in itertools.islice(self._orders, 1))]
         arrived = []
         wait_s = min(at_most_s, max(0.0, min(due) - self._clock.now()))
         while ready := self._poll.poll(wait_s):
@@ -226,14 +231,14 @@ class Fleet:
             if command is not None:
                 self._orders.append((at + OBEYS_AFTER_S, agent, command))
         now = self._clock.now()
-        count = sum(at <= now for at, _, _ in self._orders)  # they stand in the order of time
-        for _, agent, command in self._orders[:count]:
-            agent.obey(command)
-        del self._orders[:count]
-        while self._beats[0][0] <= now:
-            beat_at, node_rank = self._beats[0]
-            self.agents[node_rank].beat()
-            heapq.heapreplace(self._beats, (max(beat_at + self._heartbeat_s, now), node_rank))
+        for _ in range(_AT_ONCE):
+            if self._orders and self._orders[0][0] <= now:
+                _, agent, command = self._orders.popleft()
+                agent.obey(command)
+            elif self._beats[0][0] <= now:
+                beat_at, node_rank = self._beats[0]
+                self.agents[node_rank].beat()
+                heapq.heapreplace(self._beats, (max(beat_at + self._heartbeat_s, now), node_rank))
 
     def _decoded(self, data: bytes) -> tuple[codec.Envelope, messages.Message]:
         """What goes to all agents is the same for each of them."""

@@ -14,7 +14,7 @@ _LONG, _COMMAND = 0x02, 0x04  # flags of a frame; 0x01 (more) is not used by a m
 _GREETING_BYTES = 64
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _ENDED = "the manager has ended the connection"
-_READ_BYTES = 1 << 18
+_buffer = memoryview(bytearray(1 << 18))  # what one read takes at most, before it is kept
 _LIMIT_S = 60.0  # until a manager at which thousands knock takes what is said
 
 
@@ -49,12 +49,12 @@ class ZmtpConnection:
     def receive(self) -> list[bytes]:
         """The messages that have come whole. Raises OSError: the connection has ended."""
         try:
-            new = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            count = self._socket.recv_into(_buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
-        if not new:
+        if not count:
             raise ConnectionResetError(_ENDED)
-        self._received += new
+        self._received += _buffer[:count]
         return self._whole_messages()
 
     def close(self) -> None:

@@ -77,6 +77,37 @@ def test_the_end_of_the_connection_is_an_error() -> None:
     connection.close()
 
 
+def test_all_imitated_agents_obey_though_only_a_few_do_at_once(router) -> None:
+    clock, count = MonotonicClock(), 40
+    fleet = Fleet(
+        [ImitatedAgent("job", i, count, 8, clock) for i in range(count)], router.address, clock
+    )
+    registered, stopped = set(), set()
+
+    def hears() -> None:
+        fleet.turn(0.02)
+        router.poll(0.02)
+        for peer, data in router.receive():
+            message = codec.decode(data)[1]
+            if isinstance(message, messages.Batch):
+                stopped.add(peer)
+            elif isinstance(message, messages.MESSAGE_BY_RECORD[events.AgentRegistered]):
+                registered.add(peer)
+
+    def all_have(done: set[bytes]) -> bool:
+        hears()
+        return len(done) == count
+
+    until(lambda: all_have(registered))
+    envelope = codec.Envelope("job", "manager", None, None, "manager", 0, 1, "test")
+    for message in messages.Accepted(0, 0, "manager"), messages.Interrupt(1, "a rank has died"):
+        for peer in registered:
+            assert router.send(peer, codec.encode(envelope, message))
+    until(lambda: all_have(stopped))
+    for node_rank in range(count):
+        fleet.hang_up(node_rank)
+
+
 def test_an_imitated_agent_reports_the_stop_of_all_its_ranks_in_one_message(router) -> None:
     clock = MonotonicClock()
     fleet = Fleet([ImitatedAgent("job", 0, 1, 8, clock)], router.address, clock)

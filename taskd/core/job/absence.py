@@ -17,7 +17,7 @@ from taskd.core.faults import FaultKind
 from taskd.core.job import elastic, orders
 from taskd.core.job.dump import end_job
 from taskd.core.job.meeting import leave_node, may_leave, place
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import TRAINING, JobPhase
 from taskd.core.policy.ladder import Strategy

@@ -8,7 +8,7 @@ from dataclasses import replace
 from taskd.core import commands as do
 from taskd.core.events import AgentHeard, WorkerExamined
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.state import JobState

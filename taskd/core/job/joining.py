@@ -10,7 +10,7 @@ from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.absence import may_wait
 from taskd.core.job.dump import end_job
 from taskd.core.job.ending import end
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy

@@ -9,99 +9,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
-from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.member import Member
 from taskd.core.policy.cut import Copy
 from taskd.core.worker_state import WorkerState
 
-_LOST, _FINISHED = WorkerState.LOST, WorkerState.FINISHED  # asked for of each rank, in each fault
+_LOST, _FINISHED = WorkerState.LOST, WorkerState.FINISHED  # asked for of many ranks, in each fault
 _BY_RANK = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class Member:
-    """One rank in its current life."""
-
-    rank: int
-    node_rank: int
-    incarnation: int
-    state: WorkerState
-    born_at: float
-    declared: bool = False
-    entered: bool = False  # has come to its recoverable function
-    replaced: bool = False  # this life began in a recovery and has not resumed yet
-    version: int | None = None
-    clean: bool = True
-    box_versions: tuple[int, ...] = ()  # of the life before
-    shard: str = ""  # what part of the state it has, or had in the life before
-    snapshots: tuple[int, ...] = ()  # versions of that part in the memory of its node
-    is_kill_ordered: bool = False  # by us, and what it leaves was not told yet
-    may_advance: bool = False  # it waits within its function, and could commit one step more
-
-    @property
-    def is_live(self) -> bool:
-        """Whether there is, or is about to be, a process."""
-        return self.state is not _LOST and self.state is not _FINISHED
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has nothing more to train."""
-        return self.state in (WorkerState.RETURNED, WorkerState.FINISHED)
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether it cannot go on before all others are known."""
-        return self.state in (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
-
-    def enter(self) -> None:
-        """It has come to its recoverable function."""
-        self.declared = self.entered = True
-
-    def pause(
-        self, version: int | None, clean: bool, snapshots: tuple[int, ...],
-        *, may_advance: bool = False,
-    ) -> None:  # fmt: skip
-        """It waits at the gate; with `may_advance` in its function, for word how far to go."""
-        self.state, self.may_advance = WorkerState.PAUSED, may_advance
-        self.version, self.clean, self.snapshots = version, clean, snapshots
-
-    def proceed(self) -> None:
-        """It is on its way again within its function."""
-        self.state, self.may_advance = WorkerState.RUNNING, False
-
-    def resume(self) -> None:
-        """It goes on with all others: what it said when it stopped counts no more."""
-        self.proceed()
-        self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
-
-    def lose(
-        self, box_versions: tuple[int, ...] = (), snapshots: tuple[int, ...] | None = None
-    ) -> None:
-        """Its process is gone or as good as gone. `snapshots` None: nobody has looked since."""
-        self.state, self.may_advance = WorkerState.LOST, False
-        if snapshots is not None:
-            self.snapshots = snapshots
-        if box_versions or not self.replaced:
-            self.box_versions = box_versions
-
-    def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
-        """A new process takes the place of the old one."""
-        self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
-        self.declared = self.entered = self.may_advance = self.is_kill_ordered = False
-        self.replaced, self.version, self.clean = replaced, None, True
-        if not replaced:
-            self.box_versions, self.shard, self.snapshots = (), "", ()
-
-    def fault(self, kind: FaultKind, detail: str = "") -> Fault:
-        """A fault of its current life, as the manager sees it."""
-        version = self.version
-        return Fault(kind, self.rank, self.incarnation, detail, version=version, signature=detail)
-
-    def copy(self) -> Copy:
-        """What it holds, for `plan_cut`."""
-        return Copy(
-            self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard,
-            self.snapshots, self.may_advance, self.node_rank, self.state is not WorkerState.LOST,
-        )  # fmt: skip
 
 
 # Outcomes of a node: it fell silent, and may come back as the only one; it goes on as plain
@@ -143,6 +56,7 @@ class Membership:
     nodes: dict[int, Node] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
     stopped_early: set[int] = field(default_factory=set)  # ranks: before all were known
+    ended: set[int] = field(default_factory=set)  # ranks: well, in this life or an earlier one
     ended_early: set[int] = field(default_factory=set)  # ranks: before they came to their function
     witness: int = -1  # a rank that has something to do, when that was last looked at
     mirrors: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)  # by rank, node
@@ -242,6 +156,16 @@ class Membership:
                 if member.state is WorkerState.FINISHED:
                     self.finish(member)
                 self.note_version(report.version)
+        if len(self.members) == self.world_size:
+            self._sort_members()
+
+    def _sort_members(self) -> None:
+        """By rank, as whoever goes through all of them wants them. Nodes come in any order."""
+        ranks = sorted(self.members)
+        if ranks != list(self.members):
+            in_order = {rank: self.members[rank] for rank in ranks}
+            self.members.clear()
+            self.members.update(in_order)
 
     def _former_agent(self, event: AgentRegistered) -> str:
         """See `Node`."""
@@ -372,6 +296,7 @@ class Membership:
         for rank in self.nodes[node_rank].ranks:
             self.away[rank] = self.members.pop(rank)
             self.stopped_early.discard(rank)
+            self.ended.discard(rank)
             self.ended_early.discard(rank)
 
     def take_back(self, event: AgentRegistered) -> None:
@@ -407,15 +332,18 @@ class Membership:
 
     def live(self) -> list[Member]:
         """Members with a process, by rank."""
-        return [member for member in self.ordered() if member.is_live]
+        gone = (_LOST, _FINISHED)
+        return [member for member in self.ordered() if member.state not in gone]
 
     def lost(self) -> list[Member]:
         """Members whose process is gone, by rank."""
-        return [member for member in self.ordered() if member.state is _LOST]
+        gone = [member for member in self.members.values() if member.state is _LOST]
+        return sorted(gone, key=_BY_RANK)
 
     def finish(self, member: Member) -> None:
         """Its process ended as it should."""
         member.state = WorkerState.FINISHED
+        self.ended.add(member.rank)
         if not member.entered:
             self.ended_early.add(member.rank)
 
@@ -435,7 +363,8 @@ class Membership:
         It comes to no other meeting of all ranks. An earlier manager, or its own node, has released
         it; or its script ended it.
         """
-        ended = [member for member in self.members.values() if member.state is _FINISHED]
+        members = [self.members[rank] for rank in self.ended]
+        ended = [member for member in members if member.state is _FINISHED]
         entered = [member for member in ended if member.entered]
         return min(entered, key=_BY_RANK, default=None) if len(ended) < len(self.members) else None
 

@@ -20,7 +20,8 @@ from taskd.core.job.joining import (
     wait_for_others,
 )
 from taskd.core.job.meeting import note_store
-from taskd.core.job.membership import FELL_BACK, LOST_NODE, Member
+from taskd.core.job.member import Member
+from taskd.core.job.membership import FELL_BACK, LOST_NODE
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
 from taskd.core.policy.peers import peers_of

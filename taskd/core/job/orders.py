@@ -9,12 +9,14 @@ from taskd.core import commands as do
 from taskd.core.faults import Fault
 from taskd.core.job import meeting, returning
 from taskd.core.job.ending import give_up
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
+
+_PAUSED = WorkerState.PAUSED  # asked for of each rank, in each recovery
 
 
 def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> Commands:
@@ -24,12 +26,14 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
     attempt.commanded(job.now)
     job.awaited.clear()
     live = job.membership.live()
+    running: dict[bool, list[int]] = {True: [], False: []}  # ranks, by whether they have entered
     for member in live:
         if member.may_advance:
             member.proceed()  # it will ask again, or leave
-    stop_by = _stop_by(job)
-    running = (member for member in live if member.state is not WorkerState.PAUSED)
-    job.awaited.set_each((member.rank, stop_by[member.entered]) for member in running)
+        if member.state is not _PAUSED:
+            running[member.entered].append(member.rank)
+    for entered, stop_by in _stop_by(job).items():
+        job.awaited.set_all(running[entered], stop_by)
     inherited = "a recovery was under way when the manager was restarted"
     planned = attempt.reason if job.growing else inherited
     planned = planned if job.dump is None else job.dump.reason or inherited

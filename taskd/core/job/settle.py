@@ -12,7 +12,7 @@ from taskd.core.job import dump, elastic, orders, returning
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, close_restart, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.job.stopped import all_stopped, explain
@@ -107,14 +107,16 @@ def _want_back(job: JobState) -> Commands:
 # ---------------------------------------------------------------------- who is awaited, who is back
 
 
+# States of a rank of which something is awaited still, the likeliest first.
+_STOPPING_RANKS = (WorkerState.RUNNING, WorkerState.STARTING, WorkerState.RETURNED)
+_STARTING_RANKS = (WorkerState.STARTING, WorkerState.PAUSED)
+
+
 def _arrived(job: JobState) -> list[int]:
     """Ranks that have done what was awaited of them, or never will."""
-    training = (WorkerState.RUNNING, WorkerState.RETURNED)
-    arrived = (WorkerState.PAUSED,) if job.phase is JobPhase.PAUSING else training
+    on_the_way = _STOPPING_RANKS if job.phase is JobPhase.PAUSING else _STARTING_RANKS
     members = job.members
-    return [
-        rank for rank in job.awaited if members[rank].state in arrived or not members[rank].is_live
-    ]
+    return [rank for rank in job.awaited if members[rank].state not in on_the_way]
 
 
 def _forget_arrived(job: JobState) -> Commands:

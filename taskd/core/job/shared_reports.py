@@ -6,7 +6,7 @@ those that is short: a manager of thousands of nodes takes them in while all wai
 """
 
 from taskd.core import events as ev
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 

@@ -11,7 +11,8 @@ from taskd.core import commands as do
 from taskd.core.commands import ReturnMirrors
 from taskd.core.events import AgentMirrors
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
-from taskd.core.job.membership import Member, Membership
+from taskd.core.job.member import Member
+from taskd.core.job.membership import Membership
 from taskd.core.job.record import Attempt, StartedAnew
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector

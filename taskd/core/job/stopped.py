@@ -11,7 +11,7 @@ from taskd.core.job.accounting import note_progress
 from taskd.core.job.attempts import close_attempt
 from taskd.core.job.dump import can_dump, end_job, left_to_a_dump, write_dump
 from taskd.core.job.ending import give_up
-from taskd.core.job.membership import Member
+from taskd.core.job.member import Member
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase

@@ -15,9 +15,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from operator import attrgetter
 from typing import NamedTuple
 
 from taskd.core.commands import Move
+
+_BY_RANK = attrgetter("rank")
 
 
 class Copy(NamedTuple):
@@ -124,7 +127,7 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
         A `Cut` with one move for each rank, by rank. Its own clean live copy is best, then another
         rank's, then its own snapshot, then what another rank loads. Or a `NoCut`.
     """
-    held = sorted(copies, key=lambda copy: copy.rank)
+    held = sorted(copies, key=_BY_RANK)
     newest = _newest(held, committed)
     shards = _shards(held, newest)
     found = Counter(version for shard in shards.values() for version in shard.versions)
@@ -166,7 +169,8 @@ def _shards(held: list[Copy], newest: int) -> dict[str, _Shard]:
         shard.copies.append(copy)
         if copy.version is not None and copy.is_live_at(copy.version):
             shard.live.setdefault(copy.version, []).append(copy.rank)
-        shard.snapshots.update(version for version in copy.snapshots if version <= newest)
+        if copy.snapshots:
+            shard.snapshots.update(version for version in copy.snapshots if version <= newest)
     return shards
 
 
@@ -188,7 +192,7 @@ def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[
     perhaps by one that is dead now. All gradients were final then, so that the step can be done by
     all, and none that was committed is lost.
     """
-    held = sorted(copies, key=lambda copy: copy.rank)
+    held = sorted(copies, key=_BY_RANK)
     passed = {copy.version for copy in held} | {committed}
     return tuple(
         copy.rank

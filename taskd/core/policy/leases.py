@@ -8,7 +8,7 @@ all the heartbeats still in its socket.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from taskd.core.timeouts import Timeouts
@@ -21,14 +21,15 @@ Key = TypeVar("Key", bound=Hashable)
 class Deadlines(Generic[Key]):
     """A table of deadlines by key.
 
-    `next()` is exact and costs O(log n) amortised, also for thousands of ranks.
+    `next()` is exact and costs O(log n) amortised for n different deadlines, also for thousands of
+    ranks. Most of these have the same.
     """
 
     def __init__(self) -> None:
         # a plain dict looks at all that was taken out before it comes to its first key
         self._deadline_by_key: OrderedDict[Key, float] = OrderedDict()
-        self._heap: list[tuple[float, int, Key]] = []
-        self._pushes = 0
+        self._counts: dict[float, int] = {}  # how many keys have this deadline
+        self._heap: list[float] = []  # all of `_counts`, and some that nobody has any more
 
     def __contains__(self, key: object) -> bool:
         return key in self._deadline_by_key
@@ -49,35 +50,44 @@ class Deadlines(Generic[Key]):
 
     def set(self, key: Key, deadline: float) -> None:
         """Set or move the deadline of `key`."""
+        former = self._deadline_by_key.get(key)
         self._deadline_by_key[key] = deadline
-        self._pushes += 1
-        heappush(self._heap, (deadline, self._pushes, key))
+        self._count(deadline, 1)
+        if former is not None:
+            self._uncount(former)
 
-    def set_each(self, deadlines: Iterable[tuple[Key, float]]) -> None:
-        """Set or move nearly all, each a key with its deadline: costs O(n), however few are set."""
-        for key, deadline in deadlines:
-            self._deadline_by_key[key] = deadline
-            self._pushes += 1
-            self._heap.append((deadline, self._pushes, key))
-        heapify(self._heap)
+    def set_all(self, keys: Iterable[Key], deadline: float) -> None:
+        """Set or move the deadline of all of these."""
+        moved = OrderedDict.fromkeys(keys, deadline)
+        if not moved:
+            return
+        before = self._deadline_by_key
+        if before:
+            former = [before[key] for key in moved if key in before]
+            before.update(moved)
+        else:
+            former, self._deadline_by_key = [], moved
+        self._count(deadline, len(moved))
+        for one in former:
+            self._uncount(one)
 
     def discard(self, key: Key) -> None:
         """Forget `key`."""
-        self._deadline_by_key.pop(key, None)
+        deadline = self._deadline_by_key.pop(key, None)
+        if deadline is not None:
+            self._uncount(deadline)
 
     def clear(self) -> None:
         """Forget all."""
         self._deadline_by_key.clear()
+        self._counts.clear()
         self._heap.clear()
 
     def next(self) -> float | None:
         """The earliest deadline."""
-        while self._heap:
-            deadline, _, key = self._heap[0]
-            if self._deadline_by_key.get(key) == deadline:
-                return deadline
+        while self._heap and self._heap[0] not in self._counts:
             heappop(self._heap)
-        return None
+        return self._heap[0] if self._heap else None
 
     def overdue(self, now: float) -> list[Key]:
         """The keys whose deadline has come, in the order in which they were set."""
@@ -85,6 +95,19 @@ class Deadlines(Generic[Key]):
         if first is None or first > now:
             return []
         return [key for key, deadline in self._deadline_by_key.items() if deadline <= now]
+
+    def _count(self, deadline: float, more: int) -> None:
+        count = self._counts.get(deadline, 0)
+        self._counts[deadline] = count + more
+        if not count:
+            heappush(self._heap, deadline)
+
+    def _uncount(self, deadline: float) -> None:
+        count = self._counts[deadline]
+        if count > 1:
+            self._counts[deadline] = count - 1
+        else:
+            del self._counts[deadline]
 
 
 class Leases:

@@ -36,6 +36,12 @@ class TestJoining:
         job.register(1)
         assert job.machine.phase is JobPhase.RUNNING
 
+    def test_ranks_are_kept_in_order_whichever_node_comes_first(self, manager) -> None:
+        job = manager(nodes=3, per_node=2)
+        for node in (2, 0, 1):
+            job.register(node)
+        assert list(job.machine.membership.members) == [0, 1, 2, 3, 4, 5]
+
     def test_faults_are_kept_until_then(self, manager, make_fault) -> None:
         job = manager(nodes=2, per_node=2)
         job.register(0)

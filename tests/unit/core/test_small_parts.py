@@ -45,18 +45,18 @@ class TestTimeouts:
             dataclasses.replace(Timeouts.derive(), pause_s=1000.0).check()
 
 
-MOVES = st.tuples(st.integers(0, 5), st.one_of(st.none(), st.floats(0, 100)))
+TIMES = st.one_of(st.floats(0, 100), st.sampled_from([10.0, 20.0]))
+MOVES = st.tuples(st.integers(0, 5), st.one_of(st.none(), TIMES))
 
 
 class TestDeadlines:
-    @given(st.lists(st.one_of(MOVES, st.lists(MOVES))))
+    @given(st.lists(st.one_of(MOVES, st.tuples(st.lists(st.integers(0, 5)), TIMES))))
     def test_next_is_the_earliest_of_those_that_are_set(self, moves) -> None:
         table, model = Deadlines(), {}
         for move in moves:
-            if isinstance(move, list):
-                many = [(key, deadline) for key, deadline in move if deadline is not None]
-                table.set_each(many)
-                model.update(many)
+            if isinstance(move[0], list):
+                table.set_all(*move)
+                model.update(dict.fromkeys(*move))
             elif move[1] is None:
                 table.discard(move[0])
                 model.pop(move[0], None)
