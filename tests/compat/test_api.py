@@ -5,42 +5,34 @@ Each role does its work.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
-import logging
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import taskd
 from taskd import api
-from taskd.agent.clients import callbacks
-from taskd.api import taskd_agent_api as agent_module
 from taskd.api import taskd_manager_api as manager_module
 from taskd.api import taskd_proxy_api as proxy_module
 from taskd.api import taskd_worker_api as worker_module
-from taskd.config import CallbackAgentConfig, LogConfig, ManagerConfig, RelayConfig
-from taskd.core import events
-from taskd.manager.service import Service
+from taskd.config import CallbackAgentConfig, ManagerConfig, RelayConfig
 from taskd.transport import zeromq
-from taskd.wire import codec, translate
 from taskd.worker import life
+from tests.compat.launcher import Launcher
+from tests.compat.running import await_fact, free_port
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-LIMIT_S = 20.0
 ROOT = pathlib.Path(taskd.__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.usefixtures("clean")
+
 NAMES = (
     "destroy_taskd_proxy",
     "destroy_taskd_worker",
@@ -53,100 +45,6 @@ NAMES = (
     "start_taskd_manager",
     "start_taskd_worker",
 )
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    """No variable of ours, nothing initialised before or after."""
-    for name in list(os.environ):
-        if name.startswith("TASKD_") or name in (
-            "RANK",
-            "LOCAL_WORLD_SIZE",
-            "POD_IP",
-            "MINDX_TASK_ID",
-            "MS_NODE_RANK",
-        ):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("TASKD_LOG_PATH", str(tmp_path / "log"))
-    logger = logging.getLogger("taskd")
-    logger.propagate = True
-    yield
-    if worker_module._held.is_initialised:
-        api.destroy_taskd_worker()
-    if proxy_module._held.relay is not None:
-        api.destroy_taskd_proxy()
-    if manager_module._held.service is not None:
-        manager_module._held.service._link.close()
-    manager_module._held.service, manager_module._held.is_off, agent_module._held.agent = (
-        None,
-        False,
-        None,
-    )
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
-
-
-def await_fact(fact, what: str) -> None:
-    """Waits on an event that nobody sets: a wait with a deadline, not a sleep."""
-    deadline, pause = time.monotonic() + LIMIT_S, threading.Event()
-    while not fact():
-        assert time.monotonic() < deadline, what
-        pause.wait(0.01)
-
-
-def free_port() -> str:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-class RunningManager:
-    """A manager in a thread of this process."""
-
-    def __init__(self, tmp_path) -> None:
-        self.router = zeromq.Router("127.0.0.1:0")
-        self.address = self.router.address
-        self.port = self.address.rpartition(":")[2]
-        self.service = Service(
-            ManagerConfig("default_job", self.address, 30.0, None, LogConfig(tmp_path / "log")),
-            self.router,
-        )
-        self.thread = threading.Thread(target=self.service.run)
-
-    def end(self) -> None:
-        """Tell it, over the wire, that its job is over."""
-        envelope = codec.Envelope("default_job", "agent", 0, None, "end", 0, 0, "end")
-        dealer = zeromq.Dealer(self.address, "end")
-        registration = events.AgentRegistered(
-            0.0, "", 0, "end", 1, 1, 0, 0, 0, (events.WorkerReport(0, 0, "running"),)
-        )
-        for number, event in enumerate(
-            (registration, events.AgentLeft(0.0, "", 0, "failed", "")), 1
-        ):
-            message = translate.event_to_message(event)
-            dealer.send(None, codec.encode(dataclasses.replace(envelope, sequence=number), message))
-        self.thread.join(LIMIT_S)
-        assert not self.thread.is_alive()
-        dealer.close()
-
-
-@pytest.fixture
-def later(tmp_path):
-    """One that has its port; the test starts its thread."""
-    running = RunningManager(tmp_path)
-    yield running
-    if running.thread.is_alive():
-        running.end()
-
-
-@pytest.fixture
-def manager(later):
-    later.thread.start()
-    return later
 
 
 # ---------------------------------------------------------------- names
@@ -442,303 +340,3 @@ def test_the_proxy_forgets_clients_that_have_gone(manager, monkeypatch) -> None:
     )
     dealer.close()
     await_fact(lambda: not relay._dealers, "not forgotten")
-
-
-# ---------------------------------------------------------------- agent
-
-
-class State(str, Enum):
-    """As torch's WorkerState."""
-
-    HEALTHY = "HEALTHY"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-
-
-@dataclasses.dataclass
-class Failure:
-    exitcode: int
-
-
-@dataclasses.dataclass
-class RunResult:
-    """As torch's."""
-
-    state: State
-    failures: dict[int, Failure] = dataclasses.field(default_factory=dict)
-
-    def is_failed(self) -> bool:
-        return self.state is State.FAILED
-
-
-class Thing:
-    """Anything with these attributes."""
-
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__ |= attributes
-
-
-class Launcher:
-    """A SimpleElasticAgent as far as it is used.
-
-    `lives`: what the monitor says in each life of the group, from when on `may_begin` says so.
-    """
-
-    def __init__(
-        self,
-        *lives: list[RunResult],
-        max_restarts: int = 5,
-        may_begin: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._may_begin = may_begin
-        workers = [Thing(global_rank=rank, world_size=2, id=100 + rank) for rank in range(2)]
-        self._worker_group = Thing(
-            spec=Thing(max_restarts=max_restarts, monitor_interval=0.01),
-            workers=workers,
-            group_world_size=1,
-        )
-        self._remaining_restarts = max_restarts
-        self.lives = list(lives)
-        self.calls: list[str] = []
-
-    def _initialize_workers(self, group) -> None:
-        self.calls.append("start")
-        self.present = list(self.lives.pop(0))
-
-    def _stop_workers(self, group) -> None:
-        self.calls.append("stop")
-
-    def _restart_workers(self, group) -> None:
-        self.calls.append("restart")
-        self.present = list(self.lives.pop(0))
-
-    def _monitor_workers(self, group) -> RunResult:
-        if not self._may_begin():
-            return HEALTHY
-        return self.present.pop(0) if len(self.present) > 1 else self.present[0]
-
-    def _exit_barrier(self) -> None:
-        self.calls.append("barrier")
-
-
-def is_connected() -> bool:
-    """Whether its manager has accepted the agent: before, it waits for none, or two seconds."""
-    link = agent_module._held.agent._manager
-    return link is not None and link.session.is_registered
-
-
-HEALTHY, SUCCEEDED = RunResult(State.HEALTHY), RunResult(State.SUCCEEDED)
-
-
-def failed(code: int = 3) -> RunResult:
-    return RunResult(State.FAILED, {1: Failure(code)})
-
-
-def init(launcher: Any, port: str = "1") -> bool:
-    return api.init_taskd_agent(
-        {"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": port}, launcher
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "cls"),
-    [
-        ({}, Launcher([])),
-        (None, Launcher([])),
-        ({"Framework": "JAX"}, Launcher([])),
-        ({"Framework": "PyTorch"}, Launcher([])),
-        ({"Framework": "PyTorch", "ServerRank": "0"}, None),
-        ({"Framework": "PyTorch", "ServerRank": "0"}, object()),
-        ({"Framework": "PyTorch", "ServerRank": "x"}, Launcher([])),
-        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamAddr": "a:b:c"}, Launcher([])),
-        ({"Framework": "PyTorch", "ServerRank": "0", "UpstreamPort": 9602}, Launcher([])),
-        ([], Launcher([])),
-    ],
-)
-def test_a_wrong_agent_config_is_false(config, cls) -> None:
-    assert api.init_taskd_agent(config, cls) is False
-    assert api.register_func("MONITOR", print) is False
-    assert api.start_taskd_agent() is None
-
-
-def test_mindspore_registers_its_functions_and_is_told_which_are_missing() -> None:
-    """As msrun asks, see tests/unit/msrun; here it has registered one of four."""
-    from taskd.api.taskd_agent_api import init_taskd_agent, register_func, start_taskd_agent
-
-    assert init_taskd_agent({"Framework": "MindSpore"}) is True
-    assert register_func("MONITOR", print) is True
-    assert register_func("KILL_WORKER", "no function") is False
-    missing = "KILL_WORKER, START_ALL_WORKER, START_WORKER_LIST"
-    with pytest.raises(SystemExit, match=f"msrun has not registered {missing}"):
-        start_taskd_agent()
-
-
-def test_mindspore_is_told_at_once_that_it_has_to_manage_without_us(monkeypatch, caplog) -> None:
-    """After False msrun tries MSRunPlugin, and then works alone."""
-    from taskd.errors import ConfigError
-    from taskd.python.framework.agent.ms_mgr.msrun_plugin import MSRunPlugin
-
-    monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off")
-    assert api.init_taskd_agent({"Framework": "MindSpore"}) is False
-    assert "TASKD_PROCESS_ENABLE is off: msrun looks after its processes itself" in caplog.text
-    assert api.register_func("MONITOR", print) is False
-    assert api.start_taskd_agent() is None
-    with pytest.raises(ConfigError):
-        MSRunPlugin()
-
-
-def test_the_rank_of_the_environment_is_the_default(monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "4")
-    assert api.init_taskd_agent({"Framework": "PyTorch"}, Launcher([])) is True
-    assert agent_module._held.agent._config.node_rank == 4
-
-
-def test_callbacks_must_be_callable() -> None:
-    assert init(Launcher([]))
-    assert api.register_func("MONITOR", "x") is False
-    assert api.register_func(5, print) is False
-    assert api.register_func("MONITOR", print) is True
-    assert api.register_func("ANYTHING", print) is True
-
-
-def test_a_run_without_fault_returns_the_launchers_result(manager) -> None:
-    launcher = Launcher([HEALTHY] * 5 + [SUCCEEDED], may_begin=is_connected)
-    assert init(launcher, manager.port)
-    assert api.start_taskd_agent() is SUCCEEDED
-    assert launcher.calls == ["start", "barrier"]
-    manager.thread.join(LIMIT_S)
-    assert manager.service.result is True
-
-
-def test_a_failure_is_reported_and_the_manager_restarts_the_group(manager) -> None:
-    lives = [HEALTHY, failed()], [HEALTHY] * 5 + [SUCCEEDED]
-    launcher = Launcher(*lives, may_begin=is_connected)
-    assert init(launcher, manager.port)
-    assert api.start_taskd_agent() is SUCCEEDED
-    assert launcher.calls == ["start", "stop", "start", "barrier"]
-    assert launcher._remaining_restarts == 4
-    manager.thread.join(LIMIT_S)
-    assert manager.service.result is True
-    assert manager.service._machine.restarts_used == 1
-
-
-def test_a_manager_that_comes_after_a_restart_alone_is_told_of_it(later, monkeypatch) -> None:
-    """What waited for it says how the workers were when nobody answered."""
-    monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "3")
-    launcher = Launcher([failed()], [failed()], [SUCCEEDED])
-    restart = launcher._restart_workers
-    launcher._restart_workers = lambda group: (restart(group), later.thread.start())
-    assert init(launcher, later.port)
-    assert api.start_taskd_agent() is SUCCEEDED
-    assert launcher.calls == ["start", "restart", "stop", "start", "barrier"]
-    later.thread.join(LIMIT_S)
-    assert later.service.result is True
-    assert later.service._machine.restarts_used == 2
-
-
-def test_the_same_failure_again_and_again_ends_the_job(manager) -> None:
-    launcher = Launcher(*([HEALTHY, failed()] for _ in range(5)), may_begin=is_connected)
-    assert init(launcher, manager.port)
-    result = api.start_taskd_agent()
-    assert result.is_failed()
-    assert result.failures[1].exitcode == 3
-    assert launcher.calls == ["start", "stop", "start", "stop", "start", "stop"]
-    manager.thread.join(LIMIT_S)
-    assert manager.service.result is False
-
-
-def test_registered_callbacks_are_called_in_place_of_the_methods(manager) -> None:
-    launcher, calls = Launcher([failed()], [SUCCEEDED], may_begin=is_connected), []
-    assert init(launcher, manager.port)
-    for operator, method in callbacks.DEFAULTS.items():
-
-        def call(group, operator=operator, method=method):
-            if operator != "MONITOR":
-                calls.append(operator)
-            return getattr(launcher, method)(group)
-
-        assert api.register_func(operator, call)
-    assert api.start_taskd_agent() is SUCCEEDED
-    assert calls == ["START_ALL_WORKER", "KILL_WORKER", "START_ALL_WORKER"]
-
-
-def test_without_a_manager_it_restarts_as_torch_does_until_the_budget_is_spent(monkeypatch) -> None:
-    monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "0.5")
-    launcher = Launcher([failed(1)], [failed(2)], max_restarts=1)
-    assert init(launcher)
-    result = api.start_taskd_agent()
-    assert result.failures[1].exitcode == 2
-    assert launcher.calls == ["start", "restart", "stop"]
-
-
-def test_an_interrupted_run_says_goodbye(manager) -> None:
-    class Terminated(BaseException):
-        pass
-
-    launcher = Launcher([HEALTHY])
-    assert init(launcher, manager.port)
-    polls = iter(range(10**6))
-
-    def monitor(group):
-        if manager.service._sessions.agents and next(polls) > 3:
-            raise Terminated
-        return HEALTHY
-
-    api.register_func("MONITOR", monitor)
-    with pytest.raises(Terminated):
-        api.start_taskd_agent()
-    manager.thread.join(LIMIT_S)
-    assert manager.service.result is False
-
-
-@pytest.mark.slow
-def test_torchs_own_agent_is_driven_by_the_manager(manager, tmp_path) -> None:
-    """Real processes.
-
-    One rank fails in its first life, the manager restarts the group, torchrun ends well.
-    """
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, pathlib, sys\n"
-        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        f"pathlib.Path({str(tmp_path)!r}, 'life-' + count + '-' + "
-        "os.environ['RANK']).touch()\n"
-        "sys.exit(3 if count == '0' and os.environ['RANK'] == '1' else 0)\n"
-    )
-    launcher = tmp_path / "launcher.py"
-    launcher.write_text(
-        "from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent\n"
-        "from torch.distributed import run\n"
-        "from taskd.api import init_taskd_agent, start_taskd_agent\n"
-        "def invoke(self, role='default'):\n"
-        f"    config = {{'Framework': 'PyTorch', 'ServerRank': '0', 'UpstreamPort': "
-        f"'{manager.port}'}}\n"
-        "    assert init_taskd_agent(config, self)\n"
-        "    return start_taskd_agent()\n"
-        "LocalElasticAgent._invoke_run = invoke\n"
-        "run.main()\n"
-    )
-    finished = subprocess.run(
-        [
-            sys.executable,
-            str(launcher),
-            "--standalone",
-            "--nproc-per-node=2",
-            "--max-restarts=3",
-            str(script),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TASKD_FAULT_TIMEOUT": "300",  # it waits for its manager as long as that may take
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    assert {path.name for path in tmp_path.glob("life-*")} >= {"life-0-1", "life-1-0", "life-1-1"}
-    manager.thread.join(LIMIT_S)
-    assert manager.service.result is True

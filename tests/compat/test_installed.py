@@ -117,11 +117,16 @@ def test_a_command_is_started_again(python, tmp_path) -> None:
 def test_the_functions_of_the_api_do_their_work(python, tmp_path) -> None:
     """Manager, relay and worker over the wire; an agent with the callbacks of its launcher."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    copied = tmp_path / "tests" / "compat"  # beside the sources their taskd would be tested
+    copied.mkdir(parents=True)
+    for source in (ROOT / "tests" / "compat").glob("*.py"):
+        shutil.copy(source, copied)
     chosen = "through_the_proxy or restarts_the_group or callbacks_are_called"
     out = run(
-        f"{python} -m pytest -q --noconftest -p no:cacheprovider -c {tmp_path}/pytest.ini "
-        f"-k '{chosen}' {ROOT}/tests/compat/test_api.py",
+        f"{python} -m pytest -q -p no:cacheprovider -c {tmp_path}/pytest.ini "
+        f"-k '{chosen}' {copied}/test_api.py {copied}/test_callbacks.py",
         tmp_path,
+        PYTHONPATH=str(tmp_path),
     ).stdout
     assert "3 passed" in out
 

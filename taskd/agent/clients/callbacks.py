@@ -9,15 +9,20 @@ The manager decides, callbacks do it.
 
 The launcher is a SimpleElasticAgent, and its own methods are the callbacks that are not
 registered. Its workers know nothing of taskd, so any fault restarts the group of all nodes.
-Without a manager it behaves as torch's own loop does. Owns no process; must not import torch: the
-launcher's objects are used by their documented attributes.
+Without a manager it behaves as torch's own loop does. A callback that ends or starts processes may
+take longer than a lease: meanwhile a thread has the connection, sends heartbeats and keeps what the
+manager says. Owns no process; must not import torch: the launcher's objects are used by their
+documented attributes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from taskd.agent.link.connection import ManagerConnection
@@ -30,7 +35,7 @@ from taskd.errors import ConfigError
 from taskd.wire import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from taskd.clock import Clock
     from taskd.config import CallbackAgentConfig
@@ -45,6 +50,7 @@ DEFAULTS = {
     "RESTART": "_restart_workers",
 }
 OPERATORS = (*DEFAULTS, "START_WORKER_LIST")
+_LOOK_S = 0.1  # between two looks whether a callback has returned
 _NEEDED = ("_worker_group", "_remaining_restarts", *DEFAULTS.values())
 
 
@@ -72,6 +78,8 @@ class CallbackAgent:
         self._reported: set[int] = set()  # ranks whose present process is known to have failed
         self._failed_at: float | None = None  # since when a failure waits for the manager's answer
         self._manager: ManagerConnection | None = None  # while `run` does
+        self._is_restarting = False  # the launcher has half of its workers
+        self._heard: list[events.Event] = []  # in a callback
 
     def register(self, operator: str, function: Callable[..., Any]) -> None:
         """Use this callback instead of the launcher's own method."""
@@ -95,7 +103,7 @@ class CallbackAgent:
             role="agent",
             node_rank=self._config.node_rank,
             incarnation=self._incarnation,
-            register=lambda: self._say(self._registration()),
+            register=self._register,
         )
         farewell = ("stopped", "the launcher was interrupted")
         try:
@@ -114,7 +122,8 @@ class CallbackAgent:
         interval_s = float(group.spec.monitor_interval)
         while True:
             manager.poll(interval_s)
-            for event in manager.turn():
+            heard, self._heard = self._heard, []
+            for event in (*heard, *manager.turn()):
                 result = self._hear(event, manager, group)
                 if result is not None:
                     return result
@@ -180,7 +189,8 @@ class CallbackAgent:
         )
         self._launcher._remaining_restarts = remaining - 1  # noqa: SLF001
         self._restarts_used += 1
-        self._call("RESTART", group)
+        with self._in_touch():
+            self._call("RESTART", group)
         # Under the same numbers: a manager that comes reads older registrations first, and would
         # not know of a death in a life that it has not ordered.
         self._begin_lives(self._incarnations)
@@ -218,8 +228,9 @@ class CallbackAgent:
         limit = group.spec.max_restarts
         # torch tells workers their restart count as limit minus remaining.
         self._launcher._remaining_restarts = limit - order.restarts_used  # noqa: SLF001
-        self._call("KILL_WORKER", group)
-        self._call("START_ALL_WORKER", group)
+        with self._in_touch():
+            self._call("KILL_WORKER", group)
+            self._call("START_ALL_WORKER", group)
         self._begin_lives(incarnations)
         for rank in sorted(incarnations):
             started = events.WorkerStarted(
@@ -231,6 +242,28 @@ class CallbackAgent:
         self._incarnations = incarnations
         self._reported.clear()
         self._failed_at = None
+
+    @contextlib.contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        """Heartbeats go out while the block runs; what comes is kept for the loop."""
+        assert self._manager is not None
+        done = threading.Event()
+        self._is_restarting = True
+        try:
+            with ThreadPoolExecutor(1, "taskd-heartbeat") as thread:
+                beating = thread.submit(self._beat_until, done, self._manager)
+                try:
+                    yield
+                finally:
+                    done.set()
+        finally:
+            self._is_restarting = False
+        beating.result()  # its exception, if there was one
+
+    def _beat_until(self, done: threading.Event, manager: ManagerConnection) -> None:
+        while not done.is_set():
+            manager.poll(_LOOK_S)
+            self._heard += manager.turn()
 
     # ------------------------------------------------------------------ small parts
 
@@ -249,6 +282,10 @@ class CallbackAgent:
     def _pid(self, rank: int) -> int:
         pids = [worker.id for worker in self._workers() if worker.global_rank == rank]
         return pids[0] if pids and isinstance(pids[0], int) else 0
+
+    def _register(self) -> None:
+        if not self._is_restarting:  # else with a heartbeat after that
+            self._say(self._registration())
 
     def _registration(self) -> events.AgentRegistered:
         self._restarts_told = self._restarts_used
