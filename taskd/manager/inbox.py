@@ -67,9 +67,18 @@ class Inbox:
         self._voters = voters
         self._strangers = Strangers()
         self._allowance = Allowance(_LINES, _INTERVAL_S)
+        # who has sent a heartbeat, by whether it is known as it should be
+        self._answers: dict[bool, list[bytes]] = {True: [], False: []}
+
+    def answer(self) -> None:
+        """Answer the heartbeats that were taken, all at once: thousands come in a second."""
+        for known, peers in self._answers.items():
+            if peers:
+                self._outbox.acknowledge_all(peers, known=known)
+                peers.clear()
 
     def take(self, peer: bytes, data: bytes) -> None:
-        """Read one message. Raises nothing."""
+        """Read one message. Raises nothing. `answer` is to be called when all have been read."""
         try:
             envelope, message = codec.decode(data)
         except RemoteProtocolError as error:
@@ -196,7 +205,7 @@ class Inbox:
         if is_heartbeat:
             # in a large job not each heartbeat is answered
             if session.answers(now, self._answer_every_s if self._sessions.is_large else 0.0):
-                self._outbox.acknowledge(peer, known=not session.is_doubtful)
+                self._answers[not session.is_doubtful].append(peer)
             return
         if isinstance(message, messages.Batch):
             self._take_batch(peer, session, envelope, message, node_rank)

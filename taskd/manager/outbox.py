@@ -81,10 +81,15 @@ class Outbox:
 
     def acknowledge(self, peer: bytes, *, known: bool) -> None:
         """Answer a sign of life; `known` False asks the sender to register."""
+        self.acknowledge_all([peer], known=known)
+
+    def acknowledge_all(self, peers: Iterable[bytes], *, known: bool) -> None:
+        """The same to each of these."""
         generation = self._guarded.machine.generation
-        self.send(
-            peer, messages.HeartbeatAck(self._guarded.incarnation, known, generation), "heartbeat"
-        )
+        answer = messages.HeartbeatAck(self._guarded.incarnation, known, generation)
+        data = self._encode(answer, "heartbeat")
+        for peer in peers:
+            self._link.send(peer, data)
 
     def refuse(
         self,

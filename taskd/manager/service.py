@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # In a large job heartbeats come so thickly that a turn for each costs as much as reading them.
-_GATHER_S = 0.01
+_GATHER_S = 0.005
 # The collector of garbage looks at all a hundredth as often as by default: each time would cost
 # a large job some 50 ms, in which a fault would wait.
 _SELDOM = 1000
@@ -210,6 +210,7 @@ class Service:
             time.sleep(_GATHER_S)
         for peer, data in self._link.receive():
             self._inbox.take(peer, data)
+        self._inbox.answer()
         for reason in self._link.take_refused():
             self._refusals.add(
                 b"(connecting)", "connection", f"a connection was not let in: {reason}"

@@ -54,6 +54,8 @@ class ZmtpConnection:
             return []
         if not count:
             raise ConnectionResetError(_ENDED)
+        if not self._received and count > 1 and not _buffer[0] and _buffer[1] + 2 == count:
+            return [bytes(_buffer[2:count])]  # one short message, as nearly always
         self._received += _buffer[:count]
         return self._whole_messages()
 
