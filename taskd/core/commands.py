@@ -87,18 +87,13 @@ class Move:
     source: int | None = None
     snapshot: int | None = None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the live copy is kept."""
-        return self.source is None and self.snapshot is None
-
 
 @dataclass(frozen=True, slots=True)
 class Resume(Command):
     """To every agent and worker: enter the function again under store prefix taskd/<generation>.
 
     `version` None: nobody holds state, everybody starts afresh. A rank without a move keeps its
-    copy: messages leave these out, so that they are small however large the job is. `store`:
+    copy: most do, so that the order is small however large the job is. `store`:
     host:port where the ranks meet; "": where they met before. `active`: the ranks of which the
     world consists, in order; (): all of the job. Everywhere in here ranks are those of the job.
     """

@@ -106,7 +106,6 @@ class Outbox:
 
     def order(self, command: commands.Command, node_ranks: Iterable[int] | None = None) -> None:
         """Send a command to the agents of these nodes, or of all that the job goes on with."""
-        command = translate.as_sent(command)  # which is much shorter, in the log, too
         data = self._encode(translate.command_to_message(command), command.cause)
         if node_ranks is None:
             left_out = self._guarded.machine.membership.left_out

@@ -216,7 +216,8 @@ class SimulatedWorker:
         plan = self.plan
         self._incoming = []
         if plan is not None and plan.version is not None:
-            move = next(move for move in plan.moves if move.rank == self.rank)
+            own = (move for move in plan.moves if move.rank == self.rank)
+            move = next(own, do.Move(self.rank))
             assert move.source is not None or self.is_clean, (
                 f"rank {self.rank} was told to keep an inconsistent copy"
             )

@@ -4,17 +4,16 @@ A message has the fields of its record (`taskd.wire.messages`), so translation i
 is the receiver's: an event happened when its message was read (durations say the rest).
 """
 
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any
 
-from taskd.core.commands import Command, Resume
+from taskd.core.commands import Command
 from taskd.core.events import Event, WorkerEvent
 from taskd.errors import LocalProtocolError, RemoteProtocolError
 from taskd.wire import schema
 from taskd.wire.codec import Envelope
 from taskd.wire.messages import COMMAND_BY_CODE, EVENT_BY_CODE, MESSAGE_BY_RECORD, Message
 
-Sent = TypeVar("Sent")
 _EVENT_OF = {MESSAGE_BY_RECORD[event]: event for event in EVENT_BY_CODE.values()}
 _COMMAND_OF = {MESSAGE_BY_RECORD[command]: command for command in COMMAND_BY_CODE.values()}
 _NAMES = {cls: tuple(item.name for item in fields(cls)) for cls in MESSAGE_BY_RECORD.values()}
@@ -32,14 +31,7 @@ def event_to_message(event: object) -> Message:
 
 def command_to_message(command: object) -> Message:
     """The message for a command. Raises `LocalProtocolError` if this command does not travel."""
-    return _to_message(as_sent(command))
-
-
-def as_sent(command: Sent) -> Sent:
-    """The command without what is left out of its message."""
-    if isinstance(command, Resume):
-        return replace(command, moves=tuple([move for move in command.moves if not move.keeps]))
-    return command
+    return _to_message(command)
 
 
 def message_to_event(cause: str, message: Message, now: float) -> Event:

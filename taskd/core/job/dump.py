@@ -115,8 +115,8 @@ def write_dump(job: JobState) -> Commands:
         return _fail(job, dump, cut.reason)
     if not cut.version:
         return _fail(job, dump, "no step was committed yet")
-    alive = {copy.rank for copy in copies if copy.alive}
-    has_it = (move.rank for move in cut.moves if move.rank in alive and move.source is None)
+    receives = {move.rank for move in cut.moves if move.source is not None}
+    has_it = (copy.rank for copy in copies if copy.alive and copy.rank not in receives)
     dump.version, dump.writers = cut.version, tuple(has_it)
     orphaned = plan_orphans(copies, cut.version, dump.writers)
     if isinstance(orphaned, NoCut):

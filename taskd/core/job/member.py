@@ -47,6 +47,16 @@ class Member:
         """Whether it cannot go on before all others are known."""
         return self.state in (WorkerState.LOST, WorkerState.PAUSED, WorkerState.RETURNED)
 
+    @property
+    def alive(self) -> bool:
+        """Whether what it holds is in a process, see `taskd.core.policy.cut.Holder`."""
+        return self.state is not _LOST
+
+    @property
+    def node(self) -> int:
+        """The node whose memory has its snapshots, for the same."""
+        return self.node_rank
+
     def enter(self) -> None:
         """It has come to its recoverable function."""
         self.declared = self.entered = True
@@ -65,7 +75,7 @@ class Member:
 
     def resume(self) -> None:
         """It goes on with all others: what it said when it stopped counts no more."""
-        self.proceed()
+        self.state, self.may_advance = WorkerState.RUNNING, False
         self.replaced, self.clean, self.box_versions, self.snapshots = False, True, (), ()
 
     def lose(
@@ -95,5 +105,5 @@ class Member:
         """What it holds, for `plan_cut`."""
         return Copy(
             self.rank, self.version, self.clean, self.replaced, self.box_versions, self.shard,
-            self.snapshots, self.may_advance, self.node_rank, self.state is not WorkerState.LOST,
+            self.snapshots, self.may_advance, self.node_rank, self.alive,
         )  # fmt: skip

@@ -10,11 +10,11 @@ from operator import attrgetter
 
 from taskd.core.events import AgentRegistered, WorkerEvent, WorkerLost, WorkerReport
 from taskd.core.job.member import Member
-from taskd.core.policy.cut import Copy
+from taskd.core.policy.cut import Copy, Holder
 from taskd.core.worker_state import WorkerState
 
 _LOST, _FINISHED = WorkerState.LOST, WorkerState.FINISHED  # asked for of many ranks, in each fault
-_BY_RANK = attrgetter("rank")
+_BY_RANK, _SHARD = attrgetter("rank"), attrgetter("shard")
 
 
 # Outcomes of a node: it fell silent, and may come back as the only one; it goes on as plain
@@ -211,6 +211,16 @@ class Membership:
             if versions:
                 self.mirrors.setdefault(rank, {})[node_rank] = versions
 
+    def holders(self, members: Iterable[Member]) -> list[Holder]:
+        """The same as `copies`, at less cost: a member itself, unless more is known than it."""
+        held = list(members)
+        if not any(map(_SHARD, held)):
+            return list(held)
+        return [
+            member if member.shard or member.version is not None else _with_unnamed(member.copy())
+            for member in held
+        ]
+
     def copies(self, members: Iterable[Member], *, with_mirrors: bool = False) -> list[Copy]:
         """What these members hold, for a plan.
 
@@ -221,10 +231,7 @@ class Membership:
         if not any(copy.shard for copy in held):
             return held
         return [
-            copy
-            if copy.shard or copy.version is not None
-            else copy._replace(shard=f"of rank {copy.rank}, which nobody has named")
-            for copy in held
+            copy if copy.shard or copy.version is not None else _with_unnamed(copy) for copy in held
         ]
 
     def _copy_of(self, member: Member) -> Copy:
@@ -328,7 +335,10 @@ class Membership:
 
     def ordered(self) -> list[Member]:
         """All members by rank."""
-        return [self.members[rank] for rank in sorted(self.members)]
+        ranks = sorted(self.members)
+        if ranks == list(self.members):  # `_sort_members` sees to that
+            return list(self.members.values())
+        return [self.members[rank] for rank in ranks]
 
     def live(self) -> list[Member]:
         """Members with a process, by rank."""
@@ -416,6 +426,11 @@ class Membership:
                 member = self.away[rank] if is_away else self.members[rank]
                 assert member.node_rank == node.node_rank, (rank, node)
         assert not self.away.keys() & self.members.keys()
+
+
+def _with_unnamed(copy: Copy) -> Copy:
+    """A shard of its own: it is not known which one it had."""
+    return copy._replace(shard=f"of rank {copy.rank}, which nobody has named")
 
 
 def _adopt(report: WorkerReport, event: AgentRegistered) -> Member:

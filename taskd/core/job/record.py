@@ -38,7 +38,8 @@ class Attempt:
     faults: list[TimedFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
-    moves: tuple[Move, ...] = ()
+    moves: tuple[Move, ...] = ()  # of the last plan, and to whom it went
+    ranks: tuple[int, ...] = ()
     redone: int = 0  # committed steps to be done again, over all plans of this recovery
     broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
     decided_at: float | None = None
@@ -97,17 +98,18 @@ class Attempt:
         return max(self.quiesced_at, self.respawned_at)
 
     def resumed(
-        self, version: int | None, moves: tuple[Move, ...], waiting: Iterable[int], redone: int
+        self, version: int | None, moves: tuple[Move, ...], ranks: Iterable[int], redone: int
     ) -> None:
         """The plan goes out to these ranks."""
-        self.version, self.moves, self.waiting = version, moves, set(waiting)
+        self.version, self.moves, self.ranks = version, moves, tuple(ranks)
+        self.waiting = set(self.ranks)
         self.redone += redone
         self.is_restart = False
 
     def restarted(self, waiting: Iterable[int], redone: int) -> None:
         """All ranks are to start anew."""
-        self.resumed(None, (), waiting, redone)
-        self.is_restart = True
+        self.resumed(None, (), (), redone)
+        self.waiting, self.is_restart = set(waiting), True
 
     def went_on_from(self, version: int) -> None:
         """All have started anew, and say from which version: what they had saved is not redone."""
@@ -161,7 +163,7 @@ class Attempt:
             faults=tuple(timed.fault for timed in sorted(self.faults, key=TimedFault.order)),
             followers=len(self.followers),
             version=self.version,
-            sources=tuple((move.rank, self._source(move)) for move in self.moves),
+            sources=self._sources(),
             steps_redone=self.redone,
             detect_s=max(0.0, learned_at - died_at),
             decide_s=max(0.0, (self.decided_at or learned_at) - learned_at),
@@ -193,12 +195,11 @@ class Attempt:
             return Outcome.RECOVERED
         return Outcome.FAILED if self.ended_as is None else self.ended_as
 
-    def _source(self, move: Move) -> str:
-        if self.version is None:
-            return "nothing"
-        if move.source is not None:
-            return f"rank {move.source}"
-        return "kept" if move.snapshot is None else "snapshot"
+    def _sources(self) -> tuple[tuple[int, str], ...]:
+        """Where each rank had the state from."""
+        kept = "nothing" if self.version is None else "kept"
+        moved = {move.rank: _source(move) for move in self.moves}
+        return tuple((rank, moved.get(rank, kept)) for rank in self.ranks)
 
 
 @dataclass(slots=True)
@@ -212,6 +213,10 @@ class StartedAnew:
     until: float  # no report is waited for any longer
     waiting: set[int]  # ranks that have not reported one
     went_on_from: int | None = None  # the oldest version that a rank went on from
+
+
+def _source(move: Move) -> str:
+    return "snapshot" if move.source is None else f"rank {move.source}"
 
 
 def duration_of(event: WorkerRecovered) -> float:

@@ -56,8 +56,8 @@ def advance(job: JobState) -> Commands:
     may be one step ahead, all do the one that the first has begun.
     """
     members = job.members
-    stopped = (member for member in members.values() if member.state is WorkerState.PAUSED)
-    able = sorted(member.rank for member in stopped if member.may_advance)
+    asking = (member for member in members.values() if member.may_advance)
+    able = sorted(member.rank for member in asking if member.state is WorkerState.PAUSED)
     ends_at = None if job.dump is None else job.dump.finish_step_by
     if ends_at is not None:
         ranks = tuple(able)
@@ -81,10 +81,10 @@ def advance(job: JobState) -> Commands:
 
 def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     """Choose the version, and say who sends it to whom."""
-    copies = job.membership.copies(live)
+    held = job.membership.holders(live)
     if job.membership.active != job.told_active:
-        copies = [copy._replace(snapshots=()) for copy in copies]
-    cut = plan_cut(copies, job.membership.committed)
+        held = [copy._replace(snapshots=()) for copy in job.membership.copies(live)]
+    cut = plan_cut(held, job.membership.committed)
     if isinstance(cut, NoCut):
         asked = [] if attempt.is_incurable else returning.bring_back(job)
         obstacle = cut.reason + returning.problem(job) + left_to_a_dump(job)
@@ -101,7 +101,7 @@ def _resume(job: JobState, attempt: Attempt, live: list[Member]) -> Commands:
     for member in live:
         member.resume()
     job.phase, job.resumed_generation = JobPhase.RESUMED, job.generation
-    attempt.resumed(cut.version, cut.moves, (member.rank for member in live), cut.redone)
+    attempt.resumed(cut.version, cut.moves, [member.rank for member in live], cut.redone)
     job.membership.mirrors.clear()  # they change now; nodes tell again at the next Interrupt
     returning.end(job)
     job.stagnation.answered(job.now, job.membership.committed)

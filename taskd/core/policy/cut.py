@@ -16,11 +16,51 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from taskd.core.commands import Move
 
 _BY_RANK = attrgetter("rank")
+
+
+class Holder(Protocol):
+    """What a `Copy` says, by those who know it: a plan of a large job makes no copies of all."""
+
+    @property
+    def rank(self) -> int:
+        """Whose it is."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the state; None: nothing."""
+
+    @property
+    def clean(self) -> bool:
+        """Whether it is whole."""
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the process is new."""
+
+    @property
+    def box_versions(self) -> tuple[int, ...]:
+        """For which the black box has the extras."""
+
+    @property
+    def shard(self) -> str:
+        """What part of the state it is."""
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """Versions in node memory."""
+
+    @property
+    def node(self) -> int:
+        """Whose memory that is."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process."""
 
 
 class Copy(NamedTuple):
@@ -53,23 +93,15 @@ class Copy(NamedTuple):
     node: int = 0
     alive: bool = True
 
-    def is_live_at(self, version: int) -> bool:
-        """Whether it is a whole copy of `version`, in a process."""
-        return self.alive and self.clean and self.version == version
-
-    @property
-    def is_inconsistent(self) -> bool:
-        """Whether there is a copy that nobody can use."""
-        return self.alive and self.version is not None and not self.clean
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The plan. `version` None: nobody holds state and none was lost, everybody starts afresh.
 
-    `lacking_extras`: replaced ranks whose predecessor left no extras for `version`; they go on with
-    those they have. A rank that loads its own snapshot has them from there. `redone`: committed
-    steps that are newer than `version`, and so are done again.
+    `moves`: by rank, of those that do not keep the copy that they have. `lacking_extras`: replaced
+    ranks whose predecessor left no extras for `version`; they go on with those they have. A rank
+    that loads its own snapshot has them from there. `redone`: committed steps that are newer than
+    `version`, and so are done again.
     """
 
     version: int | None
@@ -91,7 +123,7 @@ class _Shard:
     """One part of the state, with all that is left of it."""
 
     name: str
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[Holder] = field(default_factory=list)
     live: dict[int, list[int]] = field(default_factory=dict)  # version -> ranks with a clean copy
     snapshots: set[int] = field(default_factory=set)
     receivers: int = 0
@@ -115,7 +147,7 @@ class _Shard:
         return f"{name} ({_ranks([copy.rank for copy in self.copies])})"
 
 
-def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCut:
+def plan_cut(copies: Iterable[Holder], committed: int | None = None) -> Cut | NoCut:
     """Choose the version that survives and its sources. O(n log n) for n ranks.
 
     Args:
@@ -124,8 +156,8 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
             ones included.
 
     Returns:
-        A `Cut` with one move for each rank, by rank. Its own clean live copy is best, then another
-        rank's, then its own snapshot, then what another rank loads. Or a `NoCut`.
+        A `Cut`. A rank's own clean live copy is best, then another rank's, then its own snapshot,
+        then what another rank loads. Or a `NoCut`.
     """
     held = sorted(copies, key=_BY_RANK)
     newest = _newest(held, committed)
@@ -138,16 +170,30 @@ def plan_cut(copies: Iterable[Copy], committed: int | None = None) -> Cut | NoCu
     sources_of = {name: shard.sources(version) for name, shard in shards.items()}
     moves, lacking = [], []
     for copy in held:
-        shard = shards[copy.shard]
-        move = _move(copy, version, shard, sources_of[copy.shard])
-        moves.append(move)
-        if copy.replaced and version not in copy.box_versions and move.snapshot is None:
+        keeps = copy.version == version and copy.clean and copy.alive
+        if keeps and not copy.replaced:
+            continue
+        move = None if keeps else _move(copy, version, shards[copy.shard], sources_of[copy.shard])
+        if move is not None:
+            moves.append(move)
+        loads = move is not None and move.snapshot is not None
+        if copy.replaced and version not in copy.box_versions and not loads:
             lacking.append(copy.rank)
     reason = _reason(version, list(shards.values()))
     return Cut(version, tuple(moves), tuple(lacking), newest - version, reason)
 
 
-def _newest(held: list[Copy], committed: int | None) -> int:
+def _is_whole(copy: Holder) -> bool:
+    """Whether it is a whole copy of its version, in a process."""
+    return copy.clean and copy.version is not None and copy.alive
+
+
+def _is_inconsistent(copy: Holder) -> bool:
+    """Whether there is a copy that nobody can use."""
+    return copy.alive and copy.version is not None and not copy.clean
+
+
+def _newest(held: list[Holder], committed: int | None) -> int:
     """The newest version known to be committed; 0 if none is.
 
     Snapshots tell only where nothing else does.
@@ -159,7 +205,7 @@ def _newest(held: list[Copy], committed: int | None) -> int:
     return max(known) if known else max(kept, default=0)
 
 
-def _shards(held: list[Copy], newest: int) -> dict[str, _Shard]:
+def _shards(held: Iterable[Holder], newest: int) -> dict[str, _Shard]:
     """The shards of the job. A snapshot of what nobody has committed is none."""
     shards: dict[str, _Shard] = {}
     for copy in held:
@@ -167,17 +213,19 @@ def _shards(held: list[Copy], newest: int) -> dict[str, _Shard]:
         if shard is None:
             shard = shards[copy.shard] = _Shard(copy.shard)
         shard.copies.append(copy)
-        if copy.version is not None and copy.is_live_at(copy.version):
-            shard.live.setdefault(copy.version, []).append(copy.rank)
+        version = copy.version
+        if version is not None and copy.clean and copy.alive:  # `_is_whole`, at less cost
+            ranks = shard.live.get(version)
+            if ranks is None:
+                ranks = shard.live[version] = []
+            ranks.append(copy.rank)
         if copy.snapshots:
             shard.snapshots.update(version for version in copy.snapshots if version <= newest)
     return shards
 
 
-def _move(copy: Copy, version: int, shard: _Shard, sources: list[int]) -> Move:
-    """Receivers take the sources in turn."""
-    if copy.is_live_at(version):
-        return Move(copy.rank)
+def _move(copy: Holder, version: int, shard: _Shard, sources: list[int]) -> Move:
+    """Of one that does not keep its copy. Receivers take the sources in turn."""
     if version in copy.snapshots and version not in shard.live:
         return Move(copy.rank, snapshot=version)
     source = sources[shard.receivers % len(sources)]
@@ -199,7 +247,7 @@ def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[
         for copy in held
         if copy.may_advance
         and copy.version is not None
-        and copy.is_live_at(copy.version)
+        and _is_whole(copy)
         and copy.version + 1 in passed
     )
 
@@ -271,7 +319,7 @@ def _nodes(shard: _Shard, version: int, writers: Mapping[int, list[int]]) -> dic
     """
     nodes: dict[int, int | None] = {}
     for copy in shard.copies:
-        if copy.is_live_at(version):
+        if copy.version == version and _is_whole(copy):
             nodes.setdefault(copy.node, copy.rank)
     return nodes or {
         copy.node: None
@@ -337,15 +385,14 @@ def _reason(version: int, shards: list[_Shard]) -> str:
 
 
 def _without_source(
-    held: list[Copy], newest: int, shards: list[_Shard], found: Counter[int]
+    held: list[Holder], newest: int, shards: list[_Shard], found: Counter[int]
 ) -> Cut | NoCut:
     """No version is complete: afresh if nothing is lost by it, else say why not."""
     if newest == 0 and not any(copy.alive and copy.version is not None for copy in held):
-        moves = tuple(Move(copy.rank) for copy in held)
-        return Cut(None, moves, (), 0, "nobody holds state yet: everybody starts afresh")
+        return Cut(None, (), (), 0, "nobody holds state yet: everybody starts afresh")
     if len(shards) > 1:
         return NoCut(_incomplete(shards, found))
-    inconsistent = [copy.rank for copy in held if copy.is_inconsistent]
+    inconsistent = [copy.rank for copy in held if _is_inconsistent(copy)]
     if inconsistent:
         return NoCut(f"no clean copy of the state is left: {_name_inconsistent(inconsistent)}")
     return NoCut(
@@ -363,7 +410,8 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
     if rest:
         others = "the other shard has" if rest == 1 else f"the other {rest} shards have"
         text += f", while {others} version {best}"
-    inconsistent = [copy.rank for shard in lacking for copy in shard.copies if copy.is_inconsistent]
+    broken = (copy for shard in lacking for copy in shard.copies if _is_inconsistent(copy))
+    inconsistent = [copy.rank for copy in broken]
     if inconsistent:
         text += f"; {_name_inconsistent(sorted(inconsistent))}"
     if all(shard.snapshots for shard in shards):
@@ -373,7 +421,7 @@ def _incomplete(shards: list[_Shard], found: Counter[int]) -> str:
 
 def _left(shard: _Shard) -> str:
     """What there is of a shard that lacks the version in question."""
-    clean = "clean " if any(copy.is_inconsistent for copy in shard.copies) else ""
+    clean = "clean " if any(map(_is_inconsistent, shard.copies)) else ""
     live, snapshots = f"no {clean}live copy", "no snapshot"
     if shard.live:
         live = f"live copies of version {_numbers(shard.live)} only"

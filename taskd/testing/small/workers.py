@@ -191,7 +191,7 @@ class Workers:
             generation=command.generation,
             is_gated=False,
             is_fresh=True,
-            source=next(move.source for move in command.moves if move.rank == rank),
+            source=next((move.source for move in command.moves if move.rank == rank), None),
             restores=command.version,
         )
         self._enter(draft, rank)

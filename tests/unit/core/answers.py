@@ -25,7 +25,7 @@ def only(commands, kind):
 
 
 def plan(resume: do.Resume) -> dict[int, int | None]:
-    """Who gets the state from whom."""
+    """Who gets the state from whom; None: from its own snapshot."""
     return {move.rank: move.source for move in resume.moves}
 
 

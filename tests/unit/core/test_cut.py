@@ -11,21 +11,21 @@ def moves(cut: Cut) -> dict[int, int | None]:
 
 
 TABLE = {
-    "all at one version keep it": ([Copy(0, 5), Copy(1, 5)], 5, {0: None, 1: None}),
-    "a replaced rank receives": ([Copy(0, 5), Copy(1, None, replaced=True)], 5, {0: None, 1: 0}),
+    "all at one version keep it": ([Copy(0, 5), Copy(1, 5)], 5, {}),
+    "a replaced rank receives": ([Copy(0, 5), Copy(1, None, replaced=True)], 5, {1: 0}),
     "one behind receives the "
-    "newest": ([Copy(0, 5), Copy(1, 6), Copy(2, 5)], 6, {0: 1, 1: None, 2: 1}),
-    "a torn copy is no source": ([Copy(0, 6, clean=False), Copy(1, 5)], 5, {0: 1, 1: None}),
+    "newest": ([Copy(0, 5), Copy(1, 6), Copy(2, 5)], 6, {0: 1, 2: 1}),
+    "a torn copy is no source": ([Copy(0, 6, clean=False), Copy(1, 5)], 5, {0: 1}),
     "a torn copy of the same version "
-    "receives": ([Copy(0, 5, clean=False), Copy(1, 5)], 5, {0: 1, 1: None}),
-    "nobody has anything": ([Copy(0, None), Copy(1, None)], None, {0: None, 1: None}),
-    "version nought is a version": ([Copy(0, 0), Copy(1, None)], 0, {0: None, 1: 0}),
+    "receives": ([Copy(0, 5, clean=False), Copy(1, 5)], 5, {0: 1}),
+    "nobody has anything": ([Copy(0, None), Copy(1, None)], None, {}),
+    "version nought is a version": ([Copy(0, 0), Copy(1, None)], 0, {1: 0}),
     "receivers are spread over the sources": (
         [Copy(0, 5), Copy(1, None), Copy(2, None), Copy(3, 5), Copy(4, None), Copy(5, None)],
-        5, {0: None, 1: 0, 2: 3, 3: None, 4: 0, 5: 3},
+        5, {1: 0, 2: 3, 4: 0, 5: 3},
     ),
     "the order of reports does not "
-    "matter": ([Copy(2, None), Copy(1, 5), Copy(0, 5)], 5, {0: None, 1: None, 2: 0}),
+    "matter": ([Copy(2, None), Copy(1, 5), Copy(0, 5)], 5, {2: 0}),
 }  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_hsdp_a_dead_rank_receives_from_the_replica_of_its_shard_and_nothing_is_
     cut = plan_cut(hsdp(41, None, 41, 41), committed=41)
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (41, 0)
-    assert cut.moves == (Move(0), Move(1, 3), Move(2), Move(3))
+    assert cut.moves == (Move(1, 3),)
     assert cut.reason == "version 41 is the newest that each of 2 shards has: 2 from live copies"
 
 
@@ -127,13 +127,13 @@ def test_hsdp_a_version_that_one_shard_never_reached_is_passed_over() -> None:
     cut = plan_cut(hsdp(41, 40, 40, 40), committed=41)
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (40, 1)
-    assert cut.moves == (Move(0, 2), Move(1), Move(2), Move(3))
+    assert cut.moves == (Move(0, 2),)
 
 
 def test_hsdp_mixed_versions_meet_at_the_newest_that_both_shards_have() -> None:
     cut = plan_cut(hsdp(41, 40, 40, 41))
     assert isinstance(cut, Cut)
-    assert (cut.version, cut.moves) == (41, (Move(0), Move(1, 3), Move(2, 0), Move(3)))
+    assert (cut.version, cut.moves) == (41, (Move(1, 3), Move(2, 0)))
 
 
 def test_hsdp_a_torn_rank_receives() -> None:
@@ -141,7 +141,7 @@ def test_hsdp_a_torn_rank_receives() -> None:
     copies[1] = Copy(1, 41, clean=False, shard="1")
     cut = plan_cut(copies)
     assert isinstance(cut, Cut)
-    assert cut.moves == (Move(0), Move(1, 3), Move(2), Move(3))
+    assert cut.moves == (Move(1, 3),)
 
 
 def test_fsdp_everybody_goes_back_to_the_snapshot_of_the_dead() -> None:
@@ -159,7 +159,7 @@ def test_fsdp_a_live_copy_of_the_snapshot_s_version_is_kept() -> None:
     cut = plan_cut(fsdp(40, None, 40, snapshots=(36, 40)), committed=40)
     assert isinstance(cut, Cut)
     assert (cut.version, cut.redone) == (40, 0)
-    assert cut.moves == (Move(0), Move(1, snapshot=40), Move(2))
+    assert cut.moves == (Move(1, snapshot=40),)
     assert cut.reason == (
         "version 40 is the newest that each of 3 shards has: 2 from live copies, "
         "1 from snapshots: shard 1 (rank 1)"
@@ -178,7 +178,7 @@ def test_fsdp_a_snapshot_that_died_half_way_costs_one_snapshot() -> None:
 def test_fsdp_without_the_loss_of_a_rank_nothing_goes_back() -> None:
     cut = plan_cut(fsdp(43, 43, snapshots=(40,)), committed=43)
     assert isinstance(cut, Cut)
-    assert (cut.version, cut.moves) == (43, (Move(0), Move(1)))
+    assert (cut.version, cut.moves) == (43, ())
 
 
 def test_a_rank_without_a_snapshot_receives_from_those_of_its_shard_that_load_theirs() -> None:

@@ -79,7 +79,7 @@ class TestALostNode:
         said = _pause_rest(job)
         resume = only(said, do.Resume)
         assert (resume.version, resume.active) == (7, (0, 1, 4, 5))
-        assert plan(resume) == dict.fromkeys((0, 1, 4, 5))
+        assert plan(resume) == {}
         report = only(said, do.ReportWorld)
         assert report.text == "the job goes on with 2 of 3 nodes (ranks 0, 1, 4, 5)"
         assert report.is_smaller
@@ -93,7 +93,7 @@ class TestALostNode:
         job = _job(manager, per_node=1)
         _lose(job, 0)
         job.pause(1, 7)
-        assert plan(only(job.pause(2, 8), do.Resume)) == {1: 2, 2: None}
+        assert plan(only(job.pause(2, 8), do.Resume)) == {1: 2}
 
     def test_it_is_waited_for_first_where_that_is_allowed(self, manager) -> None:
         job = _job(manager, strategies="recover,elastic-training", reschedule_s=100.0)
@@ -190,8 +190,8 @@ class TestANodeIsBack:
         resume = only(said, do.Resume)
         assert (resume.version, resume.active) == (20, ())
         sources = plan(resume)
-        assert sources[2] in (0, 1, 4, 5)
-        assert [rank for rank, source in sources.items() if source is None] == [0, 1, 4, 5]
+        assert set(sources) == {2, 3}
+        assert set(sources.values()) <= {0, 1, 4, 5}
         assert only(said, do.ReportWorld).text == "the world is whole again: all 3 nodes, 6 ranks"
         record = _recover_all(job, 21)
         assert (record.strategy, record.reason) == ("elastic-training", "node 1 is back")
@@ -258,7 +258,7 @@ class TestANodeIsBack:
         assert acts(job.lose(0, FaultKind.KILLED, "SIGKILL", version=9)) == ["ReplaceWorker"]
         job.pause(2, 9), job.pause(1, None)
         resume = only(job.pause(0, None), do.Resume)
-        assert (resume.active, plan(resume)) == ((), {0: 2, 1: 2, 2: None})
+        assert (resume.active, plan(resume)) == ((), {0: 2, 1: 2})
         assert _recover_all(job, 10).restarts_used == 2
 
     def test_not_when_the_job_ends(self, manager) -> None:

@@ -5,7 +5,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.phase import JobPhase
-from tests.unit.core.answers import kinds, only
+from tests.unit.core.answers import kinds, only, plan
 from tests.unit.core.test_meeting import Job
 
 
@@ -36,7 +36,7 @@ def test_its_place_is_offered_after_a_lease() -> None:
     assert job.machine.lost_nodes == [2]
     resume = only(job.replace(2), do.Resume)
     assert resume.version == 5
-    assert {move.rank: move.source for move in resume.moves if not move.keeps} == {2: 0}
+    assert plan(resume) == {2: 0}
 
 
 def test_nobody_takes_it() -> None:

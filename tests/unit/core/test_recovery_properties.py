@@ -115,13 +115,10 @@ class AnyHistory(RuleBasedStateMachine):
             assert command.rank not in self.dead | self.done
         elif isinstance(command, do.Resume) and command != self.last_resume:  # else: said again
             self.last_resume = command
-            assert set(self.lives) - self.dead - self.done == {move.rank for move in command.moves}
-            assert {move.source for move in command.moves if move.source is not None} <= set(
-                self.lives
-            ) - self.dead
-            assert {move.rank for move in command.moves} <= self.outside, (
-                "somebody is resumed who is not outside"
-            )
+            there = set(self.lives) - self.dead
+            assert there - self.done <= self.outside, "somebody is resumed who is not outside"
+            assert {move.rank for move in command.moves} <= there - self.done
+            assert {move.source for move in command.moves if move.source is not None} <= there
             self.outside = set()
 
     def life(self, rank: int, age: int) -> int:

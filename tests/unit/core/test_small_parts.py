@@ -128,8 +128,8 @@ class TestLeases:
 
 def test_a_record_tells_where_each_rank_has_its_state_from() -> None:
     attempt = Attempt("cause", 0.0)
-    attempt.resumed(40, (Move(0), Move(1, 0), Move(2, snapshot=40)), range(3), redone=3)
-    attempt.resumed(40, (Move(0), Move(1, snapshot=40), Move(2, 1)), range(3), redone=1)
+    attempt.resumed(40, (Move(1, 0), Move(2, snapshot=40)), range(3), redone=3)
+    attempt.resumed(40, (Move(1, snapshot=40), Move(2, 1)), range(3), redone=1)
     record = attempt.record(1.0, generation=1, restarts_used=0, max_restarts=3)
     assert record.sources == ((0, "kept"), (1, "snapshot"), (2, "rank 1"))
     assert record.steps_redone == 4

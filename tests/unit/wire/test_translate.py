@@ -84,11 +84,6 @@ def test_an_event_comes_out_as_it_went_in(cls: type, data: st.DataObject) -> Non
 def test_a_command_comes_out_as_it_went_in(cls: type, data: st.DataObject) -> None:
     command = dataclasses.replace(data.draw(of_class(cls)), cause="why")
     message = translate.command_to_message(command)
-    if isinstance(command, commands.Resume):  # who is not named keeps its copy
-        moves = tuple(
-            move for move in command.moves if (move.source, move.snapshot) != (None, None)
-        )
-        command = dataclasses.replace(command, moves=moves)
     assert translate.message_to_command(ENVELOPE, message) == command
     with pytest.raises(RemoteProtocolError, match="is no event"):
         translate.message_to_event(ENVELOPE.cause, message, 0.0)
