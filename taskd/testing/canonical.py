@@ -33,7 +33,7 @@ _NO_DECISION = frozenset(
 )
 _ONLY_RECORDED = frozenset({
     "began_at", "decided_at", "commanded_at", "quiesced_at", "respawned_at",
-    "slowest", "moves", "redone", "followers", "version",
+    "slowest", "moves", "ranks", "redone", "followers", "version",
 })  # fmt: skip
 _PLAIN = (type(None), bool, int, float, str)
 
