@@ -25,20 +25,45 @@ class Stuck(AssertionError):  # noqa: N818
 
 def is_awaited(manager: SimulatedManager | None, agents: Iterable[SimulatedAgent]) -> bool:
     """Whether more than heartbeats is still to come, at a moment when nothing is on its way."""
-    if any(agent.is_alive and agent.machine.next_deadline() is not None for agent in agents):
+    if _has_deadline(manager):
         return True
-    if any(agent.has_news(manager) for agent in agents):
-        return True
+    return any(is_awaited_of(agent, manager) for agent in agents)
+
+
+def _has_deadline(manager: SimulatedManager | None) -> bool:
     if manager is None or not manager.is_alive:
         return False
-    if manager.machine.next_deadline(with_leases=False) is not None:
-        return True
-    nodes = manager.machine.membership.nodes
-    return any(
-        agent.node_rank in nodes and nodes[agent.node_rank].is_present
-        for agent in agents
-        if not agent.is_alive
-    )
+    return manager.machine.next_deadline(with_leases=False) is not None
+
+
+def is_awaited_of(agent: SimulatedAgent, manager: SimulatedManager | None) -> bool:
+    """Whether something of this agent is still to come, the end of its lease included."""
+    if agent.is_alive:
+        return agent.machine.next_deadline() is not None or agent.has_news(manager)
+    if manager is None or not manager.is_alive:
+        return False
+    return manager.machine.is_present(agent.node_rank)
+
+
+class Onlooker:
+    """Asks whether a job is stuck, again and again, also of a job of thousands of agents.
+
+    Whoever was the one of whom something was still to come is asked first, the next time.
+    """
+
+    def __init__(self) -> None:
+        self._witness: SimulatedAgent | None = None
+
+    def is_awaited(self, manager: SimulatedManager | None, agents: list[SimulatedAgent]) -> bool:
+        """As `is_awaited`."""
+        if _has_deadline(manager):
+            return True
+        known = self._witness
+        is_there = known is not None and known is agents[known.node_rank]
+        if known is not None and is_there and is_awaited_of(known, manager):
+            return True
+        self._witness = next((agent for agent in agents if is_awaited_of(agent, manager)), None)
+        return self._witness is not None
 
 
 def why_stuck(
@@ -51,8 +76,7 @@ def why_stuck(
     Ask only when nothing but heartbeats is on its way.
     """
     agents = list(agents)
-    waiting = [agent for agent in agents if agent.is_alive]
-    if not waiting or is_awaited(manager, agents):
+    if is_awaited(manager, agents) or not any(agent.is_alive for agent in agents):
         return None
     lines = [
         f"rank {rank} is in {worker.phase}"

@@ -8,7 +8,8 @@ messages, as an agent that registers again does.
 
 import functools
 import random
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from taskd.testing.clock import FakeClock
@@ -36,6 +37,7 @@ class MemoryNetwork:
         self._quality = quality or NetworkQuality()
         self._receiver_by_address: dict[Hashable, Callable[[Hashable, object], None]] = {}
         self._last_arrival: dict[tuple[Hashable, Hashable], float] = {}
+        self._under_way: dict[tuple[Hashable, Hashable], deque[object]] = {}
         self._connection: dict[frozenset[Hashable], int] = {}
         self.dropped = 0
         self.delivered = 0
@@ -64,6 +66,7 @@ class MemoryNetwork:
             arrival = max(self._clock.now() + delay_s, self._last_arrival.get(pair, 0.0))
             self._last_arrival[pair] = arrival
             connection = self._connection.get(frozenset(pair), 0)
+            self._under_way.setdefault(pair, deque()).append(message)
             call = functools.partial(self._arrive, pair, connection, message)
             self._clock.call_at(arrival, call, is_background=is_background)
 
@@ -71,10 +74,19 @@ class MemoryNetwork:
         """Break the connection: all that is under way is lost. The next message opens a new one."""
         ends = frozenset((one, other))
         self._connection[ends] = self._connection.get(ends, 0) + 1
+        self._under_way.pop((one, other), None)
+        self._under_way.pop((other, one), None)
+
+    def under_way(self, sender: Hashable, address: Hashable) -> Iterable[object]:
+        """What will arrive there, in its order, if nothing cuts the connection."""
+        return self._under_way.get((sender, address), ())
 
     def _arrive(self, pair: tuple[Hashable, Hashable], connection: int, message: object) -> None:
         receive = self._receiver_by_address.get(pair[1])
-        if receive is None or self._connection.get(frozenset(pair), 0) != connection:
+        is_cut = self._connection.get(frozenset(pair), 0) != connection
+        if not is_cut:
+            self._under_way[pair].popleft()
+        if receive is None or is_cut:
             self.dropped += 1
             return
         self.delivered += 1

@@ -6,7 +6,7 @@ Decide nothing, as the real ones. A gap in the sequence numbers of a peer, or a 
 one than before, leads to a new registration, which repeats what matters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from taskd.core.node import NodeMachine
 from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork
+from taskd.testing.watching import Watch
 from taskd.testing.worker import SimulatedWorker, World
 
 if TYPE_CHECKING:
@@ -75,6 +76,24 @@ def newest_of(last: Newest | None, packet: Packet) -> tuple[Newest, bool, bool]:
     return newest, packet.sequence > last[1] + 1, False
 
 
+def has_gap(heard: Newest | None, sent: Newest, under_way: Iterable[object]) -> bool:
+    """Whether something of what this life sent has not arrived and will not.
+
+    A heartbeat that is on its way is no gap: in a large job there always is one.
+    """
+    if heard == sent:
+        return False
+    if heard is None or heard[0] != sent[0]:
+        return True
+    number = heard[1]
+    for packet in under_way:
+        assert isinstance(packet, Packet)
+        if packet.life != sent[0] or packet.sequence > number + 1:
+            return True
+        number = max(number, packet.sequence)
+    return number != sent[1]
+
+
 class Alarm:
     """Calls `ring` at the deadline of a machine."""
 
@@ -97,7 +116,8 @@ class SimulatedManager:
         timeouts: Timeouts,
         clock: "FakeClock",
         network: MemoryNetwork,
-        watch: Callable[[RecoveryMachine, do.Command], None],
+        look_at: Callable[[RecoveryMachine, do.Command], None],
+        make_watch: Callable[[RecoveryMachine], Watch],
         reschedule_s: float = 0.0,
         strategies: tuple[str, ...] = (),
     ) -> None:
@@ -106,7 +126,8 @@ class SimulatedManager:
             "simulated", timeouts, strategies=strategies, reschedule_s=reschedule_s
         )
         self.is_alive = True
-        self._clock, self._network, self._watch = clock, network, watch
+        self._clock, self._network, self._look_at = clock, network, look_at
+        self._watch = make_watch(self.machine)
         self._alarm = Alarm(clock, self._tick)
         self._sequence: dict[int, int] = {}
         self._heard: dict[int, Newest] = {}
@@ -172,10 +193,9 @@ class SimulatedManager:
         self._execute(self._handle(event))
 
     def _handle(self, event: ev.Event) -> list[do.Command]:
-        commands = self.machine.handle(event)
-        self.machine.check()
+        commands = self._watch.handle(event)
         for command in commands:
-            self._watch(self.machine, command)
+            self._look_at(self.machine, command)
         return commands
 
     def _execute(self, commands: list[do.Command]) -> None:
@@ -246,12 +266,13 @@ class SimulatedAgent:
             return False
         if manager is None or not manager.is_alive:
             return self._is_joined
+        if not self._is_joined:
+            return True
         sent, heard = manager.link_to(self.node_rank)
-        return (
-            not self._is_joined
-            or heard != (self._name, self._sequence)
-            or self._manager != (manager.name, sent)
-        )
+        to, back = (self.node_rank, MANAGER), (MANAGER, self.node_rank)
+        return has_gap(
+            heard, (self._name, self._sequence), self._network.under_way(*to)
+        ) or has_gap(self._manager, (manager.name, sent), self._network.under_way(*back))
 
     # ------------------------------------------------------------------ processes
 

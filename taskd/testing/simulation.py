@@ -18,10 +18,11 @@ from taskd.core.phase import JobPhase
 from taskd.core.story import Story
 from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock
-from taskd.testing.liveness import Stuck, is_awaited, why_stuck
+from taskd.testing.liveness import Onlooker, Stuck, why_stuck
 from taskd.testing.network import MemoryNetwork, NetworkQuality
 from taskd.testing.script import FaultScript, Trouble
 from taskd.testing.shells import MANAGER, SimulatedAgent, SimulatedManager
+from taskd.testing.watching import Checks, PartialWatch, Watch
 from taskd.testing.worker import SimulatedWorker, World
 
 
@@ -39,6 +40,7 @@ class Result:
     missed: list[Trouble] = field(default_factory=list)
 
 
+_SMALL = 512  # ranks that can be looked at after each event
 _ELECTION_S = 4.0  # to miss a manager, to vote, and to start the next one
 
 
@@ -62,10 +64,13 @@ class SimulatedJob:
         has_manager: bool = True,
         reschedule_s: float = 0.0,
         strategies: tuple[str, ...] = (),
+        checks_all: bool | None = None,
     ) -> None:
         """`reschedule_s`: a lost node is waited for, and another one takes its place.
 
         `strategies`: what the user allows; with "elastic-training" the others go on without it.
+        `checks_all`: every invariant is asserted after each event of the manager; None: in a job
+        that is small (`taskd.testing.watching`).
         """
         rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
@@ -82,6 +87,9 @@ class SimulatedJob:
         self._missed: list[Trouble] = []
         self._ended: do.EndJob | None = None
         self._managers = self._substitutes = 0
+        self._onlooker = Onlooker()
+        self.checks = Checks()
+        self._checks_all = world_size <= _SMALL if checks_all is None else checks_all
         self._reschedule_s, self.strategies = reschedule_s, strategies
         self._first_host = seed % nodes  # any node may have the store of the rendezvous
         self.manager: SimulatedManager | None = None
@@ -114,11 +122,9 @@ class SimulatedJob:
             alone = self.manager is None and not any(agent.is_alive for agent in self.agents)
             if alone or not self.clock.run_next():
                 break
-            if self._ended is None and not self.clock.expected:
+            if self._ended is None and not self.clock.expected and not self._is_awaited():
                 self._check_liveness()
-                if not any(agent.is_alive for agent in self.agents) and not is_awaited(
-                    self.manager, self.agents
-                ):
+                if not any(agent.is_alive for agent in self.agents):
                     break  # a manager that came after the last agent had left has nothing to end
         states = {
             rank: worker.state if worker.state is not None else worker.parked
@@ -135,6 +141,9 @@ class SimulatedJob:
             self.stories,
             self._missed,
         )
+
+    def _is_awaited(self) -> bool:
+        return self._onlooker.is_awaited(self.manager, self.agents)
 
     def _check_liveness(self) -> None:
         reason = why_stuck(self.manager, self.agents, self.world.workers)
@@ -232,7 +241,8 @@ class SimulatedJob:
             self.timeouts,
             self.clock,
             self.network,
-            self._watch,
+            self._look_at,
+            self._make_watch,
             self._reschedule_s,
             self.strategies,
         )
@@ -254,7 +264,11 @@ class SimulatedJob:
         if 2 * len(voters) > len(self.agents):
             self.manager.is_elected_by(len(self.agents), len(self._ranks[0]), voters)
 
-    def _watch(self, machine: RecoveryMachine, command: do.Command) -> None:
+    def _make_watch(self, machine: RecoveryMachine) -> Watch:
+        kind = Watch if self._checks_all else PartialWatch
+        return kind(machine, self.checks)
+
+    def _look_at(self, machine: RecoveryMachine, command: do.Command) -> None:
         """Look at each command of the manager as it is made."""
         self.commands.append(command)
         if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:

@@ -41,6 +41,14 @@ class World:
     # the newest life of each rank
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)
     _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
+    _plan: do.Resume | None = None  # the newest that was looked into
+    _moves: dict[int, do.Move] = field(default_factory=dict)  # its moves, by rank
+
+    def move_of(self, plan: do.Resume, rank: int) -> do.Move:
+        """What this rank does by this plan. Without a move it keeps its copy."""
+        if plan is not self._plan:
+            self._plan, self._moves = plan, {move.rank: move for move in plan.moves}
+        return self._moves.get(rank) or do.Move(rank)
 
     def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
         """A collective of the world that this rank was told of.
@@ -216,8 +224,7 @@ class SimulatedWorker:
         plan = self.plan
         self._incoming = []
         if plan is not None and plan.version is not None:
-            own = (move for move in plan.moves if move.rank == self.rank)
-            move = next(own, do.Move(self.rank))
+            move = self.world.move_of(plan, self.rank)
             assert move.source is not None or self.is_clean, (
                 f"rank {self.rank} was told to keep an inconsistent copy"
             )

@@ -1,5 +1,12 @@
-"""What must hold in every state of a job between two events. Tests assert it after each."""
+"""What must hold in every state of a job between two events. Tests assert it after each.
 
+Three parts, so that a job of thousands of ranks can be looked at after each event, too: what is
+true of the job as a whole, in O(1); what is true of one member; and what needs all of them.
+"""
+
+from collections.abc import Iterable
+
+from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, JobPhase
 from taskd.core.worker_state import WorkerState
@@ -9,18 +16,31 @@ _MAY_AWAIT = frozenset({JobPhase.PAUSING, JobPhase.RESTARTING}) | DUMPING
 
 def check(job: JobState) -> None:
     """Assert every invariant that can be seen from inside."""
+    check_whole(job)
+    check_tables(job)
+    for member in job.members.values():
+        _check_state(job, member)
+
+
+def check_some(job: JobState, ranks: Iterable[int]) -> None:
+    """Assert what is true of the job as a whole and of these ranks, those that are not known aside.
+
+    As `check`, if nothing else has changed since that was asked.
+    """
+    check_whole(job)
+    for rank in ranks:
+        member = job.members.get(rank)
+        if member is not None:
+            check_member(job, member)
+
+
+def check_whole(job: JobState) -> None:
+    """Assert what is seen without a look at any member. O(1)."""
     assert not job.undeclared, job.undeclared
-    job.membership.check()
-    members = job.members.values()
     if job.phase is JobPhase.PAUSING:
         assert job.attempt is not None
-        running = (member for member in members if member.is_live)
-        awaited = {member.rank for member in running if member.state is not WorkerState.PAUSED}
-        assert awaited == set(job.awaited.pending()), (awaited, job.awaited.pending())
         is_returning = job.returning is not None and bool(job.returning.pending)
-        assert awaited or len(job.absent) or is_returning
-        lost = {member.node_rank for member in job.membership.lost()}
-        assert lost <= set(job.absent.pending()) or job.dump is not None
+        assert len(job.awaited) or len(job.absent) or is_returning
     assert not len(job.awaited) or job.phase in _MAY_AWAIT
     assert not len(job.absent) or job.phase is JobPhase.PAUSING
     assert job.returning is None or (job.phase is JobPhase.PAUSING and job.dump is None)
@@ -38,11 +58,34 @@ def check(job: JobState) -> None:
         assert bool(job.suspects) == (job.phase is JobPhase.SUSPECTING)
         assert not job.unanswered
         assert not job.is_recovery_needed
-    if job.phase in (JobPhase.RUNNING, JobPhase.RESUMED):
-        stopped = (WorkerState.LOST, WorkerState.PAUSED)
-        assert not any(member.state in stopped for member in members), members
     if job.restarted is not None:
         assert job.phase in (JobPhase.RUNNING, JobPhase.SUSPECTING)
     if job.phase in OVER:
         assert job.attempt is None
         assert job.dump is None
+
+
+def check_member(job: JobState, member: Member) -> None:
+    """Assert what is true of one member, whatever the others do."""
+    job.membership.check_member(member)
+    _check_state(job, member)
+
+
+def _check_state(job: JobState, member: Member) -> None:
+    phase, state = job.phase, member.state
+    if phase is JobPhase.PAUSING:
+        must_stop = member.is_live and state is not WorkerState.PAUSED
+        assert must_stop == (member.rank in job.awaited), member
+        is_lost = state is WorkerState.LOST and job.dump is None
+        assert not is_lost or member.node_rank in job.absent, member
+    elif phase is JobPhase.RUNNING or phase is JobPhase.RESUMED:
+        assert state is not WorkerState.LOST, member
+        assert state is not WorkerState.PAUSED, member
+
+
+def check_tables(job: JobState) -> None:
+    """Assert what is seen only with all members at hand: tables that name ranks name these."""
+    job.membership.check()
+    if job.phase is JobPhase.PAUSING:
+        unknown = [rank for rank in job.awaited if rank not in job.members]
+        assert not unknown, unknown

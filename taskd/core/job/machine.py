@@ -64,7 +64,7 @@ from taskd.core.job import (
     shared_reports,
     workers,
 )
-from taskd.core.job.invariants import check
+from taskd.core.job.invariants import check, check_some
 from taskd.core.job.membership import Membership
 from taskd.core.job.settle import FOLLOW_UPS
 from taskd.core.job.state import JobState
@@ -370,9 +370,15 @@ class RecoveryMachine(Machine[JobState]):
         silence_s = self._state.timeouts.manager_silence_s
         return self._state.leases.are_deserted(now, silence_s)
 
-    def check(self) -> None:
-        """Assert every invariant that can be seen from inside."""
-        check(self._state)
+    def check(self, ranks: Iterable[int] | None = None) -> None:
+        """Assert every invariant that can be seen from inside.
+
+        `ranks`: of the members look at these alone, as nothing has changed of the others.
+        """
+        if ranks is None:
+            check(self._state)
+        else:
+            check_some(self._state, ranks)
 
     def _answer(self, event: ev.Event) -> Commands:
         """A report from a life that is over changes nothing.

@@ -420,12 +420,23 @@ class Membership:
 
     def check(self) -> None:
         """Assert that nodes and members agree."""
+        there = 0
         for node in self.nodes.values():
             for rank in node.ranks:
                 is_away = not node.is_present and rank in self.away
                 member = self.away[rank] if is_away else self.members[rank]
                 assert member.node_rank == node.node_rank, (rank, node)
+                there += not is_away
+        assert there == len(self.members)
         assert not self.away.keys() & self.members.keys()
+
+    def check_member(self, member: Member) -> None:
+        """Assert that this member is in its place, and its node knows it."""
+        assert self.members.get(member.rank) is member, member
+        assert member.rank not in self.away, member
+        node = self.nodes.get(member.node_rank)
+        assert node is not None, member
+        assert member.rank in node.ranks, (member, node)
 
 
 def _with_unnamed(copy: Copy) -> Copy:
