@@ -2,8 +2,9 @@
 
 Between two ends messages keep their order, as in a TCP connection: a lost packet is sent again,
 which shows as delay. Between different pairs there is no order. `cut` breaks a connection: what is
-under way is gone, and the far end learns of it only by what is missing. `duplicate` repeats
-messages, as an agent that registers again does.
+under way is gone, and the far end learns of it only by what is missing. `part` takes a link down
+for a while, `slow_down` makes every message of an end late. `duplicate` repeats messages, as an
+agent that registers again does.
 """
 
 import functools
@@ -39,6 +40,8 @@ class MemoryNetwork:
         self._last_arrival: dict[tuple[Hashable, Hashable], float] = {}
         self._under_way: dict[tuple[Hashable, Hashable], deque[object]] = {}
         self._connection: dict[frozenset[Hashable], int] = {}
+        self._parted: dict[frozenset[Hashable], tuple[float, bool]] = {}  # until when; lossy
+        self._slowness: dict[Hashable, float] = {}  # seconds, by end
         self.dropped = 0
         self.delivered = 0
 
@@ -57,15 +60,21 @@ class MemoryNetwork:
 
         `is_background`: see `FakeClock`.
         """
-        quality, rng = self._quality, self._rng
+        quality, rng, pair = self._quality, self._rng, (sender, address)
+        ends = frozenset(pair)
+        healed_at, is_lossy = self._parted.get(ends, (0.0, False))
+        sent_at = max(self._clock.now(), healed_at)
+        if is_lossy and sent_at > self._clock.now():
+            self.dropped += 1
+            return
+        slowness_s = self._slowness.get(sender, 0.0) + self._slowness.get(address, 0.0)
         for _ in range(2 if rng.random() < quality.duplicate else 1):
-            delay_s = quality.delay_s + rng.random() * quality.jitter_s
+            delay_s = quality.delay_s + rng.random() * quality.jitter_s + slowness_s
             while rng.random() < quality.loss:
                 delay_s += quality.retransmission_s
-            pair = (sender, address)
-            arrival = max(self._clock.now() + delay_s, self._last_arrival.get(pair, 0.0))
+            arrival = max(sent_at + delay_s, self._last_arrival.get(pair, 0.0))
             self._last_arrival[pair] = arrival
-            connection = self._connection.get(frozenset(pair), 0)
+            connection = self._connection.get(ends, 0)
             self._under_way.setdefault(pair, deque()).append(message)
             call = functools.partial(self._arrive, pair, connection, message)
             self._clock.call_at(arrival, call, is_background=is_background)
@@ -76,6 +85,19 @@ class MemoryNetwork:
         self._connection[ends] = self._connection.get(ends, 0) + 1
         self._under_way.pop((one, other), None)
         self._under_way.pop((other, one), None)
+
+    def part(self, one: Hashable, other: Hashable, seconds: float, *, is_lossy: bool) -> None:
+        """The link between them is down for so long.
+
+        What is sent meanwhile is lost, with what is under way; or it arrives when the link is up.
+        """
+        if is_lossy:
+            self.cut(one, other)
+        self._parted[frozenset((one, other))] = (self._clock.now() + seconds, is_lossy)
+
+    def slow_down(self, end: Hashable, seconds: float) -> None:
+        """From now on every message from there and to there takes so much longer."""
+        self._slowness[end] = seconds
 
     def under_way(self, sender: Hashable, address: Hashable) -> Iterable[object]:
         """What will arrive there, in its order, if nothing cuts the connection."""

@@ -7,7 +7,7 @@ one than before, leads to a new registration, which repeats what matters.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from taskd.core import commands as do
@@ -18,6 +18,7 @@ from taskd.core.node import NodeMachine
 from taskd.core.phase import JobPhase
 from taskd.core.timeouts import Timeouts
 from taskd.testing.network import MemoryNetwork
+from taskd.testing.shared_reports import may_wait, together
 from taskd.testing.watching import Watch
 from taskd.testing.worker import SimulatedWorker, World
 
@@ -32,14 +33,12 @@ class Packet:
     """What travels.
 
     `content`: an event (to the manager), a command, or an answer below (to an agent). `life`: of
-    the sender. `to`: the agent's life, as one that takes its place has the same address; "": the
-    manager.
+    the sender.
     """
 
     sequence: int
     life: str
     content: object
-    to: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,8 @@ class Answer:
 
     known: bool
 
+
+Address = tuple[int, str]  # of an agent: its node, its life. One that takes its place has another
 
 Newest = tuple[str, int]  # that was heard of a peer: its life, the number of its message
 
@@ -129,18 +130,18 @@ class SimulatedManager:
         self._clock, self._network, self._look_at = clock, network, look_at
         self._watch = make_watch(self.machine)
         self._alarm = Alarm(clock, self._tick)
-        self._sequence: dict[int, int] = {}
-        self._heard: dict[int, Newest] = {}
-        self._gaps: set[int] = set()
+        self._sequence: dict[Address, int] = {}
+        self._heard: dict[Address, Newest] = {}
+        self._gaps: set[Address] = set()
         network.listen(MANAGER, self._receive)
 
-    def link_to(self, node_rank: int) -> tuple[int, Newest | None]:
-        """The numbers of the newest message to this node, and of the newest from it.
+    def link_to(self, agent: Address) -> tuple[int, Newest | None]:
+        """The numbers of the newest message to this agent, and of the newest from it.
 
-        The second with the incarnation of its agent; None: a gap is known.
+        The second with the incarnation of the agent; None: a gap is known.
         """
-        heard = None if node_rank in self._gaps else self._heard.get(node_rank)
-        return self._sequence.get(node_rank, 0), heard
+        heard = None if agent in self._gaps else self._heard.get(agent)
+        return self._sequence.get(agent, 0), heard
 
     def is_elected_by(self, node_count: int, ranks_per_node: int, voters: tuple[int, ...]) -> None:
         """The agents of these nodes have elected it."""
@@ -154,13 +155,13 @@ class SimulatedManager:
         self._network.unlisten(MANAGER)
 
     def _receive(self, sender: object, packet: object) -> None:
-        assert isinstance(sender, int)
+        assert isinstance(sender, tuple)
         assert isinstance(packet, Packet)
         self._heard[sender], has_gap, _ = newest_of(self._heard.get(sender), packet)
         if has_gap:
             self._gaps.add(sender)
         content = packet.content
-        node = self.machine.membership.nodes.get(sender)
+        node = self.machine.membership.nodes.get(sender[0])
         has_session = node is not None and node.is_present and node.agent_incarnation == packet.life
         if isinstance(content, ev.AgentRegistered):
             self._register(sender, content)
@@ -168,25 +169,25 @@ class SimulatedManager:
             if has_session:
                 self._feed(content)
             known = has_session and sender not in self._gaps
-            self._send(sender, Answer(known), packet.life)
+            self._send(sender, Answer(known))
         elif has_session:
             assert isinstance(content, ev.Event)
             self._feed(content)
 
-    def _register(self, sender: int, event: ev.AgentRegistered) -> None:
+    def _register(self, sender: Address, event: ev.AgentRegistered) -> None:
         if self.machine.postpones(event):
             self._feed(event)
             return
         refusal = self.machine.refusal(event)
         if refusal is not None:
             refused = Refused(refusal, self.machine.is_taken(event))
-            self._send(sender, refused, event.agent_incarnation)
+            self._send(sender, refused)
             self._feed(event)
             return
         self._gaps.discard(sender)
         commands = self._handle(event)
         accepted = Accepted(self.machine.generation, self.machine.restarts_used)
-        self._send(sender, accepted, event.agent_incarnation)
+        self._send(sender, accepted)
         self._execute(commands)
 
     def _feed(self, event: ev.Event) -> None:
@@ -203,23 +204,26 @@ class SimulatedManager:
         for command in commands:
             if isinstance(command, do.ReplaceWorker | do.KillWorker):
                 to = nodes[command.node_rank].agent_incarnation
-                self._send(command.node_rank, command, to)
+                self._send((command.node_rank, to), command)
             elif isinstance(command, do.EndJob):
                 self.kill()
             elif not isinstance(command, do.RecordRecovery | do.ReportNoProgress):
                 for node_rank in sorted(nodes):
                     if nodes[node_rank].is_present:
-                        self._send(node_rank, command, nodes[node_rank].agent_incarnation)
+                        self._send((node_rank, nodes[node_rank].agent_incarnation), command)
         self._alarm.set(self.machine.next_deadline())
 
-    def _send(self, node_rank: int, content: object, to: str) -> None:
-        self._sequence[node_rank] = self._sequence.get(node_rank, 0) + 1
-        packet = Packet(self._sequence[node_rank], self.name, content, to)
-        self._network.send(MANAGER, node_rank, packet, is_background=isinstance(content, Answer))
+    def _send(self, to: Address, content: object) -> None:
+        self._sequence[to] = self._sequence.get(to, 0) + 1
+        packet = Packet(self._sequence[to], self.name, content)
+        self._network.send(MANAGER, to, packet, is_background=isinstance(content, Answer))
 
     def _tick(self) -> None:
         if self.is_alive and self.machine.phase is not JobPhase.ENDED:
             self._feed(ev.Tick(self._clock.now(), "tick"))
+
+
+_WITHOUT_COLLECTIVES = frozenset({"boot", "paused", "raised", "exiting", "returned"})
 
 
 class SimulatedAgent:
@@ -238,6 +242,7 @@ class SimulatedAgent:
         self.is_alive = True
         self.fail_starts = 0
         self._name = machine.agent_incarnation
+        self.address: Address = (node_rank, self._name)
         self._timeouts, self._world, self._network = timeouts, world, network
         self._clock, self._rng = world.clock, world.rng
         self._alarm = Alarm(world.clock, self._tick)
@@ -246,7 +251,9 @@ class SimulatedAgent:
         self._manager: Newest | None = None
         self._heard_at = 0.0
         self._is_joined = self._is_refused = False
-        network.listen(node_rank, self._receive)
+        self._still_until = 0.0
+        self._gathered: list[ev.WorkerEvent] = []
+        network.listen(self.address, self._receive)
         for life in machine.lives.present.values():
             if life.has_process:
                 self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
@@ -268,8 +275,8 @@ class SimulatedAgent:
             return self._is_joined
         if not self._is_joined:
             return True
-        sent, heard = manager.link_to(self.node_rank)
-        to, back = (self.node_rank, MANAGER), (MANAGER, self.node_rank)
+        sent, heard = manager.link_to(self.address)
+        to, back = (self.address, MANAGER), (MANAGER, self.address)
         return has_gap(
             heard, (self._name, self._sequence), self._network.under_way(*to)
         ) or has_gap(self._manager, (manager.name, sent), self._network.under_way(*back))
@@ -283,19 +290,19 @@ class SimulatedAgent:
             event = ev.WorkerStartFailed(
                 self._clock.now(), "start", rank, incarnation, "fork: no memory"
             )
-            self._clock.call_in(0.001, lambda: self._feed(event))
+            self._clock.call_in(0.001, lambda: self._come(event))
             return
         worker = SimulatedWorker(
             self._world,
             command,
-            lambda event: self._clock.call_in(0.0005, lambda: self._feed(event)),
+            lambda event: self._clock.call_in(0.0005, lambda: self._come(event)),
             self._exited,
         )
         self._processes[rank, incarnation] = worker
         started = ev.WorkerStarted(
             self._clock.now() + 0.001, "start", rank, incarnation, 1000 + rank
         )
-        self._clock.call_in(0.001, lambda: self._feed(started))
+        self._clock.call_in(0.001, lambda: self._come(started))
 
     def _exited(self, worker: SimulatedWorker, status: int) -> None:
         """The kernel: the alarm rings before the exit is known.
@@ -308,13 +315,14 @@ class SimulatedAgent:
             alarm = ev.AlarmRang(
                 now + 0.0005, f"alarm:{life}", *life, now, worker.version, worker.phase, versions
             )
-            self._clock.call_in(0.0005, lambda: self._feed(alarm))
+            self._clock.call_in(0.0005, lambda: self._come(alarm))
         exit_s = 0.001 + self._rng.random() * 0.3
         ended = ev.WorkerExited(
             now + exit_s, f"exit:{life}", *life, status, worker.version, worker.phase, versions
         )
-        self._clock.call_in(exit_s, lambda: self._feed(ended))
-        if worker.phase not in {"boot", "paused", "raised", "exiting", "returned"}:
+        self._clock.call_in(exit_s, lambda: self._come(ended))
+        is_newest = self._world.workers[worker.rank] is worker  # else nobody is connected with it
+        if is_newest and worker.phase not in _WITHOUT_COLLECTIVES:
             for peer in list(self._world.workers.values()):
                 if peer.rank != worker.rank and (
                     not self._world.is_declared or self._rng.random() < 0.3
@@ -324,11 +332,27 @@ class SimulatedAgent:
     def kill(self) -> None:
         """The agent and all its workers are gone."""
         self.is_alive = False
-        self._network.unlisten(self.node_rank)
+        self._network.unlisten(self.address)
         for worker in self._processes.values():
             worker.die(-SIGKILL)
 
+    def stand_still(self, seconds: float) -> None:
+        """The agent does nothing for so long; what comes meanwhile it finds afterwards."""
+        self._still_until = self._clock.now() + seconds
+
+    def _is_still(self, call: Callable[[], None]) -> bool:
+        """Whether it stands still; then it does this later, in the order in which it came."""
+        is_still = self._still_until > self._clock.now()
+        if is_still:
+            self._clock.call_at(self._still_until, call)
+        return is_still
+
     # ------------------------------------------------------------------ the machine
+
+    def _come(self, event: ev.Event) -> None:
+        """The kernel or a worker says something."""
+        if not self._is_still(lambda: self._come(replace(event, now=self._clock.now()))):
+            self._feed(event)
 
     def _feed(self, event: ev.Event) -> None:
         if not self.is_alive:
@@ -351,7 +375,7 @@ class SimulatedAgent:
             if worker is not None:  # else its start has failed, which the machine hears next
                 worker.obey(command.command)
         elif isinstance(command, do.TellManager):
-            self._send(command.event)
+            self._tell(command.event)
         elif isinstance(command, do.FinishRun | do.FallBack):
             self._finish(command)
 
@@ -364,19 +388,40 @@ class SimulatedAgent:
         self.kill()
 
     def _tick(self) -> None:
-        self._feed(ev.Tick(self._clock.now(), "tick"))
+        if not self._is_still(self._tick):
+            self._feed(ev.Tick(self._clock.now(), "tick"))
 
     # ------------------------------------------------------------------ the manager
 
+    def _tell(self, event: object) -> None:
+        """In a large job with what other ranks say at about the same time."""
+        if not self._timeouts.gather_s or not may_wait(event):
+            self._send(event)
+            return
+        assert isinstance(event, ev.WorkerEvent)
+        if not self._gathered:
+            self._clock.call_in(self._timeouts.gather_s, self._say_gathered)
+        self._gathered.append(event)
+
+    def _say_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if self.is_alive:
+            for event in together(gathered):
+                self._say(event)
+
     def _send(self, content: object) -> None:
+        self._say_gathered()
+        self._say(content)
+
+    def _say(self, content: object) -> None:
         self._sequence += 1
         packet = Packet(self._sequence, self._name, content)
         self._network.send(
-            self.node_rank, MANAGER, packet, is_background=isinstance(content, ev.AgentHeard)
+            self.address, MANAGER, packet, is_background=isinstance(content, ev.AgentHeard)
         )
 
     def _beat(self) -> None:
-        if not self.is_alive or self._is_refused:
+        if not self.is_alive or self._is_refused or self._is_still(self._beat):
             return
         now = self._clock.now()
         self._clock.call_in(self._timeouts.heartbeat_s, self._beat, is_background=True)
@@ -393,7 +438,7 @@ class SimulatedAgent:
 
     def _receive(self, _sender: object, packet: object) -> None:
         assert isinstance(packet, Packet)
-        if packet.to != self._name:
+        if self._is_still(lambda: self._receive(_sender, packet)) or not self.is_alive:
             return
         self._heard_at = now = self._clock.now()
         self._manager, has_gap, is_other = newest_of(self._manager, packet)

@@ -9,7 +9,7 @@ something is to come that ends it (`taskd.testing.liveness`).
 
 import functools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from taskd.core import commands as do
 from taskd.core.job.machine import RecoveryMachine
@@ -20,7 +20,7 @@ from taskd.core.timeouts import Timeouts
 from taskd.testing.clock import FakeClock
 from taskd.testing.liveness import Onlooker, Stuck, why_stuck
 from taskd.testing.network import MemoryNetwork, NetworkQuality
-from taskd.testing.script import FaultScript, Trouble
+from taskd.testing.script import OF_A_NODE, FaultScript, Trouble
 from taskd.testing.shells import MANAGER, SimulatedAgent, SimulatedManager
 from taskd.testing.watching import Checks, PartialWatch, Watch
 from taskd.testing.worker import SimulatedWorker, World
@@ -40,6 +40,7 @@ class Result:
     missed: list[Trouble] = field(default_factory=list)
 
 
+_GATHER_S = 0.005  # as `Timeouts.of_job` of a large one
 _SMALL = 512  # ranks that can be looked at after each event
 _ELECTION_S = 4.0  # to miss a manager, to vote, and to start the next one
 
@@ -65,31 +66,26 @@ class SimulatedJob:
         reschedule_s: float = 0.0,
         strategies: tuple[str, ...] = (),
         checks_all: bool | None = None,
+        gathers: bool = False,
     ) -> None:
         """`reschedule_s`: a lost node is waited for, and another one takes its place.
 
         `strategies`: what the user allows; with "elastic-training" the others go on without it.
         `checks_all`: every invariant is asserted after each event of the manager; None: in a job
-        that is small (`taskd.testing.watching`).
+        that is small (`taskd.testing.watching`). `gathers`: agents tell reports that are alike
+        together, as those of a large job do.
         """
-        rng = random.Random(seed)  # noqa: S311
+        self._rng = rng = random.Random(seed)  # noqa: S311
         self.clock = FakeClock()
         self.timeouts = Timeouts.derive(fault_timeout_s)
         self._agent_timeouts = self.timeouts.of_job(nodes)
+        if gathers:
+            self._agent_timeouts = replace(self._agent_timeouts, gather_s=_GATHER_S)
         self.network = MemoryNetwork(self.clock, rng, quality)
-        world_size = nodes * ranks_per_node
-        self.world = World(
-            self.clock, rng, world_size, steps, is_declared=is_declared, is_sharded=is_sharded
-        )
-        self.records: list[do.RecoveryRecord] = []
-        self.commands: list[do.Command] = []
-        self.stories: list[Story] = []
-        self._missed: list[Trouble] = []
-        self._ended: do.EndJob | None = None
-        self._managers = self._substitutes = 0
-        self._onlooker = Onlooker()
-        self.checks = Checks()
-        self._checks_all = world_size <= _SMALL if checks_all is None else checks_all
+        world = nodes * ranks_per_node, steps
+        self.world = World(self.clock, rng, *world, is_declared=is_declared, is_sharded=is_sharded)
+        self._note_nothing()
+        self._checks_all = world[0] <= _SMALL if checks_all is None else checks_all
         self._reschedule_s, self.strategies = reschedule_s, strategies
         self._first_host = seed % nodes  # any node may have the store of the rendezvous
         self.manager: SimulatedManager | None = None
@@ -99,16 +95,29 @@ class SimulatedJob:
             NodeMachine,
             timeouts=self._agent_timeouts,
             node_count=nodes,
-            world_size=world_size,
+            world_size=world[0],
             max_restarts=max_restarts,
             wait_for_exit=wait_for_exit,
         )
-        self._ranks = [
-            range(node * ranks_per_node, (node + 1) * ranks_per_node) for node in range(nodes)
-        ]
+        per = ranks_per_node
+        self._ranks = [range(node * per, (node + 1) * per) for node in range(nodes)]
         self.agents = [self._start_agent(node, f"agent {node}") for node in range(nodes)]
-        self.script = script or FaultScript()
-        for trouble in self.script:
+        self._play(script or FaultScript())
+
+    def _note_nothing(self) -> None:
+        """What is written down while it runs."""
+        self.records: list[do.RecoveryRecord] = []
+        self.commands: list[do.Command] = []
+        self.stories: list[Story] = []
+        self.checks = Checks()
+        self._missed: list[Trouble] = []
+        self._ended: do.EndJob | None = None
+        self._managers = self._substitutes = 0
+        self._onlooker = Onlooker()
+
+    def _play(self, script: FaultScript) -> None:
+        self.script = script
+        for trouble in script.each():
             self.clock.call_at(
                 trouble.at, functools.partial(self.hurt, trouble), is_background=True
             )
@@ -164,7 +173,7 @@ class SimulatedJob:
         if trouble.kind == "host":
             was_hurt = self._hurt_node(trouble)
             return was_hurt and self._kill_manager(_ELECTION_S, is_elected=True)
-        if trouble.kind in {"agent", "cut"}:
+        if trouble.kind in OF_A_NODE:
             return self._hurt_node(trouble)
         worker = self.world.workers.get(trouble.target)
         if worker is None or not worker.is_alive or worker.is_frozen:
@@ -172,17 +181,52 @@ class SimulatedJob:
         return self._hurt_worker(trouble, worker)
 
     def _hurt_node(self, trouble: Trouble) -> bool:
-        if trouble.kind == "cut":
-            self.network.cut(MANAGER, trouble.target)
-            return True
+        if trouble.target >= len(self.agents):
+            return False
         agent = self.agents[trouble.target]
+        if trouble.kind == "cut":
+            self.network.cut(MANAGER, agent.address)
+            return True
+        if trouble.kind in {"partition", "slow", "stall"}:
+            return agent.is_alive and self._delay_node(trouble, agent)
         if not agent.is_known or not agent.is_alive:
             return False  # a node that never comes is waited for
         agent.kill()
-        if self._reschedule_s or "elastic-training" in self.strategies:
+        if self._replaces_nodes:
             start = functools.partial(self._start_substitute, trouble.target)
             self.clock.call_in(trouble.lasts_s, start)
         return True
+
+    def _delay_node(self, trouble: Trouble, agent: SimulatedAgent) -> bool:
+        """It is there, and is not heard, or later than it should be."""
+        lasts_s = trouble.lasts_s
+        if not agent.is_known and lasts_s > self.timeouts.manager_silence_s:
+            return False  # a node that never comes is waited for
+        if trouble.kind == "slow":
+            self.network.slow_down(agent.address, lasts_s)
+            return True
+        if trouble.kind == "stall":
+            agent.stand_still(lasts_s)
+        else:
+            is_lossy = self._rng.random() < 0.5
+            self.network.part(MANAGER, agent.address, lasts_s, is_lossy=is_lossy)
+        self.clock.call_in(lasts_s, lambda: None)  # that it ends is to come: nobody waits in vain
+        if self._replaces_nodes and self._rng.random() < 0.5:  # else it comes back itself, perhaps
+            lost_s = self._agent_timeouts.agent_lease_s + self._agent_timeouts.lease_recheck_s
+            replace_it = functools.partial(self._replace_lost, agent)
+            self.clock.call_in(lost_s + self._agent_timeouts.heartbeat_s, replace_it)
+        return True
+
+    @property
+    def _replaces_nodes(self) -> bool:
+        return bool(self._reschedule_s) or "elastic-training" in self.strategies
+
+    def _replace_lost(self, agent: SimulatedAgent) -> None:
+        """Another host gets the place of one that counts as lost, and may be there still."""
+        node, manager = agent.node_rank, self.manager
+        is_there = self.agents[node] is agent and agent.is_alive
+        if is_there and manager is not None and node in manager.machine.lost_nodes:
+            self._start_substitute(node)
 
     def _start_agent(
         self, node: int, incarnation: str, substitute_until: float | None = None

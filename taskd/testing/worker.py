@@ -50,16 +50,18 @@ class World:
             self._plan, self._moves = plan, {move.rank: move for move in plan.moves}
         return self._moves.get(rank) or do.Move(rank)
 
-    def meet(self, key: tuple[object, ...], rank: int, go_on: Callable[[], None]) -> None:
-        """A collective of the world that this rank was told of.
+    def meet(
+        self, key: tuple[object, ...], worker: "SimulatedWorker", go_on: Callable[[], None]
+    ) -> None:
+        """A collective of the world that this worker was told of.
 
         Everybody goes on a little after the last one has come, if they are still in it.
         """
-        active = self.workers[rank].active
-        assert not active or rank in active
-        assert self.workers[rank].is_alive
+        active = worker.active
+        assert not active or worker.rank in active
+        assert worker.is_alive
         waiting = self._met.setdefault(key, {})
-        waiting[rank] = go_on
+        waiting[worker.rank] = go_on
         if len(waiting) == (len(active) or self.world_size):
             del self._met[key]
             for call in waiting.values():
@@ -217,7 +219,7 @@ class SimulatedWorker:
             self._say(ev.WorkerDeclared, entered=True)
         self.phase = "enter"
         self._step_token += 1
-        self.world.meet(("init", self.generation), self.rank, self._if_same(self._restore))
+        self.world.meet(("init", self.generation), self, self._if_same(self._restore))
 
     def _restore(self) -> None:
         self.phase = "restore"
@@ -233,7 +235,7 @@ class SimulatedWorker:
                 return  # the source has died since: this entry leads nowhere
             assert len(held) == plan.version, (self.rank, move, len(held), plan.version)
             self._incoming = list(held)
-        self.world.meet(("restore", self.generation), self.rank, self._if_same(self._restored))
+        self.world.meet(("restore", self.generation), self, self._if_same(self._restored))
 
     def _restored(self) -> None:
         self.state, self.parked, self.is_clean = self._incoming, None, True
@@ -264,7 +266,7 @@ class SimulatedWorker:
         if self.world.is_sharded:
             self.phase = "vote"
         self.world.meet(
-            ("step", self.generation, len(self.state)), self.rank, self._if_same(self._optimizer)
+            ("step", self.generation, len(self.state)), self, self._if_same(self._optimizer)
         )
 
     def _optimizer(self) -> None:
