@@ -5,8 +5,8 @@
 
 Pure computation in one process; seconds of processor time. The events are those of a job that
 starts, trains, loses a rank, recovers and ends. Where the ranks of a node report the same at the
-same time, that is one event, as agents of large jobs tell it; the report of each rank counts.
-Of what ranks wait for, `lost` is the decision on a dead rank, up to the order to stop, and `planned`
+same time, that is one event, as agents of large jobs tell it; the report of each rank counts. Of
+what ranks wait for, `lost` is the decision on a dead rank, up to the order to stop, and `planned`
 what follows from the last stop, up to the order to go on.
 """
 
