@@ -42,7 +42,9 @@ def check_whole(job: JobState) -> None:
         is_returning = job.returning is not None and bool(job.returning.pending)
         assert len(job.awaited) or len(job.absent) or is_returning
     assert not len(job.awaited) or job.phase in _MAY_AWAIT
-    assert not len(job.absent) or job.phase is JobPhase.PAUSING
+    if len(job.absent):
+        is_bounded = job.phase is JobPhase.JOINING and job.join_by is not None
+        assert job.phase is JobPhase.PAUSING or is_bounded
     assert job.returning is None or (job.phase is JobPhase.PAUSING and job.dump is None)
     assert job.dump is not None or job.phase not in DUMPING
     assert job.join_by is None or job.phase is JobPhase.JOINING

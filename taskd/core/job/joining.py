@@ -21,13 +21,14 @@ _SHOWN_RANKS = 16
 
 
 def wait_for_others(job: JobState) -> None:
-    """Not complete yet. Workers that cannot go on are no reason to wait for ever.
+    """Not complete yet. Workers that cannot go on, and lost nodes, are no reason to wait for ever.
 
     O(1) while all work: it is asked for each node that comes.
     """
     members = [job.members[rank] for rank in sorted(job.membership.stopped_early)]
     _take_over_lost(job, members)
-    if any(member.has_stopped for member in members) or _are_missed(job):
+    is_hurt = bool(job.unanswered) or any(member.has_stopped for member in members)
+    if is_hurt or _are_missed(job):
         defer_faults(job)
     else:
         job.join_by = None

@@ -57,9 +57,13 @@ def _stop_by(job: JobState) -> dict[bool, float]:
 
 
 def replace(job: JobState, member: Member) -> do.ReplaceWorker:
-    """A new process for a rank whose old one is gone, or is to go."""
+    """A new process for a rank whose old one is gone, or is to go.
+
+    JOINING: it is awaited from the recovery on that begins when all are there.
+    """
     member.begin_life(member.incarnation + 1, job.now, replaced=True)
-    job.awaited.set(member.rank, job.now + job.timeouts.start_s)
+    if job.phase is not JobPhase.JOINING:
+        job.awaited.set(member.rank, job.now + job.timeouts.start_s)
     return replacement(job, member)
 
 

@@ -135,7 +135,9 @@ class JobState(MachineState):
         seen_by = None if self.restarted is None else self.restarted.until
         back_by = self.returning.by if self.returning and self.returning.pending else None
         whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by, back_by
-        return self.awaited.next(), self.absent.next(), *whole
+        # JOINING: `join_by` is the end of that wait, too
+        is_pausing = self.phase is JobPhase.PAUSING
+        return self.awaited.next(), self.absent.next() if is_pausing else None, *whole
 
     def fit(self, node_count: int) -> None:
         """The first agent says how many nodes there are."""

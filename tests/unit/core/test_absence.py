@@ -35,6 +35,59 @@ class TestTheManager:
         assert job.machine.phase is JobPhase.PAUSING
         assert job.machine.next_deadline(with_leases=False) == 400.02  # 270 s after the loss
 
+    def _lost_while_joining(self, manager, *, others: int = 1):
+        """Node 1 has been silent for a lease, and another one has not come yet."""
+        job = manager(nodes=2 + others, per_node=2, strategies="recover", reschedule_s=20.0)
+        for node in range(1 + others):
+            job.register(node)
+            job.worker(ev.WorkerDeclared, 2 * node, True)
+        for node in range(1 + others):
+            if node != 1:
+                job.send(ev.AgentHeard, node, at=115.0)
+        job.tick(), job.tick()
+        assert job.machine.lost_nodes == [1]
+        assert job.machine.phase is JobPhase.JOINING
+        return job
+
+    def test_one_that_is_lost_before_all_have_come_is_not_waited_for_for_ever(
+        self, manager
+    ) -> None:
+        """Nobody can go on: neither without it, nor without the one that has never come."""
+        job = self._lost_while_joining(manager)
+        ticks = 0
+        while job.machine.phase is JobPhase.JOINING:
+            deadline = job.machine.next_deadline(with_leases=False)
+            assert deadline is not None, "nothing is waited for"
+            assert deadline > job.now, "a deadline that has come does nothing"
+            job.hear_all_until(deadline - 0.5)
+            said = job.tick(at=deadline)
+            ticks += 1
+            assert ticks < 5
+        assert "ranks [4, 5] are not known to this manager" in only(said, do.GiveUp).reason
+
+    def test_the_last_one_comes_and_the_lost_one_is_replaced(self, manager) -> None:
+        job = self._lost_while_joining(manager)
+        assert kinds(job.register(2)) == ["Interrupt"]
+        assert job.machine.phase is JobPhase.PAUSING
+        assert kinds(_nothing_runs(job)) == ["Interrupt", "ReplaceWorker", "ReplaceWorker"]
+
+    def test_another_agent_takes_its_place_before_the_last_one_comes(self, manager) -> None:
+        job = self._lost_while_joining(manager)
+        said = _nothing_runs(job)
+        assert kinds(said) == ["ReplaceWorker", "ReplaceWorker"]
+        assert job.machine.phase is JobPhase.JOINING
+        for rank in (2, 3):
+            job.worker(ev.WorkerStarted, rank, 17)
+        assert kinds(job.register(2)) == ["Interrupt"]
+        for rank in (0, 1, 4, 5):
+            job.pause(rank, 7)
+        job.pause(2, None)
+        resume = only(job.pause(3, None), do.Resume)
+        assert resume.version == 7
+        record = only(job.recover_all(8), do.RecordRecovery).record
+        assert (record.steps_redone, record.restarts_used) == (0, 1)
+        assert [fault.kind for fault in record.faults] == [FaultKind.NODE_LOST]
+
     def test_another_agent_takes_its_place(self, manager) -> None:
         job, _ = _waiting(manager)
         job.pause(0, 7), job.pause(1, 7)
