@@ -132,7 +132,9 @@ def make(seed: int, number: int) -> SimulatedJob:
         if kind < 0.5:  # and some go on without it, at once or when it was waited for
             arguments["strategies"] = ("recover", "elastic-training")
             arguments["reschedule_s"] = rng.choice((0.0, 30.0, 270.0))
-    if rng.random() < 0.1:
+    # For a manager that was restarted such a node is one that it has never seen.
+    is_seen = not any(trouble.kind == "manager" for trouble in script)
+    if is_seen and rng.random() < 0.15:
         how, node = rng.choice(("partition", "stall")), rng.randrange(nodes)
         unheard = Trouble(rng.random() * 0.5, how, node, rng.choice(_UNHEARD_S))
         script = FaultScript.of([*script, unheard])

@@ -252,6 +252,7 @@ class SimulatedAgent:
         self._heard_at = 0.0
         self._is_joined = self._is_refused = False
         self._still_until = 0.0
+        self._waiting: list[Callable[[], None]] = []  # to be done when it goes on
         self._gathered: list[ev.WorkerEvent] = []
         network.listen(self.address, self._receive)
         for life in machine.lives.present.values():
@@ -338,13 +339,20 @@ class SimulatedAgent:
 
     def stand_still(self, seconds: float) -> None:
         """The agent does nothing for so long; what comes meanwhile it finds afterwards."""
-        self._still_until = self._clock.now() + seconds
+        self._still_until = max(self._still_until, self._clock.now() + seconds)
+        self._clock.call_at(self._still_until, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._still_until <= self._clock.now():
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                call()
 
     def _is_still(self, call: Callable[[], None]) -> bool:
         """Whether it stands still; then it does this later, in the order in which it came."""
-        is_still = self._still_until > self._clock.now()
+        is_still = self._still_until > self._clock.now() or bool(self._waiting)
         if is_still:
-            self._clock.call_at(self._still_until, call)
+            self._waiting.append(call)
         return is_still
 
     # ------------------------------------------------------------------ the machine

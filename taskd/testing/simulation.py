@@ -320,7 +320,10 @@ class SimulatedJob:
             firsts = {"agent 0", f"agent {self._first_host}"}
             stores = {command.store} if command.store else firsts
             assert stores <= hosts, f"resumed at a store of {stores - hosts}, which was replaced"
+            world = set(command.active) or self.world.workers.keys()
             for worker in self.world.workers.values():
+                if worker.rank not in world:
+                    continue  # of a node that is out of reach, and the job goes on without it
                 is_out = (
                     not worker.is_alive
                     or worker.is_frozen

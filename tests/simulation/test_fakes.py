@@ -88,6 +88,53 @@ def test_scripts_are_repeatable() -> None:
     ]
 
 
+def test_an_agent_that_stands_still_twice_finds_everything_in_its_order_afterwards() -> None:
+    job = SimulatedJob(ranks_per_node=2)
+    job.clock.advance(0.1)
+    agent = job.agents[0]
+    seen: list[int] = []
+    agent.stand_still(1.0)
+    for number, seconds in ((1, 0.1), (2, 0.3), (3, 1.1)):
+        job.clock.call_in(seconds, lambda number=number: seen.append(number))
+    agent._is_still(lambda: seen.append(10))
+    job.clock.advance(0.2)
+    agent.stand_still(0.1)  # it stands still longer than that already
+    agent._is_still(lambda: seen.append(11))
+    job.clock.advance(0.5)
+    agent.stand_still(1.0)
+    agent._is_still(lambda: seen.append(12))
+    job.clock.advance(5.0)
+    assert seen == [1, 2, 3, 10, 11, 12]
+    assert not agent._is_still(lambda: None)
+
+
+class TestPartitions:
+    @staticmethod
+    def seen_of(*, is_lossy: bool) -> list[tuple[float, object]]:
+        clock = FakeClock()
+        network = MemoryNetwork(clock, random.Random(0), NetworkQuality(jitter_s=0.0))
+        seen: list[tuple[float, object]] = []
+        network.listen("b", lambda _, message: seen.append((round(clock.now(), 4), message)))
+        network.send("a", "b", "under way")
+        network.part("b", "a", 2.0, is_lossy=is_lossy)
+        network.send("a", "b", "meanwhile")
+        network.send("c", "b", "of another")
+        clock.advance(2.0)
+        network.send("a", "b", "afterwards")
+        clock.advance(1.0)
+        assert not list(network.under_way("a", "b"))
+        return seen
+
+    def test_what_is_sent_while_the_link_is_down_is_lost(self) -> None:
+        assert self.seen_of(is_lossy=True) == [(0.0005, "of another"), (2.0005, "afterwards")]
+
+    def test_or_it_arrives_when_the_link_is_up(self) -> None:
+        assert self.seen_of(is_lossy=False) == [
+            (0.0005, "under way"), (0.0005, "of another"), (2.0005, "meanwhile"),
+            (2.0005, "afterwards"),
+        ]  # fmt: skip
+
+
 def test_a_second_agent_on_a_taken_position_is_refused_and_the_job_goes_on() -> None:
     job = SimulatedJob(nodes=2, ranks_per_node=2, steps=10)
     assert job.manager is not None
