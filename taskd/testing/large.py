@@ -27,6 +27,8 @@ from taskd.testing.simulation import SimulatedJob
 if TYPE_CHECKING:
     from taskd.testing.simulation import Result
 
+# What the rules end on purpose: an exception that comes back, and a death after all have trained.
+_ENDINGS = ("came back", "returned everywhere")
 _FIRST_AT_S = 0.13  # all ranks train by then, and none has come to its end
 # Losses and repetitions are few, as each of them is met by some of thousands of nodes.
 _QUALITIES = (
@@ -77,11 +79,13 @@ def make(seed: int, size: Size) -> SimulatedJob:
 def judge(job: SimulatedJob, result: Result) -> None:
     """Raises AssertionError unless every rank holds every step once, and none was done again.
 
-    No fault of such a history takes the last copy of the state, nor a node for good.
+    No fault of such a history takes the last copy of the state, nor a node for good. But a rule may
+    end the job.
     """
-    assert result.succeeded, f"ended: {result.reason}"
-    steps = list(range(job.world.steps))
-    wrong = [rank for rank, state in result.states.items() if state != steps]
+    if not result.succeeded:
+        assert any(words in result.reason for words in _ENDINGS), f"ended: {result.reason}"
+    steps = list(range(job.world.steps)) if result.succeeded else None
+    wrong = [rank for rank, state in result.states.items() if steps and state != steps]
     assert not wrong, f"{len(wrong)} ranks do not hold every step once: {wrong[:16]}"
     kept = [record for record in result.records if record.strategy != "restart"]
     lost = sum(record.steps_redone for record in kept)
