@@ -156,8 +156,10 @@ class SimulatedJob:
 
     def _check_liveness(self) -> None:
         reason = why_stuck(self.manager, self.agents, self.world.workers)
-        # torch's, which are all that a script without taskd has
-        has_timeouts_of_its_own = not self.world.is_declared
+        # torch's, which are all that a script without taskd has, and whoever waits in a collective
+        # for the ranks of a node that has found no manager and goes on as plain torchrun
+        is_alone = any(isinstance(agent.outcome, do.FallBack) for agent in self.agents)
+        has_timeouts_of_its_own = is_alone or not self.world.is_declared
         if reason is not None and not (has_timeouts_of_its_own and self.world.time_out()):
             raise Stuck(f"at {self.clock.now():.3f} s: {reason}")
 
