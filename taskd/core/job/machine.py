@@ -105,6 +105,11 @@ def _an_early_end(job: JobState) -> bool:
     return bool(job.membership.ended_early)
 
 
+def _a_call_for_all(job: JobState) -> bool:
+    """Thousands of ranks report that they have stopped, or why: most call for nobody else."""
+    return bool(job.unanswered) or job.is_recovery_needed or _an_early_end(job)
+
+
 def _the_last_return(job: JobState) -> bool:
     return _an_early_end(job) or job.membership.nobody_works()
 
@@ -142,9 +147,9 @@ _AS_USUAL: Rules = {
     ev.WorkerLost: Rule(workers.lost, _TO_END),
     ev.WorkerExitKnown: Rule(workers.exit_known, _TO_END),
     ev.WorkerExamined: _EXAMINED,
-    ev.WorkerPaused: Rule(workers.stopped),
-    ev.WorkerMayAdvance: Rule(workers.stopped),
-    ev.WorkerRaised: Rule(workers.raised, {JobPhase.SUSPECTING}),
+    ev.WorkerPaused: Rule(workers.stopped, follows=_a_call_for_all),
+    ev.WorkerMayAdvance: Rule(workers.stopped, follows=_a_call_for_all),
+    ev.WorkerRaised: Rule(workers.raised, {JobPhase.SUSPECTING}, _a_call_for_all),
     ev.WorkerRecovered: Rule(workers.recovered, follows=_nothing),
     ev.WorkerReturned: Rule(workers.returned, follows=_the_last_return),
     ev.WorkerFinished: Rule(workers.finished),
