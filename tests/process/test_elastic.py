@@ -109,7 +109,9 @@ def _check_steps(job: harness.Job, ranks: set[int], steps: int) -> None:
         assert len({fact["pid"] for fact in committed[rank]}) == 1
         losses = [fact["loss"] for fact in committed[rank]]
         assert losses == pytest.approx([expected[step] for step in own], rel=1e-4)
-    assert done == set(range(steps))
+    # an interrupt at the end of commit() comes before the script has written that down
+    untold = set(range(steps)) - done
+    assert untold <= {record["version"] - 1 for record in job.recoveries()}
 
 
 @pytest.mark.parametrize(
