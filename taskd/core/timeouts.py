@@ -28,8 +28,9 @@ DEFAULT_HANG_CEILING_S = 1800.0
 # Nodes. Of more than these the manager gets one message instead of one for each rank, ...
 _LARGE = 256
 _GATHER_S = 0.005  # ranks of one node stop within less
-# ... and of more than these half as many heartbeats: they are most of what it does.
-_VERY_LARGE = 1024
+# ... and it reads about so many heartbeats in a second, which are most of what it does.
+_HEARTBEATS_PER_S = 1200
+_BEATS_OF_SILENCE = 2.5  # in a manager's silence: one answer may be lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,12 @@ class Timeouts:
         """Those of a job of so many nodes, from those of any job."""
         if node_count <= _LARGE:
             return self
-        times = 2 if node_count > _VERY_LARGE else 1
+        longest_s = max(self.heartbeat_s, self.manager_silence_s / _BEATS_OF_SILENCE)
+        heartbeat_s = min(max(self.heartbeat_s, node_count / _HEARTBEATS_PER_S), longest_s)
         timeouts = replace(
             self,
-            heartbeat_s=times * self.heartbeat_s,
-            lease_recheck_s=times * self.lease_recheck_s,
+            heartbeat_s=heartbeat_s,
+            lease_recheck_s=2 * heartbeat_s,
             gather_s=_GATHER_S,
         )
         timeouts.check()

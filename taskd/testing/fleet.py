@@ -12,10 +12,12 @@ obey is read after a few of them have: real agents do not wait for each other.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import select
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from taskd.core import commands, events
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from taskd.clock import Clock
 
 OBEYS_AFTER_S = 0.04  # what four real ranks need to stop (benchmarks/recovery.py)
+_CAUSE = "fleet"
 _AT_ONCE = 16  # agents that say what is due before it is looked whether more has come
 _TIMES_EVERY_S = 10.0  # the time spent in each phase is told this often
 _TIMES = tuple((name, 1000, 25.0) for name in ("data", "forward", "backward", "optimizer"))
@@ -62,7 +65,6 @@ class ImitatedAgent:
         self._sequence = self._beats = 0
         self._killed: int | None = None
         self._beat_at = 0.0
-        self._gathered: list[tuple[str, messages.Message]] = []
         self._packed_marks: tuple[object, bytes] = ((), b"")  # of what, and as it was sent
         self._link: ZmtpConnection | None = None
 
@@ -135,43 +137,38 @@ class ImitatedAgent:
 
     def obey(self, command: commands.Command) -> None:
         """All ranks of this node do what they were told."""
-        self._obey(command)
-        for first in range(0, len(self._gathered), batch.MAX_REPORTS):
-            reports = self._gathered[first : first + batch.MAX_REPORTS]
-            self._send(batch.batch_of(reports), "reports")
-        self._gathered.clear()
-
-    def _obey(self, command: commands.Command) -> None:
         lives = self.incarnations
         match command:
             case commands.Interrupt():
                 self.generation = command.generation
-                for rank, life in lives.items():
-                    if rank != self._killed:
-                        args = (rank, life, self.generation, self.version, True)
-                        self._tell(events.WorkerPaused, *args)
+                stopped = [rank for rank in lives if rank != self._killed]
+                self._tell_alike(stopped, events.WorkerPaused, self.generation, self.version, True)
             case commands.ReplaceWorker():
                 rank, lives[command.rank] = command.rank, command.incarnation
                 self._tell(events.WorkerStarted, rank, command.incarnation, 1)
                 self._tell(events.WorkerDeclared, rank, command.incarnation, True)
-                paused = (rank, command.incarnation, command.generation, None, True)
-                self._tell(events.WorkerPaused, *paused)
+                self._tell_alike([rank], events.WorkerPaused, command.generation, None, True)
                 self._killed = None
             case commands.Resume():
                 assert command.version is not None
                 self.version = command.version + 1
-                for rank, life in lives.items():
-                    recovered = (rank, life, command.generation, self.version, 0.1, 0.1, 0.1)
-                    self._tell(events.WorkerRecovered, *recovered)
+                recovered = (command.generation, self.version, 0.1, 0.1, 0.1)
+                self._tell_alike(list(lives), events.WorkerRecovered, *recovered)
             case commands.GiveUp() | commands.RestartGroup():
                 raise AssertionError(f"node {self.node_rank} was told {command}")
 
     def _tell(self, kind: type[events.Event], *values: object) -> None:
-        message = translate.event_to_message(kind(0.0, "fleet", *values))
-        if batch.may_wait(message):
-            self._gathered.append(("fleet", message))
-        else:
-            self._send(message, "fleet")
+        self._send(translate.event_to_message(kind(0.0, _CAUSE, *values)), _CAUSE)
+
+    def _tell_alike(
+        self, ranks: Sequence[int], kind: type[events.WorkerEvent], *values: object
+    ) -> None:
+        """As `batch.batch_of` has it, when each of these ranks reports the same."""
+        if ranks:
+            told = _told(kind, values)  # type: ignore[arg-type]  # a class has a hash, too
+            lives = tuple(self.incarnations[rank] for rank in ranks)
+            told = replace(told, ranks=tuple(ranks), incarnations=lives)
+            self._send(messages.Batch((told,)), "reports")
 
     def _send(self, message: messages.Message, cause: str) -> None:
         self._send_body(message.code, codec.body_of(message), cause)
@@ -181,6 +178,13 @@ class ImitatedAgent:
         self._sequence += 1
         envelope = codec.Envelope(*self._sender, self.generation, self._sequence, cause)
         self._link.send(codec.frame_of(envelope, code, body))
+
+
+@functools.lru_cache(maxsize=64)
+def _told(kind: type[events.WorkerEvent], values: tuple[object, ...]) -> messages.Told:
+    """What rank 0 would report; packed once for all, as they say it again and again."""
+    message = translate.event_to_message(kind(0.0, _CAUSE, 0, 0, *values))
+    return batch.batch_of([(_CAUSE, message)]).reports[0]
 
 
 class Fleet:

@@ -39,6 +39,8 @@ _BACKLOG = 4096
 # Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
 # fills the memory.
 _BATCH = 1000
+# plain numbers: to join two of ZeroMQ's flags takes longer than to send a frame
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _BATCH_BYTES = 16 * _MAX_MESSAGE_BYTES
 _MAX_PARTS = 1000  # of a message; ours have one
 _LINGER_MS = 1000  # for the last words on a connection that is up
@@ -124,13 +126,16 @@ class _Socket:
     def _frames(self) -> Iterable[list[bytes]]:
         for _ in range(_BATCH):
             try:
-                yield self._socket.recv_multipart(zmq.NOBLOCK)
+                yield self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
                 return
 
     def _send(self, frames: list[bytes]) -> bool:
+        *first, last = frames
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in first:
+                self._socket.send(frame, _MORE)
+            self._socket.send(last, _NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -267,7 +272,7 @@ class Router(_Socket):
             if byte_count >= _BATCH_BYTES or self.is_abused:
                 break
             try:
-                route = self._socket.recv(zmq.NOBLOCK)
+                route = self._socket.recv(_NOBLOCK)
             except zmq.Again:
                 self._hang_up()
                 break

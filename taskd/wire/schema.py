@@ -180,7 +180,7 @@ def _unpacker(
     names = [item.name for item in fields(cls)]
     body = values(names)
     for name in names:
-        is_right = _is_right(hints[name], name, is_order=is_order)
+        is_right = _is_right(hints[name], name, f"_{name}", is_order=is_order)
         converted = f"unpack_{name}(_{name}, f'{{where}}.{name}')"
         if get_origin(hints[name]) is tuple:
             converted = f"() if _{name} == [] else {converted}"
@@ -192,23 +192,21 @@ def _unpacker(
             f"unpack_{name}": _converters(hints[name], name, is_order=is_order)[1] for name in names
         },
     }
-    exec("\n    ".join(["def unpack_all(data, where):", *body]), scope)  # noqa: S102
-    unpack_all: Unpack = scope["unpack_all"]
-    return unpack_all
+    return _made("unpack_all", body, scope)
 
 
-def _is_right(hint: Any, name: str, *, is_order: bool) -> str:
-    """The condition under which the value `_name` is what `_converters` would make of it."""
+def _is_right(hint: Any, name: str, value: str, *, is_order: bool) -> str:
+    """The condition under which the variable `value` is what `_converters` would make of it."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (part for part in get_args(hint) if part is not type(None))
-        return f"_{name} is None or {_is_right(inner, name, is_order=is_order)}"
+        return f"{value} is None or {_is_right(inner, name, value, is_order=is_order)}"
     if hint is int:
         low, high = _range(name, is_order=is_order)
-        return f"type(_{name}) is int and {low} <= _{name} <= {high}"
+        return f"type({value}) is int and {low} <= {value} <= {high}"
     conditions = {
-        bool: f"type(_{name}) is bool",
-        float: f"type(_{name}) is float and 0.0 <= _{name} <= {MAX_SECONDS!r}",
-        str: f"type(_{name}) is str and len(_{name}) <= {_characters(name)}",
+        bool: f"type({value}) is bool",
+        float: f"type({value}) is float and 0.0 <= {value} <= {MAX_SECONDS!r}",
+        str: f"type({value}) is str and len({value}) <= {_characters(name)}",
     }
     return conditions.get(hint, "False")
 
@@ -358,15 +356,38 @@ def _tuple_converters(parts: tuple[Any, ...], name: str, *, is_order: bool) -> t
         *(_converters(part, name, is_order=is_order) for part in parts), strict=True
     )
 
-    def unpack_each(value: Any, where: str) -> tuple[Any, ...]:
+    def unpack_other(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(unpacks):
             raise wrong(where, f"a list of {len(unpacks)}", value)
         return tuple([unpack(item, where) for unpack, item in zip(unpacks, value, strict=True)])
 
     return (
         lambda values: [pack(value) for pack, value in zip(packs, values, strict=True)],
-        unpack_each,
+        _each_unpacker(parts, name, unpack_other, is_order=is_order),
     )
+
+
+def _each_unpacker(parts: tuple[Any, ...], name: str, other: Unpack, *, is_order: bool) -> Unpack:
+    """`other` for what is not right as it is: see `_unpacker`."""
+    values = [f"_{index}" for index in range(len(parts))]
+    rights = [
+        f"({_is_right(part, name, value, is_order=is_order)})"
+        for part, value in zip(parts, values, strict=True)
+    ]
+    body = [
+        f"if type(data) is list and len(data) == {len(parts)}:",
+        f"    {', '.join(values)}, = data",
+        f"    if {' and '.join(rights)}: return ({', '.join(values)},)",
+        "return other(data, where)",
+    ]
+    return _made("unpack_each", body, {"other": other})
+
+
+def _made(name: str, body: list[str], scope: dict[str, Any]) -> Unpack:
+    """The function of these lines, which see `scope`."""
+    exec("\n    ".join([f"def {name}(data, where):", *body]), scope)  # noqa: S102
+    made: Unpack = scope[name]
+    return made
 
 
 def _integer_unpacker(name: str, *, is_order: bool) -> Unpack:

@@ -12,7 +12,7 @@ from taskd.core import events
 from taskd.testing.fleet import Fleet, ImitatedAgent
 from taskd.testing.zmtp import ZmtpConnection
 from taskd.transport import zeromq
-from taskd.wire import codec, messages
+from taskd.wire import batch, codec, messages, translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,7 +128,8 @@ def test_an_imitated_agent_reports_the_stop_of_all_its_ranks_in_one_message(rout
     tell(messages.Interrupt(1, "a rank has died"))
     until(lambda: hears(messages.Batch))
     (stop,) = [message for message in said if isinstance(message, messages.Batch)]
-    (told,) = stop.reports
-    assert (told.type, told.ranks) == (messages.WorkerPaused.code, tuple(range(8)))
+    paused = [events.WorkerPaused(0.0, "fleet", rank, 0, 1, 5, clean=True) for rank in range(8)]
+    reports = [("fleet", translate.event_to_message(one)) for one in paused]
+    assert stop == batch.batch_of(reports), "what a real agent would have sent"
     assert ("Interrupt", 1) in fleet.agents[0].told_at
     fleet.hang_up(0)

@@ -5,7 +5,6 @@ refused of one peer. Knows no connections: who a sender is has been found out be
 """
 
 from collections import Counter
-from collections.abc import Collection
 
 from taskd.core import events as ev
 from taskd.core.job.machine import EVENTS
@@ -23,22 +22,29 @@ _REFUSED_WEIGHT, _UNREADABLE_WEIGHT = 2000, 100
 _MAX_STRANGERS = 4096
 
 
-def objection(event: ev.Event, node_rank: int, ranks: Collection[int]) -> tuple[str, str] | None:
+def objection(event: ev.Event, node_rank: int, ranks: frozenset[int]) -> tuple[str, str] | None:
     """Why the agent of `node_rank`, which registered `ranks`, may not say this; None: it may.
 
     The kind of the refusal ("malformed", "foreign") and its text.
     """
     if type(event) not in _ALLOWED:
         return "malformed", f"{type(event).__name__} is not for a manager"
-    if isinstance(event, ev.WorkerEvent) and event.rank not in ranks:
-        return "foreign", f"node {node_rank} spoke of rank {event.rank}, which is not its own"
-    told = event.marks if isinstance(event, ev.AgentHeard) else ()
-    lives = event.lives if isinstance(event, ev.SharedReport) else ()
-    if any(mark.rank not in ranks for mark in told) or any(rank not in ranks for rank, _ in lives):
-        return "foreign", f"node {node_rank} spoke of ranks that are not its own"
+    told = _ranks_of(event)
+    if not ranks.issuperset(told):
+        foreign = sorted(set(told) - ranks)
+        return "foreign", f"node {node_rank} spoke of rank {foreign[0]}, which is not its own"
     if isinstance(event, _OF_A_NODE) and event.node_rank != node_rank:
         return "foreign", f"node {node_rank} spoke for node {event.node_rank}"
     return None
+
+
+def _ranks_of(event: ev.Event) -> list[int]:
+    """The ranks of which it tells. Lists alone: a heartbeat of each of thousands comes by here."""
+    if isinstance(event, ev.AgentHeard):
+        return [mark.rank for mark in event.marks]
+    if isinstance(event, ev.SharedReport):
+        return [rank for rank, _ in event.lives]
+    return [event.rank] if isinstance(event, ev.WorkerEvent) else []
 
 
 class Strangers:

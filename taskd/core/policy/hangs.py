@@ -161,11 +161,12 @@ class HangDetector:
 
     def note(self, now: float, marks: Iterable[Mark]) -> None:
         """An agent looked at its workers."""
+        floor_s = self._timeouts.hang_floor_s
         for mark in marks:
             self._seen[mark.rank] = (now, mark)
-            if max(mark.still_s, mark.frozen_s) >= self._timeouts.hang_floor_s:
+            if mark.still_s >= floor_s or mark.frozen_s >= floor_s:
                 self._still.add(mark.rank)
-            else:
+            elif self._still:
                 self._still.discard(mark.rank)
 
     def is_due(self, now: float) -> bool:

@@ -35,10 +35,17 @@ class TestTimeouts:
     def test_the_order_holds_for_every_job(self, setting, nodes) -> None:
         any_job = Timeouts.derive(setting)
         timeouts = any_job.of_job(nodes)
-        times = 2 if nodes > 1024 else 1
-        assert timeouts.heartbeat_s == times * any_job.heartbeat_s
-        assert timeouts.lease_recheck_s == times * any_job.lease_recheck_s
+        longest_s = max(any_job.heartbeat_s, any_job.manager_silence_s / 2.5)
+        assert any_job.heartbeat_s <= timeouts.heartbeat_s <= longest_s
+        assert timeouts.heartbeat_s in (any_job.heartbeat_s, longest_s, nodes / 1200)
+        assert timeouts.lease_recheck_s == 2 * timeouts.heartbeat_s
         assert bool(timeouts.gather_s) == (nodes > 256)
+
+    def test_a_manager_of_thousands_hears_so_many_heartbeats_in_a_second(self) -> None:
+        timeouts = Timeouts.derive()
+        assert timeouts.of_job(1200).heartbeat_s == 1.0
+        assert timeouts.of_job(2400).heartbeat_s == 2.0
+        assert timeouts.of_job(8192).heartbeat_s == timeouts.manager_silence_s / 2.5 == 4.0
 
     def test_a_wrong_order_is_found(self) -> None:
         with pytest.raises(AssertionError):
@@ -99,7 +106,7 @@ class TestLeases:
 
     def test_in_a_large_job_it_waits_for_a_longer_heartbeat(self) -> None:
         leases = Leases(Timeouts.derive(30))
-        leases.use(Timeouts.derive(30).of_job(2000))
+        leases.use(Timeouts.derive(30).of_job(2400))
         leases.renew(0, 0.0)
         assert leases.expired(500.0) == []
         assert leases.expired(503.9) == []

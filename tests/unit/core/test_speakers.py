@@ -34,7 +34,7 @@ MARKS = tuple(Mark(rank, 0, 0, 5, "step", 0.0) for rank in (2, 4))
 def test_an_agent_speaks_of_its_own_node_and_ranks(
     event: events.Event, refused: tuple[str, str] | None
 ) -> None:
-    found = objection(event, 1, {2, 3})
+    found = objection(event, 1, frozenset({2, 3}))
     assert (found is None) == (refused is None)
     if found and refused:
         assert found[0] == refused[0]

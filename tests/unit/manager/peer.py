@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.transport.memory import MemoryDealer, MemoryNetwork
 from taskd.wire import codec, messages, translate
+
+if TYPE_CHECKING:
+    from taskd.manager.service import Service
+    from taskd.testing.clock import FakeClock
 
 
 class Peer:
@@ -71,3 +76,23 @@ def lost(rank: int, incarnation: int = 0) -> tuple:
 
 def types(heard: list[messages.Message]) -> list[type]:
     return [type(message) for message in heard]
+
+
+def recover(service: Service, agent: Peer, clock: FakeClock, fault: Fault | None = None) -> None:
+    """Rank 1 of two declared ones dies and comes back."""
+    for rank in range(2):
+        agent.report(events.WorkerDeclared, rank, 0)
+    agent.report(events.WorkerLost, 1, 0, fault or lost(1)[2], 0.25)
+    service.turn()
+    assert set(types(agent.heard())) == {messages.Interrupt, messages.ReplaceWorker}
+    clock.advance(0.1)
+    agent.report(events.WorkerPaused, 0, 0, 1, 7, True, "")
+    agent.report(events.WorkerStarted, 1, 1, 4711)
+    agent.report(events.WorkerPaused, 1, 1, 1, None, True, "")
+    service.turn()
+    (resume,) = agent.heard()
+    assert (resume.version, resume.generation) == (7, 1)
+    clock.advance(0.2)
+    for rank, incarnation in ((0, 0), (1, 1)):
+        agent.report(events.WorkerRecovered, rank, incarnation, 1, 8, 0.05, 0.04, 0.03, "")
+    service.turn()

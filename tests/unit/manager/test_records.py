@@ -17,13 +17,10 @@ from taskd.core.faults import Fault, FaultKind
 from taskd.manager.held_records import HeldRecords
 from taskd.manager.records import Records, describe_fault
 from taskd.wire import messages
-from tests.unit.manager.peer import Peer, lost, types
+from tests.unit.manager.peer import recover, types
 
 if TYPE_CHECKING:
     import pathlib
-
-    from taskd.manager.service import Service
-    from taskd.testing.clock import FakeClock
 
 
 _ZEROS = {field.name: 0 for field in dataclasses.fields(RecoveryRecord)}
@@ -68,26 +65,6 @@ def test_whoever_has_seen_the_line_finds_the_record(tmp_path, caplog) -> None:
 def test_no_line_says_more_of_a_step_than_is_known(version, phase, where: str) -> None:
     fault = Fault(FaultKind.KILLED, 1, 0, "SIGKILL", version, phase)
     assert describe_fault(fault) == f"rank 1 killed (SIGKILL) {where}"
-
-
-def recover(service: Service, agent: Peer, clock: FakeClock, fault: Fault | None = None) -> None:
-    """Rank 1 of two declared ones dies and comes back."""
-    for rank in range(2):
-        agent.report(events.WorkerDeclared, rank, 0)
-    agent.report(events.WorkerLost, 1, 0, fault or lost(1)[2], 0.25)
-    service.turn()
-    assert set(types(agent.heard())) == {messages.Interrupt, messages.ReplaceWorker}
-    clock.advance(0.1)
-    agent.report(events.WorkerPaused, 0, 0, 1, 7, True, "")
-    agent.report(events.WorkerStarted, 1, 1, 4711)
-    agent.report(events.WorkerPaused, 1, 1, 1, None, True, "")
-    service.turn()
-    (resume,) = agent.heard()
-    assert (resume.version, resume.generation) == (7, 1)
-    clock.advance(0.2)
-    for rank, incarnation in ((0, 0), (1, 1)):
-        agent.report(events.WorkerRecovered, rank, incarnation, 1, 8, 0.05, 0.04, 0.03, "")
-    service.turn()
 
 
 def test_a_recovery_leaves_a_line_a_record_and_a_story(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from taskd.core import events
 from taskd.manager.sessions import Session
 from taskd.wire import messages
-from tests.unit.manager.peer import Peer, lost, types
+from tests.unit.manager.peer import Peer, lost, recover, types
 
 
 def test_a_heartbeat_is_answered_and_a_stranger_is_asked_to_register(
@@ -217,10 +219,35 @@ def test_what_all_are_told_is_encoded_once(service, network, agent, monkeypatch)
     assert len({id(data) for _, data in sent}) == 1
 
 
+def join_others(service) -> None:
+    """Agents of a large job."""
+    for node_rank in range(1, 300):
+        session = Session(b"%d" % node_rank, "a", 1, frozenset())
+        service._sessions.agents[node_rank] = session
+
+
+def test_no_search_for_garbage_falls_into_a_recovery_of_a_large_job(service, agent, clock) -> None:
+    join_others(service)
+    service.turn()
+    frozen, searches = gc.get_freeze_count(), []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        searches.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        recover(service, agent, clock)
+        kept = [[number] for number in range(20_000)]  # what a larger one would have made
+    finally:
+        gc.callbacks.remove(note)
+    assert searches == []
+    service.turn()
+    assert gc.get_freeze_count() >= frozen + len(kept), "nor will any search look at that again"
+
+
 def test_of_thousands_not_each_heartbeat_is_answered(service, agent, clock) -> None:
     sessions = service._sessions.agents
-    for node_rank in range(1, 300):
-        sessions[node_rank] = Session(b"%d" % node_rank, "a", 1, frozenset())
+    join_others(service)
     answers = []
     for _ in range(10):
         agent.say(messages.Heartbeat())
