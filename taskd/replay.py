@@ -7,7 +7,7 @@ looked at on any computer. A story that lost its beginning cannot be replayed, a
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from taskd.core.story import Entry, Note, Story, describe, from_plain, to_plain
 from taskd.core.timeouts import Timeouts
 
 FORMAT = 1
+_KEPT_CHARACTERS = 4_000_000  # most entries have 300
 
 
 class StoryWriter:
     """Writes the story of one machine down again and again.
 
-    An entry is put into words once: there are thousands, and most were there last time.
+    An entry is put into words once: there are thousands, and most were there last time. In a large
+    job few are, and their words would take as much memory as they do: some are kept.
     """
 
     def __init__(self, machine: RecoveryMachine | NodeMachine) -> None:
@@ -34,28 +36,28 @@ class StoryWriter:
         # by id(entry), which is the entry's own as long as it is kept here
         self._known: dict[int, tuple[Entry, str]] = {}
 
-    def lines(self) -> list[str]:
+    def lines(self) -> Iterator[str]:
         """The lines of a story file, as it is now."""
-        machine, known, found = self._machine, {}, []
+        machine, known, room = self._machine, {}, _KEPT_CHARACTERS
         header = {
             "format": FORMAT,
             "machine": type(machine).__name__,
             "arguments": _plain_arguments(machine.arguments),
             "dropped": machine.story.dropped,
         }
+        yield json.dumps(header)
         for entry in machine.story:
-            known[id(entry)] = worded = self._known.get(id(entry)) or (
-                entry,
-                json.dumps(to_plain(entry)),
-            )
-            found.append(worded[1])
+            worded = self._known.get(id(entry)) or (entry, json.dumps(to_plain(entry)))
+            room -= len(worded[1])
+            if room >= 0:
+                known[id(entry)] = worded
+            yield worded[1]
         self._known = known
-        return [json.dumps(header), *found]
 
 
 def dump_lines(machine: RecoveryMachine | NodeMachine) -> list[str]:
     """The lines of a story file, once."""
-    return StoryWriter(machine).lines()
+    return list(StoryWriter(machine).lines())
 
 
 def load_lines(lines: Iterable[str]) -> tuple[RecoveryMachine | NodeMachine, list[Any]]:

@@ -178,7 +178,7 @@ class TestReplay:
         """A manager writes its story down at each recovery, and hears nobody meanwhile."""
         job = manager().joined()
         writer, worded = StoryWriter(job.machine), []
-        assert writer.lines() == dump_lines(job.machine)
+        assert list(writer.lines()) == dump_lines(job.machine)
         before = list(job.machine.story)
         job.send(ev.AgentHeard, 0)
         job.lose(2)
@@ -187,6 +187,19 @@ class TestReplay:
         monkeypatch.setattr(
             replay_module, "to_plain", lambda thing: worded.append(thing) or to_plain(thing)
         )
-        assert writer.lines() == expected
+        assert list(writer.lines()) == expected
         assert not [entry for entry in before if any(entry is thing for thing in worded)]
         assert any(isinstance(thing, ev.WorkerLost) for thing in worded)
+
+    def test_the_words_that_are_kept_are_bounded(self, manager, monkeypatch) -> None:
+        job = manager().joined()
+        expected = dump_lines(job.machine)
+        monkeypatch.setattr(replay_module, "_KEPT_CHARACTERS", len(expected[1]) + 1)
+        writer, worded = StoryWriter(job.machine), []
+        assert list(writer.lines()) == expected
+        monkeypatch.setattr(
+            replay_module, "to_plain", lambda thing: worded.append(thing) or to_plain(thing)
+        )
+        assert list(writer.lines()) == expected
+        again = [any(entry is thing for thing in worded) for entry in job.machine.story]
+        assert again == [False] + [True] * (len(again) - 1)
