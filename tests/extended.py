@@ -254,7 +254,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_rank_that_stands_still_is_replaced[[]forward-s[tl]*": (
             "[step-stop-*], [step-sleep-*]"
         ),
-        "test_what_ranks_said_before_the_manager_answered_is_known": "tests/unit/core/test_node.py",
+        "test_what_ranks_said_before_the_manager_answered_is_known": (
+            "tests/unit/core/test_node_alone.py"
+        ),
         "test_one_that_gave_its_state_to_another_is_found_like_any_other": (
             "tests/unit/worker/test_pulse.py: what is sent is no collective"
         ),
@@ -272,7 +274,7 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_a_symbolic_link_is_refused_and_the_script_goes_on[[]a_job*": "the first of its cases",
         "test_a_symbolic_link_is_refused_and_the_script_goes_on[[]*": (
-            "tests/unit/worker/test_profiling.py"
+            "tests/unit/worker/test_profile_files.py"
         ),
         "test_a_replaced_rank_goes_on_being_profiled": "tests/unit/core/test_profiling.py",
         "test_the_groups_of_each_rank_are_written": (

@@ -58,7 +58,12 @@ _OF_CORE = (
     (*_PYTEST, *_PROPERTIES),
     _HISTORIES,
 )
-_OF_MIRRORS = ((*_PYTEST, "tests/contract/test_mirroring.py", "tests/unit/wire/test_mirroring.py"),)
+_OF_MIRRORS = (
+    (
+        *_PYTEST, "tests/contract/test_mirroring.py", "tests/contract/test_mirror_strangers.py",
+        "tests/unit/wire/test_mirroring.py",
+    ),
+)  # fmt: skip
 _OF_AGENT = (
     (
         *_PYTEST,

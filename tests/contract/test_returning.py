@@ -17,7 +17,7 @@ from taskd.native.arena import Arena
 from taskd.transport import zeromq
 from taskd.wire import mirroring
 from taskd.wire.mirroring import Answer, Ask, Offer
-from tests.contract.test_mirroring import RANKS, SECRET, Node, until
+from tests.contract.mirrored import RANKS, SECRET, Node, until
 from tests.native.arenas import patterned
 
 if TYPE_CHECKING:
