@@ -185,7 +185,7 @@ _OF: dict[str, dict[str, str]] = {
             "[False]; with a secret: test_manager_attack.py"
         ),
         "test_no_manager_is_started_where_that_is_off[[]TASKD_MANAGER]": (
-            "tests/unit/core/test_automatic.py; tests/unit/test_config.py"
+            "tests/unit/core/test_automatic.py; tests/unit/test_manager_place.py"
         ),
         "test_a_manager_py_that_is_there_is_used": (
             "nearly all process tests start a manager first, and count one"
@@ -205,7 +205,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*[[]crashes]": (
             "[hangs]; test_a_preloaded_process_that_dies_costs_the_warm_start_alone"
         ),
-        "test_a_list_is_exact_and_off_is_off[[]off*": "tests/unit/test_config.py",
+        "test_a_list_is_exact_and_off_is_off[[]off*": "tests/unit/test_agent_config.py",
         "test_replacements_start_with_the_modules_of_the_first_worker_*[[]0]": "[1]",
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*": (
             "test_what_must_not_be_preloaded_is_left_out_*; tests/unit/agent/test_preloading.py"
@@ -216,7 +216,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_rank_in_the_environment_of_torchrun_itself_hides_nobody_*": (
             "tests/unit/agent/test_libraries.py: a module that is preloaded finds no rank"
         ),
-        "test_a_list_is_exact_and_off_is_off[[]*": "tests/unit/test_config.py",
+        "test_a_list_is_exact_and_off_is_off[[]*": "tests/unit/test_agent_config.py",
         "test_a_process_that_was_forked_beforehand_may_be_killed": (
             "tests/unit/agent/test_standby.py; test_replacements_start_with_*"
         ),
@@ -486,8 +486,8 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_damaged_memory_is_repaired_in_the_same_process": (
             "tests/unit/mindio_ttp: test_reports.py, test_handlers.py, test_training.py"
         ),
-        "test_where_nothing_can_be_repaired_*": "tests/unit/mindio_ttp/test_training.py",
-        "test_handlers_that_fail_again_and_again_*": "tests/unit/mindio_ttp/test_training.py",
+        "test_where_nothing_can_be_repaired_*": "tests/unit/mindio_ttp/test_unrepaired.py",
+        "test_handlers_that_fail_again_and_again_*": "tests/unit/mindio_ttp/test_unrepaired.py",
         "test_a_process_whose_clean_handler_fails_is_replaced": (
             "tests/unit/mindio_ttp/test_training.py"
         ),

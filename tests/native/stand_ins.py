@@ -14,6 +14,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from taskd.native._ctypes_binding import LIBRARY_PATH
+from taskd.native.collectives import Collectives
 from tests.native.programs import ROOT
 
 if TYPE_CHECKING:
@@ -253,3 +254,9 @@ def run(
     )
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done
+
+
+def record(box, program, **options):
+    """What the black box has recorded of this program when it has ended."""
+    run(program, str(box.fd), fds=(box.fd,), **options)
+    return Collectives(box)

@@ -1,83 +1,19 @@
 """Entries of the decorated function in one process: who is called before it, and behind it."""
 
 import logging
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from mindio_ttp import framework_ttp as ttp
 from mindio_ttp import process
 from mindio_ttp.training import Training
 
 from taskd.core.commands import Move
-from taskd.errors import IncurableError, Interrupted
+from taskd.errors import Interrupted
 from taskd.native.black_box import Phase
 from taskd.worker.restore import exchange
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
-
-from job import Job
-
-
-@pytest.fixture
-def job(record):
-    job = Job()
-    job.resume(None)
-    yield job
-    job.close()
-
-
-@pytest.fixture
-def called(record):
-    """What was called, in order; all handlers are registered."""
-    called = []
-    for name, register in (
-        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
-        ("rebuild", ttp.tft_register_rebuild_group_handler),
-        ("repair", ttp.tft_register_repair_handler),
-        ("rollback", ttp.tft_register_rollback_handler),
-    ):  # fmt: skip
-        register(lambda *given, name=name: called.append((name, *given)), f"ctx of {name}")
-    return called
-
-
-def start(rank=0, world=1, *, enable_uce=True):
-    ttp.tft_init_processor(rank, world, False, False, enable_uce=enable_uce)
-    ttp.tft_start_processor("127.0.0.1", 8000)
-    group = {"rank_list": list(range(world)), "replica_cnt": world, "replica_shift": 0}
-    ttp.tft_set_optimizer_replica(rank, [group])
-
-
-def steps(*numbers, then=None):
-    """A training function that does these steps."""
-
-    def train(args):
-        for number in numbers:
-            ttp.tft_start_updating_os()
-            ttp.tft_end_updating_os(number)
-        if then is not None:
-            raise then
-        return args
-
-    return train
-
-
-def enter(job, training):
-    """One entry. Returns what it returned or raised, and what the process holds then."""
-    raised = []
-
-    def function():
-        try:
-            return training.enter()
-        except BaseException as error:  # noqa: BLE001
-            raised.append(error)
-            return None
-
-    result, report = job.enter(function)
-    return (raised or [result])[0], report
+from tests.unit.mindio_ttp.entries import enter, fail, start, steps
 
 
 def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job, called):
@@ -198,10 +134,6 @@ def test_without_enable_uce_a_damaged_memory_is_reported_as_unknown_and_is_no_co
         _, report = enter(job, Training(steps(4, then=RuntimeError("UCE ERROR")), [0], {}))
     assert (report.version, report.clean, told) == (4, False, [True])
     assert "UCE ERROR: RS_UNKNOWN" in caplog.text
-
-
-def fail(*_, **__):
-    raise OSError("the device does not answer")
 
 
 @pytest.mark.parametrize("clean", [lambda *_: 1, fail])
@@ -466,186 +398,3 @@ def test_a_function_that_goes_on_saying_that_it_is_new_is_told(job, caplog):
         error, _ = enter(job, Training(steps(1, then=RuntimeError("ARF FINISH")), [0], {}))
     assert "ARF FINISH" in str(error)
     assert "the rebuild handler is to take back" in caplog.text
-
-
-# ---------------------------------------------------------------------- what cannot be recovered
-
-
-def no_processor():
-    ttp.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
-
-
-def no_replicas():
-    start()
-    process.current().replicas = None
-
-
-@pytest.mark.parametrize(("prepare", "why"), [
-    (no_processor, "rank 0 has no processor"),
-    (lambda: start(1, 2), "was told rank 1 of 2, and this is rank 0 of 1"),
-    (no_replicas, "rank 0 has not declared its replicas"),
-    (lambda: (start(), ttp.tft_set_optimizer_replica(
-        0, [{"rank_list": [0, 1], "replica_cnt": 2, "replica_shift": 0}])),
-     "rank 1 is in its rank_list"),
-])  # fmt: skip
-def test_training_goes_on_and_its_copy_is_none(job, caplog, prepare, why):
-    prepare()
-    with caplog.at_level(logging.WARNING):
-        result, report = enter(job, Training(steps(1, 2), ["done"], {}))
-    assert result == "done"
-    assert why in caplog.text
-    assert (report.version, report.clean) == (2, False)
-    assert why in report.reason
-
-
-def test_a_copy_that_an_interrupt_could_meet_half_written_is_none(job):
-    """Nobody says when the optimizer begins to write, so nothing holds interrupts off then."""
-    start()
-
-    def train(_args):
-        ttp.tft_end_updating_os(1)
-        raise Interrupted("a fault in the middle of the next optimizer.step()")
-
-    training = Training(train, [0], {})
-    _, report = enter(job, training)
-    assert (report.version, report.clean) == (1, False)
-    assert "tft_start_updating_os" in report.reason
-    training._func = steps(2, then=Interrupted("a fault"))
-    job.resume(1)
-    _, report = enter(job, training)
-    assert (report.version, report.clean) == (2, False), "the script is still the same"
-
-
-def test_a_decorated_function_before_init_process_group_is_not_recovered(record, caplog):
-    job = Job(world_size=2)
-    try:
-        job.resume(None)
-        start(0, 2)
-        assert not dist.is_initialized()
-        with caplog.at_level(logging.WARNING):
-            result, report = enter(job, Training(steps(1), ["done"], {}))
-        assert (result, report.clean) == ("done", False)
-        assert "before init_process_group()" in caplog.text
-    finally:
-        job.close()
-
-
-def test_ranks_that_have_no_decorator_are_not_waited_for_for_ever(record, caplog, monkeypatch):
-    monkeypatch.setattr("mindio_ttp.settings.action_limit_s", lambda: 0.2)
-    job = Job(world_size=2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        job.resume(None)
-        start(0, 2)
-        with caplog.at_level(logging.WARNING):
-            result, report = enter(job, Training(lambda: "done", [], {}))
-        assert (result, report.clean) == ("done", False)
-        assert "not every rank has entered the decorated function: rank 0 has waited" in caplog.text
-    finally:
-        job.close()
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("can_save", [True, False])
-def test_without_a_repair_handler_a_fault_that_needs_it_is_not_repaired(job, record, can_save):
-    """What is held stays whole for a dump; without a save handler there is none to be tried."""
-    start()
-    if can_save:
-        ttp.tft_register_save_ckpt_handler(print)
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-    job.resume(1, {0: Move(0), 1: Move(1, source=0)})
-    error, report = enter(job, training)
-    assert "no repair handler" in str(error)
-    assert isinstance(error, IncurableError)
-    assert (report.version, report.clean) == (1, can_save)
-
-
-def test_a_smaller_world_is_not_gone_on_with(job, called):
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-    job.resume(1)
-    job.life.active = (0,)
-    error, report = enter(job, training)
-    assert "the world has become smaller" in str(error)
-    assert isinstance(error, IncurableError)
-    assert report.version == 1
-
-
-@pytest.mark.parametrize("handler", ["rebuild", "rollback"])
-def test_handlers_that_fail_are_given_up_after_the_second_time(job, called, handler):
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-    process.current().handlers.register(handler, fail, None)
-    for _ in range(2):
-        job.resume(1)
-        error, report = enter(job, training)
-        assert isinstance(error, OSError)
-        assert (report.version, report.clean) == (1, True)
-    job.resume(1)
-    error, report = enter(job, training)
-    assert "2 recoveries have not come to their end" in str(error)
-    assert isinstance(error, IncurableError)
-    assert report.version == 1
-
-
-def test_what_fails_before_any_handler_speaks_against_none(job, called, monkeypatch):
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-    for _ in range(4):
-        job.resume(1)
-        with monkeypatch.context() as patched:
-            patched.setattr("mindio_ttp.training.ask_all", fail)
-            error, _ = enter(job, training)
-        assert isinstance(error, OSError)
-    training._func = steps(2)
-    job.resume(1)
-    assert enter(job, training)[1].version == 2
-
-
-@pytest.mark.parametrize(("version", "limit_s"), [(None, 50), (1, None)])
-def test_replacements_have_the_time_of_a_start(job, called, monkeypatch, version, limit_s):
-    """TTP_NORMAL_ACTION_TIME_LIMIT is that of a handler. They build their models meanwhile."""
-    monkeypatch.setenv("TTP_NORMAL_ACTION_TIME_LIMIT", "50")
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    if version is not None:
-        enter(job, training)
-    limits = []
-    monkeypatch.setattr(
-        "mindio_ttp.training.ask_all", lambda *_, within_s: fail(limits.append(within_s))
-    )
-    job.resume(version)
-    enter(job, training)
-    assert limits == [limit_s]
-
-
-def test_a_fault_that_meets_a_handler_stops_and_cleans_as_well(job, called):
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-
-    def interrupted(*_):
-        raise Interrupted("another fault")
-
-    process.current().handlers.register("rebuild", interrupted, None)
-    called.clear()
-    job.resume(1)
-    _, report = enter(job, training)
-    assert [name for name, *_ in called] == ["stop", "clean"]
-    assert (report.version, report.clean) == (1, True)
-
-
-def test_a_recovery_that_comes_to_its_end_is_forgiven(job, called):
-    start()
-    training = Training(steps(1, then=Interrupted("a fault")), [0], {})
-    enter(job, training)
-    for step in range(2, 8):
-        training._func = steps(step, then=Interrupted("a fault"))
-        job.resume(step - 1)
-        error, report = enter(job, training)
-        assert isinstance(error, Interrupted)
-        assert (report.version, report.clean) == (step, True)

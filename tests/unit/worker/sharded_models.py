@@ -1,0 +1,162 @@
+"""A small model, sharded in one of many ways."""
+
+import torch
+import torch.distributed as dist
+from job import Stop
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class Counting(nn.Linear):
+    """A buffer that changes in each forward pass.
+
+    A plain tensor, but a DTensor under tensor parallelism.
+    """
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    """10 is no multiple of 4, and 2 is less: shards of unequal size, and empty ones."""
+
+    stop = ""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Counting(8, 10)
+        self.second = nn.Linear(10, 8)
+        self.scale = nn.Parameter(torch.ones(2, 1))
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        if self.stop == "forward":
+            raise Stop
+        if self.stop == "backward":
+            hidden.register_hook(_raise)
+        return x + self.second(hidden) * self.scale.sum()
+
+
+def _raise(*_):
+    raise Stop
+
+
+def build(kind, mesh_name="dp"):
+    """A model, its optimizer, and the number that its data depend on.
+
+    The number is equal on the ranks that see the same batch.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(7 + (shard_id_of(kind) or 0))
+    model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))
+    data = rank if shard_id_of(kind) is None else shard_id_of(kind)
+    if kind in ("fsdp", "warm", "offload", "mixed", "kept"):
+        options = {
+            "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            "kept": {"reshard_after_forward": False},
+            "mixed": {
+                "mp_policy": MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                )
+            },
+        }.get(kind, {})
+        shard_blocks(model, mesh=init_device_mesh("cpu", (world,)), **options)
+    elif kind == "hsdp":
+        shard_blocks(
+            model,
+            mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", mesh_name)),
+        )
+    elif kind in FSDP1:
+        model = _wrap(model, kind)
+    elif kind in ("tp", "tp_fsdp"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model[1:3]:
+            parallelize_module(
+                block, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            )
+        data = 0
+        if kind == "tp_fsdp":
+            data = mesh.get_local_rank("dp")
+            shard_blocks(model, mesh=mesh["dp"])
+    elif kind in ("ddp", "zero", "buckets", "zero_pairs"):
+        model = nn.parallel.DistributedDataParallel(model)
+    if kind in ("zero", "buckets", "zero_pairs"):
+        group = None if kind != "zero_pairs" else dist.new_subgroups(2)[0]
+        return (
+            model,
+            ZeroRedundancyOptimizer(
+                model.parameters(),
+                torch.optim.Adam,
+                process_group=group,
+                lr=0.01,
+                parameters_as_bucket_view=kind == "buckets",
+            ),
+            data,
+        )
+    # its parameters lie on several meshes, or are plain
+    foreach = False if kind.startswith("tp") else None
+    return model, torch.optim.Adam(model.parameters(), lr=0.01, foreach=foreach), data
+
+
+# Strategy, use_orig_params, more.
+FSDP1 = {
+    "flat": ("FULL_SHARD", False, {}),
+    "flat_orig": ("FULL_SHARD", True, {}),
+    "flat_kept": ("SHARD_GRAD_OP", False, {}),
+    "flat_kept_orig": ("SHARD_GRAD_OP", True, {}),
+    "flat_mixed": (
+        "FULL_SHARD",
+        True,
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    ),
+    "flat_whole": ("NO_SHARD", True, {}),
+    "flat_hybrid": ("HYBRID_SHARD", False, {}),
+    "flat_hybrid_orig": ("HYBRID_SHARD", True, {}),
+    "flat_pairs": ("FULL_SHARD", False, {}),
+}
+
+
+def _wrap(model, kind):
+    """FSDP1: two blocks, and around them."""
+    strategy, use_orig_params, more = FSDP1[kind]
+    options = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": use_orig_params,
+        "device_id": torch.device("cpu"),
+        **more,
+    }
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        )
+    if kind == "flat_pairs":
+        options["process_group"] = dist.new_subgroups(2)[0]
+    for index in (1, 2):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def shard_id_of(kind):
+    """Two stages of a model, each on two ranks that see the same data."""
+    return dist.get_rank() % 2 if kind == "stages" else None
+
+
+def shard_blocks(model, **options):
+    for block in model[1:3]:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
