@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from taskd.core.node.lives import Lives
-from taskd.testing.explorer import SCOPES, Scope, Violation, explore
+from taskd.testing.explorer import SCOPES, explore
+from taskd.testing.small.rules import Move, Rules
+from taskd.testing.small.state import FAULTS, Scope, Violation
 
 SMALL = Scope(per_node=1)
 
@@ -28,6 +30,22 @@ def test_any_fault_at_any_moment_of_two_nodes_with_one_rank(is_sharded: bool) ->
     assert report.is_complete
     assert report.states > 10_000, report
     assert report.ends["succeeded"] > 10
+
+
+def test_the_first_fault_may_be_of_some_kinds_and_the_others_of_any() -> None:
+    rules = Rules(replace(SMALL, faults=2, first=("manager",)))
+    state = rules.first()
+
+    def faults() -> list[Move]:
+        return [move for move in rules.moves(state) if move[0].startswith("FAULT")]
+
+    (move,) = faults()
+    assert move[0] == "FAULT the manager is killed"
+    state = rules.after(state, move)
+    assert {name.rpartition(" ")[2] for name, _ in faults()} == {"killed", "exits"}
+    one = replace(SMALL, in_turns=True, kinds=("manager",))
+    alone, first = explore(one), explore(replace(one, kinds=FAULTS, first=("manager",)))
+    assert (first.states, first.ends) == (alone.states, alone.ends)
 
 
 def test_a_node_that_keeps_to_itself_who_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

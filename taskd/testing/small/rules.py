@@ -1,6 +1,6 @@
 """What can happen next in a small world, faults among it, and how it begins."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -101,20 +101,23 @@ class Rules:
     # ------------------------------------------------------------------ faults
 
     def _faults(self, state: State) -> Iterator[Move]:
-        kinds = self.scope.kinds
+        scope = self.scope
+        kinds = frozenset(scope.kinds)
+        if state.faults == scope.faults:
+            kinds &= frozenset(scope.first)
         for rank, worker in enumerate(state.workers):
             if worker.phase != "gone" and not worker.is_released:
-                yield from self._faults_of_rank(rank, worker)
-        for node in range(self.scope.nodes):
-            yield from self._faults_of_channel("up", node, state.up[node])
-            yield from self._faults_of_channel("down", node, state.down[node])
+                yield from self._faults_of_rank(kinds, rank, worker)
+        for node in range(scope.nodes):
+            yield from self._faults_of_channel(kinds, "up", node, state.up[node])
+            yield from self._faults_of_channel(kinds, "down", node, state.down[node])
             if "cut" in kinds and (state.up[node] or state.down[node]):
                 yield f"FAULT node {node} is cut off", _fault(self._nodes.cut, node=node)
         if "manager" in kinds:
             yield "FAULT the manager is killed", _fault(self._nodes.restart_manager)
 
-    def _faults_of_rank(self, rank: int, worker: Worker) -> Iterator[Move]:
-        kinds, workers, who = self.scope.kinds, self._workers, f"FAULT rank {rank}"
+    def _faults_of_rank(self, kinds: Collection[str], rank: int, worker: Worker) -> Iterator[Move]:
+        workers, who = self._workers, f"FAULT rank {rank}"
         if "kill" in kinds:
             yield f"{who} is killed", _fault(workers.die, rank=rank, status=-SIGKILL)
         if "exit" in kinds:
@@ -122,11 +125,13 @@ class Rules:
         if "raise" in kinds and worker.phase == "vote":
             yield f"{who} raises", _fault(workers.fail, rank=rank, kind=FaultKind.RAISED)
 
-    def _faults_of_channel(self, name: str, node: int, queue: tuple[Any, ...]) -> Iterator[Move]:
+    def _faults_of_channel(
+        self, kinds: Collection[str], name: str, node: int, queue: tuple[Any, ...]
+    ) -> Iterator[Move]:
         which = {"name": name, "node": node}
-        if queue and f"lose {name}" in self.scope.kinds:
+        if queue and f"lose {name}" in kinds:
             yield f"FAULT a message {name} of node {node} is lost", _fault(_lose, **which)
-        if queue and f"repeat {name}" in self.scope.kinds:
+        if queue and f"repeat {name}" in kinds:
             yield f"FAULT a message {name} of node {node} comes twice", _fault(_repeat, **which)
 
 
