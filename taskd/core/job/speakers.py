@@ -39,7 +39,7 @@ def objection(event: ev.Event, node_rank: int, ranks: frozenset[int]) -> tuple[s
 
 
 def _ranks_of(event: ev.Event) -> list[int]:
-    """The ranks of which it tells. Lists alone: a heartbeat of each of thousands comes by here."""
+    """The ranks of which it tells: lists, which cost a heartbeat less than generators would."""
     if isinstance(event, ev.AgentHeard):
         return [mark.rank for mark in event.marks]
     if isinstance(event, ev.SharedReport):

@@ -2,12 +2,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from mindio_ttp import framework_ttp as ttp
 from mindio_ttp import notices, process
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "worker"))
 
 from job import Job
+
+from tests.unit.mindio_ttp.entries import REGISTER
 
 
 class Steps:
@@ -56,11 +57,6 @@ def job(record):
 def called(record):
     """What was called, in order; all handlers are registered."""
     called = []
-    for name, register in (
-        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
-        ("rebuild", ttp.tft_register_rebuild_group_handler),
-        ("repair", ttp.tft_register_repair_handler),
-        ("rollback", ttp.tft_register_rollback_handler),
-    ):  # fmt: skip
+    for name, register in REGISTER.items():
         register(lambda *given, name=name: called.append((name, *given)), f"ctx of {name}")
     return called

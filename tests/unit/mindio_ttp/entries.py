@@ -2,6 +2,15 @@
 
 from mindio_ttp import framework_ttp as ttp
 
+# how each handler of a recovery is registered, in the order in which they are called
+REGISTER = {
+    "stop": ttp.tft_register_stop_handler,
+    "clean": ttp.tft_register_clean_handler,
+    "rebuild": ttp.tft_register_rebuild_group_handler,
+    "repair": ttp.tft_register_repair_handler,
+    "rollback": ttp.tft_register_rollback_handler,
+}
+
 
 def start(rank=0, world=1, *, enable_uce=True):
     ttp.tft_init_processor(rank, world, False, False, enable_uce=enable_uce)

@@ -13,7 +13,7 @@ from taskd.core.commands import Move
 from taskd.errors import Interrupted
 from taskd.native.black_box import Phase
 from taskd.worker.restore import exchange
-from tests.unit.mindio_ttp.entries import enter, fail, start, steps
+from tests.unit.mindio_ttp.entries import REGISTER, enter, fail, start, steps
 
 
 def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job, called):
@@ -41,12 +41,7 @@ def test_the_handlers_are_called_in_their_order_with_what_they_are_promised(job,
 def test_each_handler_is_told_of_the_present_recovery_and_of_no_other(job, monkeypatch):
     start()
     told = []
-    for name, register in (
-        ("stop", ttp.tft_register_stop_handler), ("clean", ttp.tft_register_clean_handler),
-        ("rebuild", ttp.tft_register_rebuild_group_handler),
-        ("repair", ttp.tft_register_repair_handler),
-        ("rollback", ttp.tft_register_rollback_handler),
-    ):  # fmt: skip
+    for name, register in REGISTER.items():
         register(lambda *_, name=name: told.append(
             (name, ttp.tft_get_repair_type(), ttp.tft_get_repair_step())
         ))  # fmt: skip
