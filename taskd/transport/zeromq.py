@@ -380,8 +380,9 @@ class Router(_Socket):
     def _serve(self) -> None:
         for event, value in self._monitor.read():
             if event == zmq.Event.ACCEPTED:
-                assert self._silence is not None
-                self._silence.opened(value, time.monotonic())
+                # What was said there may have come first: another thread of ZeroMQ reads it.
+                if self._silence is not None and value not in self._peer_by_connection:
+                    self._silence.opened(value, time.monotonic())
             elif event == zmq.Event.DISCONNECTED:
                 if self._silence is not None:
                     self._silence.over(value)

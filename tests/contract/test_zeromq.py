@@ -290,16 +290,59 @@ def test_closing_does_not_wait_for_a_manager_that_never_was(monkeypatch) -> None
     assert time.monotonic() - began < 50
 
 
-def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken_stay() -> None:
-    router = zeromq.Router("127.0.0.1:0", silent_s=0.3)
+class LaterTime:
+    """Stands in for the module `time`: its clock can be put forward."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def passes(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
+def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken_stay(
+    monkeypatch,
+) -> None:
+    router = zeromq.Router("127.0.0.1:0", silent_s=60.0)
     speaker, silent = zeromq.Dealer(router.address, "speaker"), zeromq.Dealer(router.address, "x")
     speaker.send(None, b"x")
     await_messages(router, 1)
-    assert await_refusals(router) == ["nobody has said anything there"]
-    silent.close()
-    while router.poll(1.0) or router.receive() or router.take_refused():
-        pass  # `silent` had connected again
+    clock = LaterTime()
+    monkeypatch.setattr(zeromq, "time", clock)
+    refused, deadline = [], time.monotonic() + 30
+    while not refused:  # until `silent` has been accepted, and its time has passed
+        assert time.monotonic() < deadline, "nobody was refused"
+        router.poll(0.05)
+        clock.passes(60.0)
+        assert router.receive() == []
+        refused = router.take_refused()
+    assert refused == ["nobody has said anything there"]
     assert router.take_disconnected() == set()
+    assert router.send(b"speaker", b"y")
+    assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
+    silent.close()
+    speaker.close()
+    router.close()
+
+
+def test_who_spoke_before_it_was_told_that_the_connection_is_there_stays(monkeypatch) -> None:
+    """ZeroMQ has a thread that accepts connections, and another that reads from them."""
+    router = zeromq.Router("127.0.0.1:0", silent_s=60.0)
+    speaker = zeromq.Dealer(router.address, "speaker")
+    speaker.send(None, b"x")
+    deadline = time.monotonic() + 30
+    while not router.receive():  # without a look at the events
+        assert time.monotonic() < deadline, "nothing came"
+        select.select([], [], [], 0.01)
+    clock = LaterTime()
+    monkeypatch.setattr(zeromq, "time", clock)
+    router.poll(0.05)
+    clock.passes(60.0)
+    assert router.receive() == []
+    assert router.take_refused() == []
     assert router.send(b"speaker", b"y")
     assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
     speaker.close()
