@@ -311,6 +311,9 @@ def test_ranks_that_come_together_are_told_what_all_have_said(ask):
 def test_who_comes_late_gives_up_as_the_others_did(ask, late):
     """All texts are there then; whoever believed in them would wait for the others for ever."""
     early = [rank for rank in range(3) if rank != late]
+    store = dist.distributed_c10d._get_default_store()
+    for rank in early:  # whichever of the two threads runs first
+        store.set(f"taskd/subject/0/1/1/{rank}", f"text {rank}")
     (first, second) = at_once(*((ask, rank, 0.1) for rank in early))
     assert first == second == ask(late, 60)
     assert f"has waited 0.1 s for ranks {late} " in first
