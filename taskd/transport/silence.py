@@ -47,6 +47,15 @@ class Silence:
         return len(overdue)
 
 
+def is_open(descriptor: int) -> bool:
+    """Whether it is there: ZeroMQ closes that of a connection that has ended."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def shut_down(descriptor: int, port: int) -> None:
     """End a connection. Only if it is one of this port: the number may be another file's by now.
 

@@ -21,7 +21,7 @@ from taskd.errors import AddressTakenError, TransportError
 from taskd.transport import binding, curve
 from taskd.transport.base import MAX_FRAME_BYTES
 from taskd.transport.monitor import FAILED_HANDSHAKES, Monitor
-from taskd.transport.silence import Silence, shut_down
+from taskd.transport.silence import Silence, is_open, shut_down
 
 log = logging.getLogger(__name__)
 
@@ -324,6 +324,9 @@ class Router(_Socket):
             self._silence.over(connection)
         if self._peer_by_connection.get(connection) == peer:
             return
+        if not is_open(connection):  # its end may have been told before what was said there
+            self._disconnected.add(peer)
+            return
         self._ended(connection)  # its number is that of a new one, and its end was not told yet
         former = self._connection_by_peer.get(peer)
         if former is not None:  # it hangs in the network: its end will be told too late, or never
@@ -380,7 +383,7 @@ class Router(_Socket):
     def _serve(self) -> None:
         for event, value in self._monitor.read():
             if event == zmq.Event.ACCEPTED:
-                # What was said there may have come first: another thread of ZeroMQ reads it.
+                # Who has spoken came first: another thread of ZeroMQ reads.
                 if self._silence is not None and value not in self._peer_by_connection:
                     self._silence.opened(value, time.monotonic())
             elif event == zmq.Event.DISCONNECTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -10,6 +11,7 @@ import threading
 import time
 
 import pytest
+import zmq
 
 from taskd.errors import TransportError
 from taskd.transport import base, curve, zeromq
@@ -320,9 +322,9 @@ def test_a_connection_on_which_nobody_speaks_is_closed_and_those_who_have_spoken
         assert router.receive() == []
         refused = router.take_refused()
     assert refused == ["nobody has said anything there"]
-    assert router.take_disconnected() == set()
     assert router.send(b"speaker", b"y")
     assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
+    assert router.take_disconnected() == set()
     silent.close()
     speaker.close()
     router.close()
@@ -346,6 +348,49 @@ def test_who_spoke_before_it_was_told_that_the_connection_is_there_stays(monkeyp
     assert router.send(b"speaker", b"y")
     assert await_messages(speaker, 1, (router,)) == [(b"", b"y")]
     speaker.close()
+    router.close()
+
+
+def test_whoever_gets_the_number_of_a_connection_whose_last_words_came_late_must_speak(
+    monkeypatch,
+) -> None:
+    """Its end may be told before what was said there is read."""
+    router = zeromq.Router("127.0.0.1:0", silent_s=60.0)
+    speaker = zeromq.Dealer(router.address, "speaker")
+    told, read = [], router._monitor.read
+    monkeypatch.setattr(router._monitor, "read", lambda: [told.append(it) or it for it in read()])
+    speaker.send(None, b"x")
+    await_messages(router, 1)
+    speaker.send(None, b"y")
+    speaker.close()
+    address = ("127.0.0.1", int(router.address.rpartition(":")[2]))
+    deadline = time.monotonic() + 30
+    with contextlib.ExitStack() as stack:
+
+        def connect() -> None:
+            """And wait for the greeting, as it has been accepted then."""
+            stack.enter_context(socket.create_connection(address, timeout=30)).recv(1)
+
+        while not any(event == zmq.Event.DISCONNECTED for event, _ in told):
+            assert time.monotonic() < deadline, "the end was not told"
+            router.poll(0.01)
+        number = dict(told)[zmq.Event.DISCONNECTED]
+        while os.path.exists(f"/proc/self/fd/{number}"):
+            assert time.monotonic() < deadline, "ZeroMQ has not closed it"
+            select.select([], [], [], 0.001)
+        assert router.take_disconnected() == {b"speaker"}
+        assert router.receive() == [(b"speaker", b"y")]
+        assert router.take_disconnected() == {b"speaker"}  # as if it were its first word
+        told.clear()
+        while (zmq.Event.ACCEPTED, number) not in told:
+            assert time.monotonic() < deadline, "nobody got the number"
+            connect()
+            router.poll(0.05)
+        clock = LaterTime()
+        monkeypatch.setattr(zeromq, "time", clock)
+        clock.passes(60.0)
+        assert router.receive() == []
+        assert router.take_refused() == ["nobody has said anything there"] * len(told)
     router.close()
 
 
