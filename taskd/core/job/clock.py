@@ -76,7 +76,7 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
     commands: Commands = []
     for rank in sorted(_overdue(job)):
         member = job.members[rank]
-        known_at = job.leases.decided_at(member.node_rank)
+        known_at = job.leases.decided_at(member.node_rank, job.now)
         if known_at is not None:
             job.awaited.set(rank, known_at)
             continue

@@ -90,6 +90,7 @@ def go_on_without(job: JobState, nodes: Sequence[int]) -> Commands:
     reason = f"{whose} lost: the job goes on without {'it' if len(nodes) == 1 else 'them'}"
     if job.attempt is not None:
         job.attempt.strategy, job.attempt.reason = Strategy.ELASTIC, reason
+        job.attempt.broken &= membership.members.keys()
     job.story.note(job.now, f"strategy {Strategy.ELASTIC.value}: {reason}")
     return []
 

@@ -147,13 +147,15 @@ class Leases:
         """Whether the agent counts as alive."""
         return node_rank in self._deadlines
 
-    def decided_at(self, node_rank: int) -> float | None:
+    def decided_at(self, node_rank: int, now: float) -> float | None:
         """When it is known whether this agent, which should have been heard, is lost.
 
-        None: it was heard in time.
+        None: it was heard in time. So was one whose place somebody else asks for, again and again
+        perhaps, as long as it has not missed several heartbeats.
         """
-        is_doubtful = node_rank in self._rechecked
-        return self._deadlines.deadline_of(node_rank) if is_doubtful else None
+        if node_rank not in self._rechecked or self.silence_s(node_rank, now) < self._doubtful_s:
+            return None
+        return self._deadlines.deadline_of(node_rank)
 
     def silence_s(self, node_rank: int, now: float) -> float:
         """Seconds since the agent was last heard."""

@@ -95,6 +95,17 @@ class TestALostNode:
         job.pause(1, 7)
         assert plan(only(job.pause(2, 8), do.Resume)) == {1: 2}
 
+    def test_with_a_process_that_was_to_be_replaced_for_its_exception(self, manager) -> None:
+        """The second time its process counts as broken. That its node is gone says more."""
+        job = _job(manager, strategies="retry,recover-in-place,elastic-training")
+        job.raise_(2, version=7)
+        assert only(_pause_rest(job), do.Resume).version == 7
+        assert job.raise_(2, version=7) == []
+        assert acts(job.tick()) == ["Interrupt"]
+        _silence(job, 1)
+        resume = only(_pause_rest(job), do.Resume)
+        assert (resume.version, resume.active) == (7, (0, 1, 4, 5))
+
     def test_it_is_waited_for_first_where_that_is_allowed(self, manager) -> None:
         job = _job(manager, strategies="recover,elastic-training", reschedule_s=100.0)
         assert acts(_lose(job, 2)) == ["Interrupt"]

@@ -456,6 +456,22 @@ class TestUnresponsive:
         kill = only(job.send(ev.Tick, at=131.6), do.KillWorker)
         assert (kill.rank, kill.reason) == (1, "did not leave its step")
 
+    def test_asking_for_the_place_of_its_node_again_and_again_does_not_keep_it(
+        self, manager
+    ) -> None:
+        """A job waited for ever: each time its judgement was put off until the node was heard."""
+        job = manager(nodes=2, per_node=1).joined()
+        job.lose(0)
+        job.worker(ev.WorkerStarted, 0, 4711)
+        job.pause(0, None)
+        said = []
+        while not said and job.now < 200:
+            job.hear_all_until(job.now + 1)
+            asks = job.register(1, ev.WorkerReport(1, 0, "lost"), agent="another")
+            said = asks + job.send(ev.Tick)
+        assert only(said, do.KillWorker).reason == "did not leave its step"
+        assert job.now < 135
+
     def test_a_rank_that_does_not_come_is_killed_and_replaced(self, manager) -> None:
         job = manager().joined()
         job.lose(2)
