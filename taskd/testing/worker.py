@@ -109,7 +109,10 @@ class SimulatedWorker:
         self._report, self._on_exit = report, on_exit
         self._step_token = 0  # what was scheduled before an interrupt does not happen
         self._incoming: list[int] = []
-        world.workers[self.rank] = self
+        known = world.workers.get(self.rank)
+        # Not one of an agent that has lost its place and does not know it yet.
+        if known is None or not known.is_alive or known.incarnation <= self.incarnation:
+            world.workers[self.rank] = self
         self._later(world.boot_s * (0.5 + world.rng.random()), self._booted)
 
     # ------------------------------------------------------------------ fate

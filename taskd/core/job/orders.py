@@ -91,7 +91,11 @@ def count_as_lost(job: JobState, fault: Fault, since_s: float = 0.0) -> None:
 
 
 def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
-    """No process can be kept: all are replaced. `kept`: the version that was just saved."""
+    """No process can be kept: all are replaced. `kept`: the version that was just saved.
+
+    A restart that an earlier manager ordered may have begun lives of which this one has not heard:
+    as no generation comes twice, its number is a number that none of them has.
+    """
     assert job.attempt is not None
     store = meeting.place(job)
     if store is None:
@@ -108,7 +112,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     job.membership.committed = None
     members = job.membership.ordered()
     for member in members:
-        member.begin_life(member.incarnation + 1, job.now, replaced=False)
+        member.begin_life(max(member.incarnation + 1, job.generation), job.now, replaced=False)
         job.awaited.set(member.rank, job.now + job.timeouts.start_s)
     job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
     lives = tuple((member.rank, member.incarnation) for member in members)

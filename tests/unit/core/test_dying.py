@@ -63,7 +63,7 @@ class TestAfterIt:
     def test_all_processes_start_anew_and_no_step_is_redone(self, saved) -> None:
         job = saved()
         restart = only(dumped(job, 0, "published", "/c/dump-5"), do.RestartGroup)
-        assert restart.incarnations == tuple((rank, 1) for rank in range(4))
+        assert restart.incarnations == tuple((rank, 2) for rank in range(4))
         assert (restart.restarts_used, restart.generation) == (1, 2)
         assert restart.reason == "step 5 was saved in /c/dump-5: all processes go on from it"
         for rank in range(4):
@@ -71,7 +71,7 @@ class TestAfterIt:
         record = only(job.recover_all(), do.RecordRecovery).record
         assert (record.strategy, record.steps_redone) == ("dump", 0)
         assert job.machine.phase is JobPhase.RUNNING
-        end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", incarnation=1), do.GiveUp)
+        end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", incarnation=2), do.GiveUp)
         assert end.reason.endswith("; and no dump: no live process uses taskd.recoverable")
 
     def test_not_if_a_node_is_to_end_meanwhile(self, saved) -> None:

@@ -8,6 +8,16 @@ from taskd.core.faults import FaultKind
 from tests.unit.core.answers import acts, kinds, only
 
 
+def test_no_new_life_has_the_number_of_one_that_an_earlier_manager_has_ordered(manager) -> None:
+    """Its restart of the group reached node 1 after the registration that this manager has read."""
+    job = manager(nodes=2, per_node=1)
+    job.register(0, ev.WorkerReport(0, 1, "running", True, entered=True), generation=1)
+    job.register(1, ev.WorkerReport(1, 0, "paused", True, 6, clean=False, entered=True))
+    assert job.machine.generation == 2
+    restart = only(job.pause(0, 11, clean=False), do.RestartGroup)
+    assert (restart.generation, restart.incarnations) == (3, ((0, 3), (1, 3)))
+
+
 class TestUndeclared:
     def test_a_failure_restarts_the_group(self, manager) -> None:
         job = manager().joined(declared=False)
