@@ -40,7 +40,9 @@ class World:
     is_sharded: bool = False
     # the newest life of each rank
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)
-    _met: dict[tuple[object, ...], dict[int, Callable[[], None]]] = field(default_factory=dict)
+    _met: dict[tuple[object, ...], "dict[int, tuple[SimulatedWorker, Callable[[], None]]]"] = field(
+        default_factory=dict
+    )
     _plan: do.Resume | None = None  # the newest that was looked into
     _moves: dict[int, do.Move] = field(default_factory=dict)  # its moves, by rank
 
@@ -61,11 +63,17 @@ class World:
         assert not active or worker.rank in active
         assert worker.is_alive
         waiting = self._met.setdefault(key, {})
-        waiting[worker.rank] = go_on
-        if len(waiting) == (len(active) or self.world_size):
-            del self._met[key]
-            for call in waiting.values():
-                self.clock.call_in(self.rng.random() * 0.004, call)
+        waiting[worker.rank] = (worker, go_on)
+        if len(waiting) < (len(active) or self.world_size):
+            return
+        replaced = [rank for rank, (one, _) in waiting.items() if self.workers[rank] is not one]
+        if replaced:  # of a job before: one that is begun anew counts its generations from 0 again
+            for rank in replaced:
+                del waiting[rank]
+            return
+        del self._met[key]
+        for _, call in waiting.values():
+            self.clock.call_in(self.rng.random() * 0.004, call)
 
     def time_out(self) -> bool:
         """Nobody will come any more: those who wait in a collective see that by its timeout.

@@ -31,6 +31,7 @@ class Life:
     spawn: SpawnWorker | None = None  # held back until the life before is reaped
     is_declared: bool = False
     is_entered: bool = False
+    has_waited: bool = False  # at the gate, where all others meet it
     version: int | None = None
     clean: bool = True
     interrupted: int = -1  # newest generation told by Interrupt (or by the bootstrap)
@@ -59,9 +60,9 @@ class Life:
     def is_needed(self) -> bool:
         """Whether it trains, as far as known.
 
-        It has come to its function, or replaces one that had to.
+        It has come to its function or to the gate before it, or replaces one that had to.
         """
-        return self.is_entered or self.is_gated
+        return self.is_entered or self.is_gated or self.has_waited
 
     def stop(self, event: StopReport | ev.WorkerMayAdvance, now: float) -> None:
         """It left its function and waits at the gate, or asks in it how far to go."""
@@ -71,7 +72,7 @@ class Life:
             return
         self.stopped, self.offer = event, None
         if isinstance(event, ev.WorkerPaused):
-            self.version, self.clean = event.version, event.clean
+            self.version, self.clean, self.has_waited = event.version, event.clean, True
             return
         self.is_declared = self.is_entered = True
         if isinstance(event, ev.WorkerRaised):

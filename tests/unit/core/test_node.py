@@ -88,6 +88,20 @@ class TestADeath:
         (finished,) = told(agent.exit(1, 0, phase))
         assert isinstance(finished, ev.WorkerFinished)
 
+    @pytest.mark.parametrize("is_alarm_heard", [True, False])
+    def test_but_not_from_the_gate_where_all_others_are_to_meet_it(
+        self, node, is_alarm_heard: bool
+    ) -> None:
+        agent = node(2, declared=False)
+        agent.worker(ev.WorkerDeclared, 1)
+        agent.command(do.Interrupt, 1, "rank 0 is dead")
+        agent.worker(ev.WorkerPaused, 1, 1, None, True)
+        (lost, *known) = told(
+            (agent.alarm(1, "paused") if is_alarm_heard else []) + agent.exit(1, 0, "paused")
+        )
+        assert isinstance(lost, ev.WorkerLost)
+        assert (known[0] if is_alarm_heard else lost).fault.kind is FaultKind.EXITED_EARLY
+
     def test_that_it_came_to_its_function_is_registered(self, node) -> None:
         agent = node(2, declared=False)
         agent.worker(ev.WorkerDeclared, 0)
