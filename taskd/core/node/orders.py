@@ -19,13 +19,17 @@ from taskd.core.transitions import Commands
 
 
 def obey(node: NodeState, event: ev.CommandReceived) -> Commands:
-    """A command of the manager, unless it is of a generation that is over."""
+    """A command of the manager, unless it is of a generation that is over.
+
+    The end of the job is final, whichever generation the manager counts. It may know less of them
+    than this node: an order of an earlier manager can come after the registration with this one.
+    """
     command = event.command
     order = ORDERS.get(type(command))
     name = type(command).__name__
     if order is None or not isinstance(command, do.Command):
         return node.ignore(f"{name} is no command for an agent")
-    if command.generation < node.generation:
+    if command.generation < node.generation and not isinstance(command, do.GiveUp):
         return node.ignore(f"{name} of generation {command.generation}, which is over")
     node.cause = command.cause
     commands = order(node, command)

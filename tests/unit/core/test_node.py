@@ -378,6 +378,17 @@ class TestTheEnd:
             (2, "exit 3"),
         ]
 
+    def test_giving_up_is_obeyed_whatever_an_earlier_manager_ordered(self, node) -> None:
+        """Its restart came after the registration with the manager that gives up."""
+        agent = node(1)
+        agent.command(do.RestartGroup, 2, 1, "an earlier manager", ((0, 2),))
+        agent.exit(0, -15, incarnation=0)
+        agent.worker(ev.WorkerStarted, 0, 4711)
+        assert agent.machine.generation == 2
+        (signal,) = agent.command(do.GiveUp, 0, "why", None, None)
+        assert (signal.rank, signal.signal_number) == (0, SIGTERM)
+        assert kinds(agent.exit(0, -15)) == ["FinishRun"]
+
     def test_who_does_not_stop_is_killed(self, node) -> None:
         agent = node(1)
         agent.command(do.GiveUp, 0, "why", None, None)
