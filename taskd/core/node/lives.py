@@ -93,6 +93,11 @@ class Life:
         return said if said.generation == generation else None
 
     @property
+    def is_called_out(self) -> bool:
+        """Whether its function has returned, and Interrupt was passed on to it since."""
+        return self.state is WorkerState.RETURNED and self.interrupted > self.resumed
+
+    @property
     def may_advance(self) -> bool:
         """Whether it waits within its function, and could commit one step more."""
         said = self.stopped
@@ -221,13 +226,14 @@ class Lives:
     def waiting_since(self, *, is_released: bool) -> float | None:
         """Since when this node needs the manager; None: it does not.
 
-        From the first that stopped on, or, if all have returned, from the last of them.
+        From the first that stopped on, or, if all have returned and none is called out since, from
+        the last of them.
         """
         blocked = [life.waits_since for life in self.blocked() if life.waits_since is not None]
         if blocked:
             return min(blocked)
         lives, done = self.present.values(), (WorkerState.RETURNED, WorkerState.FINISHED)
-        if is_released or any(life.state not in done for life in lives):
+        if is_released or any(life.state not in done or life.is_called_out for life in lives):
             return None
         waiting = (life.waits_since for life in lives if life.waits_since is not None)
         return max(waiting, default=None)

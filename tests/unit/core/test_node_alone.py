@@ -98,6 +98,19 @@ class TestWithoutAManager:
         agent.exit(1)
         assert kinds(agent.tick(at=agent.now)) == ["FallBack"]
 
+    def test_who_returned_and_was_called_out_is_not_released(self, node) -> None:
+        """The agent stood still: the manager's call and the end of its patience come together."""
+        agent = node(1, manager=False)
+        agent.worker(ev.WorkerReturned, 0, 0, 10)
+        agent.now += 5
+        agent.command(do.Interrupt, 1, "rank 1 is dead")
+        assert agent.send(ev.Tick, at=agent.now) == []
+        agent.worker(ev.WorkerPaused, 0, 1, 10, True)
+        agent.send(ev.ManagerJoined, 1, 0)
+        agent.command(do.Resume, 1, 10, (), 1)
+        agent.worker(ev.WorkerReturned, 0, 1, 10)
+        assert passed_on(agent.command(do.Release, 1)) == [(0, "Release")]
+
     def test_paused_workers_need_it_too(self, node) -> None:
         agent = node()
         agent.command(do.Interrupt, 1, "x")

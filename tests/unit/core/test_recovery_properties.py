@@ -101,7 +101,7 @@ class AnyHistory(RuleBasedStateMachine):
         elif isinstance(command, do.RestartGroup):
             if dict(command.incarnations) != self.lives:
                 assert dict(command.incarnations) == {
-                    rank: life + 1 for rank, life in self.lives.items()
+                    rank: max(life + 1, command.generation) for rank, life in self.lives.items()
                 }
                 self.lives = dict(command.incarnations)
                 self.dead, self.done, self.outside = set(), set(), set()
