@@ -110,13 +110,15 @@ class RestartGroup(Command):
     """To every agent: kill all workers and start them anew (warm); nothing could be kept in place.
 
     `incarnations`: (rank, incarnation) for every rank of the job. `store`: host:port where they
-    meet; "": at a new store of node 0.
+    meet; "": at a new store of node 0. `delay_s`: no rank starts for so many seconds, as the starts
+    before came to nothing.
     """
 
     restarts_used: int
     reason: str
     incarnations: tuple[tuple[int, int], ...]
     store: str = ""
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

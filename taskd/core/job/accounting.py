@@ -11,6 +11,7 @@ from taskd.core.job.record import Attempt
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
+from taskd.core.policy.stagnation import DOUBTFUL_AFTER
 from taskd.core.transitions import Commands
 
 Ending = tuple[str, Fault]  # why the job must end, and the fault to show
@@ -32,13 +33,24 @@ def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Ending | 
     reason = _count_repeat(job, timed, generation)
     if reason is not None:
         return reason, fault
-    if fault.kind is FaultKind.RAISED and job.repeats.has_come_back(fault, generation):
-        attempt.broken.add(fault.rank)
+    if fault.kind is FaultKind.RAISED:
+        _doubt(job, attempt, fault, generation)
     verdict = job.stagnation.verdict()
     if verdict is not None:
         return verdict
     reason = None if victims else job.budget.spend(fault, job.membership.max_restarts)
     return None if reason is None else (reason, fault)
+
+
+def _doubt(job: JobState, attempt: Attempt, fault: Fault, generation: int) -> None:
+    """The process that raised may be broken; see `taskd.core.job.stopped`."""
+    if job.repeats.has_come_back(fault, generation):
+        attempt.broken.add(fault.rank)
+    elif (
+        Strategy.RECOVER_IN_PLACE in job.allowed
+        and job.stagnation.exceptions_of(fault.rank) == DOUBTFUL_AFTER
+    ):
+        attempt.doubtful.add(fault.rank)
 
 
 def count_exit_status(job: JobState, timed: TimedFault) -> Ending | None:

@@ -91,6 +91,7 @@ def go_on_without(job: JobState, nodes: Sequence[int]) -> Commands:
     if job.attempt is not None:
         job.attempt.strategy, job.attempt.reason = Strategy.ELASTIC, reason
         job.attempt.broken &= membership.members.keys()
+        job.attempt.doubtful &= membership.members.keys()
     job.story.note(job.now, f"strategy {Strategy.ELASTIC.value}: {reason}")
     return []
 

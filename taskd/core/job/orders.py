@@ -110,13 +110,16 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     job.attempt.restarted(job.members, max(0, (committed or 0) - kept))
     job.stagnation.answered(job.now, committed)
     job.membership.committed = None
+    cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
+    delay_s = job.group_starts.next_delay_s(job.restart_cause, cause)
+    job.restart_cause = cause
     members = job.membership.ordered()
     for member in members:
-        member.begin_life(max(member.incarnation + 1, job.generation), job.now, replaced=False)
-        job.awaited.set(member.rank, job.now + job.timeouts.start_s)
-    job.restart_cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)
+        life = max(member.incarnation + 1, job.generation)
+        member.begin_life(life, job.now + delay_s, replaced=False)
+        job.awaited.set(member.rank, job.now + delay_s + job.timeouts.start_s)
     lives = tuple((member.rank, member.incarnation) for member in members)
     order = do.RestartGroup(
-        job.attempt.cause, job.generation, job.budget.used, reason, lives, store
+        job.attempt.cause, job.generation, job.budget.used, reason, lives, store, delay_s
     )
     return job.order_all(order)

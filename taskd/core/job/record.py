@@ -42,6 +42,7 @@ class Attempt:
     ranks: tuple[int, ...] = ()
     redone: int = 0  # committed steps to be done again, over all plans of this recovery
     broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
+    doubtful: set[int] = field(default_factory=set)  # ranks that raise again and again
     decided_at: float | None = None
     commanded_at: float = 0.0
     quiesced_at: float = 0.0
@@ -145,6 +146,7 @@ class Attempt:
         """Not a cause after all."""
         self.faults.remove(timed)
         self.followers.add(timed.fault.life)
+        self.doubtful.discard(timed.fault.rank)
 
     def record(
         self, now: float, generation: int, restarts_used: int, max_restarts: int,

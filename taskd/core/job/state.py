@@ -18,6 +18,7 @@ from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
 from taskd.core.policy.ladder import BY_DEFAULT, Budget, RepeatRules, Strategy
 from taskd.core.policy.leases import Deadlines, Leases
+from taskd.core.policy.spacing import GroupStarts
 from taskd.core.policy.stagnation import Stagnation
 from taskd.core.policy.stragglers import Stragglers
 from taskd.core.timeouts import Timeouts
@@ -119,6 +120,7 @@ class JobState(MachineState):
     budget: Budget = field(default_factory=Budget)
     repeats: RepeatRules = field(default_factory=RepeatRules)
     stagnation: Stagnation = field(default_factory=Stagnation)
+    group_starts: GroupStarts = field(default_factory=GroupStarts)
     hangs: HangDetector
     stragglers: Stragglers = field(default_factory=Stragglers)
     peers: PeerRequests = field(default_factory=PeerRequests)

@@ -17,8 +17,12 @@ from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.cut import Copy, Cut, NoCut, plan_cut, who_advances
 from taskd.core.policy.ladder import Choice, Strategy, choose
+from taskd.core.policy.stagnation import DOUBTFUL_AFTER
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
+
+_CAME_BACK = "the same exception came back"
+_PAUSED = WorkerState.PAUSED
 
 
 def all_stopped(job: JobState) -> Commands:
@@ -137,31 +141,42 @@ def _replace_broken(job: JobState, attempt: Attempt) -> Commands | None:
     It may be broken (a device that stays in error, a module half set up). Decided now, because only
     now it is known who holds what:
 
-    1. a process whose state another one holds as well is replaced, and receives it from there;
+    1. a process whose state another one holds as well is replaced, and receives it from there. So
+       is one that raises again and again, each time something else: that is weaker evidence, and
+       reason for no more than this;
     2. else it is replaced if node memory has a snapshot to go back to: committed steps are done
        again;
     3. else its state is saved by a dump and the job ends, if dumps are allowed;
     4. else all processes are replaced; the job goes on from its newest checkpoint.
     """
     members, committed = job.members, job.membership.committed
-    broken = [members[rank] for rank in sorted(attempt.broken)]
-    suspected = [one.rank for one in broken if one.state is WorkerState.PAUSED and not one.replaced]
+    there = {rank for rank, one in members.items() if one.state is _PAUSED and not one.replaced}
+    suspected, doubtful = sorted(attempt.broken & there), sorted(attempt.doubtful & there)
     attempt.broken.clear()
-    if not suspected:
+    attempt.doubtful.clear()
+    if not suspected and not doubtful:
         return None
     copies = {copy.rank: copy for copy in job.membership.copies(job.membership.live())}
     best = plan_cut(copies.values(), committed)
     if attempt.is_incurable or not isinstance(best, Cut):
         return None  # the group is restarted anyway, or saved
-    spared = _without_loss(copies, suspected, best.redone, committed)
+    spared = _without_loss(copies, suspected or doubtful, best.redone, committed)
     if spared:
-        return _replace(job, attempt, spared, "others hold what they had")
+        why = _CAME_BACK if suspected else f"{DOUBTFUL_AFTER} exceptions without a new step"
+        return _replace(job, attempt, spared, f"{why}: {{}}; others hold what they had")
+    return _replace_at_a_loss(job, attempt, suspected, copies) if suspected else None
+
+
+def _replace_at_a_loss(
+    job: JobState, attempt: Attempt, suspected: list[int], copies: dict[int, Copy]
+) -> Commands:
+    """Nobody else holds what these do."""
     whose = {describe(timed.fault) for timed in attempt.faults if timed.fault.rank in suspected}
-    came_back = f"the same exception came back: {'; '.join(sorted(whose))}"
+    came_back = f"{_CAME_BACK}: {'; '.join(sorted(whose))}"
     left = [_renewed(copy) if copy.rank in suspected else copy for copy in copies.values()]
-    if isinstance(plan_cut(left, committed), Cut):
+    if isinstance(plan_cut(left, job.membership.committed), Cut):
         how = "what they alone had is taken from an older snapshot"
-        return _replace(job, attempt, suspected, how)
+        return _replace(job, attempt, suspected, f"{_CAME_BACK}: {{}}; {how}")
     if Strategy.DUMP not in job.allowed and Strategy.RESTART in job.allowed:
         only = "only its process holds its part of the state"
         attempt.strategy = Strategy.RESTART
@@ -192,11 +207,12 @@ def _renewed(copy: Copy) -> Copy:
     return copy._replace(version=None, clean=True, replaced=True)
 
 
-def _replace(job: JobState, attempt: Attempt, ranks: list[int], how: str) -> Commands:
+def _replace(job: JobState, attempt: Attempt, ranks: list[int], reason: str) -> Commands:
+    """`reason`: with {} in the place of what is replaced."""
     attempt.strategy = Strategy.RECOVER_IN_PLACE
     names = ", ".join(map(str, ranks))
     whose = f"process of rank {names} is" if len(ranks) == 1 else f"processes of ranks {names} are"
-    attempt.reason = f"the same exception came back: the {whose} replaced; {how}"
+    attempt.reason = reason.format(f"the {whose} replaced")
     job.story.note(job.now, f"strategy {attempt.strategy.value}: {attempt.reason}")
     commands: Commands = []
     for rank in ranks:

@@ -292,7 +292,8 @@ class Lives:
         """It has no process any more."""
         life.has_process, life.kill_at = False, None
         started_at = None if life.started is None else life.started.now
-        self.spacing.ended(life.rank, kind, now, started_at, has_entered=life.is_entered)
+        who = (life.rank, life.incarnation)
+        self.spacing.ended(*who, kind, now, started_at, has_entered=life.is_entered)
 
     def check(self) -> None:
         """Assert that the table agrees with itself."""

@@ -132,6 +132,7 @@ def restart_group(node: NodeState, command: do.RestartGroup) -> Commands:
         return []
     # before the processes end: other nodes may be sooner to need it
     commands: Commands = [do.OpenStore(command.cause, command.generation)]
+    node.lives.spacing.hold_all(node.now + command.delay_s)
     for rank, incarnation in new:
         life = present[rank]
         if life.has_process:

@@ -23,6 +23,7 @@ from taskd.core.policy.ladder import SHORT_LIFE_S
 
 WARN_AFTER = 3  # two in a row may be bad luck; said again each time the count has doubled
 OWN_LIMIT = 6  # more than each repeat rule needs (`HANG_LIMIT` is 4): their reasons say more
+DOUBTFUL_AFTER = 3  # exceptions of one rank: its process may be what is broken
 DEATH_LIMIT = 32  # at a few seconds each: minutes, in which a reader of the warnings may act
 
 _SHOWN_RANKS = 8
@@ -103,6 +104,12 @@ class Stagnation:
         self._deaths[timed.fault.rank] -= 1
         self._most_deaths = max(self._deaths.values(), default=0)
 
+    def exceptions_of(self, rank: int) -> int:
+        """How often this rank has raised since the last progress."""
+        kind = FaultKind.RAISED
+        faults = (timed.fault for timed in self._faults.values())
+        return sum(fault.rank == rank and fault.kind is kind for fault in faults)
+
     # ------------------------------------------------------------------ what is to be said of it
 
     def verdict(self) -> tuple[str, Fault] | None:
@@ -142,11 +149,18 @@ class Stagnation:
         )
 
     def _telling(self) -> Fault:
-        """The newest with a traceback, else the newest own failure, else the newest."""
+        """The newest with a traceback, else the newest own failure, else the newest that is known.
+
+        That is one of which the exit status has come.
+        """
         newest_first = [timed.fault for timed in reversed(self._faults.values())]
         return max(
             newest_first,
-            key=lambda fault: (fault.traceback is not None, fault.kind not in FROM_OUTSIDE),
+            key=lambda fault: (
+                fault.traceback is not None,
+                fault.kind not in FROM_OUTSIDE,
+                fault.kind is not FaultKind.LOST,
+            ),
         )
 
 

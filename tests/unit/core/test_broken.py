@@ -187,3 +187,65 @@ def test_other_faults_do_not_replace_anybody(manager, kind) -> None:
         if job.machine.phase is JobPhase.SUSPECTING:
             job.tick()
         assert "ReplaceWorker" not in kinds(job.pause_all())
+
+
+def raise_elsewhere(job, rank: int = 1) -> list[do.Command]:
+    """Three exceptions without a new step, each at another place.
+
+    Returns the answer when everybody waits for the third time.
+    """
+    for number in range(3):
+        assert "Interrupt" in acts(job.raise_(rank, f"RuntimeError: place {number}"))
+        commands = job.pause_all()
+        if number < 2:
+            assert job.machine.phase is JobPhase.RESUMED
+    return commands
+
+
+def test_one_that_raises_again_and_again_elsewhere_is_replaced_the_third_time(manager) -> None:
+    """A device in error says so wherever it is asked next."""
+    job = manager().joined()
+    assert acts(raise_elsewhere(job)) == ["ReplaceWorker"]
+    resume = only(job.pause(1, None), do.Resume)
+    assert (resume.version, plan(resume)) == (5, {1: 0})
+    record = only(job.recover_all(6), do.RecordRecovery).record
+    assert (record.strategy, record.steps_redone) == ("recover-in-place", 0)
+    assert record.reason == (
+        "3 exceptions without a new step: the process of rank 1 is replaced; others hold what "
+        "they had"
+    )
+
+
+def test_exceptions_of_different_ranks_say_nothing_against_one_of_them(manager) -> None:
+    job = manager().joined()
+    for rank in (0, 1, 2):
+        job.raise_(rank, f"RuntimeError: place {rank}")
+        assert "ReplaceWorker" not in acts(job.pause_all())
+
+
+def test_what_only_it_holds_is_not_given_up_for_exceptions_that_differ(manager) -> None:
+    assert acts(raise_elsewhere(sharded(manager))) == ["Resume"]
+
+
+def test_where_no_process_may_be_replaced_it_is_kept(manager) -> None:
+    job = manager(strategies="retry").joined()
+    assert acts(raise_elsewhere(job)) == ["Resume"]
+
+
+def test_a_new_step_speaks_for_it(manager) -> None:
+    job = manager().joined()
+    for version in (5, 6, 7):
+        assert "Interrupt" in acts(job.raise_(1, f"RuntimeError: {version}", version=version))
+        assert acts(job.pause_all(version)) == ["Resume"]
+        job.recover_all(version + 1)
+
+
+def test_a_death_that_explains_its_last_exception_speaks_for_it(manager) -> None:
+    job = manager().joined()
+    for number in range(3):
+        job.raise_(1, f"RuntimeError: place {number}")
+        if number < 2:
+            job.pause_all()
+    assert acts(job.lose(0, FaultKind.KILLED, "SIGKILL", age=0.5)) == ["ReplaceWorker"]
+    resume = only(job.pause_all(), do.Resume)
+    assert plan(resume) == {0: 1}

@@ -8,7 +8,9 @@ from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.exits import SIGKILL, SIGTERM
 from taskd.core.faults import Fault, FaultKind
-from taskd.core.node.spacing import FIRST_S, LONGEST_S, SHORT_LIFE_S, Spacing
+from taskd.core.node.spacing import Spacing
+from taskd.core.policy.spacing import FIRST_S, LONGEST_S, SHORT_LIFE_S
+from tests.unit.core.answers import acts, only
 
 
 def kinds(commands: list[do.Command]) -> list[str]:
@@ -29,8 +31,8 @@ def waits(spacing: Spacing, now: float) -> float:
 
 def test_each_start_that_comes_to_nothing_lets_the_next_one_wait_for_longer() -> None:
     spacing, found = Spacing(), []
-    for _ in range(5):
-        spacing.ended(0, FaultKind.EXITED, 100.0, 99.9, has_entered=False)
+    for incarnation in range(5):
+        spacing.ended(0, incarnation, FaultKind.EXITED, 100.0, 99.9, has_entered=False)
         found.append(waits(spacing, 100.0))
     assert found == [0, FIRST_S, LONGEST_S, LONGEST_S, LONGEST_S]
 
@@ -47,29 +49,50 @@ def test_each_start_that_comes_to_nothing_lets_the_next_one_wait_for_longer() ->
 )
 def test_a_life_that_came_to_something_or_was_killed_ends_the_series(life: dict[str, Any]) -> None:
     spacing = Spacing()
-    for _ in range(3):
-        spacing.ended(0, FaultKind.START_FAILED, 100.0, None, has_entered=False)
+    for incarnation in range(3):
+        spacing.ended(0, incarnation, FaultKind.START_FAILED, 100.0, None, has_entered=False)
     spacing.ended(
         0,
+        3,
         life.get("kind", FaultKind.EXITED),
         100.0,
         life.get("started_at", 99.0),
         has_entered=life.get("has_entered", False),
     )
     assert waits(spacing, 100.0) == 0
-    spacing.ended(0, FaultKind.EXITED, 100.0, 99.9, has_entered=False)
+    spacing.ended(0, 4, FaultKind.EXITED, 100.0, 99.9, has_entered=False)
     assert waits(spacing, 100.0) == 0
 
 
-def test_one_that_waits_is_due_at_once_when_its_series_ends() -> None:
-    """An earlier life of the rank was reaped late, and had been killed."""
+def test_a_death_that_is_reaped_after_the_starts_that_followed_it_ends_no_series() -> None:
+    """A large process needs seconds to be gone; its successors start when the alarm comes."""
     spacing = Spacing()
-    for _ in range(2):
-        spacing.ended(0, FaultKind.START_FAILED, 100.0, None, has_entered=False)
+    for incarnation in (1, 2):
+        spacing.ended(0, incarnation, FaultKind.START_FAILED, 100.0, None, has_entered=False)
     assert spacing.must_wait(0, 100.0, at_once=True)
-    spacing.ended(0, FaultKind.KILLED, 101.0, 90.0, has_entered=True)
+    spacing.ended(0, 0, FaultKind.KILLED, 101.0, 90.0, has_entered=True)
+    assert spacing.due(101.0) == []
+    assert spacing.next_at() == 100.0 + FIRST_S
+
+
+def test_one_that_waits_is_due_at_once_when_its_series_ends() -> None:
+    spacing = Spacing()
+    for incarnation in (1, 2):
+        spacing.ended(0, incarnation, FaultKind.START_FAILED, 100.0, None, has_entered=False)
+    assert spacing.must_wait(0, 100.0, at_once=True)
+    spacing.ended(0, 3, FaultKind.KILLED, 101.0, 100.5, has_entered=True)
     assert spacing.next_at() == 101.0
     assert spacing.due(101.0) == [(0, True)]
+
+
+def test_a_group_that_waits_waits_as_a_whole() -> None:
+    spacing = Spacing()
+    spacing.hold_all(104.0)
+    assert [spacing.must_wait(rank, 100.0, at_once=False) for rank in (0, 1)] == [True, True]
+    spacing.ended(0, 3, FaultKind.KILLED, 101.0, 90.0, has_entered=True)  # by the restart
+    assert spacing.due(101.0) == []
+    assert spacing.next_at() == 104.0
+    assert spacing.due(104.0) == [(0, False), (1, False)]
 
 
 class TestTheNode:
@@ -137,6 +160,83 @@ class TestTheNode:
         assert [
             command.rank for command in agent.tick() if isinstance(command, do.SpawnWorker)
         ] == [1]
+
+    def test_a_restart_of_all_that_waits_starts_nobody_before(self, node) -> None:
+        agent = node()
+        order = agent.command(do.RestartGroup, 3, 2, "all", ((0, 3), (1, 3)), "", FIRST_S)
+        assert "SpawnWorker" not in kinds(order)
+        for rank in (0, 1):
+            assert "SpawnWorker" not in kinds(agent.exit(rank, -15, incarnation=0))
+        deadline = agent.machine.next_deadline()
+        assert deadline - agent.now == pytest.approx(FIRST_S, abs=0.1)
+        spawned = [one.rank for one in agent.tick() if isinstance(one, do.SpawnWorker)]
+        assert spawned == [0, 1]
+
+
+class TestTheManager:
+    """Restarts of the whole group: a script without `taskd.recoverable`."""
+
+    def after_a_while(self, manager) -> Any:
+        job = manager().joined(declared=False)
+        job.hear_all_until(job.now + 5)
+        return job
+
+    def fail(
+        self,
+        job,
+        rank: int,
+        kind: FaultKind = FaultKind.EXITED,
+        detail: str = "exit 2",
+        **more: Any,
+    ) -> float:
+        """How long the restart that follows waits."""
+        return only(job.lose(rank, kind, detail, version=None, **more), do.RestartGroup).delay_s
+
+    def test_another_rank_fails_first_each_time(self, manager) -> None:
+        job = self.after_a_while(manager)
+        assert self.fail(job, 1, FaultKind.KILLED) == 0
+        assert [self.fail(job, rank) for rank in (1, 0)] == [0, FIRST_S]
+
+    def test_how_the_newest_failed_is_not_known_yet(self, manager, make_fault) -> None:
+        job = self.after_a_while(manager)
+        found = []
+        for rank, kind in enumerate([FaultKind.KILLED, FaultKind.EXITED, FaultKind.EXITED]):
+            life = job.incarnation(rank)
+            found.append(self.fail(job, rank, FaultKind.LOST))
+            how = make_fault(kind, rank, life, "exit 2")
+            assert acts(job.worker(ev.WorkerExitKnown, rank, how, incarnation=life)) == []
+        assert found == [0, 0, FIRST_S]
+
+    @pytest.mark.parametrize("kind", [FaultKind.KILLED, FaultKind.CRASHED])
+    def test_being_killed_says_nothing_against_the_start(self, manager, kind: FaultKind) -> None:
+        job = self.after_a_while(manager)
+        for how in (FaultKind.EXITED, kind, FaultKind.EXITED, kind, FaultKind.EXITED):
+            assert self.fail(job, 1, how) == 0
+
+    def test_the_delay_is_no_part_of_a_life(self, manager) -> None:
+        """What fails half a second after a start that had to wait has failed at once."""
+        job = self.after_a_while(manager)
+        found = [self.fail(job, 1, detail=f"exit {code}") for code in (1, 2, 3)]
+        again_at = job.now + FIRST_S + 0.5
+        found.append(self.fail(job, 0, detail="exit 4", at=again_at))
+        assert found == [0, 0, FIRST_S, LONGEST_S]
+
+    def test_what_lives_for_longer_is_far_enough_from_the_next(self, manager) -> None:
+        job = self.after_a_while(manager)
+        for code in range(4):
+            at = job.now + SHORT_LIFE_S + 0.1
+            assert self.fail(job, 1, detail=f"exit {code}", at=at) == 0
+
+    def test_a_rank_that_had_to_wait_is_not_late(self, manager) -> None:
+        job = self.after_a_while(manager)
+        for detail in ("exit 1", "exit 2", "exit 3"):
+            delay_s = self.fail(job, 1, detail=detail)
+        assert delay_s == FIRST_S
+        start_by = job.now + FIRST_S + job.timeouts.start_s
+        while job.now < start_by - 6:
+            job.hear_all_until(job.now + 5)
+        assert job.tick(at=start_by - 0.1) == []
+        assert "RestartGroup" in kinds(job.tick(at=start_by))
 
 
 def test_one_that_starts_only_when_force_is_due_is_ended_by_force(node) -> None:

@@ -121,6 +121,19 @@ class TestFromOutside:
         ) in said[3][0]
         assert "32 times killed" in only(commands, do.GiveUp).reason
 
+    def test_the_last_one_whose_exit_status_is_known_is_shown(self, manager, make_fault) -> None:
+        """The job ends on the alarm of the last death, and names what ended those before."""
+        job = manager().joined()
+        for _ in range(DEATH_LIMIT):
+            life = job.incarnation(2)
+            commands = job.lose(2)
+            how = make_fault(FaultKind.KILLED, 2, life, "SIGKILL, cgroup oom_kill", version=5)
+            job.worker(ev.WorkerExitKnown, 2, how, incarnation=life)
+            let_all_in(job)
+        give_up = only(commands, do.GiveUp)
+        assert give_up.reason.endswith("last, rank 2 ended with SIGKILL, cgroup oom_kill at step 5")
+        assert give_up.fault.kind is FaultKind.KILLED
+
     def test_every_rank_once_is_somebody_at_work(self, manager) -> None:
         job = manager(per_node=2 * DEATH_LIMIT).joined()
         for rank in job.ranks:
