@@ -10,8 +10,8 @@ from taskd.core.worker_state import WorkerState
 class ReportedFailure:
     """How (without the traceback) and how long ago a registered life failed.
 
-    `replaced`: it was the one before, whose place the registered life has taken in a recovery that
-    is not over.
+    It is lost; or paused, because an exception left its function. `replaced`: it was the one
+    before, whose place the registered life has taken in a recovery that is not over.
     """
 
     fault: Fault

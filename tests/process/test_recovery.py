@@ -449,6 +449,24 @@ def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, 
         assert [record["generation"] for record in job.recoveries()] == [1, 2]
 
 
+def test_an_exception_while_no_manager_is_there_is_in_the_record_of_the_next(
+    tmp_path: pathlib.Path, reference
+) -> None:
+    with harness.job(tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS="1@10:step:told-raise") as job:
+        manager, agent = job.start_manager(), job.start_agent("train.py")
+        wait_for_step(job, 2)
+        os.kill(manager.process.pid, signal.SIGKILL)
+        manager.wait(10)
+        job.tell()
+        wait_until(job, lambda: job.facts("fault"))
+        job.start_manager()
+        check_recovered(job, agent.wait(90), reference(STEPS="80"), faults=1, replaced=set())
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["restarts_used"]) == ("retry", 1)
+        (fault,) = record["faults"]
+        assert (fault["rank"], fault["detail"]) == (1, "ValueError: a bad sample")
+
+
 def wait_for_step(job: harness.Job, step: int) -> None:
     """Until every rank has committed `step`."""
 

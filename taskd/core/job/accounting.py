@@ -5,6 +5,8 @@ another one, or when its exit status comes. The rules themselves stand in
 `taskd.core.policy.ladder` and `taskd.core.policy.stagnation`.
 """
 
+from dataclasses import replace
+
 from taskd.core import commands as do
 from taskd.core.faults import Fault, FaultKind, TimedFault
 from taskd.core.job.record import Attempt
@@ -40,6 +42,26 @@ def count_fault(job: JobState, attempt: Attempt, timed: TimedFault) -> Ending | 
         return verdict
     reason = None if victims else job.budget.spend(fault, job.membership.max_restarts)
     return None if reason is None else (reason, fault)
+
+
+def take_exception(job: JobState, fault: Fault, age_s: float) -> list[TimedFault]:
+    """Where an exception waits now: with the suspects, if news of an earlier death may come.
+
+    An exception that came back waits, too, before its process is replaced or the job ends.
+    """
+    came_back = job.repeats.has_come_back(fault, job.generation + 1)
+    may_be_victim = fault.kind is FaultKind.COMMUNICATION or came_back
+    faults = job.suspects if may_be_victim else job.unanswered
+    faults.append(job.timed_fault(fault, age_s))
+    return faults
+
+
+def complete_exception(job: JobState, fault: Fault) -> None:
+    """A registration has told of it without its traceback."""
+    counted = [] if job.attempt is None else job.attempt.faults
+    for timed in (*job.unanswered, *job.suspects, *counted):
+        if timed.fault == replace(fault, traceback=None):
+            timed.fault = fault
 
 
 def _doubt(job: JobState, attempt: Attempt, fault: Fault, generation: int) -> None:

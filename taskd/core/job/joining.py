@@ -6,8 +6,10 @@ rank is new.
 
 from collections.abc import Iterable
 
+from taskd.core.events import AgentRegistered
 from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.absence import may_wait
+from taskd.core.job.accounting import take_exception
 from taskd.core.job.dump import end_job
 from taskd.core.job.ending import end
 from taskd.core.job.member import Member
@@ -161,6 +163,21 @@ def lose_unreported(job: JobState, member: Member) -> None:
     if timed.fault.kind is FaultKind.LOST:
         job.without_status[life] = timed
     job.unanswered.append(timed)
+
+
+def take_over_exceptions(job: JobState, event: AgentRegistered) -> None:
+    """A registration says what left the functions of ranks that wait.
+
+    No manager has answered it, or one that has not come to the end of that.
+    """
+    for report in event.workers:
+        failure, member = report.failure, job.members[report.rank]
+        has_raised = failure is not None and member.state is WorkerState.PAUSED
+        if failure is None or not has_raised or failure.replaced:
+            continue
+        is_its_life = failure.fault.life == (member.rank, member.incarnation)
+        if is_its_life and not job.has_unanswered(failure.fault):
+            take_exception(job, failure.fault, failure.age_s)
 
 
 def _take_over_lost(job: JobState, members: Iterable[Member]) -> None:

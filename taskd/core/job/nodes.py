@@ -17,6 +17,7 @@ from taskd.core.job.joining import (
     count_missing_as_lost,
     join_overdue,
     lose_unreported,
+    take_over_exceptions,
     wait_for_others,
 )
 from taskd.core.job.meeting import note_store
@@ -76,6 +77,8 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.membership.joined_node_count is None:
         job.fit(event.node_count)
     job.membership.register(event)
+    if job.phase is JobPhase.JOINING:
+        take_over_exceptions(job, event)
     job.expected.pop(event.node_rank, None)
     job.leases.renew(event.node_rank, event.now)
     job.generation = max(job.generation, event.generation)
@@ -218,9 +221,9 @@ def _take_over_faults(job: JobState, event: ev.AgentRegistered) -> None:
         if (failure := report.failure) is None:
             continue
         died_at = event.now - failure.age_s
-        if not failure.replaced:
+        if not failure.replaced and WorkerState(report.state) is WorkerState.LOST:
             job.told_faults[report.rank, report.incarnation] = (failure.fault, died_at)
-        elif is_first:
+        elif failure.replaced and is_first:
             job.inherited.append(TimedFault(failure.fault, died_at, event.now, is_declared=True))
 
 

@@ -34,7 +34,7 @@ def interrupt(job: JobState, attempt: Attempt, *, finish_step: bool = False) -> 
             running[member.entered].append(member.rank)
     for entered, stop_by in _stop_by(job).items():
         job.awaited.set_all(running[entered], stop_by)
-    inherited = "a recovery was under way when the manager was restarted"
+    inherited = "a recovery was under way when this manager came"
     planned = attempt.reason if job.growing else inherited
     planned = planned if job.dump is None else job.dump.reason or inherited
     reason = job.what_happened() if attempt.faults else planned

@@ -57,12 +57,12 @@ class Attempt:
         `is_known` False: it is not known what it was answering.
         """
         self.faults += faults
-        restarted = "the manager was restarted meanwhile"
         if faults:
-            self.strategy, self.taken_over = Strategy.RECOVER_IN_PLACE, restarted
+            self.strategy = Strategy.RECOVER_IN_PLACE
+            self.taken_over = "the manager was restarted meanwhile"
         elif not is_known:
             unknown = "what came before is not known: the time counts from then"
-            self.taken_over = f"{restarted}, and {unknown}"
+            self.taken_over = f"this manager came later, and {unknown}"
 
     @property
     def is_incurable(self) -> bool:

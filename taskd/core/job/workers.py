@@ -6,7 +6,13 @@ is done about it follows in `taskd.core.job.settle`.
 
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind, TimedFault
-from taskd.core.job.accounting import correct_restart_cause, count_exit_status, warn
+from taskd.core.job.accounting import (
+    complete_exception,
+    correct_restart_cause,
+    count_exit_status,
+    take_exception,
+    warn,
+)
 from taskd.core.job.attempts import count_first_step, count_recovered
 from taskd.core.job.dump import blame, end_job, is_status_missing, proceed_with_status
 from taskd.core.job.ending import fail_after_release, give_up
@@ -232,6 +238,7 @@ def raised(job: JobState, event: ev.WorkerRaised) -> Commands:
     member = job.members[event.rank]
     is_answered = member.state is WorkerState.PAUSED or not member.is_live
     if event.generation != job.generation or is_answered:
+        complete_exception(job, event.fault)
         return _ignore(job, event, "raised in", _ANSWERED)
     if _take_exception(job, event) is job.suspects and job.phase is not JobPhase.SUSPECTING:
         job.phase = JobPhase.SUSPECTING
@@ -245,6 +252,7 @@ def raised_while_joining(job: JobState, event: ev.WorkerRaised) -> Commands:
     member = job.members[event.rank]
     is_kept = member.state is WorkerState.PAUSED and job.has_unanswered(event.fault)
     if is_kept or not member.is_live:
+        complete_exception(job, event.fault)
         return _ignore(job, event, "raised in", _ANSWERED)
     _take_exception(job, event)
     job.membership.stopped_early.add(event.rank)
@@ -259,6 +267,7 @@ def raised_when_called(job: JobState, event: ev.WorkerRaised) -> Commands:
     """
     if event.generation < job.resumed_generation:
         return _ignore(job, event, "raised in")
+    complete_exception(job, event.fault)
     job.members[event.rank].enter()
     job.membership.note_version(event.fault.version)
     if event.rank in job.awaited and job.attempt is not None:
@@ -276,20 +285,13 @@ def raised_after_release(job: JobState, event: ev.WorkerRaised) -> Commands:
 
 
 def _take_exception(job: JobState, event: ev.WorkerRaised) -> list[TimedFault]:
-    """Where its fault waits now: with the suspects, if news of an earlier death may come.
-
-    An exception that came back waits, too, before its process is replaced or the job ends.
-    """
+    """Where its fault waits now."""
     member, fault = job.members[event.rank], event.fault
     member.enter()
     job.membership.note_version(fault.version)
     member.pause(fault.version, event.clean, event.snapshots, may_advance=event.may_advance)
     job.awaited.discard(event.rank)
-    came_back = job.repeats.has_come_back(fault, job.generation + 1)
-    may_be_victim = fault.kind is FaultKind.COMMUNICATION or came_back
-    faults = job.suspects if may_be_victim else job.unanswered
-    faults.append(job.timed_fault(fault, event.age_s))
-    return faults
+    return take_exception(job, fault, event.age_s)
 
 
 # ---------------------------------------------------------------------- progress

@@ -145,7 +145,29 @@ class Life:
             self.is_entered, self.snapshots, shard, self.may_advance, failure,
         )  # fmt: skip
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is something to be told of how it failed, or the one before."""
+        return (self.fault or self.before or self.raised) is not None
+
+    def is_victim(self) -> bool:
+        """Whether the failure of another one explains its own."""
+        return self.raised is not None and self.raised.fault.kind is FaultKind.COMMUNICATION
+
+    @property
+    def raised(self) -> ev.WorkerRaised | None:
+        """The exception that left its function, and for which it waits."""
+        return self.stopped if isinstance(self.stopped, ev.WorkerRaised) else None
+
+    def raised_by(self, now: float) -> ev.WorkerRaised | None:
+        """The same, told now."""
+        if (raised := self.raised) is None:
+            return None
+        return replace(raised, now=now, age_s=raised.age_s + max(0.0, now - raised.now))
+
     def _failure(self, now: float) -> ev.ReportedFailure | None:
+        if (raised := self.raised_by(now)) is not None:
+            return ev.ReportedFailure(replace(raised.fault, traceback=None), raised.age_s)
         failed = self if self.fault is not None else self.before if self.recovered is None else None
         if failed is None or failed.fault is None or failed.died_at is None:
             return None
@@ -187,8 +209,8 @@ class Lives:
     def reports(self, now: float) -> tuple[ev.WorkerReport, ...]:
         """The present lives, for a registration."""
         lives = self.present.values()
-        failed = [life.rank for life in lives if (life.fault or life.before) is not None]
-        told = set(failed[:_TOLD_FAILURES])
+        failed = sorted((life for life in lives if life.has_failed), key=Life.is_victim)
+        told = {life.rank for life in failed[:_TOLD_FAILURES]}
         return tuple(life.report(now, tell_failure=life.rank in told) for life in lives)
 
     def said(self, now: float) -> list[ev.WorkerEvent]:
@@ -210,7 +232,8 @@ class Lives:
         for life in self.all():
             if life.lost is not None and life.died_at is not None:
                 told.append(replace(life.lost, now=now, age_s=max(0.0, now - life.died_at)))
-            kept = (life.holds, life.exit_known, life.stopped, life.offer, life.recovered)
+            stopped = life.raised_by(now) or life.stopped
+            kept = (life.holds, life.exit_known, stopped, life.offer, life.recovered)
             told += [replace(event, now=now) for event in kept if event is not None]
         return told
 

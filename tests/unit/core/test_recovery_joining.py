@@ -212,7 +212,7 @@ class TestANewManager:
         job = manager(per_node=2)
         reports = [Report(0, 0, "paused", True, 7, clean=False), Report(1, 0, "running", True, 7)]
         (interrupt,) = job.register(0, *reports, generation=1)
-        assert interrupt.reason == "a recovery was under way when the manager was restarted"
+        assert interrupt.reason == "a recovery was under way when this manager came"
         (resume,) = job.pause(1, 7)
         assert resume.moves == (do.Move(0, 1),)
         record = job.recover_all()[0].record
@@ -285,8 +285,7 @@ class TestANewManager:
         record = job.recover_all(8)[0].record
         assert (record.strategy, record.faults) == ("retry", ())
         assert record.reason.endswith(
-            "the manager was restarted meanwhile, and what came before "
-            "is not known: the time counts from then"
+            "this manager came later, and what came before is not known: the time counts from then"
         )
 
     def test_a_replacement_that_trains_already_is_no_reason_to_stop(
