@@ -58,8 +58,12 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """See logging.Formatter."""
-        text = super().formatMessage(record)
-        return text if text.isprintable() else "".join(_printable(character) for character in text)
+        return one_line(super().formatMessage(record))
+
+
+def one_line(text: str) -> str:
+    """The text with its control characters written out."""
+    return text if text.isprintable() else "".join(_printable(character) for character in text)
 
 
 def _printable(character: str) -> str:

@@ -66,7 +66,8 @@ def run(callbacks: Callbacks, config: MsrunConfig) -> None:
     finally:
         said = _end(host, outcome, known.grace_s, clock)
     if outcome.kind != "succeeded":
-        sys.stderr.write(f"taskd: job {known.job_id} has ended: {outcome.reason}{said}\n")
+        line = f"taskd: job {known.job_id} has ended: {outcome.reason}{said}"
+        sys.stderr.write(f"{log_setup.one_line(line)}\n")
         raise SystemExit(EXIT_SAVED if said.startswith(_SAVED) else EXIT_FAILED)
 
 

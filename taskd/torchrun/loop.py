@@ -107,5 +107,5 @@ def _say_at_the_end(job_id: str, outcome: Outcome) -> None:
 
     The reason of the whole job is to be the last line.
     """
-    line = f"taskd: job {job_id} has ended: {outcome.reason}"
+    line = log_setup.one_line(f"taskd: job {job_id} has ended: {outcome.reason}")
     atexit.register(sys.stderr.write, f"{line}\n")

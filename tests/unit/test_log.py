@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import stat
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd import log as log_module
+from taskd.agent.service import Outcome
 from taskd.config import LogConfig
+from taskd.torchrun import loop
 from testbed.proc import open_files
 
 if TYPE_CHECKING:
@@ -55,6 +58,16 @@ def test_a_text_from_outside_cannot_forge_a_line(tmp_path: pathlib.Path, capsys)
     assert shown.count("\n") == 1
     assert "a\\n2026" in shown
     assert "\x1b" not in shown
+
+
+def test_nor_can_it_forge_the_last_line_of_torchrun(capsys, monkeypatch) -> None:
+    last: list[str] = []
+    monkeypatch.setattr(atexit, "register", lambda _, line: last.append(line))
+    reason = "rank 1 raised ValueError: \x1b[31m\0\na second line"
+    loop._say_at_the_end("job", Outcome("failed", reason))
+    assert last == [
+        "taskd: job job has ended: rank 1 raised ValueError: \\x1b[31m\\x00\\na second line\n"
+    ]
 
 
 def test_output_can_be_switched_off(tmp_path: pathlib.Path, capsys) -> None:

@@ -12,7 +12,8 @@ from tests import mutants
 if TYPE_CHECKING:
     import pathlib
 
-MODULE = next(mutants.ROOT.glob("taskd/core/**/spacing.py")).relative_to(mutants.ROOT).as_posix()
+PATH = next(mutants.ROOT.glob("taskd/core/**/start_delay.py"))
+MODULE = PATH.relative_to(mutants.ROOT).as_posix()
 IMPORT = f"import {MODULE.removesuffix('.py').replace('/', '.')}"
 
 

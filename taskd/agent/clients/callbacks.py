@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -230,6 +231,7 @@ class CallbackAgent:
         self._launcher._remaining_restarts = limit - order.restarts_used  # noqa: SLF001
         with self._in_touch():
             self._call("KILL_WORKER", group)
+            time.sleep(order.delay_s)  # torch's agent could do nothing else meanwhile
             self._call("START_ALL_WORKER", group)
         self._begin_lives(incarnations)
         for rank in sorted(incarnations):

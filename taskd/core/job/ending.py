@@ -36,7 +36,8 @@ def end_if_all_left(job: JobState) -> Commands:
 def end(job: JobState, *, succeeded: bool, reason: str, left_alone: bool = False) -> Commands:
     """The job is over; `left_alone`: its agents have gone on without a manager."""
     job.phase, job.reason = JobPhase.ENDED, reason
-    records = close_attempt(job, f"the job has ended: {reason}")
+    over = "training goes on without a manager" if left_alone else "the job has ended"
+    records = close_attempt(job, f"{over}: {reason}")
     _wait_for_nothing(job)
     return [*records, do.EndJob(job.cause, job.generation, succeeded, reason, left_alone)]
 

@@ -18,8 +18,8 @@ from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import HangDetector
 from taskd.core.policy.ladder import BY_DEFAULT, Budget, RepeatRules, Strategy
 from taskd.core.policy.leases import Deadlines, Leases
-from taskd.core.policy.spacing import GroupStarts
 from taskd.core.policy.stagnation import Stagnation
+from taskd.core.policy.start_delay import GroupStarts
 from taskd.core.policy.stragglers import Stragglers
 from taskd.core.timeouts import Timeouts
 from taskd.core.transitions import Commands, MachineState

@@ -1,12 +1,12 @@
 """When the ranks of this node may start, if starts before came to nothing.
 
-Owns these moments. How long the delays are: see `taskd.core.policy.spacing`.
+Owns these moments. How long the delays are: see `taskd.core.policy.start_delay`.
 """
 
 from dataclasses import dataclass, field
 
 from taskd.core.faults import FaultKind
-from taskd.core.policy.spacing import is_failed_start, start_delay_s
+from taskd.core.policy.start_delay import is_failed_start, start_delay_s
 
 
 @dataclass(slots=True)

@@ -71,7 +71,7 @@ class TestTheEnd:
         record, end = job.send(ev.AgentLeft, 1, "fallback", "rank 1 ended, and no manager answers")
         reason = "the agent of node 1 left (fallback: rank 1 ended, and no manager answers)"
         assert end == do.EndJob(f"e{job.count}", 1, succeeded=True, reason=reason, left_alone=True)
-        assert record.record.not_completed == f"the job has ended: {reason}"
+        assert record.record.not_completed == f"training goes on without a manager: {reason}"
         assert job.machine.phase is JobPhase.ENDED
 
     def test_a_job_that_was_given_up_stays_so_when_a_node_goes_on_without_us(self, manager) -> None:

@@ -9,7 +9,7 @@ from taskd.core import events as ev
 from taskd.core.exits import SIGKILL, SIGTERM
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.node.spacing import Spacing
-from taskd.core.policy.spacing import FIRST_S, LONGEST_S, SHORT_LIFE_S
+from taskd.core.policy.start_delay import FIRST_S, LONGEST_S, SHORT_LIFE_S
 from tests.unit.core.answers import acts, only
 
 
