@@ -11,6 +11,10 @@ and a number that cannot be one is read as not known: whatever is read here can 
 A process may die between any two instructions, so each value is one aligned word that is written at
 once, and each payload is marked as incomplete while it is written. What the dead process had
 written is what the reader sees: the memory is the same.
+
+Who marks remembers itself what it adds up and compares, and never reads that back: other code in
+its process may write into the box by mistake, and marks are made in the middle of a training step.
+The next mark puts right what it touches.
 """
 
 import mmap
@@ -123,6 +127,10 @@ class BlackBox(Payloads):
         self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("q")
         self._steps = self._step_began = self._slowest_recent = self._long_ns = 0
+        self._marks = self._marked_ns = self._slowest_ns = 0
+        self._marked_phase = Phase.BOOT
+        self._spent_ns, self._visits = [0] * layout.PHASES, [0] * layout.PHASES
+        self._slowest_long_ns = [0] * len(LONG_PHASES)
         _open_boxes.add(self)
 
     @classmethod
@@ -293,30 +301,36 @@ class BlackBox(Payloads):
             if words[_PHASE_COUNT + phase] > 0 and words[_PHASE_NS + phase] >= 0
         }
 
+    @property
+    def marked_phase(self) -> Phase:
+        """The last phase that this process has marked, whatever the box says now."""
+        return self._marked_phase
+
     def begin(self, pid: int, incarnation: int) -> None:
         """First thing in a worker's life."""
         words = self._words
         words[_INCARNATION] = incarnation
         words[_VERSION] = _NONE
-        words[_PHASE] = Phase.BOOT
-        words[_PROGRESS_NS] = time.monotonic_ns()
+        words[_PHASE] = self._marked_phase = Phase.BOOT
+        words[_PROGRESS_NS] = self._marked_ns = time.monotonic_ns()
         words[_PID] = pid
 
     def mark_phase(self, phase: Phase) -> None:
         """The main thread begins something else. Called several times per step."""
         words = self._words
         now = time.monotonic_ns()
-        before = words[_PHASE]
-        took = now - words[_PROGRESS_NS]
-        words[_PHASE_NS + before] += took
-        words[_PHASE_COUNT + before] += 1
+        before = self._marked_phase
+        took = now - self._marked_ns
+        words[_PHASE_NS + before] = self._spent_ns[before] = self._spent_ns[before] + took
+        words[_PHASE_COUNT + before] = self._visits[before] = self._visits[before] + 1
         if _FIRST_LONG <= before <= _LAST_LONG:
             self._long_ns += took
-            slowest = _SLOWEST_LONG_NS + before - _FIRST_LONG
-            words[slowest] = max(words[slowest], took)
-        words[_PHASE] = phase
-        words[_PROGRESS] += 1
-        words[_PROGRESS_NS] = now
+            index = before - _FIRST_LONG
+            self._slowest_long_ns[index] = max(self._slowest_long_ns[index], took)
+            words[_SLOWEST_LONG_NS + index] = self._slowest_long_ns[index]
+        words[_PHASE] = self._marked_phase = phase
+        words[_PROGRESS] = self._marks = self._marks + 1
+        words[_PROGRESS_NS] = self._marked_ns = now
 
     def mark_version(self, version: int) -> None:
         """One store; the moment at which a commit becomes true for everybody who reads the box."""
@@ -335,9 +349,9 @@ class BlackBox(Payloads):
             return
         self._steps += 1
         if self._steps % _STEPS_REMEMBERED == 0:
-            words[_SLOWEST_NS], self._slowest_recent = self._slowest_recent, 0
+            self._slowest_ns, self._slowest_recent = self._slowest_recent, 0
         self._slowest_recent = max(self._slowest_recent, took)
-        words[_SLOWEST_NS] = max(words[_SLOWEST_NS], took)
+        words[_SLOWEST_NS] = self._slowest_ns = max(self._slowest_ns, took)
 
     def mark_generation(self, generation: int) -> None:
         """A recovery: this is the generation from now on."""

@@ -441,3 +441,30 @@ def test_extras_of_a_version_that_cannot_be_are_none(box, version):
     box._write_slot(box_payloads._EXTRAS_WORDS[1], version, b"bad")
     box._words[box_payloads.COMMITTED] = 1
     assert box.read_extras() == {5: b"good"}
+
+
+MARKED = tuple(
+    word
+    for name, word in WORDS.items()
+    if name in {"phase", "marks", "time of the last mark"}
+    or name.startswith(("longest ", "time in ", "visits to "))
+)
+
+
+@pytest.mark.parametrize("number", [*NUMBERS, 100, 10**12])
+def test_who_marks_trusts_nothing_in_its_box_and_puts_it_right(box, number, monkeypatch):
+    clock = [0]
+    monkeypatch.setattr(black_box.time, "monotonic_ns", lambda: clock[0])
+    twin = BlackBox.create()  # nothing writes into this one
+    for one in (box, twin):
+        one.begin(1234, 3)
+    for word in MARKED:
+        box._words[word] = number
+        for phase in Phase:
+            clock[0] += 1_000_000
+            for one in (box, twin):
+                one.mark_phase(phase)
+                one.mark_step()
+        assert box.read(0, 4096) == twin.read(0, 4096)
+    assert box.phase_times()["forward"] == (len(MARKED), len(MARKED) * 0.001)
+    twin.close()

@@ -33,16 +33,16 @@ def during(phase: Phase) -> Iterator[None]:
         life is None
         or box is None
         or threading.current_thread() is not threading.main_thread()
-        or box.phase is phase
+        or box.marked_phase is phase
     ):
         yield
         return
-    before = box.phase
+    before = box.marked_phase
     life.mark(phase)
     try:
         yield
     finally:
-        if box.phase is phase:  # else it was interrupted, or a step went by
+        if box.marked_phase is phase:  # else it was interrupted, or a step went by
             life.mark(before)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import taskd
+from taskd.native import box_layout
 from taskd.native.black_box import Phase
 from taskd.worker import life as life_module
 from taskd.worker.state import phases
@@ -100,4 +101,16 @@ def test_outside_a_job_nothing_happens() -> None:
 def test_wrapping_twice_is_wrapping_once(box) -> None:
     phases.install()
     torch.save({}, io.BytesIO())
+    assert box.phase_times()["checkpoint"][0] == 1
+
+
+@pytest.mark.parametrize("damaged", [Phase.CHECKPOINT, 100, -7, 10**12])
+def test_other_code_that_writes_into_the_box_does_not_change_what_a_block_returns_to(
+    box, damaged: int
+) -> None:
+    box.write_word(box_layout.OFFSET_PHASE, damaged)
+    with taskd.checkpointing():
+        assert box.phase is Phase.CHECKPOINT
+        box.write_word(box_layout.OFFSET_PHASE, damaged)
+    assert box.phase is Phase.STEP
     assert box.phase_times()["checkpoint"][0] == 1
