@@ -159,23 +159,33 @@ class Preloaded:
         self.is_ready = self.is_ready or any(isinstance(reply, Ready) for reply in replies)
         return [reply for reply in replies if isinstance(reply, Note)]
 
-    def fork(self, request: SpawnRequest, gate: int) -> int | str:
+    def fork(self, request: SpawnRequest, gate: int, note: Callable[[Note], object]) -> int | str:
         """The process id of a worker, which is the caller's child and waits at `gate`.
 
-        Or why there is none; it is the caller's turn then. Raises OSError or `TimeoutError`: this
-        process is of no use any more.
+        Or why there is none; it is the caller's turn then. `note` gets what is to be logged, which
+        the process may have said just before. Raises OSError or `TimeoutError`: this process is of
+        no use any more, and may have forked a worker that waits at `gate`.
         """
         message, descriptors = request_message(replace(request, fds={**request.fds, "gate": gate}))
         self._wire.send(message, descriptors)
-        if not select.select([self.fd], [], [], _ANSWER_S)[0]:
-            raise TimeoutError(f"has not answered for {_ANSWER_S:.0f} s")
-        for answer in self._wire.receive(wait=True) or []:
-            match reply_from(*answer):
-                case Forked(token=request.token, pid=pid):
-                    return pid
-                case StartFailed(token=request.token, error=error):
-                    return error
-        raise ConnectionResetError("has ended")
+        clock = MonotonicClock()
+        until = clock.now() + _ANSWER_S
+        found: int | str | None = None
+        while found is None:
+            if not select.select([self.fd], [], [], max(0.0, until - clock.now()))[0]:
+                raise TimeoutError(f"has not answered for {_ANSWER_S:.0f} s")
+            answers = self._wire.receive(wait=True)
+            if answers is None:
+                raise ConnectionResetError("has ended")
+            for answer in answers:
+                match reply_from(*answer):
+                    case Forked(token=request.token, pid=pid):
+                        found = pid
+                    case StartFailed(token=request.token, error=error):
+                        found = error
+                    case Note() as said:
+                        note(said)
+        return found
 
     def close(self) -> int:
         """End it, if it has not ended; its forks live on. Returns its status."""

@@ -160,30 +160,34 @@ class _Server:
 
         Signals that it gets before it has their dispositions wait for those.
         """
-        gate_read, gate_write = os.pipe()
+        found = self._fork_preloaded(request) if note is None else None
+        pid, gate = found or self._fork(request, warm=note is None)
         try:
-            pid = self._fork_preloaded(request, gate_read) if note is None else None
-            if pid is None:
-                pid = self._fork(request, gate_read, gate_write, warm=note is None)
             pidfd = os.pidfd_open(pid)
             try:
                 self._reply(Started(request.token, pid, pidfd, note))
             finally:
                 os.close(pidfd)
             self._tokens[pid] = request.token
-            os.write(gate_write, b".")
+            os.write(gate, b".")
         finally:
-            processes.close_all((gate_read, gate_write))
+            os.close(gate)
 
-    def _fork(self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool) -> int:
+    def _fork(self, request: SpawnRequest, *, warm: bool) -> tuple[int, int]:
+        """The process id, and the end of its gate at which it is told to begin. Raises OSError."""
+        gate_read, gate_write = os.pipe()
         former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
             if pid == 0:
                 self._become(request, gate_read, gate_write, warm=warm)
-            return pid
+        except OSError:
+            os.close(gate_write)
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            os.close(gate_read)
+        return pid, gate_write
 
     def _become(
         self, request: SpawnRequest, gate_read: int, gate_write: int, *, warm: bool
@@ -283,18 +287,28 @@ class _Server:
             self._report.close()
         self._report = None
 
-    def _fork_preloaded(self, request: SpawnRequest, gate: int) -> int | None:
-        """None: there is no such process, or it cannot."""
+    def _fork_preloaded(self, request: SpawnRequest) -> tuple[int, int] | None:
+        """As `_fork`. None: there is no such process, or it cannot.
+
+        The gate is of no other use then: one that it forked, and could not tell of, may wait there,
+        and ends as nobody will tell it to begin.
+        """
         if self._preloaded is None or not self._preloaded.is_ready:
             return None
+        gate_read, gate_write = os.pipe()
+        found: int | str | None = None
         try:
-            found = self._preloaded.fork(request, gate)
+            found = self._preloaded.fork(request, gate_read, self._reply)
         except OSError as error:
             self._lose_preloaded(str(error))
-            return None
+        finally:
+            os.close(gate_read)
+            if not isinstance(found, int):
+                os.close(gate_write)
         if isinstance(found, int):
-            return found
-        self._reply(Note(f"a replacement is not forked from the preloaded process: {found}"))
+            return found, gate_write
+        if found is not None:
+            self._reply(Note(f"a replacement is not forked from the preloaded process: {found}"))
         return None
 
     def _lose_preloaded(self, reason: str | None = None) -> None:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import json
 import os
+import socket
 import struct
 import sys
+import termios
+import threading
+import time
 import types
 import zlib
 from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent.spawning.preloading import Report, imported, told
-from taskd.agent.spawning.protocol import SpawnRequest
+from taskd.agent.spawning import child, processes, server
+from taskd.agent.spawning.preloading import Preloaded, Report, imported, told
+from taskd.agent.spawning.protocol import (
+    Forked,
+    Note,
+    SpawnRequest,
+    Started,
+    StartFailed,
+    Wire,
+    Word,
+    reply_from,
+    reply_message,
+)
 from taskd.agent.spawning.trial import Own
 from taskd.worker.process.imports import Imports
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.mark.parametrize(
@@ -132,3 +150,159 @@ def test_what_another_node_told_is_imported_from_where_a_worker_begins(
     assert report["environment"] == {"A": "1"}
     assert told(SpawnRequest(1, ("-c", "pass"), {}, worker={"modules": names}), ()) is None
     assert told(SpawnRequest(1, argv, {}), ()) is None
+
+
+REQUEST = SpawnRequest(7, ("-u", "train.py"), {})
+IMPORTED = Note("10 modules of train.py are preloaded after 0.8 s")
+NONE_BEFOREHAND = Note("no process can be forked beforehand: no memory")
+
+
+class Pair:
+    """The forkserver's handle on a preloaded process, and the other end, which a test has."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._ours = ours
+        self.handle = Preloaded.__new__(Preloaded)
+        self.handle.pid, self.handle.is_ready, self.handle._wire = 0, True, Wire(ours)
+        self.process = Wire(theirs)
+
+    def say(self, *words: Word) -> None:
+        for word in words:
+            self.process.send(*reply_message(word))
+
+    def say_once_read(self, word: Word) -> None:
+        """When the forkserver has read all that was said before."""
+        deadline, unread = time.monotonic() + 20, array.array("i", [1])
+        while unread[0] and time.monotonic() < deadline:
+            fcntl.ioctl(self._ours, termios.FIONREAD, unread)
+        self.say(word)
+
+    def close(self) -> None:
+        self.handle._wire.close()
+        self.process.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[int]:
+    reader, writer = os.pipe()
+    yield reader
+    processes.close_all((reader, writer))
+
+
+@pytest.mark.parametrize("note", [IMPORTED, NONE_BEFOREHAND])
+@pytest.mark.parametrize("answer", [Forked(7, 4321), StartFailed(7, "no memory")])
+def test_a_note_that_comes_when_a_worker_is_asked_for_is_a_note(
+    pair: Pair, gate: int, note: Note, answer: Forked | StartFailed
+) -> None:
+    heard: list[Word] = []
+    pair.say(note)
+    with contextlib.closing(Talking(lambda: pair.say_once_read(answer))):
+        found = pair.handle.fork(REQUEST, gate, heard.append)
+    assert found == (4321 if isinstance(answer, Forked) else "no memory")
+    assert heard == [note]
+
+
+class Talking(threading.Thread):
+    """Says something beside the test, which waits for its end."""
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        super().__init__(target=say)
+        self.start()
+
+    def close(self) -> None:
+        self.join()
+
+
+@pytest.mark.parametrize("note_first", [True, False])
+def test_a_note_that_is_read_together_with_the_answer_is_not_lost(
+    pair: Pair, gate: int, note_first: bool
+) -> None:
+    heard: list[Word] = []
+    words = (IMPORTED, Forked(7, 4321))
+    pair.say(*(words if note_first else reversed(words)))
+    assert pair.handle.fork(REQUEST, gate, heard.append) == 4321
+    assert heard == [IMPORTED]
+
+
+def test_a_preloaded_process_that_ends_while_it_is_asked_has_ended(pair: Pair, gate: int) -> None:
+    heard: list[Word] = []
+    pair.say(IMPORTED)
+    pair.process._socket.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionResetError, match="has ended"):
+        pair.handle.fork(REQUEST, gate, heard.append)
+    assert heard == [IMPORTED]
+
+
+def test_one_that_only_notes_something_has_not_answered(
+    pair: Pair, gate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("taskd.agent.spawning.preloading._ANSWER_S", 0.1)
+    pair.say(IMPORTED)
+    with pytest.raises(TimeoutError, match="has not answered for 0 s"):
+        pair.handle.fork(REQUEST, gate, lambda _: None)
+
+
+class LostTooLate:
+    """A preloaded process that has forked the worker, and cannot say so any more."""
+
+    is_ready, pid, fd = True, 0, -1
+
+    def __init__(self) -> None:
+        self.worker = 0
+
+    def fork(self, _request: SpawnRequest, gate: int, *_: object) -> int:
+        self.worker = os.fork()
+        if self.worker == 0:
+            with contextlib.suppress(BaseException):
+                close_but(gate)
+                os._exit(0 if os.read(gate, 1) else 7)
+            os._exit(1)
+        await_wait_in_pipe(self.worker)
+        raise TimeoutError("has not answered for 3 s")
+
+    def close(self) -> int:
+        return -9
+
+
+def close_but(gate: int) -> None:
+    """As a fork of the preloaded process: it has what it was sent, and no other end of the gate."""
+    for descriptor in processes.open_descriptors():
+        if descriptor > 2 and descriptor != gate:
+            processes.close_all((descriptor,))
+
+
+def await_wait_in_pipe(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] == "S":
+                return
+    raise AssertionError(f"process {pid} does not wait at its gate")
+
+
+def test_a_worker_whose_preloaded_process_is_lost_ends_at_its_gate_and_another_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    agent, forkserver, lost = Wire(theirs), server._Server(Wire(ours), ()), LostTooLate()
+    forkserver._preloaded = lost  # type: ignore[assignment]
+    monkeypatch.setattr(child, "become", lambda *_, **__: os._exit(0))
+    forkserver._spawn(REQUEST, None)
+    said = [reply_from(*message) for message in agent.receive(wait=False) or ()]
+    (started,) = (word for word in said if isinstance(word, Started))
+    assert started.pid != lost.worker
+    statuses = [
+        os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (started.pid, lost.worker)
+    ]
+    assert statuses == [0, 7]
+    os.close(started.pidfd)
+    for end in (agent, forkserver._wire, forkserver._wake_read, forkserver._wake_write):
+        end.close()
