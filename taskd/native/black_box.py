@@ -46,6 +46,7 @@ _SLOWEST_NS = layout.OFFSET_SLOWEST_NS // _WORD
 _SLOWEST_LONG_NS = layout.OFFSET_SLOWEST_LONG_NS // _WORD
 _PHASE_NS = layout.OFFSET_PHASE_NS // _WORD
 _PHASE_COUNT = layout.OFFSET_PHASE_COUNT // _WORD
+_HEAD = struct.pack("=QI", layout.MAGIC, layout.LAYOUT_VERSION)  # by which a box is known
 _NONE = -1  # in the box only; Python sees None
 _MAX_PID = 1 << 22  # of Linux
 _IN_DEBUGGER = 2
@@ -171,14 +172,10 @@ class BlackBox(Payloads):
         """
         try:
             size = os.fstat(fd).st_size
-            head = os.pread(fd, 12, 0)
+            head = os.pread(fd, len(_HEAD), 0)
         except OSError as error:
             raise NativeLibraryError(f"descriptor {fd} is no black box: {error}") from error
-        if (
-            size != layout.BOX_BYTES
-            or len(head) != 12
-            or struct.unpack("=QI", head) != (layout.MAGIC, layout.LAYOUT_VERSION)
-        ):
+        if size != layout.BOX_BYTES or head != _HEAD:
             raise NativeLibraryError(
                 f"descriptor {fd} is no black box of layout {layout.LAYOUT_VERSION} ({size} bytes, "
                 f"starts with {head.hex()}): "
@@ -192,6 +189,11 @@ class BlackBox(Payloads):
     def fd(self) -> int:
         """The descriptor, to be passed to the worker. -1 once closed, like that of a socket."""
         return self._fd
+
+    @property
+    def can_be_attached(self) -> bool:
+        """Whether its beginning, by which it is known, has not been overwritten."""
+        return self.read(0, len(_HEAD)) == _HEAD
 
     @property
     def pid(self) -> int | None:

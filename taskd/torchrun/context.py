@@ -72,8 +72,11 @@ class LocalWorker:
 
     @property
     def left(self) -> BlackBox:
-        """The black box that has what the rank leaves: not this life's until it has taken over."""
-        if self.previous is None:
+        """The black box that has what the rank leaves: not this life's until it has taken over.
+
+        Nothing can be taken over from one that is not known as a black box any more.
+        """
+        if self.previous is None or not self.previous.can_be_attached:
             return self.box
         extras, layout = self.previous.read_extras(), self.previous.read_layout()
         has_extras = len(self.box.read_extras()) >= min(TAKEN_OVER, len(extras))

@@ -1,15 +1,19 @@
 """What the agent hands to the process that it starts (docs/protocol.md, "bootstrap")."""
 
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from taskd.errors import NativeLibraryError
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox
 from taskd.native.box_payloads import TAKEN_OVER
 from taskd.worker.life import Life, Plan, Records, Saving
+
+log = logging.getLogger(__name__)
 
 WORKER_ENV = "TASKD_WORKER"  # JSON of the bootstrap, for workers that were started by exec
 
@@ -71,8 +75,27 @@ class Bootstrap:
         box.mark_generation(self.generation)
         # else the whole group starts anew, from checkpoints
         if self.gated and self.previous_fd is not None:
-            life.records = _inherit(BlackBox.attach(self.previous_fd), box)
+            life.records = self._inherited(self.previous_fd, box)
         return life
+
+    def _inherited(self, previous_fd: int, box: BlackBox) -> Records:
+        """What the predecessor left: nothing, if its box is not known as one any more.
+
+        Whatever wrote over it is as dead as its process; the others may hold the state.
+        """
+        try:
+            previous = BlackBox.attach(previous_fd)
+        except NativeLibraryError as error:
+            os.close(previous_fd)
+            log.warning(
+                "rank %d: nothing is used of what its predecessor left in its black box, as RNG "
+                "and sampler state: its beginning was overwritten, which a program that overwrites "
+                "memory of others has likely done, in that worker (%s)",
+                self.rank,
+                error,
+            )
+            return Records()
+        return _inherit(previous, box)
 
 
 def _inherit(previous: BlackBox, own: BlackBox) -> Records:
