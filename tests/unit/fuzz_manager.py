@@ -93,6 +93,7 @@ OTHERS: tuple[object, ...] = (
     {"kind": "killed"},
 )
 NODES, PER_NODE = 2, 2
+ROOM_BYTES = codec.MAX_MESSAGE_BYTES - 1024  # the rest of a message of a Peer has some 150 bytes
 RANKS = range(NODES * PER_NODE)
 UPSTREAM = (
     *(cls for cls in messages.MESSAGE_BY_CODE.values() if not cls.is_order),
@@ -151,6 +152,7 @@ class Job:
     def __init__(self, directory: pathlib.Path, strategies: tuple[str, ...] = ()) -> None:
         self.network, self.clock = MemoryNetwork(), FakeClock()
         self.phases: set[JobPhase] = set()
+        self.left_out = 0  # reports for which a message had no room
         config = ManagerConfig(
             "job", "unused", 30.0, None, LogConfig(directory), strategies=strategies
         )
@@ -252,7 +254,10 @@ def valid(dice: random.Random, agent: Peer, job: Job) -> messages.Message:
 
 
 def odd_batch(dice: random.Random, agent: Peer, job: Job) -> messages.Batch:
-    """Reports of any type, some with an odd value in their bodies."""
+    """Reports of any type, some with an odd value in their bodies.
+
+    Those for which the message has no room are left out, and counted.
+    """
     reports = []
     for _ in range(dice.choice((1, 2, 5, batch.MAX_REPORTS + 1))):
         said = valid(dice, agent, job)
@@ -264,6 +269,9 @@ def odd_batch(dice: random.Random, agent: Peer, job: Job) -> messages.Batch:
         ranks, incarnations = zip(*lives, strict=True)
         incarnations = incarnations[: dice.choice((1, 2))]
         reports.append(messages.Told(said.code, "fuzz", ranks, incarnations, body))
+        if len(codec.body_of(messages.Batch(tuple(reports)))) > ROOM_BYTES:
+            reports.pop()
+            job.left_out += 1
     return messages.Batch(tuple(reports))
 
 
@@ -323,8 +331,8 @@ def rank_of(order: messages.Message) -> object:
     return getattr(order, "rank", None)
 
 
-def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> None:
-    """The job must not notice."""
+def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> int:
+    """The job must not notice. Returns how many reports were left out."""
     job = Job(directory)
     assert job.is_unhurt
     for number in range(count):
@@ -340,6 +348,7 @@ def by_a_stranger(dice: random.Random, count: int, directory: pathlib.Path) -> N
     assert job.is_unhurt
     for agent in job.agents:
         assert any(isinstance(said, messages.HeartbeatAck) and said.known for said in agent.heard())
+    return job.left_out
 
 
 def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dict[str, int]:
@@ -347,7 +356,7 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
 
     Returns how many jobs it took, and how much was taken in.
     """
-    seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0}
+    seen = {"jobs": 0, "taken": 0, "rejected": 0, "ended": 0, "left out": 0}
     said = 0
     phases: set[JobPhase] = set()
     while said < count:
@@ -378,6 +387,7 @@ def by_an_agent(dice: random.Random, count: int, directory: pathlib.Path) -> dic
         if job.service.result is None:
             job.beat(100.0)  # all of them are silent: leases, alarms and whatever was awaited
         phases |= job.phases
+        seen["left out"] += job.left_out
     assert phases >= {
         JobPhase.RUNNING,
         JobPhase.PAUSING,
@@ -394,8 +404,9 @@ def main(count: int = 20_000, seed: int = 1) -> int:
     logger.addHandler(bugs)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            by_a_stranger(random.Random(seed), count // 4, pathlib.Path(directory))
+            left_out = by_a_stranger(random.Random(seed), count // 4, pathlib.Path(directory))
             seen = by_an_agent(random.Random(seed), count - count // 4, pathlib.Path(directory))
+            seen["left out"] += left_out
     finally:
         logger.removeHandler(bugs)
     assert not bugs.found, f"seed {seed}: {len(bugs.found)} bugs, the first:\n{bugs.found[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import random
 
 import msgpack
 
@@ -252,3 +253,15 @@ def test_records_hold_whatever_a_text_may_be(service, agent, tmp_path) -> None:
 
 def test_odd_values_in_messages_of_every_type_end_no_manager_and_a_stranger_s_hurt_no_job() -> None:
     assert fuzz_manager.main(3000, seed=20240607) == 0
+
+
+def test_what_says_odd_things_leaves_out_what_no_message_has_room_for(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(fuzz_manager, "mutate", lambda _, thing: {**thing, "text": "x" * 200_000})
+    dice, job = random.Random(1), fuzz_manager.Job(tmp_path)
+    for _ in range(20):
+        batch = fuzz_manager.odd_batch(dice, job.agents[0], job)
+        job.agents[0].say(batch)
+        assert batch.reports
+    assert job.left_out > 10
