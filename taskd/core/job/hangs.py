@@ -14,6 +14,7 @@ from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.hangs import Culprit
+from taskd.core.policy.ladder import UNEQUAL_STEPS
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -38,14 +39,16 @@ def _judge(job: JobState, event: AgentHeard) -> Commands:
     if 0 < len(behind) < len(members):
         return _kill(job, behind)
     lives = _lives([member for member in members if member.entered])
-    verdict = job.hangs.judge(job.now, job.generation, lives)
+    returned = [member.rank for member in job.membership.ordered() if member.is_done]
+    verdict = job.hangs.judge(job.now, job.generation, lives, returned)
     if verdict is None:
         return _report_slow_ones(job, event)
     if verdict.culprits:
         return _kill(job, verdict.culprits)
     rank, incarnation = lives[0]
     version, how = job.hangs.count(rank), verdict.network
-    fault = Fault(FaultKind.HANG, rank, incarnation, how, version=version, signature="network")
+    what = UNEQUAL_STEPS if returned else "network"
+    fault = Fault(FaultKind.HANG, rank, incarnation, how, version=version, signature=what)
     job.unanswered.append(job.timed_fault(fault, verdict.since_s))
     return []
 

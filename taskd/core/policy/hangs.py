@@ -16,7 +16,8 @@ step and a checkpoint. What tells them apart:
 A rank that was told to go on and stays at the gate is the culprit. Else a rank that is not waiting,
 while others wait, is one once it has stood for longer than its
 limit, unless it has itself begun what yet another rank has not. When all wait, it is the network,
-or a program whose ranks call different collectives: nobody is replaced. A slow rank that moves is
+or a program whose ranks call different collectives, or one in which some return before others:
+nobody is replaced. A slow rank that moves is
 never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
 
 Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is
@@ -191,11 +192,13 @@ class HangDetector:
         return version
 
     def judge(
-        self, now: float, generation: int, lives: Iterable[tuple[int, int]]
-    ) -> Verdict | None:
+        self, now: float, generation: int, lives: Iterable[tuple[int, int]],
+        returned: Sequence[int] = (),
+    ) -> Verdict | None:  # fmt: skip
         """Who hangs among these lives (rank, incarnation), which train with `taskd.recoverable`.
 
-        None: nobody, or not long enough, or it cannot be told, or nobody healthy would be left.
+        `returned`: the ranks whose functions have returned. None: nobody, or not long enough, or it
+        cannot be told, or nobody healthy would be left.
         """
         wanted = list(lives)
         seen = self._observe(now, generation, wanted)
@@ -204,7 +207,7 @@ class HangDetector:
         culprits += self._standing([one for one in seen if one.mark.rank not in frozen])
         if culprits:
             return Verdict(tuple(culprits)) if len(culprits) < len(wanted) else None
-        return self._network(seen) if len(seen) == len(wanted) else None
+        return self._network(seen, returned) if len(seen) == len(wanted) else None
 
     def frozen(
         self,
@@ -301,9 +304,10 @@ class HangDetector:
                 found.append(Culprit(one.mark.rank, _describe(one, patient), one.still_s))
         return found
 
-    def _network(self, seen: Sequence[_Observation]) -> Verdict | None:
-        """Everybody waits."""
-        if len(seen) < 2 or not all(one.is_waiting and one.is_fresh for one in seen):
+    def _network(self, seen: Sequence[_Observation], returned: Sequence[int]) -> Verdict | None:
+        """Everybody waits who has not returned."""
+        all_wait = all(one.is_waiting and one.is_fresh for one in seen)
+        if len(seen) + len(returned) < 2 or not all_wait:
             return None
         longest = _Longest.of(seen)
         if longest.step_s is None:
@@ -325,6 +329,10 @@ class HangDetector:
         what = "in " + " and ".join(where) if where else "in a collective"
         same = "the same collective" if len(where) <= 1 else "collectives that do not fit together"
         text = f"all ranks wait {what} for {shortest:.1f} s: {same}"
+        if returned:
+            who = _waits([one.mark.rank for one in seen])
+            over = f"the function of rank {_shown(returned)} has returned"
+            text = f"{who} {what} for {shortest:.1f} s, and {over}: all have to make equal steps"
         return Verdict(network=text, since_s=shortest)
 
     # ------------------------------------------------------------ limits
@@ -393,8 +401,14 @@ def _describe(culprit: _Observation, victims: Sequence[_Observation]) -> str:
         doing = f"{doing} with the interpreter lock held"
     pairs = (pair for victim in victims for pair in _common(victim, culprit))
     ahead = [theirs for theirs, own in pairs if theirs.entered > own.entered]
-    ranks = sorted(victim.mark.rank for victim in victims)
-    shown = f"{', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
-    who = f"rank {shown} waits" if len(ranks) == 1 else f"ranks {shown} wait"
+    who = _waits([victim.mark.rank for victim in victims])
     where = f" in {_operation(ahead[0])}, which it has not begun" if ahead else " in a collective"
     return f"{doing} for {culprit.still_s:.1f} s in {mark.phase}; {who} for it{where}"
+
+
+def _waits(ranks: Sequence[int]) -> str:
+    return f"rank {_shown(ranks)} waits" if len(ranks) == 1 else f"ranks {_shown(ranks)} wait"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, sorted(ranks)[:8]))}{' ...' if len(ranks) > 8 else ''}"

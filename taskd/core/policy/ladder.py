@@ -21,7 +21,7 @@ Repeat rules (a deterministic failure must not burn the budget):
 - the same crash or exit of the same rank, or the same broken communication, at the same version
   three times;
 - a hang at the same version four times (each has a longer limit than the one before, see
-  `taskd.core.policy.hangs`);
+  `taskd.core.policy.hangs`); twice, if others wait for ranks that have returned;
 - in a job without `taskd.recoverable`: three equal failures in a row, each within a minute of its
   start. Being killed from outside says nothing against the script and does not count here.
 
@@ -37,6 +37,8 @@ from taskd.core.faults import FROM_OUTSIDE, Fault, FaultKind, describe, signatur
 
 EXCEPTION_LIMIT = 3  # precise evidence: two are no accident, three are not that process either
 EXIT_LIMIT = 3  # an exit or a signal is weaker evidence: two may be bad luck
+UNEQUAL_STEPS = "unequal steps"  # signature of a hang: others wait for ranks that have returned
+UNEQUAL_LIMIT = 2  # nothing changes the number of steps; the network may have been it
 HANG_LIMIT = 4  # a limit that was too short for something that takes long is no evidence at all
 SHORT_LIFE_S = 60.0  # a script without commits shows progress by living longer than this
 
@@ -198,6 +200,7 @@ class RepeatRules:
             return came_back if len(seen) >= limit else None
         rank = None if fault.kind in (FaultKind.COMMUNICATION, FaultKind.HANG) else fault.rank
         limit = HANG_LIMIT if fault.kind is FaultKind.HANG else EXIT_LIMIT
+        limit = UNEQUAL_LIMIT if signature(fault) == UNEQUAL_STEPS else limit
         key = (fault.kind, rank, signature(fault), fault.version)
         self._exits[key] = self._exits.get(key, 0) + 1
         if self._exits[key] < limit:

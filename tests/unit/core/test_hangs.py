@@ -234,3 +234,21 @@ def test_a_rank_that_stays_at_the_gate_is_replaced(manager, *, is_locked: bool) 
 def gated(rank: int, *, still_s: float, python_s: float) -> Mark:
     """Of a rank that waits at the gate of generation 1."""
     return Mark(rank, 0, 0, 5, "paused", still_s, python_s=python_s)
+
+
+def test_a_rank_that_returns_before_the_others_ends_the_job_after_one_retry(manager) -> None:
+    """It waits for them at the gate, and they wait for it in a collective."""
+    job = manager(per_node=2).joined()
+    job.return_(0)
+    assert job.send(ev.AgentHeard, 0, (mark(1, hangs=False, still_s=29.0),)) == []
+    (interrupt,) = job.send(ev.AgentHeard, 0, (mark(1, hangs=False, still_s=31.0),))
+    assert "all have to make equal steps" in interrupt.reason
+    assert acts(job.pause_all()) == ["Resume"]
+    job.return_(0)
+    again = mark(1, hangs=False, still_s=31.0, generation=1)
+    assert job.send(ev.AgentHeard, 0, (again,)) == [], "the second time it has more time"
+    again = mark(1, hangs=False, still_s=241.0, generation=1)
+    assert only(job.send(ev.AgentHeard, 0, (again,)), do.GiveUp).reason == (
+        "the same failure came 2 times: rank 1 hangs: rank 1 waits in all_reduce 41 of group 0 for "
+        "241.0 s, and the function of rank 0 has returned: all have to make equal steps at step 5"
+    )

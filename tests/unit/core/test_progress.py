@@ -277,6 +277,24 @@ def test_all_in_the_same_collective_is_the_network() -> None:
     )
 
 
+def test_who_waits_for_those_who_have_returned_waits_in_vain() -> None:
+    """Two ranks, of which one makes fewer steps: nobody else is left to be compared with."""
+    progress = HangDetector(TIMEOUTS)
+    progress.note(100.0, [waiting(1, 31.0)])
+    assert progress.judge(100.0, 0, [(1, 0)]) is None, "a job of one rank waits for nobody"
+    verdict = progress.judge(100.0, 0, [(1, 0)], [0])
+    assert verdict is not None
+    assert verdict.culprits == ()
+    assert verdict.network == (
+        "rank 1 waits in all_reduce 41 of group 0 for 31.0 s, and the function of rank 0 has "
+        "returned: all have to make equal steps"
+    )
+    progress.note(100.0, [waiting(1, 29.0)])
+    assert progress.judge(100.0, 0, [(1, 0)], [0]) is None
+    progress.note(100.0, [standing(1, 31.0)])
+    assert progress.judge(100.0, 0, [(1, 0)], [0]) is None, "it may have something to do"
+
+
 def test_ranks_in_collectives_that_do_not_fit_together_are_all_left_alone() -> None:
     theirs = (group(41, 40), group(10, 10, number=8, name="1"))
     his = (group(40, 40), group(11, 10, number=8, name="1"))
