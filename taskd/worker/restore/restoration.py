@@ -107,17 +107,19 @@ def _start(life: Life, holding: Holding, named: Named) -> Restored:
     if _is_first(life):
         _begin_keeping(life)
         records.parked.clear()
-        records.version = 0
+        records.version = None  # nothing is held from here until it is known what is on disk
         logbook_of(life).forget()
         if saving.arenas is not None:
             saving.arenas.forget_after(-1)
         saving.checkpoint = None if holding.carrier else loading.choose(life, holding)
     if saving.checkpoint is None:
+        records.version = 0
         return Restored(None, "nothing")
     return _read(life, holding, named, saving.checkpoint)
 
 
 def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> Restored:
+    life.records.version = None  # inconsistent from here until it is read
     own = loading.read(life, holding, named, checkpoint)
     version = life.records.version = checkpoint.manifest.version
     if own:
