@@ -45,11 +45,20 @@ READ_AT_START = (
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_", "OMP_NUM_THREADS")
 
 
+_COERCED_TO = ("C.UTF-8", "C.utf8", "UTF-8")
+
+
 def initial_environment() -> dict[str, str]:
     """The environment as it was when this process was executed."""
     with open("/proc/self/environ", "rb") as file:
         entries = [entry.partition(b"=") for entry in file.read().split(b"\0") if b"=" in entry]
-    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
+    initial = {os.fsdecode(name): os.fsdecode(value) for name, _, value in entries}
+    # Where no locale is set, Python sets this one as it starts, for itself and its children
+    # (PEP 538): so would a fresh interpreter.
+    own = os.environ.get("LC_CTYPE")
+    if own in _COERCED_TO:
+        initial.setdefault("LC_CTYPE", own)
+    return initial
 
 
 def why_not_warm(request: SpawnRequest, environment: Mapping[str, str]) -> str | None:

@@ -107,7 +107,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     job.awaited.clear()
     committed = job.membership.committed
     job.attempt.commanded(job.now)
-    job.attempt.restarted(job.members, max(0, (committed or 0) - kept))
+    job.attempt.restarted(job.members, committed or 0, kept)
     job.stagnation.answered(job.now, committed)
     job.membership.committed = None
     cause = min(job.attempt.faults, key=lambda timed: timed.died_at, default=None)

@@ -40,6 +40,7 @@ class Attempt:
     version: int | None = None
     moves: tuple[Move, ...] = ()  # of the last plan, and to whom it went
     ranks: tuple[int, ...] = ()
+    kept: int = 0  # the version that was saved just before a restart of all
     redone: int = 0  # committed steps to be done again, over all plans of this recovery
     broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
     doubtful: set[int] = field(default_factory=set)  # ranks that raise again and again
@@ -107,15 +108,15 @@ class Attempt:
         self.redone += redone
         self.is_restart = False
 
-    def restarted(self, waiting: Iterable[int], redone: int) -> None:
-        """All ranks are to start anew."""
-        self.resumed(None, (), (), redone)
-        self.waiting, self.is_restart = set(waiting), True
+    def restarted(self, waiting: Iterable[int], committed: int, kept: int) -> None:
+        """All ranks are to start anew. `kept`: the version that was just saved."""
+        self.resumed(None, (), (), max(0, committed - kept))
+        self.waiting, self.is_restart, self.kept = set(waiting), True, kept
 
     def went_on_from(self, version: int) -> None:
         """All have started anew, and say from which version: what they had saved is not redone."""
         if version:
-            self.version, self.redone = version, max(0, self.redone - version)
+            self.version, self.redone = version, max(0, self.redone + self.kept - version)
 
     def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
         """A rank is back (None: without a new commit). Returns whether it was the last one."""

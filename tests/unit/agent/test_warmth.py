@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,3 +36,16 @@ def test_what_torch_reads_when_it_is_imported_does(tmp_path: pathlib.Path) -> No
     assert why_not_warm(request, {}) == (
         "TORCH_LOGS differs from what the warm process was started with"
     )
+
+
+def test_a_locale_that_python_has_set_for_itself_does_not() -> None:
+    """Nothing is set under `env -i`: a fresh interpreter would set the same."""
+    program = (
+        "import os\n"
+        "from taskd.agent.spawning.warmth import initial_environment\n"
+        "print(os.environ['LC_CTYPE'], initial_environment().get('LC_CTYPE'))"
+    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, check=True, env=env, capture_output=True, text=True)
+    assert shown.stdout.split() == ["C.UTF-8", "C.UTF-8"]

@@ -8,6 +8,7 @@ import pytest
 from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.faults import FaultKind
+from taskd.core.job.record import Attempt
 from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import STRATEGY_NAMES, Strategy, allowed
 from tests.unit.core.answers import acts, kinds, only
@@ -73,6 +74,14 @@ class TestAfterIt:
         assert job.machine.phase is JobPhase.RUNNING
         end = only(job.lose(1, FaultKind.KILLED, "SIGKILL", incarnation=2), do.GiveUp)
         assert end.reason.endswith("; and no dump: no live process uses taskd.recoverable")
+
+    @pytest.mark.parametrize(("saved_version", "redone"), [(5, 0), (3, 2)])
+    def test_what_an_older_snapshot_lacks_is_redone(self, saved_version: int, redone: int) -> None:
+        attempt = Attempt("c", 0.0)
+        attempt.restarted([0], 5, saved_version)
+        assert attempt.redone == redone
+        attempt.went_on_from(saved_version)
+        assert (attempt.version, attempt.redone) == (saved_version, redone)
 
     def test_not_if_a_node_is_to_end_meanwhile(self, saved) -> None:
         job = saved()
