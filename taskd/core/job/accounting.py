@@ -64,17 +64,6 @@ def complete_exception(job: JobState, fault: Fault) -> None:
             timed.fault = fault
 
 
-def _doubt(job: JobState, attempt: Attempt, fault: Fault, generation: int) -> None:
-    """The process that raised may be broken; see `taskd.core.job.stopped`."""
-    if job.repeats.has_come_back(fault, generation):
-        attempt.broken.add(fault.rank)
-    elif (
-        Strategy.RECOVER_IN_PLACE in job.allowed
-        and job.stagnation.exceptions_of(fault.rank) == DOUBTFUL_AFTER
-    ):
-        attempt.doubtful.add(fault.rank)
-
-
 def count_exit_status(job: JobState, timed: TimedFault) -> Ending | None:
     """It is known now how a death came about. Returns why the job must end, if it must."""
     assert timed.generation is not None  # it has been counted
@@ -112,6 +101,17 @@ def warn(job: JobState) -> Commands:
     """Say that the job gets no further, if it is time to."""
     warning = job.stagnation.warning()
     return [] if warning is None else [do.ReportNoProgress(job.cause, job.generation, warning)]
+
+
+def _doubt(job: JobState, attempt: Attempt, fault: Fault, generation: int) -> None:
+    """The process that raised may be broken; see `taskd.core.job.stopped`."""
+    if job.repeats.has_come_back(fault, generation):
+        attempt.broken.add(fault.rank)
+    elif (
+        Strategy.RECOVER_IN_PLACE in job.allowed
+        and job.stagnation.exceptions_of(fault.rank) == DOUBTFUL_AFTER
+    ):
+        attempt.doubtful.add(fault.rank)
 
 
 def _count_repeat(job: JobState, timed: TimedFault, generation: int) -> str | None:

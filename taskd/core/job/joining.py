@@ -172,8 +172,7 @@ def take_over_exceptions(job: JobState, event: AgentRegistered) -> None:
     """
     for report in event.workers:
         failure, member = report.failure, job.members[report.rank]
-        has_raised = failure is not None and member.state is WorkerState.PAUSED
-        if failure is None or not has_raised or failure.replaced:
+        if failure is None or failure.replaced or member.state is not WorkerState.PAUSED:
             continue
         is_its_life = failure.fault.life == (member.rank, member.incarnation)
         if is_its_life and not job.has_unanswered(failure.fault):

@@ -14,11 +14,11 @@ step and a checkpoint. What tells them apart:
     waiting     it has begun a collective that is not complete: a victim
 
 A rank that was told to go on and stays at the gate is the culprit. Else a rank that is not waiting,
-while others wait, is one once it has stood for longer than its
-limit, unless it has itself begun what yet another rank has not. When all wait, it is the network,
-or a program whose ranks call different collectives, or one in which some return before others:
-nobody is replaced. A slow rank that moves is
-never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile is not known.
+while others wait, is one once it has stood for longer than its limit, unless it has itself begun
+what yet another rank has not. When all wait, it is the network, or a program whose ranks call
+different collectives, or one in which some return before others: nobody is replaced. A slow rank
+that moves is never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile
+is not known.
 
 Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is
 that of the rank whose longest is shortest, because the steps of the others contain waiting for

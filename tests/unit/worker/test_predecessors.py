@@ -11,6 +11,7 @@ import pytest
 from taskd.native import box_layout
 from taskd.native.black_box import BlackBox
 from taskd.torchrun.context import LocalWorker
+from taskd.transport.silence import is_open
 from taskd.worker.process.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
@@ -61,14 +62,6 @@ def replacement() -> Iterator[Callable[[BlackBox], tuple[Life, int]]]:
         assert life.box is not None
         life.box.close()
     own.close()
-
-
-def is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 def test_what_the_predecessor_left_goes_into_the_own_box_too(
