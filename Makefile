@@ -7,6 +7,7 @@
 #           A fresh machine may take any version of docs/compat.md#torch; continuous integration
 #           keeps to the default.
 #   TORCH_VERSION  which torch `make test-torch` installs beside the others, for example 2.15.0
+#   GPU_PYTHON  the interpreter of `make test-gpu`
 #   TENSORFLOW  what pip installs for `make test-tensorflow`
 #   PYTHON  the interpreter that the virtual environment is made from
 #   TESTS   what pytest is given, for example  make test TESTS="tests/process -k kill_of_any_rank"
@@ -19,6 +20,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_VERSION ?= $(patsubst torch==%,%,$(firstword $(TORCH)))
+GPU_PYTHON ?= $(PYTHON)
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 TESTS ?= tests
 JOBS ?= 6
@@ -30,7 +32,7 @@ PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .PHONY: help all install demo test test-all test-slice test-slurm test-torch test-mindspore \
-	test-tensorflow unit native-check format lint coverage mutants dist bench clean
+	test-tensorflow test-gpu unit native-check format lint coverage mutants dist bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -130,6 +132,12 @@ $(MINDSPORE_VENV)/ready:
 test-mindspore: $(MINDSPORE_VENV)/ready ## MindSpore under TaskD: kills, SIGTERM (20 minutes)
 	$(MINDSPORE_VENV)/bin/python setup.py --quiet build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(MINDSPORE_VENV)/bin/python tests/mindspore_lane.py
+
+# An environment that has torch for the GPU, and setuptools, cython, numpy, pyzmq, msgpack, pytest<9.2,
+# hypothesis, pytest-timeout and pytest-xdist. Ends with a page in docs/measured/gpu.
+test-gpu: ## recovery, NCCL, hooks, death alarm and snapshots on a GPU: GPU_PYTHON has torch (4 minutes)
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	PYTHONPATH=$(CURDIR) GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 $(GPU_PYTHON) tests/gpu_lane.py
 
 unit: $(VENV)/tested ## pure code, machines, simulation, wire, checkpoints (2 minutes)
 	$(PY) -m pytest tests/unit/core tests/unit/wire tests/unit/checkpoint tests/simulation \

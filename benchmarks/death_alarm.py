@@ -3,12 +3,14 @@
 The alarm against a pidfd, on the same deaths, by size of the victim and load of the machine.
 
     python benchmarks/death_alarm.py [--rss-gb 0 1 4 8] [--n 30] [--busy 0 2] [--huge-pages]
+                                     [--device-gb 0]
 
 Each round starts a victim that touches so much memory (4 KiB pages unless `--huge-pages`; training
 processes have both), kills it with SIGKILL, and waits in one poll() for the alarm's pipe and for
 the pidfd. Times run from just before kill() to the moment at which this process, in the agent's
 place, has read the news. `--busy`: so many spinning processes compete for the cores; they are
-stopped while a victim prepares itself. "seen" is the part of the alarm's time until libtaskd's
+stopped while a victim prepares itself. `--device-gb`: each victim has a CUDA context, too, and so
+much memory on the device. "seen" is the part of the alarm's time until libtaskd's
 thread wrote the record.
 """
 
@@ -46,6 +48,10 @@ if size:
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if sys.argv[3] == "1" else mmap.MADV_NOHUGEPAGE)
     memory.madvise(23)      # MADV_POPULATE_WRITE: as if every page had been written
+if sys.argv[4] != "none":
+    import torch
+    on_device = torch.zeros(1 + int(float(sys.argv[4]) * 2**30), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
 if not guard(BlackBox.attach(int(sys.argv[1])), None):
     sys.exit("no libtaskd: build it first (pip install, or python setup.py build_ext --inplace)")
 print("ready", flush=True)
@@ -89,12 +95,20 @@ class Load:
 
 
 def one_death(
-    alarm: DeathAlarm, token: int, size: int, load: Load, *, huge_pages: bool
+    alarm: DeathAlarm, token: int, size: int, load: Load, options: argparse.Namespace
 ) -> tuple[float, float, float]:
     """Seconds from kill() to the alarm, to libtaskd's knowledge, and to the pidfd."""
     box = BlackBox.create()
     victim = subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(box.fd), str(size), str(int(huge_pages))],
+        [
+            sys.executable,
+            "-c",
+            VICTIM,
+            str(box.fd),
+            str(size),
+            str(int(options.huge_pages)),
+            "none" if options.device_gb is None else str(options.device_gb),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=[box.fd],
@@ -150,7 +164,7 @@ def case(
     load = Load(busy)
     try:
         times = [
-            one_death(alarm, token, int(rss_gb * (1 << 30)), load, huge_pages=options.huge_pages)
+            one_death(alarm, token, int(rss_gb * (1 << 30)), load, options)
             for token in range(options.n)
         ]
     finally:
@@ -177,6 +191,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()])
     parser.add_argument("--huge-pages", action="store_true")
+    parser.add_argument("--device-gb", type=float)
     options = parser.parse_args()
 
     alarm = DeathAlarm()
@@ -203,6 +218,7 @@ def main() -> int:
             cases.append(result)
     result = {
         "huge_pages": options.huge_pages,
+        "device_gb": options.device_gb,
         "cores": os.cpu_count(),
         "kernel": os.uname().release,
         "target_ms": TARGET_S * 1e3,

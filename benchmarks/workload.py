@@ -5,7 +5,7 @@ per commit into FACTS/<rank>.txt ("commit <step> <monotonic ns>") and hurts itse
 once per job: "rank@step:place" separated by ";", place one of forward, backward, optimizer,
 before-commit, step; with ":raise" behind it by an exception, not by SIGKILL.
 
-IMPORTS names modules that it imports first, separated by spaces.
+IMPORTS names modules that it imports first, separated by spaces. DEVICE is where it trains; "cpu".
 
 MODE=taskd        taskd.recoverable and TrainState
 MODE=checkpoint   neither: rank 0 saves a checkpoint every 50 steps, loaded at start (what a plain
@@ -35,6 +35,7 @@ FACTS = pathlib.Path(os.environ["FACTS"])
 CHECKPOINT = FACTS / "checkpoint.pt"
 CHECKPOINT_EVERY = int(os.environ.get("CHECKPOINT_EVERY", "50"))
 MINE = {(fault.step, fault.place): fault for fault in planned_faults(os.environ.get("KILLS", ""))}
+DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 BLOCK = 25  # steps; benchmarks/overhead.py pairs neighbouring blocks
 out = (FACTS / f"{RANK}.txt").open("a", buffering=1)
 
@@ -55,7 +56,7 @@ def here(place, step):
 def build():
     torch.manual_seed(0)
     layers = [module for _ in range(5) for module in (torch.nn.Linear(512, 512), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(*layers).to(DEVICE)
     return model, torch.optim.Adam(model.parameters(), lr=1e-4)
 
 
@@ -64,7 +65,7 @@ def one_step(ddp, optimizer, step, position):
     here("step", step)
     generator = torch.Generator().manual_seed(1000 * step + RANK)
     optimizer.zero_grad()
-    loss = ddp(torch.randn(8, 512, generator=generator)).square().mean()
+    loss = ddp(torch.randn(8, 512, generator=generator).to(DEVICE)).square().mean()
     here("forward", step)
     loss.backward()
     optimizer.step()
@@ -81,7 +82,7 @@ def prepare():
 
 
 def finish(model):
-    data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    data = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
     out.write(f"digest {hashlib.sha256(data).hexdigest()[:16]} {time.monotonic_ns()}\n")
 
 

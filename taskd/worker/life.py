@@ -44,6 +44,18 @@ class Supervisor:
         """An interrupt waits at the end of a step: whether another step is to be done first."""
         return False
 
+    def await_device(self) -> None:
+        """Return when accelerators have done what this process has asked of them.
+
+        Raises RuntimeError: groups were aborted meanwhile; nothing of it is to be believed.
+        """
+
+    def begin_update(self) -> None:
+        """The optimizer begins to write, after `await_device`."""
+
+    def end_update(self) -> None:
+        """It has written: as `await_device`, if that has asked for collectives."""
+
     def has_passed(self, error: RuntimeError) -> bool:  # noqa: ARG002
         """The vote before a step ended with `error` here: whether it has passed for others."""
         return False

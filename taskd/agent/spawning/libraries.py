@@ -11,8 +11,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from taskd.agent.spawning import known
 
@@ -43,6 +43,14 @@ _BLAS_NAMES = (
     "openblas_{}_num_threads",
 )
 
+
+# torch.cuda.is_available() then counts visible devices by itself, and there are none; others ask
+# their runtime, which sees none.
+_NO_DEVICES = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+}
 
 # What torchrun sets for each worker. A pod may have variables of these names, with other values.
 OF_A_WORKER = (
@@ -78,10 +86,29 @@ def warm_optimizers() -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    for name in ("SGD", "Adam", "AdamW"):
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        parameter.grad = torch.zeros(2)
-        getattr(torch.optim, name)([parameter], lr=0.1).step()
+    with _without_devices():
+        for name in ("SGD", "Adam", "AdamW"):
+            parameter = torch.nn.Parameter(torch.zeros(2))
+            parameter.grad = torch.zeros(2)
+            getattr(torch.optim, name)([parameter], lr=0.1).step()
+
+
+@contextmanager
+def _without_devices() -> Iterator[None]:
+    """Torch asks for none by opening it: Adam does so at each step, to see whether one records.
+
+    A process that has opened a device must not be forked.
+    """
+    before = {name: os.environ.get(name) for name in _NO_DEVICES}
+    os.environ.update(_NO_DEVICES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def refresh(environment: dict[str, str], blas: dict[str, int]) -> None:

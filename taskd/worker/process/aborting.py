@@ -3,10 +3,14 @@
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_ABORT_S = 5.0  # then the thread that listens to the agent is needed elsewhere
 
 
 def open_sockets() -> dict[int, str]:
@@ -28,7 +32,8 @@ def open_sockets() -> dict[int, str]:
 def shut_down_sockets(sockets: dict[int, str]) -> int:
     """Shut down those of `sockets` that are still the same, connected, TCP. Returns how many.
 
-    Never a listening one: gloo's listener ends the process when its socket fails (torch 2.13).
+    Never a listening one: gloo's listener ends the process when its socket fails (torch 2.13), and
+    NCCL corrupts its memory (2.28).
     """
     count = 0
     for fd, name in sorted(sockets.items()):
@@ -71,10 +76,24 @@ def abort_groups(backends: Iterable[Any], sockets: dict[int, str]) -> None:
 
     Called from the runtime thread, before the unwinding starts.
     """
-    for backend in backends:
-        try:
-            abort_backend(backend)
-        # torch's own errors derive from it; the others must still be aborted
-        except RuntimeError as error:
-            log.warning("abort of %s failed: %s", type(backend).__name__, error)
+    # All at once: one communicator may wait for what the device does for another (pytorch 119797).
+    threads = [
+        threading.Thread(target=_abort, args=[backend], name="taskd-abort", daemon=True)
+        for backend in {id(backend): backend for backend in backends}.values()
+        if "Gloo" not in type(backend).__name__
+    ]
+    for thread in threads:
+        thread.start()
     shut_down_sockets(sockets)
+    deadline = time.monotonic() + _ABORT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            log.warning("a process group has not been aborted after %g s", _ABORT_S)
+
+
+def _abort(backend: Any) -> None:
+    try:
+        abort_backend(backend)
+    except RuntimeError as error:  # torch's own errors derive from it
+        log.warning("abort of %s failed: %s", type(backend).__name__, error)

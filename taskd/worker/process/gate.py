@@ -16,6 +16,7 @@ from taskd.native.black_box import Phase
 from taskd.worker.life import Plan
 from taskd.worker.process import world
 from taskd.worker.process.orders import Where
+from taskd.worker.process.unwinding import ABORTED_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,6 +80,8 @@ class Gate:
                 snapshots=life.saving.versions(),
             )
             meanwhile()
+            if not orders.may_finish:
+                self._groups.await_abort(ABORTED_S)
             if life.keeps_groups:
                 self._groups.set_aside()
             else:

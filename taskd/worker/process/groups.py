@@ -28,6 +28,7 @@ from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
 from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, open_sockets
+from taskd.worker.process.device import DeviceWork
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,14 @@ class Opened:
     """
 
     groups: list[Any] = field(default_factory=list)
+    device_work: DeviceWork = field(default_factory=DeviceWork)
     sockets: dict[int, str] = field(default_factory=dict)
     store_sockets: dict[int, str] = field(default_factory=dict)
     # sockets before the creation in progress; None: none in progress
     before: dict[int, str] | None = None
     creator: int = 0  # the kernel thread of the creation in progress
     threads: set[int] = field(default_factory=set)  # kernel threads that the creation started
+    is_retired: bool = False  # torch has them no more: nobody waits in them
 
     @property
     def is_empty(self) -> bool:
@@ -78,6 +81,7 @@ class Groups:
         self._gloo_count = 0  # torch numbers them in the order of creation
         self._waits: Waits | None = None
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # held while groups are aborted or destroyed
         self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
         self._excepthook = sys.excepthook  # beneath that of torch
@@ -148,6 +152,7 @@ class Groups:
                 group = created[0] if isinstance(created, tuple) else created
                 if group != GroupMember.NON_GROUP_MEMBER:
                     opened.groups.append(group)
+                    opened.device_work.add(group)
                     self._number(group)
             self.created_at = time.monotonic()
             return created
@@ -197,10 +202,12 @@ class Groups:
         if self._waits is not None:
             self._waits.forgive([opened.creator])
 
-    def abort(self, opened: Opened) -> None:
+    def abort(self, opened: Opened, *, with_store: bool = False) -> None:
         """From the runtime thread.
 
         Every collective, and a creation in progress, raises in the thread that waits in it.
+        `with_store`: so does a wait in the store, where ranks meet for the first collective on a
+        device.
         """
         with self._lock:
             sockets = dict(opened.sockets)
@@ -210,10 +217,30 @@ class Groups:
                 sockets.update(opened.store_sockets)
                 if self._waits is not None:
                     self._waits.expire([opened.creator])
+            if with_store and opened.device_work.is_used:
+                sockets.update(opened.store_sockets)
             groups, threads = list(opened.groups), _gloo_threads(opened.threads)
-        abort_groups(_backends(groups), sockets)
+            opened.device_work.begin_abort()
+        with self._ending:
+            abort_groups([] if opened.is_retired else _backends(groups), sockets)
+        opened.device_work.end_abort()
         if self._waits is not None:
             self._waits.expire(threads)
+
+    def end_overdue(self, stalled_s: float, rank: int) -> None:
+        """Abort what the main thread has waited for longer than torch's timeout: it then raises.
+
+        From the runtime thread.
+        """
+        opened = self.opened
+        if opened.device_work.is_overdue(stalled_s):
+            log.error(
+                "rank %d has made no progress for %.0f s, and the device waits: a collective is "
+                "taken for lost, and the groups are aborted",
+                rank,
+                stalled_s,
+            )
+            self.abort(opened)
 
     def retire(self) -> None:
         """Take the present groups out of torch and keep them until their threads rest.
@@ -222,14 +249,21 @@ class Groups:
         """
         import torch.distributed as dist  # noqa: PLC0415
 
+        opened = self.opened
         self.set_aside()
         if not dist.is_available():
             return
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        with self._ending:
+            opened.is_retired = True
+            if dist.is_initialized():
+                _forget_all(is_on_device=opened.device_work.is_used)
         # A creation that was aborted half-way leaves its name and count behind; names must agree on
         # all ranks.
         internals.attempt("the numbers of process groups", _number_anew)
+
+    def await_abort(self, limit_s: float) -> None:
+        """Before `retire`, where groups on a device are to be aborted by the runtime thread."""
+        self.opened.device_work.await_abort(limit_s)
 
     def set_aside(self) -> None:
         """The same, but torch still has them.
@@ -269,6 +303,20 @@ class Groups:
             old.groups.clear()  # frees them: joins their threads
             self._waits.forgive(threads)
         self._retired = kept
+
+
+def _forget_all(*, is_on_device: bool) -> None:
+    """Torch has no groups any more. Those on a device are not ended in good order.
+
+    That would wait for what they have been asked for, which never comes.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
+
+    if is_on_device and internals.has("the abort of groups", (c10d, "_abort_process_group")):
+        c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def _number_anew() -> None:

@@ -82,6 +82,8 @@ class Pulse:
                     or not modules.isdisjoint(_WAITING_MODULES)
                     or (self._sends and _is_in_futex())
                 )
+        if is_stalled and moved_at is not None and self._life.interrupts.in_recoverable:
+            self._groups.end_overdue(now - moved_at, self._life.rank)
         box.mark_python(waiting=self._is_waiting, debugged=self._is_debugged)
 
     def _count(self) -> None:

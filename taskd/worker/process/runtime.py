@@ -28,6 +28,7 @@ from taskd.worker.life import Supervisor, of_process, set_current
 from taskd.worker.process import first_step
 from taskd.worker.process.bootstrap import Bootstrap, from_environment
 from taskd.worker.process.boundary import Boundary
+from taskd.worker.process.device import keep_watchdogs_quiet
 from taskd.worker.process.gate import Gate
 from taskd.worker.process.groups import Groups
 from taskd.worker.process.imports import Imports
@@ -132,6 +133,7 @@ class Runtime(Supervisor):
         buckets.install()
         phases.install()
         data_order.install()
+        keep_watchdogs_quiet()
         if self.sigterm is not None:
             self.sigterm.watch()
         self.uplink.tell(events.WorkerDeclared, "declared")
@@ -165,6 +167,18 @@ class Runtime(Supervisor):
     def wants_more(self) -> bool:
         """See `Supervisor`."""
         return self._boundary.wants_more()
+
+    def await_device(self) -> None:
+        """See `Supervisor`."""
+        self.groups.opened.device_work.wait()
+
+    def begin_update(self) -> None:
+        """See `Supervisor`."""
+        self.groups.opened.device_work.note()
+
+    def end_update(self) -> None:
+        """See `Supervisor`."""
+        self.groups.opened.device_work.wait_for_more()
 
     def has_passed(self, error: RuntimeError) -> bool:
         """See `Supervisor`."""

@@ -31,6 +31,9 @@ _QUIET_S = 0.03
 # optimizer step.
 _FINISH_S = 0.5
 _AGAIN_S = 0.05  # between two tries of an abort
+_TRIES = 5
+# Within this an abort has been carried out, if there is to be one.
+ABORTED_S = 2 * _FINISH_S
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class PendingAbort:
     generation: int
     reason: str
     due: float
-    tries: int = 5
+    tries: int = _TRIES
 
 
 class Unwinding:
@@ -107,11 +110,15 @@ class Unwinding:
         abort, orders = self._abort, self._orders
         if abort is None or time.monotonic() < abort.due:
             return
-        self._groups.abort(abort.opened)
+        with orders.condition:
+            is_inside = self._is_inside(abort)
+        # the first try has aborted what can be: what keeps the main thread now is something else
+        is_stuck = is_inside and abort.tries < _TRIES and not self._life.keeps_groups
+        self._groups.abort(abort.opened, with_store=is_stuck)
         # Under the lock, as in `begin`: the main thread must not have left the function in between,
         # or it would find an interrupt of an earlier generation pending when it is in again.
         with orders.condition:
-            if orders.is_inside and orders.must_gate and orders.generation == abort.generation:
+            if self._is_inside(abort):
                 self._interrupter.interrupt(abort.reason)
                 self._stop_device(abort)
         # A thread that was just beginning to wait would sleep a quarter of a second longer.
@@ -120,6 +127,11 @@ class Unwinding:
             if abort.tries > 1
             else None
         )
+
+    def _is_inside(self, abort: PendingAbort) -> bool:
+        """Whether the main thread is still in the step that is to be left. Under the condition."""
+        orders = self._orders
+        return orders.is_inside and orders.must_gate and orders.generation == abort.generation
 
     def _stop_device(self, abort: PendingAbort) -> None:
         """Once. An optimizer that is writing is finished, and its commit raises."""

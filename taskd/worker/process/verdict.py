@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, NoReturn
 
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import ConfigError, IncurableError, StateError
 from taskd.worker.exceptions.communication import is_communication_error
+from taskd.worker.exceptions.device import why_broken
 from taskd.worker.exceptions.signature import signature
 from taskd.worker.exceptions.text import describe, traceback_text
 from taskd.worker.process.orders import Where
@@ -30,9 +34,13 @@ class Verdict:
     def await_on(self, error: BaseException, *, clean: bool, may_advance: bool = False) -> None:
         """An exception stopped this rank: report it.
 
-        Returns when a recovery begins; raises it again if the job is given up.
+        Returns when a recovery begins; raises it again if the job is given up. Does not return
+        where this process can use its device no more: another one has to take its place.
         """
         orders = self._orders
+        broken = why_broken()
+        if broken:
+            self._leave(error, broken)
         with orders.condition:
             if orders.must_gate:  # already interrupted: it is a consequence, or it will come back
                 log.info("rank %d: %s, while being interrupted", self._life.rank, describe(error))
@@ -73,6 +81,19 @@ class Verdict:
             snapshots=life.saving.versions(),
             may_advance=may_advance,
         )
+
+    def _leave(self, error: BaseException, broken: str) -> NoReturn:
+        """End this process, without what libraries do at its end: they would ask the device."""
+        log.error(
+            "rank %d: the device refuses every call of this process (%s): it ends, to be replaced",
+            self._life.rank,
+            broken,
+        )
+        self.report_uncaught(error)
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def report_uncaught(self, error: BaseException) -> None:
         """The script ends by an exception outside any recoverable function."""

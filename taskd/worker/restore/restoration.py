@@ -214,7 +214,9 @@ def _receive(life: Life, holding: Holding, named: Named, source: int) -> bool:
         moving.move(old, holding, named, is_kept=False)
         del life.records.parked[holding.name]
     life.records.version = None  # inconsistent from here until the exchange is complete
-    return exchange.receive(holding, named, source)
+    is_there = exchange.receive(holding, named, source)
+    life.supervisor.await_device()
+    return is_there
 
 
 def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:

@@ -2,8 +2,8 @@
 
     forward pass     its end: what this rank's extras will be goes to the black box
     backward pass
-    begin_update()   the copy of the last version is done; another node has this step's extras;
-                     vote; interrupts are held off
+    begin_update()   the device has done the backward pass; the copy of the last version is done;
+                     another node has this step's extras; vote; interrupts are held off
     optimizer        writes parameters: from here on this copy is inconsistent
     commit()         what was written becomes a version; interrupts get through again
 
@@ -40,6 +40,7 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     Raises: as `vote`.
     """
     interrupts, snapshots = life.interrupts, life.saving.snapshots
+    life.supervisor.await_device()
     if snapshots is not None:
         snapshots.wait()
     keeping = keeping_of(life)
@@ -53,6 +54,7 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     interrupts.is_held = True
     capture_pending(life, holding)
     holding.is_half_way = True
+    life.supervisor.begin_update()
     life.mark(Phase.OPTIMIZER)
 
 
@@ -61,11 +63,13 @@ def commit(life: Life, holding: Holding) -> None:
 
     Raises:
         taskd.Interrupted: one was held back, and no further step is wanted.
+        RuntimeError: a collective of the optimizer was aborted.
     """
     interrupts, records, saving = life.interrupts, life.records, life.saving
     interrupts.is_held = True
     holding.is_half_way = True  # whatever fails in here leaves a copy that is neither version
     life.mark(Phase.COMMIT)
+    life.supervisor.end_update()
     holding.rollback.remember()
     holding.step += 1
     holding.part = holding.encode()

@@ -334,7 +334,7 @@ def test_who_has_no_time_left_follows_what_is_agreed(ask):
 class NoGroups:
     """Nothing to abort."""
 
-    def abort(self, opened):
+    def abort(self, opened, *, with_store):
         pass
 
 

@@ -1,0 +1,140 @@
+"""What a generation has asked of accelerators, which work behind the back of the main thread.
+
+A collective of NCCL or HCCL returns at once; its result is there when the device has come so far.
+If it is aborted, the device goes on with whatever is in its memory, and nothing raises. So what is
+built on collectives is believed when the device has done them, and nothing was aborted before.
+
+Knows no generations and no steps: `taskd.worker.state.step` says when.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from taskd.worker import internals
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+# A watchdog of torch or torch_npu ends this process a minute after a collective has failed, also
+# when that was healed long ago. torchrun sets the first one to "1".
+_WATCHDOG_ENVS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
+_OFF = "0"
+_TIMEOUT_S = 600.0  # torch's own for NCCL
+# Until then it sleeps, four times as long as this (torch's default is 15 s), and whoever frees the
+# group waits for it.
+_DUMP_ENV, _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "25"
+
+
+class DeviceWork:
+    """Of the groups of one generation. Main thread, but for `abort`."""
+
+    def __init__(self) -> None:
+        self._backends: dict[int, Any] = {}  # by id
+        self._kinds: set[str] = set()
+        self._streams: dict[str, Any] = {}  # by kind: what the main thread has waited for last
+        self._is_aborted = False
+        self._done = threading.Event()  # an abort has been carried out
+        self._asked: tuple[int, ...] | None = None  # of each backend at `note`; None: not known
+
+    def add(self, group: Any) -> None:
+        """A process group was created: its backends, if they work on a device."""
+        if not internals.has(
+            "the backends of process groups", (group, "_device_types"), (group, "_get_backend")
+        ):
+            return
+        for device in group._device_types:
+            if device.type == "cpu":
+                continue
+            backend = internals.attempt("the backends", lambda: group._get_backend(device))  # noqa: B023
+            # gloo copies to the host and back, and a collective that failed raises
+            if backend is not None and "Gloo" not in type(backend).__name__:
+                self._backends[id(backend)] = backend
+                self._kinds.add(device.type)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any group works on a device."""
+        return bool(self._kinds)
+
+    def begin_abort(self) -> None:
+        """What the device has not done up to here may come to nothing. From any thread."""
+        self._is_aborted = True
+
+    def end_abort(self) -> None:
+        """All groups were aborted. From any thread."""
+        self._done.set()
+
+    def await_abort(self, limit_s: float) -> None:
+        """Another thread aborts the groups: return when it has, or after the limit.
+
+        Two threads that end one communicator at the same time break the memory of this process
+        (NCCL 2.28).
+        """
+        if self._kinds:
+            self._done.wait(limit_s)
+
+    def wait(self) -> None:
+        """Return when the device has done what it was asked for.
+
+        Raises:
+            RuntimeError: the groups were aborted meanwhile: what came of it cannot be known.
+        """
+        for kind in self._kinds:
+            stream = self._streams[kind] = getattr(sys.modules["torch"], kind).current_stream()
+            stream.synchronize()
+        if self._kinds and self._is_aborted:
+            message = "the process groups were aborted while the device worked on this step"
+            raise RuntimeError(message)
+
+    def is_overdue(self, stalled_s: float) -> bool:
+        """Whether the main thread has stood still for longer than any collective may take.
+
+        And the device is still busy. Torch's watchdog would end the process then. From any thread;
+        before the first `wait` nothing is known of the device, and the answer is no.
+        """
+        if self._is_aborted or not self._streams or stalled_s <= self._longest_s():
+            return False
+        return not all(stream.query() for stream in list(self._streams.values()))
+
+    def _longest_s(self) -> float:
+        """The longest timeout of the groups: torch's `timeout=`."""
+        longest = _TIMEOUT_S
+        for backend in list(self._backends.values()):
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            longest = max(longest, timeout.total_seconds() if timeout is not None else 0.0)
+        return longest
+
+    def note(self) -> None:
+        """Remember what has been asked for up to here, for `wait_for_more`."""
+        self._asked = self._count() if self._kinds else None
+
+    def wait_for_more(self) -> None:
+        """As `wait`, if collectives have been asked for since `note`, or that is not known."""
+        asked, self._asked = self._asked, None
+        if self._kinds and (asked is None or asked != self._count()):
+            self.wait()
+
+    def _count(self) -> tuple[int, ...] | None:
+        """Collectives of each backend so far; None: one does not tell."""
+        try:
+            return tuple(
+                backend._get_sequence_number_for_group() for backend in self._backends.values()
+            )
+        except (AttributeError, RuntimeError):
+            return None
+
+
+def keep_watchdogs_quiet(environment: MutableMapping[str, str] = os.environ) -> None:
+    """A collective that fails costs no process: taskd notices faults and hangs, and aborts.
+
+    For groups that are created from now on. A value that torchrun does not set by itself is the
+    user's, and stays.
+    """
+    for name in _WATCHDOG_ENVS:
+        if environment.get(name, "1") == "1":
+            environment[name] = _OFF
+    environment.setdefault(_DUMP_ENV, _DUMP_MS)
