@@ -73,7 +73,7 @@ def _obstacle(job: JobState) -> str:
     if job.phase not in _MAY_BEGIN:
         return f"its ranks are not training (phase {job.phase.value})"
     if not job.membership.is_declared:
-        return "no live process uses taskd.recoverable"
+        return job.membership.loss or "no live process uses taskd.recoverable"
     live = (member for member in job.membership.live() if not member.replaced)
     absent = [member.rank for member in live if not member.entered]
     if absent and not job.membership.committed:  # nobody can do a step without it

@@ -22,6 +22,7 @@ class Member:
     state: WorkerState
     born_at: float
     declared: bool = False
+    declared_before: bool = False  # in an earlier life, since all were started
     entered: bool = False  # has come to its recoverable function
     replaced: bool = False  # this life began in a recovery and has not resumed yet
     version: int | None = None
@@ -36,6 +37,11 @@ class Member:
     def is_live(self) -> bool:
         """Whether there is, or is about to be, a process."""
         return self.state is not _LOST and self.state is not _FINISHED
+
+    @property
+    def has_declared(self) -> bool:
+        """Whether its script is known to use `taskd.recoverable`."""
+        return self.declared or self.declared_before
 
     @property
     def is_done(self) -> bool:
@@ -91,6 +97,7 @@ class Member:
     def begin_life(self, incarnation: int, now: float, *, replaced: bool) -> None:
         """A new process takes the place of the old one."""
         self.incarnation, self.state, self.born_at = incarnation, WorkerState.STARTING, now
+        self.declared_before = replaced and self.has_declared
         self.declared = self.entered = self.may_advance = self.is_kill_ordered = False
         self.replaced, self.version, self.clean = replaced, None, True
         if not replaced:

@@ -410,13 +410,31 @@ class Membership:
         """Whether a worker uses `taskd.recoverable`: then the job can be recovered in place.
 
         One that has died tells of the others, too: all ranks run the same script, and these may not
-        have come to the decorator yet.
+        have come to the decorator yet. If all are gone, node memory must have something: whether
+        that is enough, the new processes say when they have come to the gate.
         """
         members = self.members.values()
         if any(member.declared and member.is_live for member in members):
             return True
-        is_told = any(member.declared and member.state is WorkerState.LOST for member in members)
-        return is_told and any(member.is_live and not member.replaced for member in members)
+        return self._is_told and (self.has_survivors or any(one.snapshots for one in members))
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether the dead have said that the script uses it."""
+        members = self.members.values()
+        return any(one.has_declared and one.state is not _FINISHED for one in members)
+
+    @property
+    def has_survivors(self) -> bool:
+        """Whether a process is there that has not begun in the recovery that is under way."""
+        return any(member.is_live and not member.replaced for member in self.members.values())
+
+    @property
+    def loss(self) -> str | None:
+        """Why a job that could be recovered in place cannot be any more, if that is so."""
+        if not self._is_told or self.is_declared:
+            return None
+        return "every process is gone, and node memory has no snapshot"
 
     def check(self) -> None:
         """Assert that nodes and members agree."""

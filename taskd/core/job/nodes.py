@@ -249,7 +249,7 @@ def _compare(job: JobState, event: ev.AgentRegistered) -> list[Member]:
             member.state = WorkerState.RUNNING  # the report of its start was lost
         if state is WorkerState.LOST and member.is_live:
             job.membership.note_version(report.version)
-            member.lose()
+            member.lose(snapshots=report.snapshots or None)
             lose_unreported(job, member)
         elif state is WorkerState.FINISHED:
             job.membership.finish(member)

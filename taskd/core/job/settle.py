@@ -58,6 +58,8 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
     bound = elastic.problem(job, gone_nodes) if gone_nodes else None
     choice = (elastic.planned(job, attempt) if is_planned else None) or choose(
         is_declared=job.membership.is_declared,
+        has_survivors=job.membership.has_survivors,
+        no_cut=job.membership.loss,
         lost=ranks,
         absent=gone_nodes,
         bound=bound,

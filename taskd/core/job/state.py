@@ -160,7 +160,7 @@ class JobState(MachineState):
         """Attach times and context to a fault that is `age_s` seconds old."""
         died_at = self.now - age_s
         born_at = self.members[fault.rank].born_at
-        is_declared = any(member.declared for member in self.members.values())
+        is_declared = any(member.has_declared for member in self.members.values())
         return TimedFault(fault, died_at, self.now, died_at - born_at, is_declared)
 
     def vanished(self, member: Member) -> TimedFault:

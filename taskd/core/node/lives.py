@@ -105,8 +105,8 @@ class Life:
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """What it said of node memory when it began to wait."""
-        said = self.offer or self.stopped
+        """What it said of node memory when it began to wait, or has left there."""
+        said = self.lost if self.state is WorkerState.LOST else self.offer or self.stopped
         return () if said is None or isinstance(said, ev.WorkerReturned) else said.snapshots
 
     def interrupt(self, generation: int) -> None:

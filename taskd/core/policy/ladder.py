@@ -109,30 +109,35 @@ def choose(
     lost: Sequence[int],
     absent: Sequence[int] = (),
     no_cut: str | None = None,
+    has_survivors: bool = True,
     bound: str | None = None,
     allowed: frozenset[Strategy] = BY_DEFAULT,
 ) -> Choice:
     """The cheapest strategy that can work.
 
     Args:
-        is_declared: a live worker uses `taskd.recoverable`.
+        is_declared: the job uses `taskd.recoverable`, and a process or node memory may have state.
         lost: ranks whose process is gone.
         absent: nodes that are lost, and waited for.
         bound: why the job cannot go on without these nodes, if that is so.
         no_cut: why no copy of the state can be gone on from, if that is so.
+        has_survivors: a process is left; else it is node memory that has the state.
         allowed: what the user allows (`recover-strategy`).
     """
     skipped: list[tuple[Strategy, str]] = []
     obstacle = no_cut or (None if is_declared else "no live worker uses taskd.recoverable")
     gone = f"{len(lost)} process{'es are' if len(lost) != 1 else ' is'} gone" if lost else None
+    held = "the others hold the state"
+    if not has_survivors:
+        gone, held = gone and "every process is gone", "node memory has snapshots"
     away = f"node {', '.join(map(str, absent))} is lost" if absent else None
     for strategy, problem, reason in (
         (Strategy.RETRY, obstacle or away or gone, "every process is alive"),
-        (Strategy.RECOVER_IN_PLACE, obstacle or away, f"{gone}, the others hold the state"),
+        (Strategy.RECOVER_IN_PLACE, obstacle or away, f"{gone}, {held}"),
         (
             Strategy.RECOVER,
             obstacle or (None if absent else "no node is lost"),
-            f"{away}, and waited for; the others hold the state",
+            f"{away}, and waited for; {held}",
         ),
         (
             Strategy.ELASTIC,

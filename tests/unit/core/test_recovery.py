@@ -125,7 +125,7 @@ class TestOneDeath:
         job = manager(per_node=1).joined()
         (restart,) = job.lose(0)
         assert isinstance(restart, do.RestartGroup)
-        assert restart.reason == "no live worker uses taskd.recoverable"
+        assert restart.reason == "every process is gone, and node memory has no snapshot"
 
 
 class TestSeveralDeaths:
@@ -187,7 +187,9 @@ class TestSeveralDeaths:
     def test_all_at_once_means_a_restart_with_the_reason(self, manager) -> None:
         job = manager(per_node=2).joined()
         job.lose(0)
-        assert only(job.lose(1), do.RestartGroup).reason == "no live worker uses taskd.recoverable"
+        assert only(job.lose(1), do.RestartGroup).reason == (
+            "every process is gone, and node memory has no snapshot"
+        )
 
     def test_nobody_left_who_holds_the_state(self, manager) -> None:
         job = manager(per_node=2).joined()
