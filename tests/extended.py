@@ -59,6 +59,7 @@ _OF: dict[str, dict[str, str]] = {
     "tests/process/test_all_gone.py": {
         "test_all_go_on_from_node_memory[[]fsdp-3-step]": "[fsdp-1-forward] and the record's bound",
         "test_all_go_on_from_node_memory[[]hsdp-1-forward]": "[fsdp-1-forward]",
+        "test_all_is_saved_from_node_memory[[]flat-FULL_SHARD]": "[fsdp]",
     },
     "tests/process/test_sharded.py": {
         "test_a_death_behind_the_vote_never_mixes_versions[[]before-commit]": (

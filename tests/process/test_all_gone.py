@@ -5,11 +5,13 @@ What lies whole in node memory is gone on from, or saved.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.process import harness
+from tests.process.test_dump import end_with_dump, resumed
 from tests.process.test_recovery import check_recovered
 
 if TYPE_CHECKING:
@@ -89,3 +91,27 @@ def test_without_snapshots_all_start_anew_and_the_record_says_why(
         last = job.recoveries()[-1]
         assert last["strategy"] == "restart"
         assert "taskd.recoverable" not in last["reason"], "all of them used it"
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "flat-FULL_SHARD", "hsdp"])
+def test_all_is_saved_from_node_memory(
+    tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str
+) -> None:
+    """Nobody is left to write it, and no process may be replaced to train."""
+    with harness.job(
+        tmp_path,
+        LAYOUT=layout,
+        SNAPSHOT_EVERY="3",
+        FAULTS=all_ranks("5:forward"),
+        TASKD_RECOVER_STRATEGY="dump",
+    ) as job:
+        finished = job.run("sharded.py")
+        assert len(job.facts("fault")) == 4
+        ends = [f"rank {rank} ended with SIGKILL at step 5" for rank in range(4)]
+        reasons = {"; ".join(order) for order in itertools.permutations(ends)}
+        checkpoint = end_with_dump(job, finished, reasons, 3)
+        assert checkpoint.manifest.writers == (0, 1, 2, 3)
+        entered = job.facts("entered")
+        assert len(entered) == 4, "nobody has trained again"
+        resumed(job, 3, script="sharded.py")
+        assert job.digests() == undisturbed(layout)

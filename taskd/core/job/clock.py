@@ -90,7 +90,7 @@ def _count_overdue_as_lost(job: JobState) -> Commands:
 
 
 _JOINED = WITHOUT_NODE[JobPhase.JOINING]
-_SAVED = OVER | {JobPhase.SAVING}
+_SAVED = OVER | {JobPhase.SAVING, JobPhase.PAUSING}
 _ENDS = OVER | {JobPhase.CONFIRMING}
 OVERDUE = (
     FollowUp(

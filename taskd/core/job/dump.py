@@ -2,7 +2,7 @@
 
 Owns what is written by whom, and how far that is. The phases of it:
 
-    PAUSING      every live rank leaves its step, or finishes it; nobody is replaced any more
+    PAUSING      every live rank leaves its step, or finishes it; nobody is replaced to train
     CONFIRMING   it is not known yet how a process died, or what it left in the memory of its node,
                  or it ended as a victim of another death would: wait briefly (milliseconds, as a
                  rule) so that the reported reason is correct
@@ -10,6 +10,9 @@ Owns what is written by whom, and how far that is. The phases of it:
     PUBLISHING   all parts are there; the first writer gives the checkpoint its name; then the job
                  ends, or starts anew from it, if the user wants that and nothing speaks against it
     DISCARDING   there will be none: the first writer removes what was written
+
+Where every process of a node is gone, and its memory has what nobody else has, its ranks start anew
+to write that (PAUSING again).
 
 A writer that dies is done without if the others still hold everything: all parts are written anew,
 in a new generation. Whatever else goes wrong ends the job without a checkpoint, and says so: a
@@ -20,7 +23,7 @@ from taskd.core import commands as do
 from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
 from taskd.core.faults import Fault, FaultKind, TimedFault
 from taskd.core.job.ending import give_up
-from taskd.core.job.orders import interrupt, restart_group
+from taskd.core.job.orders import interrupt, replace, restart_group
 from taskd.core.job.record import Attempt
 from taskd.core.job.state import EmergencyDump, JobState
 from taskd.core.phase import DUMPING, TRAINING, JobPhase
@@ -95,7 +98,7 @@ def stop_for_dump(job: JobState, grace_s: float = 0.0) -> Commands:
     assert job.attempt is not None
     job.attempt.strategy = Strategy.DUMP
     for member in job.membership.live():
-        if member.state is WorkerState.STARTING and member.replaced:
+        if member.state is WorkerState.STARTING and member.replaced and not dump.has_called:
             member.lose()
             job.awaited.discard(member.rank)
     if is_out:
@@ -120,7 +123,7 @@ def write_dump(job: JobState) -> Commands:
     dump.version, dump.writers = cut.version, tuple(has_it)
     orphaned = plan_orphans(copies, cut.version, dump.writers)
     if isinstance(orphaned, NoCut):
-        return _fail(job, dump, orphaned.reason)
+        return _call_writers(job, dump) or _fail(job, dump, orphaned.reason)
     dump.pending, job.phase = set(dump.writers), JobPhase.SAVING
     names = ", ".join(map(str, dump.writers))
     job.story.note(job.now, f"dump of version {dump.version} by ranks {names}: {cut.reason}")
@@ -131,6 +134,29 @@ def write_dump(job: JobState) -> Commands:
         _reason(job, dump), f"{job.generation}-{int(job.now * 1e6)}", orphaned=orphaned,
     )  # fmt: skip
     return job.order_all(order)
+
+
+def _call_writers(job: JobState, dump: EmergencyDump) -> Commands:
+    """Ranks start anew where nobody is left to write what is in the memory of their node. Once.
+
+    They wait at the gate, as in a recovery, and never train. A node that is to end has no time.
+    """
+    if dump.has_called or dump.is_asked_for:
+        return []
+    membership = job.membership
+    nodes = {job.members[rank].node_rank for rank in dump.writers}
+    called = [
+        member
+        for member in membership.lost()
+        if dump.version in member.snapshots
+        and membership.nodes[member.node_rank].is_present
+        and member.node_rank not in nodes
+    ]
+    if called:
+        dump.has_called, job.phase = True, JobPhase.PAUSING
+        names = ", ".join(str(member.rank) for member in called)
+        job.story.note(job.now, f"to write what is left in node memory: ranks {names} start anew")
+    return [replace(job, member) for member in called]
 
 
 def can_dump(job: JobState) -> bool:

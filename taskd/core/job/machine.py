@@ -121,7 +121,7 @@ def _the_last_stop(job: JobState) -> bool:
 _BACK = {JobPhase.RUNNING}
 _TO_END = OVER | {JobPhase.PAUSING, JobPhase.CONFIRMING}
 _JOINED = {JobPhase.RUNNING, JobPhase.SUSPECTING}
-_SAVED = OVER | {JobPhase.SAVING}
+_SAVED = OVER | {JobPhase.SAVING, JobPhase.PAUSING}
 _WRITTEN = {JobPhase.PUBLISHING, JobPhase.DISCARDING}
 _PUBLISHED = OVER | {JobPhase.RESTARTING}
 _STOPPED = Rule(workers.stopped_when_called, follows=_the_last_stop)

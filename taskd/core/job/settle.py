@@ -179,7 +179,8 @@ FOLLOW_UPS = (
     FollowUp("the record of a restart", set(JobPhase), _is_last_seen, close_restart),
     FollowUp(
         "a writer is gone", {JobPhase.SAVING, JobPhase.PUBLISHING},
-        dump.has_lost_writer, dump.do_without_writer, _ENDS | {JobPhase.SAVING},
+        dump.has_lost_writer, dump.do_without_writer,
+        _ENDS | {JobPhase.SAVING, JobPhase.PAUSING},
     ),
     FollowUp(
         "the writer that removes is gone", {JobPhase.DISCARDING},

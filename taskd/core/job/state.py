@@ -33,6 +33,7 @@ class EmergencyDump:
     fault: Fault | None
     may_save: bool  # False: nothing is written, only the reason is completed
     is_asked_for: bool = False  # a node is to end
+    has_called: bool = False  # ranks have started anew, to write
     has_waited: bool = False  # for the exit status, or for what a killed process leaves
     finish_step_by: float | None = None  # until then ranks may finish a step; None: they leave it
     version: int = 0

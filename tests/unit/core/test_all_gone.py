@@ -174,3 +174,119 @@ def test_a_failure_that_comes_back_still_ends_the_job(sharded) -> None:
             job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
             assert only(all_come(job), do.Resume).version == 5
     assert only(ends, do.GiveUp).reason.startswith("the same failure came 3 times: rank 0 ended")
+
+
+class TestDump:
+    """Nobody is left to write what node memory has: ranks start anew for that alone."""
+
+    @pytest.fixture
+    def dying(self, sharded):
+        """All are dead in a job that may only dump."""
+
+        def make(**settings):
+            job = sharded(strategies="dump", **settings)
+            for rank in job.ranks:
+                said = job.lose(rank, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+            return job, said
+
+        return make
+
+    def saved(self, job) -> do.GiveUp:
+        for rank in job.ranks:
+            said = job.worker(ev.WorkerDumped, rank, job.machine.generation, "written", "")
+        assert acts(said) == ["Publish"]
+        published = (job.machine.generation, "published", "/c/dump-5")
+        return only(job.worker(ev.WorkerDumped, 0, *published), do.GiveUp)
+
+    def test_each_rank_starts_once_more_and_writes_its_own(self, dying) -> None:
+        job, said = dying()
+        assert acts(said) == ["ReplaceWorker", "ReplaceWorker"]
+        dump = only(all_come(job), do.Dump)
+        assert (dump.version, dump.writers, dump.orphaned) == (5, (0, 1), ())
+        end = self.saved(job)
+        assert end.reason.endswith("step 5 was saved in /c/dump-5")
+        assert end.dump == "/c/dump-5"
+
+    def test_when_it_is_known_how_they_died(self, sharded, make_fault) -> None:
+        job = sharded(strategies="dump")
+        assert acts(job.lose(0, snapshots=(5,))) == ["Interrupt"]
+        assert acts(job.lose(1, snapshots=(5,))) == []
+        for rank in job.ranks:
+            how = make_fault(FaultKind.KILLED, rank, 0, "SIGKILL")
+            said = job.worker(ev.WorkerExitKnown, rank, how)
+        assert acts(said) == ["ReplaceWorker", "ReplaceWorker"]
+        assert only(all_come(job), do.Dump).reason.startswith("rank 0 ended with SIGKILL")
+
+    def test_all_go_on_from_it_if_that_is_wanted(self, dying) -> None:
+        job, _ = dying(restarts_after_dump=True)
+        all_come(job)
+        for rank in job.ranks:
+            job.worker(ev.WorkerDumped, rank, job.machine.generation, "written", "")
+        published = (job.machine.generation, "published", "/c/dump-5")
+        assert acts(job.worker(ev.WorkerDumped, 0, *published)) == ["RestartGroup"]
+
+    def test_on_a_node_where_nobody_is_left(self, sharded) -> None:
+        job = sharded(nodes=2, per_node=1, strategies="dump")
+        job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(4, 5))
+        assert only(job.pause(0, 5, snapshots=(4, 5)), do.ReplaceWorker).rank == 1
+        dump = only(job.pause(1, None, snapshots=(4, 5)), do.Dump)
+        assert (dump.version, dump.writers, dump.orphaned) == (5, (0, 1), ())
+
+    def test_not_where_others_of_the_node_can_write_it(self, sharded) -> None:
+        job = sharded(strategies="dump")
+        job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        dump = only(job.pause(0, 5, snapshots=(5,)), do.Dump)
+        assert (dump.writers, dump.orphaned) == ((0,), ((1, 0),))
+
+    def test_the_last_writer_dies_while_it_writes(self, sharded) -> None:
+        job = sharded(strategies="dump")
+        job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        job.pause(0, 5, snapshots=(5,))
+        said = job.lose(0, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        assert acts(said) == ["ReplaceWorker", "ReplaceWorker"]
+        assert only(all_come(job), do.Dump).writers == (0, 1)
+
+    def test_one_of_them_that_dies_does_not_stop_the_others(self, dying) -> None:
+        job, _ = dying()
+        assert acts(job.lose(0, FaultKind.EXITED, "exit 1", version=None, snapshots=(5,))) == []
+        dump = only(job.pause(1, None, snapshots=(5,)), do.Dump)
+        assert (dump.writers, dump.orphaned) == ((1,), ((0, 1),))
+
+    def test_they_start_once(self, dying) -> None:
+        job, _ = dying()
+        for rank in job.ranks:
+            end = job.lose(rank, FaultKind.EXITED, "exit 1", version=None, snapshots=(5,))
+        assert "and no dump: version 5 cannot be written: no live rank reaches a copy of" in (
+            only(end, do.GiveUp).reason
+        )
+
+    def test_those_that_do_not_start_in_time_are_not_waited_for(self, dying) -> None:
+        job, _ = dying()
+        job.pause(0, None, snapshots=(5,))
+        moment = job.now
+        while job.now < moment + job.timeouts.start_s - 5:
+            job.hear_all_until(job.now + 4)
+        assert acts(job.tick(at=moment + job.timeouts.start_s)) == ["KillWorker"]
+        job.lose(1, FaultKind.KILLED, "SIGKILL", version=None, snapshots=(5,))
+        assert job.machine.phase.value == "saving"
+
+    def test_not_if_a_node_is_to_end(self, sharded) -> None:
+        job = sharded(strategies="dump")
+        job.send(ev.AgentDraining, 0, "SIGTERM", 30.0)
+        for rank in job.ranks:
+            end = job.lose(rank, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        assert "and no dump: version 5 cannot be written" in only(end, do.GiveUp).reason
+
+    def test_without_snapshots_the_reason_is_true(self, manager) -> None:
+        job = manager(per_node=1, strategies="dump").joined()
+        end = only(job.lose(0, FaultKind.KILLED, "SIGKILL"), do.GiveUp)
+        assert end.reason.endswith(f"; and no dump: {NOTHING_LEFT}")
+
+    def test_when_no_restart_is_left(self, sharded) -> None:
+        job = sharded(strategies="recover-in-place,dump", max_restarts=1)
+        job.lose(0, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        said = job.lose(1, FaultKind.KILLED, "SIGKILL", snapshots=(5,))
+        assert acts(said) == ["ReplaceWorker", "ReplaceWorker"]
+        dump = only(all_come(job), do.Dump)
+        assert dump.writers == (0, 1)
+        assert dump.reason.startswith("restart budget spent")

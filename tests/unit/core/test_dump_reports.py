@@ -77,14 +77,18 @@ def test_while_writers_come_to_an_end_only_those_that_have_not_count(saving) -> 
 
 
 def test_a_shard_that_no_writer_reaches_ends_the_job_without_a_checkpoint(manager) -> None:
-    """Shard b is left in the memory of node 1 alone, whose only live rank has no whole copy."""
+    """Shard b is left in the memory of node 1 alone, whose only live rank has no whole copy.
+
+    The rank that starts anew to write it dies.
+    """
     job = manager(nodes=2, per_node=2, strategies="dump").joined()
     for rank in job.ranks:
         job.worker(ev.WorkerHolds, rank, "ab"[rank % 2])
     job.lose(1, FaultKind.KILLED, "SIGKILL", version=4)
     job.lose(3, FaultKind.KILLED, "SIGKILL", version=4, snapshots=(4,))
     job.pause(0, 4)
-    end = only(job.pause(2, 4, clean=False), do.GiveUp)
+    assert only(job.pause(2, 4, clean=False), do.ReplaceWorker).rank == 3, "to write it"
+    end = only(job.lose(3, FaultKind.KILLED, "SIGKILL", version=None, snapshots=(4,)), do.GiveUp)
     assert end.dump == ""
     assert "; and no dump: " in end.reason
     assert "b" in end.reason.rpartition("; and no dump: ")[2]
