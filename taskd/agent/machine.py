@@ -37,6 +37,11 @@ def timeouts_of(config: AgentConfig, node_count: int) -> Timeouts:
     )
 
 
+def is_awaited(config: AgentConfig, node_count: int) -> bool:
+    """Whether others wait for this node if it is cut off, or for another one in its place."""
+    return config.replaces_nodes and node_count > 1
+
+
 def machine_of(
     host: Host,
     timeouts: Timeouts,
@@ -47,6 +52,8 @@ def machine_of(
     now: float,
 ) -> NodeMachine:
     """See the module. The node begins with what torchrun has started."""
+    # the others miss it when its lease is over, and may hear that late
+    awaited_s = timeouts.agent_lease_s + timeouts.lease_recheck_s + config.reschedule_s
     return NodeMachine(
         host.node_rank,
         tuple(host.ranks),
@@ -61,6 +68,7 @@ def machine_of(
         substitute_until=now + _PLACE_LEASES * timeouts.agent_lease_s
         if host.is_substitute
         else None,
+        awaited_s=awaited_s if is_awaited(config, host.node_count) else None,
         incarnations={rank: worker.incarnation for rank, worker in host.workers.items()},
         store=_spare_store(host),
         first_host=host.first_host(),

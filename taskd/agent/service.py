@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from taskd.agent.link.connection import ManagerConnection
 from taskd.agent.link.electing import Electing
+from taskd.agent.link.reach import Reach
 from taskd.agent.link.reports import Reports
-from taskd.agent.machine import machine_of, timeouts_of
+from taskd.agent.machine import is_awaited, machine_of, timeouts_of
 from taskd.agent.mirrors.mirroring import Mirroring
 from taskd.agent.spawning.protocol import Exited, Started, StartFailed
 from taskd.agent.vitals.death_watch import DeathWatch
@@ -111,6 +112,7 @@ class Service:
             register=self._register,
         )
         self._manager.generation = generation
+        self._reach = Reach(is_wanted=is_awaited(config, host.node_count))
         self._reports = Reports(host.node_rank, self._manager.send, self._manager.gather)
         self._manager.rejected = self._reports.rejected
         self._mirroring = Mirroring(
@@ -271,18 +273,11 @@ class Service:
                     box, snapshots = worker.box, worker.arenas.versions()
                     self._vitals.doubt(*life, box)
                     words = self._endings.words(life, reply.status, box, now)
-                    self._feed(
-                        events.WorkerExited(
-                            now,
-                            cause,
-                            rank,
-                            worker.incarnation,
-                            reply.status,
-                            *last_state(box),
-                            words,
-                            snapshots,
-                        )
+                    version, phase, kept = last_state(box)
+                    exited = events.WorkerExited(
+                        now, cause, *life, reply.status, version, phase, kept, words, snapshots
                     )
+                    self._feed(exited)
 
     # ------------------------------------------------------------------ the manager
 
@@ -379,6 +374,9 @@ class Service:
             self._seeks_since = now  # it was there: that nobody answers is said later
             self._electing.miss(now)
             self._feed(events.ManagerLost(now, event.cause, self._electing.grace_s))
+        is_missed = not (self._is_registered or self._manager.session.is_refused)
+        for tried in self._reach.turn(now, self._manager.address, is_missed=is_missed):
+            self._feed(tried)
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._host.is_substitute

@@ -151,10 +151,7 @@ class AgentLeft(Event):
 
 @dataclass(frozen=True, slots=True)
 class AgentHeard(Event):
-    """Anything arrived from the agent: its lease is renewed.
-
-    With a heartbeat come the marks of its workers.
-    """
+    """Anything arrived from the agent: its lease is renewed. A heartbeat brings its marks."""
 
     node_rank: int
     marks: tuple[Mark, ...] = ()
@@ -433,10 +430,7 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class AlarmRang(WorkerEvent):
-    """The robust futex of the worker lost its owner: the worker is dying.
-
-    `died_at` on this host's monotonic clock.
-    """
+    """The robust futex of the worker lost its owner: it is dying. `died_at`: on our own clock."""
 
     died_at: float
     version: int | None
@@ -480,6 +474,13 @@ class ManagerLost(Event):
     """The manager has been silent for too long. `grace_s`: until the next one can be there."""
 
     grace_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerHostHeard(Event):
+    """Whether the host of a silent manager answers, be it that nobody listens there."""
+
+    answers: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ _QUALITIES = (
 # others.
 _GOOD_REASONS = (
     "returned everywhere", "came back", "times:", "in a row", "already left", "already ended well",
-    "not known to this manager", "no manager answers", "has been silent",
+    "not known to this manager", "no manager answers", "has been silent", "was cut off",
     "has not come to the next manager", "cannot start anew without node",
 )  # fmt: skip
 _AWAY_S = (0.01, 1.0, 5.0, 40.0, 100.0, 400.0)  # until another host has the place of a lost one

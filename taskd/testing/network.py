@@ -95,6 +95,10 @@ class MemoryNetwork:
             self.cut(one, other)
         self._parted[frozenset((one, other))] = (self._clock.now() + seconds, is_lossy)
 
+    def is_parted(self, one: Hashable, other: Hashable) -> bool:
+        """Whether the link between them is down."""
+        return self._parted.get(frozenset((one, other)), (0.0, False))[0] > self._clock.now()
+
     def slow_down(self, end: Hashable, seconds: float) -> None:
         """From now on every message from there and to there takes so much longer."""
         self._slowness[end] = seconds

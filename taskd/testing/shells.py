@@ -251,6 +251,7 @@ class SimulatedAgent:
         self._manager: Newest | None = None
         self._heard_at = 0.0
         self._is_joined = self._is_refused = False
+        self._host_answered: bool | None = None  # of the manager, which is silent
         self._still_until = 0.0
         self._waiting: list[Callable[[], None]] = []  # to be done when it goes on
         self._gathered: list[ev.WorkerEvent] = []
@@ -434,12 +435,19 @@ class SimulatedAgent:
         now = self._clock.now()
         self._clock.call_in(self._timeouts.heartbeat_s, self._beat, is_background=True)
         if not self._is_joined:
+            self._try_host(now)
             self._register()
         elif now - self._heard_at > self._timeouts.manager_silence_s:
-            self._is_joined = False
+            self._is_joined, self._host_answered = False, None
             self._feed(ev.ManagerLost(now, "silence"))
         else:
             self._send(ev.AgentHeard(now, "heartbeat", self.node_rank))
+
+    def _try_host(self, now: float) -> None:
+        answers = not self._network.is_parted(MANAGER, self.address)
+        if answers != self._host_answered:
+            self._host_answered = answers
+            self._feed(ev.ManagerHostHeard(now, "reach", answers))
 
     def _register(self) -> None:
         self._send(self.machine.registration(self._clock.now()))

@@ -98,6 +98,7 @@ class SimulatedJob:
             world_size=world[0],
             max_restarts=max_restarts,
             wait_for_exit=wait_for_exit,
+            awaited_s=self._awaited_s if nodes > 1 and self._replaces_nodes else None,
         )
         per = ranks_per_node
         self._ranks = [range(node * per, (node + 1) * per) for node in range(nodes)]
@@ -218,6 +219,11 @@ class SimulatedJob:
             replace_it = functools.partial(self._replace_lost, agent)
             self.clock.call_in(lost_s + self._agent_timeouts.heartbeat_s, replace_it)
         return True
+
+    @property
+    def _awaited_s(self) -> float:
+        timeouts = self._agent_timeouts
+        return timeouts.agent_lease_s + timeouts.lease_recheck_s + self._reschedule_s
 
     @property
     def _replaces_nodes(self) -> bool:

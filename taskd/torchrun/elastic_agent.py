@@ -336,12 +336,17 @@ class TaskdElasticAgent(LocalElasticAgent):
         )
         if self.is_substitute:
             return self._start_late(worker_group)
-        self.generation = stores.generation_of_start(worker_group)
-        if self.generation == 0:
-            self._stores.open_first(worker_group)
-        else:
-            self._stores.open(worker_group, self.generation, stores.NOT_ORDERED_S)
-
+        try:
+            self.generation = stores.generation_of_start(worker_group)
+            if self.generation == 0:
+                self._stores.open_first(worker_group)
+            else:
+                self._stores.open(worker_group, self.generation, stores.NOT_ORDERED_S)
+        except OSError as error:
+            raise SystemExit(
+                f"taskd: node {worker_group.group_rank} cannot start its workers anew, as the "
+                f"other nodes are out of reach or have ended: {error}. Start the job again"
+            ) from error
         return self._start_all(worker_group)
 
     def _start_all(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -169,16 +169,26 @@ def generation_of_start(group: WorkerGroup) -> int:
 
     The first start of every agent is generation 0. Later ones are counted in the store; agents
     restart in step, by rendezvous (c10d) or because the loss of one breaks the others (static).
+
+    Raises OSError: the store of the rendezvous cannot be reached any more.
     """
+    try:
+        number = _number_of_start(group)
+    except RuntimeError as error:
+        raise OSError(f"the store of the rendezvous does not answer: {error}") from error
+    return FALLBACK_GENERATION + number if number else 0
+
+
+def _number_of_start(group: WorkerGroup) -> int:
     base, key = _base(group), f"taskd/starts/{_run(group)}"
     if group.spec.rdzv_handler.get_backend() == "static":
-        number = (base.add(key, 1) - 1) // group.group_world_size
-    elif group.group_rank == 0:
-        number = base.add(key, 1) - 1
+        begun: int = base.add(key, 1)
+        return (begun - 1) // group.group_world_size
+    if group.group_rank == 0:
+        number: int = base.add(key, 1) - 1
         group.store.set("taskd/round", str(number))  # this store is prefixed by round
-    else:
-        number = int(group.store.get("taskd/round"))
-    return FALLBACK_GENERATION + number if number else 0
+        return number
+    return int(group.store.get("taskd/round"))
 
 
 def takes_place(group: WorkerGroup, name: str) -> bool:

@@ -202,6 +202,23 @@ class TestManagerAndNodes:
         assert "node 1 has been silent" in result.reason
         assert result.outcomes[0].outcome == "failed"
 
+    @pytest.mark.parametrize("cut_s", [15.0, 50.0])
+    def test_a_node_that_is_cut_off_with_a_fault_does_not_go_on_alone(self, cut_s) -> None:
+        """The others wait for 270 s, from when they have lost it. No other takes its place."""
+        for seed in range(100):
+            job, result = run(
+                (0.3, "partition", 1, cut_s),
+                (0.4, "kill", 2),
+                nodes=2,
+                ranks_per_node=2,
+                reschedule_s=270.0,
+                seed=seed,
+            )
+            if job.agents[1].machine.agent_incarnation == "agent 1":
+                break
+        assert_whole(result)
+        assert job.agents[1].machine.lives.present[3].incarnation == 0, "it is the same process"
+
     @pytest.mark.parametrize("delay", [-0.002, 0.0, 0.002, 0.02, 0.08, 0.12])
     def test_a_cut_connection_during_a_recovery(self, delay) -> None:
         _, result = run(

@@ -16,6 +16,8 @@ Hard cases:
   when it is back (it takes repetitions well). A fault that nobody answers for too long ends in
   `FallBack`: plain torchrun behaviour. If all functions here have returned, the workers are
   released, as nobody else could do it.
+- The host of the manager does not answer, either, and the job replaces nodes: this node is cut off,
+  and waits for as long as the others wait for it (`manager_link`).
 - A replaced worker whose process is still there is killed first: two lives of a rank must not write
   to the same places. `wait_for_exit` (accelerators: the old process may still hold the device) also
   waits until it is gone.
@@ -32,6 +34,7 @@ from taskd.core.node.lives import Life, Lives
 from taskd.core.node.manager_link import (
     give_up_place,
     go_alone,
+    host_tried,
     is_unwanted,
     manager_joined,
     manager_lost,
@@ -175,6 +178,7 @@ _RUNNING: dict[type[ev.Event], Rule] = {
     ev.AgentDraining: Rule(NodeState.tell),
     ev.ManagerJoined: Rule(manager_joined),
     ev.ManagerLost: Rule(manager_lost),
+    ev.ManagerHostHeard: Rule(host_tried),
     ev.ManagerRefused: Rule(manager_refused, {NodePhase.DONE}),
     ev.CommandReceived: Rule(obey, {NodePhase.STOPPING}),
 }
@@ -199,6 +203,8 @@ class NodeMachine(Machine[NodeState]):
 
     Args:
         substitute_until: it takes the place of a lost node, and asks for that until then.
+        awaited_s: the job replaces nodes: so long after the others have missed this one they wait
+            for it, or for another in its place; None: they do not.
         store: host:port of one at which the ranks can meet if the node of theirs is lost.
         first_host: see `AgentRegistered`.
         incarnations: of the first lives, by rank; 0 where not given.
@@ -224,6 +230,7 @@ class NodeMachine(Machine[NodeState]):
         incarnations: Mapping[int, int] | None = None,
         wait_for_exit: bool = False,
         substitute_until: float | None = None,
+        awaited_s: float | None = None,
         store: str = "",
         first_host: int | None = None,
     ) -> None:
@@ -233,13 +240,14 @@ class NodeMachine(Machine[NodeState]):
             "agent_incarnation": agent_incarnation, "generation": generation,
             "restarts_used": restarts_used, "incarnations": dict(incarnations or {}),
             "wait_for_exit": wait_for_exit, "substitute_until": substitute_until, "store": store,
-            "first_host": first_host,
+            "first_host": first_host, "awaited_s": awaited_s,
         }  # fmt: skip
         has_workers = substitute_until is None
         lives = Lives(ranks, incarnations or {}, generation, are_there=has_workers)
         state = NodeState(
             timeouts=timeouts, lives=lives, generation=generation, restarts_used=restarts_used,
             wait_for_exit=wait_for_exit, substitute_until=substitute_until,
+            awaited_s=awaited_s,
         )  # fmt: skip
         super().__init__(arguments, state)
         self.node_rank = node_rank

@@ -25,7 +25,10 @@ class NodeState(MachineState):
     phase: NodePhase = NodePhase.RUNNING
     manager: ManagerLink = ManagerLink.AWAY
     manager_lost_at: float | None = None  # None: there has never been a manager
+    refusal: str = ""  # why the manager does not want this node
     has_joined: bool = False
+    awaited_s: float | None = None  # others wait for it so long, if it is cut off; None: nobody
+    is_cut_off: bool = False  # while the manager is away: its host does not answer, either
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
     met_at: str = ""  # the store that the newest order named; "": none has
     active: tuple[int, ...] = ()  # ranks of which the world consists; (): all of the job

@@ -232,3 +232,107 @@ class TestWithoutAManager:
         assert [(report.rank, report.incarnation, report.state) for report in event.workers] == [
             (0, 0, "running"), (1, 4, "running"),
         ]  # fmt: skip
+
+
+AWAITED_S = 300.0
+
+
+class TestCutOff:
+    """In a job that replaces nodes others have a manager, and wait for this node for AWAITED_S."""
+
+    def lost(self, node, **arguments):
+        agent = node(awaited_s=AWAITED_S, **arguments)
+        agent.send(ev.ManagerLost)
+        return agent
+
+    def test_a_fault_waits_for_as_long_as_the_others_wait(self, node) -> None:
+        agent = self.lost(node)
+        lost_at = agent.now
+        agent.exit(1)
+        assert agent.machine.next_deadline() == pytest.approx(lost_at + AWAITED_S)
+        (finish,) = agent.tick()
+        assert isinstance(finish, do.FinishRun)
+        assert finish.outcome == "failed"
+        assert finish.reason.startswith("rank 1 ended with SIGKILL at step 5, and this node was ")
+        assert [fault.rank for fault in finish.faults] == [1]
+        assert agent.machine.phase is NodePhase.DONE
+
+    def test_when_the_link_is_whole_again_the_fault_is_told(self, node) -> None:
+        agent = self.lost(node)
+        agent.exit(1)
+        said = told(agent.send(ev.ManagerJoined, 1, 0))
+        assert [event.rank for event in said if isinstance(event, ev.WorkerLost)] == [1]
+        assert agent.machine.next_deadline() is None
+
+    def test_a_host_that_answers_and_has_no_manager_is_waited_for_as_usual(self, node) -> None:
+        """Then the others have none, either."""
+        agent = self.lost(node)
+        agent.exit(1)
+        agent.now += 20
+        agent.send(ev.ManagerHostHeard, True)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now + 10)
+        agent.send(ev.ManagerHostHeard, True)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now - 0.01 + 10)
+        assert kinds(agent.tick()) == ["FallBack"]
+
+    def test_a_host_that_answered_and_does_so_no_more(self, node) -> None:
+        agent = self.lost(node)
+        agent.send(ev.ManagerHostHeard, True)
+        answered_at = agent.now
+        agent.exit(1)
+        agent.send(ev.ManagerHostHeard, False)
+        assert agent.machine.next_deadline() == pytest.approx(answered_at + AWAITED_S)
+
+    def test_a_fault_that_comes_when_nobody_waits_any_more(self, node) -> None:
+        """The timeout of a collective may be half an hour."""
+        agent = self.lost(node)
+        agent.now += 2 * AWAITED_S
+        agent.exit(1)
+        assert agent.machine.next_deadline() == pytest.approx(agent.now - 0.01 + 10, abs=0.1)
+        assert kinds(agent.tick()) == ["FinishRun"]
+
+    def test_ranks_that_have_returned_are_released_all_the_same(self, node) -> None:
+        agent = self.lost(node)
+        for rank in range(2):
+            agent.worker(ev.WorkerReturned, rank, 0, 10)
+        assert passed_on(agent.tick(at=agent.now + 10)) == [(0, "Release"), (1, "Release")]
+
+    def test_a_script_without_taskd_is_not_waited_for(self, node) -> None:
+        agent = self.lost(node, declared=False)
+        agent.exit(1)
+        assert kinds(agent.tick(at=agent.now + 10)) == ["FallBack"]
+
+    def test_where_nodes_are_not_replaced_nobody_asks(self, node) -> None:
+        agent = node()
+        agent.send(ev.ManagerLost)
+        agent.exit(1)
+        agent.send(ev.ManagerHostHeard, False)
+        assert kinds(agent.tick(at=agent.now + 10)) == ["FallBack"]
+
+    def test_a_manager_that_was_never_there_does_not_make_it_cut_off(self, node) -> None:
+        agent = node(manager=False, awaited_s=AWAITED_S)
+        agent.send(ev.ManagerHostHeard, False)
+        agent.exit(1)
+        assert kinds(agent.tick(at=agent.now + 2)) == ["FallBack"]
+
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_a_refusal_ends_the_wait(self, node, is_first) -> None:
+        """The job of the others has ended meanwhile: a manager that is left says so."""
+        agent = self.lost(node)
+        if is_first:
+            assert self.refuse(agent) == []
+        assert agent.exit(1) == []
+        if not is_first:
+            assert self.refuse(agent) == []
+        (finish,) = agent.tick()
+        assert isinstance(finish, do.FinishRun)
+        assert "(the job has ended: of another reason)" in finish.reason
+
+    @staticmethod
+    def refuse(agent):
+        return agent.send(ev.ManagerRefused, "the job has ended: of another reason")
+
+    def test_a_refusal_costs_nothing_while_nothing_fails(self, node) -> None:
+        agent = self.lost(node)
+        assert self.refuse(agent) == []
+        assert agent.machine.next_deadline() is None

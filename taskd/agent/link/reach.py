@@ -1,0 +1,61 @@
+"""Whether the host of a manager that is silent answers: else this node may be cut off.
+
+Connects to where the manager was, again and again, each time in a thread of its own: to look up a
+name may take seconds where no network is. What follows is decided in `taskd.core.node`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from taskd.core.events import ManagerHostHeard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ANSWER_S = 1.0  # as long as a handshake of TCP over a bad network takes, with one repetition
+
+
+class Reach:
+    """`turn` is called with each heartbeat."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        """`is_wanted`: somebody asks for it."""
+        self._is_wanted = is_wanted
+        self._said: bool | None = None
+        self._try: _Try | None = None
+
+    def turn(self, now: float, address: str, *, is_missed: bool) -> Iterator[ManagerHostHeard]:
+        """What is new. `address`: of the manager; `is_missed`: it is silent."""
+        if not is_missed or not self._is_wanted:
+            self._said = self._try = None
+            return
+        if self._try is not None and self._try.is_alive():
+            return
+        answers = None if self._try is None else self._try.answers
+        if answers not in (None, self._said):
+            self._said = answers
+            yield ManagerHostHeard(now, "reach", bool(answers))
+        self._try = _Try(address)
+        self._try.start()
+
+
+class _Try(threading.Thread):
+    answers: bool | None = None
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="taskd-reach", daemon=True)
+        self._address = address
+
+    def run(self) -> None:
+        """That nobody listens there is an answer, too: of the host."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+            self.answers = True
+        except ConnectionRefusedError:
+            self.answers = True
+        except (OSError, ValueError):
+            self.answers = False
