@@ -374,13 +374,14 @@ class Service:
             self._seeks_since = now  # it was there: that nobody answers is said later
             self._electing.miss(now)
             self._feed(events.ManagerLost(now, event.cause, self._electing.grace_s))
-        is_missed = not (self._is_registered or self._manager.session.is_refused)
-        for tried in self._reach.turn(now, self._manager.address, is_missed=is_missed):
-            self._feed(tried)
+            self._reach.miss()
+        is_over = self._is_registered or self._manager.session.is_refused
+        for heard in self._reach.turn(now, self._manager.address, is_over=is_over):
+            self._feed(heard)
         if (
             not (self._is_registered or self._is_manager_missed or self._automatic.is_coming)
             and not self._host.is_substitute
-            and not self._manager.session.is_refused
+            and not (self._manager.session.is_refused or self._manager.postponed)
             and now - self._seeks_since > self._timeouts.manager_silence_s
         ):
             self._is_manager_missed = True

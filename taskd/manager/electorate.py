@@ -117,6 +117,16 @@ class VoterDesk:
         others = self._others(node_rank)
         return self._pair.may_hold({name, *others}, PLACES - 1 - len(others))
 
+    @property
+    def why_early(self) -> str:
+        """Why an agent does not get a place that nobody has, for people."""
+        who = "the other agents" if self.is_pair else "more than half of the agents"
+        return (
+            f"{who} that an agent here knows of are out of reach, and may go on with another "
+            "manager. It gets the place when one of them is back. If all nodes were started anew, "
+            "end this manager and all torchruns, and start them again"
+        )
+
     def may_offer(self, lost: Collection[int]) -> bool:
         """Whether the places of these nodes may be offered to anybody."""
         return bool(lost) and (self.is_pair or self._may_replace())

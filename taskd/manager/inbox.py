@@ -13,7 +13,7 @@ from taskd.core import events
 from taskd.core.job.speakers import Strangers, objection
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
-from taskd.log import SHOWN_CHARACTERS, Allowance
+from taskd.log import SHOWN_CHARACTERS, Allowance, SayOnce
 from taskd.manager.sessions import Session, show_peer
 from taskd.wire import batch, codec, messages, translate
 
@@ -66,6 +66,7 @@ class Inbox:
         self._spares = spares
         self._voters = voters
         self._strangers = Strangers()
+        self._early = SayOnce()  # who does not get its place yet, as was said
         self._allowance = Allowance(_LINES, _INTERVAL_S)
         # who has sent a heartbeat, by whether it is known as it should be
         self._answers: dict[bool, list[bytes]] = {True: [], False: []}
@@ -263,18 +264,14 @@ class Inbox:
         if (node_rank, event.agent_incarnation) != (envelope.node_rank, envelope.incarnation):
             self._outbox.refuse(peer, "foreign", "a registration for somebody else")
         if self._guarded.machine.postpones(event):
-            if self._sessions.notes_waiting(node_rank):
-                log.warning(
-                    "node %d: another torchrun asks for this place, whose agent counts as present "
-                    "still. It gets it when that is lost; two torchruns of one index are a mistake",
-                    node_rank,
-                )
+            self._say_taken(peer, envelope, node_rank)
             self._executor.feed(event)
             return
         if self._voters.is_deposed_by(event.agent_incarnation, event.term):
             self._executor.depose(f"node {node_rank} has voted for another manager")
             return
         if self._is_early(event):
+            self._say_early(peer, envelope, event)
             return
         refusal = (
             self._sessions.quarantine.refusal(node_rank)
@@ -307,6 +304,28 @@ class Inbox:
         self._executor.execute_all(answers)
         if self._profiling.wanted is not None:
             self._executor.set_profiling(self._profiling.wanted, [node_rank])
+
+    def _say_taken(self, peer: bytes, envelope: codec.Envelope, node_rank: int) -> None:
+        """Another agent has the place that this one asks for."""
+        if self._sessions.notes_waiting(node_rank):
+            log.warning(
+                "node %d: another torchrun asks for this place, whose agent counts as present "
+                "still. It gets it when that is lost; two torchruns of one index are a mistake",
+                node_rank,
+            )
+        why = "another agent has its place, and is not lost yet"
+        self._outbox.send(peer, messages.Postponed(why), envelope.cause)
+
+    def _say_early(
+        self, peer: bytes, envelope: codec.Envelope, event: events.AgentRegistered
+    ) -> None:
+        """Nobody has the place that this one asks for, and it does not get it yet."""
+        why = self._voters.why_early
+        if self._early.is_new(event.node_rank, event.agent_incarnation):
+            log.warning(
+                "node %d asks for its place, and does not get it yet: %s", event.node_rank, why
+            )
+        self._outbox.send(peer, messages.Postponed(why), envelope.cause)
 
     def _is_early(self, event: events.AgentRegistered) -> bool:
         """Whether it asks for a place that may not be given to it yet; it asks again."""

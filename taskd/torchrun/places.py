@@ -64,8 +64,8 @@ class Places:
         self.moved_to = ""  # where the ranks meet, if the node of their store was lost
         self.is_offered = False  # whether this torchrun has the place of a lost node
         self.manager_address = settings.manager_address  # of the manager that has offered it
-        # who this torchrun is in elections, as a spare and as an agent, from its start to its end
-        self.electing = Electing(settings, MonotonicClock(), uuid.uuid4().hex)
+        # who this torchrun is in elections, as a spare and as an agent, as long as the job lives
+        self.electing = self._stranger()
 
     def __getattr__(self, name: str) -> Any:
         """All else is torch's."""
@@ -108,6 +108,10 @@ class Places:
             "Start a torchrun for each node, all with the same --nnodes and the same address"
         )
 
+    def _stranger(self) -> Electing:
+        """Who has promised nothing, and knows of no voters."""
+        return Electing(self._settings, MonotonicClock(), uuid.uuid4().hex)
+
     def _refuse_a_number_too_high(self) -> None:
         """It would wait, unseen by the others, until they have ended."""
         if self._inner.get_backend() != "static" or self._inner.rank < self._inner.world_size:
@@ -122,6 +126,9 @@ class Places:
     def _joined(self, found: RendezvousInfo | None = None) -> RendezvousInfo:
         """The others have met, or do so now: this torchrun with them."""
         found = found or self._inner.next_rendezvous()
+        if not self._has_joined:
+            # All begin anew. It may have been told who votes in a job that is over by now.
+            self.electing = self._stranger()
         self._has_joined = True
         note_host(base_store(found.store), self._run_id, found.rank)
         return found

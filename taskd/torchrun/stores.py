@@ -182,8 +182,8 @@ def generation_of_start(group: WorkerGroup) -> int:
 def _number_of_start(group: WorkerGroup) -> int:
     base, key = _base(group), f"taskd/starts/{_run(group)}"
     if group.spec.rdzv_handler.get_backend() == "static":
-        begun: int = base.add(key, 1)
-        return (begun - 1) // group.group_world_size
+        begun: int = base.add(key, 1) - 1
+        return begun // int(group.group_world_size)
     if group.group_rank == 0:
         number: int = base.add(key, 1) - 1
         group.store.set("taskd/round", str(number))  # this store is prefixed by round

@@ -150,6 +150,14 @@ class Refused(Message):
     is_taken: bool = False
 
 
+@_message(14)
+@dataclass(frozen=True, slots=True)
+class Postponed(Message):
+    """Another answer to a registration: not yet. The agent asks again, as if nobody answered."""
+
+    reason: str
+
+
 @_message(4)
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):

@@ -71,6 +71,7 @@ class ManagerConnection:
         self._timeouts = timeouts
         self._dealer = self._connect()
         self.stranger = ""  # what answers at the address if it is no manager of this job
+        self.postponed = ""  # why the manager does not take this process yet
         self._register = register
         # hears of messages that the manager has not taken in
         self.rejected: Callable[[messages.Rejected], None] = self._log_rejected
@@ -211,7 +212,7 @@ class ManagerConnection:
             raise
         if address != former:
             self._dealer.close()
-        self._dealer, self.stranger = dealer, ""
+        self._dealer, self.stranger, self.postponed = dealer, "", ""
         self._gathered.clear()
         self.beat_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
@@ -256,6 +257,7 @@ class ManagerConnection:
             case messages.Accepted():
                 is_known = self.session.is_registered  # a network that was away brings several
                 self.session.accepted(message.manager_incarnation)
+                self.postponed = ""
                 log.log(
                     logging.DEBUG if is_known else logging.INFO,
                     "joined the manager at %s as %s",
@@ -273,6 +275,8 @@ class ManagerConnection:
                     message.reason,
                 )
                 return events.ManagerRefused(now, "refused", message.reason, message.is_taken)
+            case messages.Postponed():
+                self._note_postponed(message.reason)
             case messages.HeartbeatAck():
                 if self.session.acknowledged(
                     is_known=message.known, manager_incarnation=message.manager_incarnation
@@ -294,6 +298,13 @@ class ManagerConnection:
                 command = translate.message_to_command(envelope, message)
                 return events.CommandReceived(now, envelope.cause, command)
         return None
+
+    def _note_postponed(self, reason: str) -> None:
+        if reason != self.postponed:
+            log.warning(
+                "the manager at %s does not take %s yet: %s", self.address, self._place, reason
+            )
+        self.postponed = reason
 
     def _log_rejected(self, answer: messages.Rejected) -> None:
         log.warning(

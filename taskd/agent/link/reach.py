@@ -24,12 +24,18 @@ class Reach:
     def __init__(self, *, is_wanted: bool) -> None:
         """`is_wanted`: somebody asks for it."""
         self._is_wanted = is_wanted
+        self._is_missed = False
         self._said: bool | None = None
         self._try: _Try | None = None
 
-    def turn(self, now: float, address: str, *, is_missed: bool) -> Iterator[ManagerHostHeard]:
-        """What is new. `address`: of the manager; `is_missed`: it is silent."""
-        if not is_missed or not self._is_wanted:
+    def miss(self) -> None:
+        """The manager has been silent for too long."""
+        self._is_missed = self._is_wanted
+
+    def turn(self, now: float, address: str, *, is_over: bool) -> Iterator[ManagerHostHeard]:
+        """What is new. `address`: of the manager; `is_over`: it has been heard since."""
+        self._is_missed = self._is_missed and not is_over
+        if not self._is_missed:
             self._said = self._try = None
             return
         if self._try is not None and self._try.is_alive():

@@ -205,3 +205,13 @@ def test_what_is_gathered_is_kept_if_there_is_no_other_address_to_go_to(agent) -
         agent.connection.redirect("no address")
     (alone,) = agent.arrived()
     assert alone.rank == 0
+
+
+def test_why_it_is_not_taken_yet_is_said_once_for_each_reason(agent, caplog) -> None:
+    logging.getLogger("taskd").propagate = True
+    agent.arrived()  # the manager knows whom it speaks to
+    for reason in ("it is taken", "it is taken", "another reason"):
+        agent.hears(messages.Postponed(reason))
+    said = [text for text in caplog.messages if "does not take node 0 yet" in text]
+    assert [text.rpartition(": ")[2] for text in said] == ["it is taken", "another reason"]
+    assert not agent.connection.session.is_refused

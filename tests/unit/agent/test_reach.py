@@ -12,9 +12,10 @@ LIMIT_S = 20.0
 
 def heard(reach: Reach, address: str) -> bool:
     """What the next event says."""
+    reach.miss()
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        for event in reach.turn(1.0, address, is_missed=True):
+        for event in reach.turn(1.0, address, is_over=False):
             return event.answers
         time.sleep(0.01)
     raise AssertionError(f"nothing is said of {address} within {LIMIT_S} s")
@@ -40,11 +41,18 @@ def test_what_has_not_changed_is_said_once_for_each_silence() -> None:
     assert not heard(reach, address)
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert heard(reach, f"127.0.0.1:{server.getsockname()[1]}"), "it has changed"
-    assert list(reach.turn(2.0, address, is_missed=False)) == []
+    assert list(reach.turn(2.0, address, is_over=True)) == []
     assert not heard(reach, address)
+
+
+def test_nothing_is_tried_before_a_manager_is_missed() -> None:
+    reach = Reach(is_wanted=True)
+    assert [*reach.turn(1.0, "nowhere.invalid:1", is_over=False)] == []
+    assert reach._try is None
 
 
 def test_nothing_is_tried_where_nobody_asks_for_it() -> None:
     reach = Reach(is_wanted=False)
-    assert [*reach.turn(1.0, "nowhere.invalid:1", is_missed=True)] == []
+    reach.miss()
+    assert [*reach.turn(1.0, "nowhere.invalid:1", is_over=False)] == []
     assert reach._try is None

@@ -22,6 +22,7 @@ COMMANDS = list(messages.COMMAND_BY_CODE.values())
 LINK_ONLY = {
     messages.Accepted,
     messages.Refused,
+    messages.Postponed,
     messages.Heartbeat,
     messages.HeartbeatAck,
     messages.RegisterWorker,
