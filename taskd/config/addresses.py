@@ -12,7 +12,7 @@ from taskd.config.names import (
     POD_IP_ENV,
     PORT_ENV,
 )
-from taskd.config.values import Environment, Settings, listed, refusal, switch
+from taskd.config.values import Environment, Settings, listed, refusal, switch, utf8
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([\w.-]*\w)?", re.ASCII)
 DEFAULT_HOST = "127.0.0.1"
@@ -39,6 +39,7 @@ def join_address(host: str, port: int) -> str:
 
 def split_address(key: str, text: str, default_port: int) -> tuple[str, int]:
     """Host and port of "host", "host:port", "[v6]", "[v6]:port" or a bare IPv6 address."""
+    utf8(key, text)
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
@@ -106,7 +107,7 @@ def manager_addresses(environment: Environment, otherwise: str) -> list[str]:
 
 def pod_ip(environment: Environment = os.environ) -> str:
     """The address of this node for others, as the cluster tells it; "": it does not."""
-    return environment.get(POD_IP_ENV, "")
+    return utf8(POD_IP_ENV, environment.get(POD_IP_ENV, ""))
 
 
 def address_of(config: Settings, side: str, default_port: int) -> str:

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 from taskd.config.addresses import DEFAULT_HOST, join_address, manager_addresses, pod_ip
 from taskd.config.job import (
     DEFAULT_GRACE_S,
-    DEFAULT_JOB_ID,
     DEFAULT_RESCHEDULE_S,
     fault_timeout,
     grace,
     reschedule,
     strategies,
 )
+from taskd.config.job import job_id as name_of_job
 from taskd.config.log import LogConfig
 from taskd.config.names import (
     FORKSERVER_ENV,
     HOST_ENV,
-    JOB_ID_ENV,
     MANAGER_ENV,
     NATIVE_ENV,
     NODE_MEMORY_ENV,
@@ -30,7 +29,7 @@ from taskd.config.names import (
 from taskd.config.secret import check_secret, secret
 from taskd.config.signals import interrupt_signal
 from taskd.config.slurm import nodes_of_allocation
-from taskd.config.values import Environment, choice, listed, refusal, switch
+from taskd.config.values import Environment, choice, listed, refusal, switch, utf8
 from taskd.core.policy.ladder import Strategy, allowed
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -121,7 +120,7 @@ class AgentConfig:
         port = int(managers[0].rpartition(":")[2])  # an elected manager has the same
         nodes = [join_address(name, port) for name in nodes_of_allocation(environment)]
         return cls(
-            job_id=environment.get(JOB_ID_ENV) or job_id or DEFAULT_JOB_ID,
+            job_id=name_of_job(environment, job_id),
             manager_address=managers[0],
             other_addresses=tuple(dict.fromkeys([*managers, *nodes]))[1:],
             fault_timeout_s=fault_timeout(environment),
@@ -136,7 +135,7 @@ class AgentConfig:
             strategies=strategies(environment),
             grace_s=grace(environment),
             own_address=pod_ip(environment) or own_address or DEFAULT_HOST,
-            host=environment.get(HOST_ENV) or _name_of_host(),
+            host=utf8(HOST_ENV, environment.get(HOST_ENV, "")) or _name_of_host(),
             node_memory=_node_memory(environment),
             reschedule_s=reschedule(environment),
             is_spare=choice(environment, SPARE_ENV, ("1", "on", "0", "off"), "off") in ("1", "on"),

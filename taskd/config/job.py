@@ -14,7 +14,7 @@ from taskd.config.names import (
     RESCHEDULE_ENV,
     STRATEGY_ENV,
 )
-from taskd.config.values import Environment, listed, refusal, seconds
+from taskd.config.values import Environment, listed, refusal, seconds, utf8
 from taskd.core.policy.ladder import STRATEGY_NAMES
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
@@ -27,7 +27,7 @@ STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION = "recover-strategy", "wait-reschedul
 
 def job_id(environment: Environment = os.environ, otherwise: str | None = None) -> str:
     """Name of the job, for those who have no runtime that knows better."""
-    return environment.get(JOB_ID_ENV) or otherwise or DEFAULT_JOB_ID
+    return utf8(JOB_ID_ENV, environment.get(JOB_ID_ENV) or otherwise or DEFAULT_JOB_ID)
 
 
 def fault_timeout(environment: Environment) -> float:

@@ -64,6 +64,15 @@ def count(config: Settings, key: str) -> int | None:
     return value
 
 
+def utf8(key: str, value: str) -> str:
+    """What other processes are told: it travels as UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise refusal(key, value, "text in UTF-8; \\udcXX is a byte XX that is none") from None
+    return value
+
+
 def digits(environment: Environment, key: str) -> int:
     """A number that must be there."""
     value = environment.get(key)

@@ -375,3 +375,17 @@ def test_torch_is_told_to_keep_collectives_where_it_does_not(
     launcher.keep_collectives(version, environment)
     assert environment.keys() - before.keys() == added
     assert before.items() <= environment.items()
+
+
+@pytest.mark.parametrize("key", ["MINDX_TASK_ID", "TASKD_HOST", "POD_IP", "TASKD_MANAGER_ADDR"])
+def test_what_others_are_told_is_utf8(key: str) -> None:
+    odd = {key: "job\udcff"}
+    refusal(lambda: AgentConfig.load(odd), key, "udcff", "UTF-8")
+    if key in {"MINDX_TASK_ID", "POD_IP"}:
+        refusal(lambda: ManagerConfig.load({}, odd), key, "udcff", "UTF-8")
+
+
+def test_a_path_may_have_any_bytes() -> None:
+    odd = {"TASKD_LOG_PATH": "/log\udcff", "TASKD_CHECKPOINT_DIR": "/save\udcff"}
+    assert LogConfig.load(odd).directory == pathlib.Path("/log\udcff")
+    assert config.checkpoint_directory(None, odd) == pathlib.Path("/save\udcff")

@@ -1,6 +1,5 @@
 """What agent and forkserver say to each other comes out as it went in."""
 
-import msgpack
 import pytest
 
 from taskd.agent.spawning.protocol import (
@@ -12,10 +11,12 @@ from taskd.agent.spawning.protocol import (
     SpawnRequest,
     Started,
     StartFailed,
+    packed,
     reply_from,
     reply_message,
     request_from,
     request_message,
+    unpacked,
 )
 from taskd.errors import ForkserverError
 
@@ -32,10 +33,12 @@ REQUEST = SpawnRequest(
 
 
 def over_the_wire(message: dict) -> dict:
-    return msgpack.unpackb(msgpack.packb(message))
+    return unpacked(packed(message))
 
 
-@pytest.mark.parametrize("request_", [REQUEST, SpawnRequest(2, ("-m", "x"), {}, cwd="/here")])
+@pytest.mark.parametrize(
+    "request_", [REQUEST, SpawnRequest(2, ("-m", "x\udcff"), {"\udcfe": "\udcff"}, cwd="/\udcff")]
+)
 def test_a_request_arrives_with_the_receivers_descriptors(request_: SpawnRequest) -> None:
     message, descriptors = request_message(request_)
     assert descriptors == tuple(request_.fds.values())

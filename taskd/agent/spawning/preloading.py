@@ -32,8 +32,6 @@ from dataclasses import dataclass, replace
 from fcntl import F_SETPIPE_SZ, fcntl
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgpack
-
 from taskd.agent.spawning import child, libraries, processes, program, warmth
 from taskd.agent.spawning.protocol import (
     Forked,
@@ -43,10 +41,12 @@ from taskd.agent.spawning.protocol import (
     SpawnRequest,
     StartFailed,
     Wire,
+    packed,
     reply_from,
     reply_message,
     request_from,
     request_message,
+    unpacked,
 )
 from taskd.agent.spawning.standby import Standbys, fork_for_parent
 from taskd.agent.spawning.trial import Own, Trial, change_of_torch
@@ -295,7 +295,7 @@ class _Process:
 
     def _look_at(self, name: str, connection: socket.socket) -> None:
         os.environ.update(self._report["environment"])
-        connection.send(msgpack.packb([1, change_of_torch(name)]))
+        connection.send(packed([1, change_of_torch(name)]))
 
     def _may_be_tried(self, name: str) -> bool:
         parents = name.split(".")
@@ -461,6 +461,6 @@ def _outcome(connection: socket.socket, count: int) -> tuple[int, str | None]:
         data = connection.recv(1 << 16)
         if not data:
             return position, "" if position < count else None
-        position, reason = msgpack.unpackb(data)
+        position, reason = unpacked(data)
         if reason is not None:
             return position, reason

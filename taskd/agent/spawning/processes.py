@@ -104,7 +104,7 @@ def set_title(arguments: list[str]) -> None:
     The kernel reads the command line from the memory where execve put it (proc(5), arg_start and
     arg_end).
     """
-    name = os.path.basename(arguments[0]).encode()[: _COMM_BYTES - 1]
+    name = os.fsencode(os.path.basename(arguments[0]))[: _COMM_BYTES - 1]
     _libc().prctl(_PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()

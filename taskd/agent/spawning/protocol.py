@@ -132,6 +132,17 @@ _WORDS = {
 }
 
 
+def packed(plain: object) -> bytes:
+    """Plain data as msgpack. Variables, arguments and paths keep bytes that are not UTF-8."""
+    data: bytes = msgpack.packb(plain, unicode_errors="surrogateescape")
+    return data
+
+
+def unpacked(data: bytes) -> Any:
+    """The other way round."""
+    return msgpack.unpackb(data, unicode_errors="surrogateescape")
+
+
 class Wire:
     """One end of the connection."""
 
@@ -149,7 +160,7 @@ class Wire:
 
     def send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
         """Send all of it, or raise OSError."""
-        payload = msgpack.packb({**message, "fd_count": len(descriptors)})
+        payload = packed({**message, "fd_count": len(descriptors)})
         data = memoryview(_LENGTH.pack(len(payload)) + payload)
         rights = (
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
@@ -194,7 +205,7 @@ class Wire:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
             if len(self._buffer) < end:
                 break
-            message = msgpack.unpackb(bytes(self._buffer[_LENGTH.size : end]))
+            message = unpacked(bytes(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
             count = message.pop("fd_count")
             if self._is_cut and count:

@@ -14,9 +14,8 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgpack
-
 from taskd.agent.spawning import known, processes
+from taskd.agent.spawning.protocol import packed
 
 if TYPE_CHECKING:
     import socket
@@ -60,7 +59,7 @@ class Trial:
         os._exit(0)
 
     def _say(self, position: int, reason: str | None) -> None:
-        self._connection.send(msgpack.packb([position, reason]))
+        self._connection.send(packed([position, reason]))
 
     def _refuse(self, reason: str) -> NoReturn:
         self._say(self._position, reason)
