@@ -18,6 +18,9 @@ LOST = {
     "the creation of process groups": (
         "a rank that waits in a collective cannot leave it when another dies, and is replaced"
     ),
+    "the connection to the store": (
+        "a rank that connects to the store of a host that dies meanwhile is replaced"
+    ),
     "the backends of process groups": (
         "a rank that waits in a collective on a device cannot leave it when another dies, and is "
         "replaced"

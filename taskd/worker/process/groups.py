@@ -2,9 +2,9 @@
 
 Their store prefix, what their creation opened, and their retirement.
 
-torch is changed in three places, each a wrapper around the original: `rendezvous` (in a generation
+torch is changed in four places, each a wrapper around the original: `rendezvous` (in a generation
 for which no store was opened, the store gets the prefix taskd/<generation>, so that it does not
-meet the keys of an earlier one),
+meet the keys of an earlier one), `_create_c10d_store` (whose way to the store can be aborted),
 `_new_process_group_helper` (remembers the group and the sockets that its creation opened) and
 `init_process_group` (waits at the gate when called outside the recoverable function).
 
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from taskd.native.names import use_numeric_names
@@ -29,6 +30,7 @@ from taskd.native.waits import Waits
 from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, open_sockets
 from taskd.worker.process.device import DeviceWork
+from taskd.worker.process.reaching import reach
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,9 @@ class Opened:
     # sockets before the creation in progress; None: none in progress
     before: dict[int, str] | None = None
     creator: int = 0  # the kernel thread of the creation in progress
+    # the same as `before` of a store that is being connected
+    before_store: dict[int, str] | None = None
+    is_aborted: bool = False
     threads: set[int] = field(default_factory=set)  # kernel threads that the creation started
     is_retired: bool = False  # torch has them no more: nobody waits in them
 
@@ -117,6 +122,14 @@ class Groups:
             around_init(make)
 
         self._replace(c10d, "rendezvous", rendezvous)
+        # by its name torch.distributed has the function of this name
+        module = sys.modules["torch.distributed.rendezvous"]
+        if internals.has(
+            "the connection to the store",
+            (module, "_create_c10d_store"),
+            (module, "_torchelastic_use_agent_store"),
+        ):
+            self._replace(module, "_create_c10d_store", self._reached(module))
         if internals.has("the creation of process groups", (c10d, "_new_process_group_helper")):
             helper = self._watched(c10d._new_process_group_helper)
             self._replace(c10d, "_new_process_group_helper", helper)
@@ -129,6 +142,28 @@ class Groups:
         if self.generation == self._store_generation:
             return store
         return PrefixStore(f"taskd/{self.generation}", store)
+
+    def _reached(self, module: Any) -> Callable[..., Any]:
+        """`_create_c10d_store`, which an abort ends for who connects to one in a recovery."""
+        original, is_agents = module._create_c10d_store, module._torchelastic_use_agent_store
+
+        @functools.wraps(original)
+        def create_c10d_store(
+            hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+        ) -> Any:
+            def create(timeout: timedelta) -> Any:
+                return original(hostname, port, rank, world_size, timeout, *more)
+
+            if self.generation == self._store_generation or (rank == 0 and not is_agents()):
+                return create(timeout)
+            opened = self.opened
+            opened.before_store = open_sockets()
+            try:
+                return reach(create, hostname, port, timeout, lambda: opened.is_aborted)
+            finally:
+                opened.before_store = None
+
+        return create_c10d_store
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`_new_process_group_helper`, which remembers the group and what its creation opened."""
@@ -210,7 +245,10 @@ class Groups:
         device.
         """
         with self._lock:
+            opened.is_aborted = True
             sockets = dict(opened.sockets)
+            if opened.before_store is not None:
+                sockets.update(_newer(open_sockets(), opened.before_store))
             # blocked while connecting to a peer, waiting for one to connect, or in the store
             if opened.before is not None:
                 sockets.update(_newer(open_sockets(), opened.before))

@@ -6,6 +6,7 @@ Training goes on, and one warning says what is lost.
 import logging
 import pathlib
 import re
+import sys
 import types
 
 import pytest
@@ -162,6 +163,18 @@ def test_without_the_creation_of_process_groups(monkeypatch, said) -> None:
     finally:
         groups.uninstall()
     assert said() == ["the creation of process groups"]
+
+
+def test_without_the_connection_to_the_store(monkeypatch, said) -> None:
+    module = sys.modules["torch.distributed.rendezvous"]
+    monkeypatch.delattr(module, "_create_c10d_store")
+    groups = groups_module.Groups(0, 0)
+    groups.install(lambda call: call())
+    try:
+        assert not hasattr(module, "_create_c10d_store")
+    finally:
+        groups.uninstall()
+    assert said() == ["the connection to the store"]
 
 
 def test_without_the_backends_of_process_groups(said) -> None:
