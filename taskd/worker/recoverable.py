@@ -7,6 +7,7 @@ function returns and does nothing else.
 
 import functools
 import gc
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -33,11 +34,13 @@ def recoverable(function: F) -> F:
     ends with its traceback.
 
     Raises:
+        TypeError: `function` is none, or a call of it does not run it (`async def`, `yield`).
         StateError: called from another thread than the main one, or within itself.
     """
     if not callable(function):
         message = "taskd.recoverable takes a function: write @taskd.recoverable without parentheses"
         raise TypeError(message)
+    _refuse_deferred(function)
     runtime = runtime_module.start_from_environment()
     if runtime is not None:
         runtime.declare()
@@ -73,6 +76,21 @@ def recoverable(function: F) -> F:
         return _run(present, call)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _refuse_deferred(function: Callable[..., Any]) -> None:
+    """Raises TypeError: what a call returns would run outside, after the function has returned."""
+    kinds: dict[Callable[[object], bool], str] = {
+        inspect.iscoroutinefunction: "an async function: decorate one that calls asyncio.run(...)",
+        inspect.isasyncgenfunction: "an async generator: decorate one that calls asyncio.run(...)",
+        inspect.isgeneratorfunction: "a generator function: decorate the one that loops over it",
+    }
+    for is_of_kind, what in kinds.items():
+        # an object that is called like a function, too
+        if is_of_kind(function) or is_of_kind(getattr(function, "__call__", None)):  # noqa: B004
+            name = getattr(function, "__qualname__", repr(function))
+            message = f"taskd.recoverable: {name} is {what}; a call of it runs nothing of its body"
+            raise TypeError(message)
 
 
 def _run_alone(call: Callable[[], Any]) -> Any:

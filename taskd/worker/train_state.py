@@ -175,7 +175,9 @@ class TrainState:
     def commit(self) -> None:
         """Step boundary: the step is done, `step` grows by one.
 
-        Call it right after the last optimizer step of a training step.
+        Call it right after the last optimizer step of a training step, once: each call is a step,
+        also where no optimizer has stepped in between (training without gradients, a batch that is
+        left out, a scaler that passes over a step).
 
         No copy of parameters, no message, no collective.
 
