@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
+_BEGUN = re.compile(r"(?:publisher|writer|left|rank)-(\d{1,9})(?:[-.].+)?")
 _LEFT = re.compile(r"left-\d{1,9}")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
 _OURS = re.compile(
@@ -149,6 +150,15 @@ class Draft:
             ) from error
         return [rank for rank in self.writers if rank not in found]
 
+    def absent(self) -> list[int]:
+        """Ranks that have not begun to write. One that does makes the folder, again if need be."""
+        try:
+            names = os.listdir(self.path)
+        except OSError:  # it is not there, most likely
+            names = []
+        begun = {int(match[1]) for name in names if (match := _BEGUN.fullmatch(name))}
+        return [rank for rank in self.writers if rank not in begun]
+
     def clear(self) -> None:
         """Remove everything that must not be published. Raises OSError."""
         for name in os.listdir(self.path):
@@ -161,7 +171,8 @@ class Draft:
     def withdraw(self) -> None:
         """Give it up: nothing of it is left.
 
-        For the publisher, or when there are no other writers any more. Raises nothing.
+        For the publisher, when all others have begun, or when there are none any more. Raises
+        nothing.
         """
         try:
             discard(self.path, self.kind, self.version, self.job)

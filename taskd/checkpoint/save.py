@@ -88,8 +88,8 @@ def write(
 
     Raises:
         CheckpointError: it cannot be written; nothing of this rank's part is left, and the
-            publisher is told. The publisher itself withdraws the draft, but not that of a dump,
-            which others may be writing still: the manager has that done when all have reported.
+            publisher is told. The draft is not withdrawn, unless it has no other writers: one that
+            begins later would make its folder again.
     """
     if rank not in draft.writers:
         raise CheckpointError(f"{draft}: rank {rank} is none of its writers {draft.writers}")
@@ -178,7 +178,7 @@ def _entry(item: WriteItem, place: Any) -> parts.Entry:
 
 
 def _undo(draft: Draft, rank: int, problem: str) -> None:
-    if rank == draft.publisher and draft.kind is not Kind.DUMP:
+    if draft.writers == (rank,) and draft.kind is not Kind.DUMP:
         draft.withdraw()
         return
     with suppress(OSError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from taskd.checkpoint.draft import Draft, leave_former
+from taskd.checkpoint.finish import tidy
 from taskd.checkpoint.names import Kind
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import refuse, write
@@ -26,6 +27,9 @@ _LOOK_S = 0.05
 # a part that has not come by then is not waited for: facts about dumps on shared storage say
 # minutes
 _LIMIT_S = 1800.0
+# Between the same commit on two ranks, and the beginnings of their parts: what is written behind
+# the removal of a draft stays until the next checkpoint begins.
+_BEGIN_S = 10.0
 
 
 class Saver:
@@ -92,11 +96,7 @@ class Saver:
         The tensors must not change until `wait` returns True: give copies.
         """
         self.wait()
-        draft = self._draft_of(version)
-        self._thread = threading.Thread(
-            target=self._run, args=(draft, state, own), name="taskd-saver", daemon=True
-        )
-        self._thread.start()
+        self._begin(self._run, self._draft_of(version), state, own)
 
     def refuse(self, version: int, problem: str) -> None:
         """Instead of `save`: there is nothing to save on this rank.
@@ -114,6 +114,8 @@ class Saver:
                 error,
             )
         self.problem = problem
+        if self._draft_of(version).publisher == self._rank:
+            self._begin(self._give_up, self._draft_of(version))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all that was begun is published or given up here, after at most `timeout_s`."""
@@ -131,15 +133,22 @@ class Saver:
         """
         self._stop.set()
 
+    def _begin(self, target: Callable[..., None], *arguments: object) -> None:
+        self._thread = threading.Thread(
+            target=target, args=arguments, name="taskd-saver", daemon=True
+        )
+        self._thread.start()
+
     def _run(self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         began = time.monotonic()
         try:
             if not self._has_left:
                 leave_former(draft, self._rank)
                 self._has_left = True
-            write(draft, self._rank, state, own)
-            if self._rank == draft.publisher:
-                self._publish(draft)
+            if self._rank != draft.publisher:
+                write(draft, self._rank, state, own)
+            else:
+                self._write_and_publish(draft, state, own)
                 self._told(time.monotonic() - began)
             self.problem = ""
         # A user's tensors and a user's disk: whatever it is, training goes on.
@@ -153,6 +162,26 @@ class Saver:
                 error,
                 exc_info=not isinstance(error, CheckpointError),
             )
+
+    def _write_and_publish(
+        self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None
+    ) -> None:
+        if draft.directory.is_dir():  # the room of what was given up may be what this one needs
+            tidy(draft, None)
+        try:
+            write(draft, self._rank, state, own)
+        except BaseException:
+            self._give_up(draft)
+            raise
+        self._publish(draft)
+
+    def _give_up(self, draft: Draft) -> None:
+        """Nothing is left of it: what others have begun fails with its folder."""
+        deadline = time.monotonic() + min(_BEGIN_S, self._limit_s)
+        while set(draft.absent()) - {self._rank} and time.monotonic() < deadline:
+            if self._stop.wait(_LOOK_S):
+                break
+        draft.withdraw()
 
     def _publish(self, draft: Draft) -> None:
         deadline = time.monotonic() + self._limit_s

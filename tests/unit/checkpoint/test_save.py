@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from taskd.checkpoint import files, folder, owners, stream
 from taskd.checkpoint.draft import sweep
 from taskd.checkpoint.load import contents, load
 from taskd.checkpoint.names import Kind, removed_name
-from taskd.checkpoint.pieces import Piece
+from taskd.checkpoint.pieces import Held, Piece
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
 from taskd.errors import CheckpointError, CorruptCheckpointError
+from tests.disks import small_disk
 
 LIMIT_S = 60
 
@@ -385,6 +387,62 @@ def test_savers_of_several_ranks_meet_in_the_folder(tmp_path) -> None:
     assert savers[0].published == tmp_path / "step-000000000030"
     assert names(tmp_path) == ["step-000000000020", "step-000000000030"]
     assert_holds(tmp_path / "step-000000000030", 30, (0, 1, 2))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_a_writer_begins_when_the_publisher_has_failed_does_not_stay(
+    tmp_path, refuses: bool
+) -> None:
+    """On a full disk it would take what room there is, at each try more of it."""
+    disk = tmp_path / "disk"
+    with small_disk(disk, 1024):
+        save(disk, 10)
+        was = tree(disk)
+        savers = [saver(disk, rank, (0, 1, 2)) for rank in range(3)]
+        if refuses:
+            savers[0].refuse(20, "there is nothing")
+        else:
+            savers[0].save(20, {"large": Held(torch.zeros(600_000), (0,))})
+        wait_until(lambda: savers[0].problem or list(disk.glob(".step*/rank-0.json")))
+        for one in savers[1:]:
+            one.save(20, state_of(20))
+        assert all(one.wait(LIMIT_S) for one in savers)
+        assert savers[0].problem
+        assert tree(disk) == was
+        for rank, one in enumerate(savers):
+            one.save(30, state_of(30), {f"ranks/{rank}/random": bytes([rank, 30])})
+        assert all(one.wait(LIMIT_S) for one in savers)
+        assert_holds(disk / "step-000000000030", 30, (0, 1, 2))
+
+
+def test_what_was_left_of_an_attempt_is_removed_before_the_next_one_needs_the_room(
+    tmp_path,
+) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk, 1024):
+        first = saver(disk, 0, (0, 1))
+        first.save(10, {"large": torch.zeros(200_000)})
+        wait_until(lambda: list(disk.glob(".step*/rank-0.json")))
+        first.abandon()
+        assert first.wait(LIMIT_S)
+        late = saver(disk, 1, (0, 1))  # begins when all is over
+        late.save(10, {"large": Held(torch.zeros(100_000), (1,))})
+        assert late.wait(LIMIT_S)
+        assert len(list(disk.glob(".step*"))) == 1
+        second = saver(disk, 0, (0, 1)), late
+        for one in second:
+            one.save(20, {"large": torch.zeros(200_000)})
+        assert all(one.wait(LIMIT_S) for one in second)
+        assert [one.problem for one in second] == ["", ""]
+        assert names(disk) == ["step-000000000020"]
+
+
+def wait_until(said) -> None:
+    """Until it says something true."""
+    deadline = time.monotonic() + LIMIT_S
+    while not said():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_publisher_does_not_wait_for_the_dead(tmp_path, caplog) -> None:
