@@ -22,9 +22,9 @@ checkpoint is complete or it does not exist.
 from taskd.core import commands as do
 from taskd.core.events import FAILED, PUBLISHED, WITHDRAWN, WRITTEN, WorkerDumped
 from taskd.core.faults import Fault, FaultKind, TimedFault
+from taskd.core.job.attempts import next_attempt
 from taskd.core.job.ending import give_up
 from taskd.core.job.orders import interrupt, replace, restart_group
-from taskd.core.job.record import Attempt
 from taskd.core.job.state import EmergencyDump, JobState
 from taskd.core.phase import DUMPING, TRAINING, JobPhase
 from taskd.core.policy.cut import Copy, NoCut, plan_cut, plan_orphans
@@ -53,7 +53,7 @@ def end_job(
     job.absent.clear()
     job.returning = None
     job.join_by = None
-    job.attempt = job.attempt or Attempt(job.cause, job.now)
+    records, _ = ([], job.attempt) if job.attempt else next_attempt(job, reason)
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)
         job.dump = dump = EmergencyDump(
@@ -61,14 +61,15 @@ def end_job(
         )
         if not dump.may_save:
             dump.problem = obstacle if is_allowed else ""
-            return [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
+            ends = [] if _must_wait_for_status(job, dump) else _give_up(job, dump)
+            return ends + records
         why = reason or "nothing milder is allowed"
         job.story.note(job.now, f"emergency checkpoint: {why}")
     elif grace_s and dump.finish_step_by is not None:
         return []  # another node is to end as well
     elif dump.fault is not None and dump.fault.kind is FaultKind.COMMUNICATION:
         dump.reason = dump.reason or reason  # a lost node explains the broken communication
-    return stop_for_dump(job, grace_s)
+    return stop_for_dump(job, grace_s) + records
 
 
 def _obstacle(job: JobState) -> str:

@@ -6,7 +6,7 @@ every function has returned and nothing is to be trained any more.
 
 from taskd.core import commands as do
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
-from taskd.core.job.attempts import close_attempt
+from taskd.core.job.attempts import close_attempt, open_attempt
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
@@ -16,8 +16,9 @@ from taskd.core.transitions import Commands
 def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str = "") -> Commands:
     """End the job as failed: agents stop their workers. `dump`: the checkpoint that it leaves."""
     job.phase, job.reason = JobPhase.ENDING, reason
-    if job.attempt is not None:
-        job.attempt.end_by(Strategy.DUMP if dump else Strategy.EXIT, reason)
+    attempt = open_attempt(job)
+    if attempt is not None:
+        attempt.end_by(Strategy.DUMP if dump else Strategy.EXIT, reason)
     records = close_attempt(job, f"the job was given up: {reason}")
     _wait_for_nothing(job)
     job.story.note(job.now, f"given up: {reason}")

@@ -11,7 +11,9 @@ leaves a record each time.
     resume | groups | state | first step |
 
 A restart of the group waits for starts. Its record comes later, when every rank has made its first
-step, where that can be seen, and counts until then: until the starts otherwise.
+step, where that can be seen, and counts until then: until the starts otherwise. Which steps it does
+again is known when a rank has said from which version it goes on. If it is cut short before, the
+recovery that follows counts them.
 """
 
 from collections.abc import Iterable
@@ -34,13 +36,16 @@ class Attempt:
     skipped: dict[Strategy, str] = field(default_factory=dict)  # and why not these
     ended_as: Outcome | None = None  # the job has ended by it, so that no other one follows
     taken_over: str = ""  # what an earlier manager has to do with it
-    outage_began_at: float | None = None  # the first death since a recovery was completed
+    outage_began_at: float | None = None  # with the first death of those that were cut short before
     faults: list[TimedFault] = field(default_factory=list)
     followers: set[tuple[int, int]] = field(default_factory=set)
     version: int | None = None
     moves: tuple[Move, ...] = ()  # of the last plan, and to whom it went
     ranks: tuple[int, ...] = ()
-    kept: int = 0  # the version that was saved just before a restart of all
+    # Before a restart of all: the newest version, until somebody says from which one all go on; and
+    # the version that was saved just then.
+    committed: int = 0
+    kept: int = 0
     redone: int = 0  # committed steps to be done again, over all plans of this recovery
     broken: set[int] = field(default_factory=set)  # ranks in which an exception came back
     doubtful: set[int] = field(default_factory=set)  # ranks that raise again and again
@@ -76,7 +81,7 @@ class Attempt:
 
     def end_by(self, strategy: Strategy, reason: str) -> None:
         """The job ends: with a dump, or without."""
-        self.strategy, self.reason = strategy, reason
+        self.strategy, self.reason, self.committed = strategy, reason, 0
         is_saved = strategy is Strategy.DUMP
         self.ended_as = Outcome.DUMP_OR_EXIT if is_saved else Outcome.EXIT_ONLY
 
@@ -103,6 +108,8 @@ class Attempt:
         self, version: int | None, moves: tuple[Move, ...], ranks: Iterable[int], redone: int
     ) -> None:
         """The plan goes out to these ranks."""
+        if version is not None:
+            self.went_on_from(version)
         self.version, self.moves, self.ranks = version, moves, tuple(ranks)
         self.waiting = set(self.ranks)
         self.redone += redone
@@ -110,13 +117,29 @@ class Attempt:
 
     def restarted(self, waiting: Iterable[int], committed: int, kept: int) -> None:
         """All ranks are to start anew. `kept`: the version that was just saved."""
-        self.resumed(None, (), (), max(0, committed - kept))
-        self.waiting, self.is_restart, self.kept = set(waiting), True, kept
+        self.resumed(None, (), (), 0)
+        self.committed, self.kept = max(self.committed, committed), kept or self.kept
+        self.waiting, self.is_restart = set(waiting), True
 
     def went_on_from(self, version: int) -> None:
-        """All have started anew, and say from which version: what they had saved is not redone."""
-        if version:
-            self.version, self.redone = version, max(0, self.redone + self.kept - version)
+        """All have started anew, and say from which version: what they had saved is not redone.
+
+        0: from the beginning, or they have no versions.
+        """
+        self.version = version or self.version
+        self.redone += max(0, self.committed - version)
+        self.committed = 0
+
+    @property
+    def steps_redone(self) -> int:
+        """Committed steps to be done again: at most, if nobody has said from where he goes on."""
+        return self.redone + max(0, self.committed - self.kept)
+
+    def follow(self, before: "Attempt") -> None:
+        """That one was cut short: this one goes on with its outage, and with what it left open."""
+        self.outage_began_at = before.began_outage()
+        self.committed, self.kept = before.committed, before.kept
+        before.committed = 0
 
     def recovered(self, rank: int, event: WorkerRecovered | None) -> bool:
         """A rank is back (None: without a new commit). Returns whether it was the last one."""
@@ -125,6 +148,8 @@ class Attempt:
         self.waiting.discard(rank)
         if event is not None:
             self.slowest = max(self.slowest or event, event, key=duration_of)
+            if self.committed:  # they have all begun anew: this is the first step from there
+                self.went_on_from(event.version - 1)
         return not self.waiting
 
     def victims_of(self, death: TimedFault) -> list[TimedFault]:
@@ -149,6 +174,11 @@ class Attempt:
         self.followers.add(timed.fault.life)
         self.doubtful.discard(timed.fault.rank)
 
+    def began_outage(self) -> float:
+        """When the first death came since a recovery was completed."""
+        died_at = min((timed.died_at for timed in self.faults), default=self.began_at)
+        return died_at if self.outage_began_at is None else min(self.outage_began_at, died_at)
+
     def record(
         self, now: float, generation: int, restarts_used: int, max_restarts: int,
         not_completed: str = "",
@@ -157,8 +187,6 @@ class Attempt:
         first = min(self.faults, key=lambda timed: timed.died_at, default=None)
         died_at = first.died_at if first else self.began_at
         learned_at = first.learned_at if first else self.began_at
-        earlier = died_at if self.outage_began_at is None else self.outage_began_at
-        self.outage_began_at = min(earlier, died_at)
         slowest = self.slowest
         return RecoveryRecord(
             generation=generation,
@@ -167,7 +195,7 @@ class Attempt:
             followers=len(self.followers),
             version=self.version,
             sources=self._sources(),
-            steps_redone=self.redone,
+            steps_redone=self.steps_redone,
             detect_s=max(0.0, learned_at - died_at),
             decide_s=max(0.0, (self.decided_at or learned_at) - learned_at),
             quiesce_s=self.quiesced_at - self.commanded_at,
@@ -175,7 +203,7 @@ class Attempt:
             groups_s=slowest.groups_s if slowest else 0.0,
             state_s=slowest.state_s if slowest else 0.0,
             first_step_s=slowest.first_step_s if slowest else 0.0,
-            total_s=max(0.0, now - self.outage_began_at),
+            total_s=max(0.0, now - self.began_outage()),
             restarts_used=restarts_used,
             max_restarts=max_restarts,
             reason="; ".join(filter(None, (self.reason, self.taken_over))),
@@ -216,6 +244,17 @@ class StartedAnew:
     until: float  # no report is waited for any longer
     waiting: set[int]  # ranks that have not reported one
     went_on_from: int | None = None  # the oldest version that a rank went on from
+
+    def learn(self, version: int | None) -> None:
+        """A rank says from which version it went on."""
+        if version is not None:
+            before = self.went_on_from
+            self.went_on_from = version if before is None else min(before, version)
+
+    def tell(self) -> None:
+        """Into the record: from where all went on, if anybody has said it."""
+        if self.went_on_from is not None:
+            self.attempt.went_on_from(self.went_on_from)
 
 
 def _source(move: Move) -> str:

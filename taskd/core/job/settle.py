@@ -141,8 +141,8 @@ def _are_back(job: JobState) -> bool:
 
 def _is_last_seen(job: JobState) -> bool:
     """No rank is left that could report its first step, or the job goes another way."""
-    if job.restarted is None:
-        return False
+    if job.restarted is None or job.unanswered or job.is_recovery_needed:
+        return False  # none, or the next recovery says that it was cut short
     waiting = (job.members[rank] for rank in job.restarted.waiting)
     return job.phase not in _TRAINS or not any(member.is_live for member in waiting)
 

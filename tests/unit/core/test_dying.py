@@ -79,9 +79,9 @@ class TestAfterIt:
     def test_what_an_older_snapshot_lacks_is_redone(self, saved_version: int, redone: int) -> None:
         attempt = Attempt("c", 0.0)
         attempt.restarted([0], 5, saved_version)
-        assert attempt.redone == redone
+        assert attempt.steps_redone == redone
         attempt.went_on_from(saved_version)
-        assert (attempt.version, attempt.redone) == (saved_version, redone)
+        assert (attempt.version, attempt.steps_redone) == (saved_version, redone)
 
     def test_not_if_a_node_is_to_end_meanwhile(self, saved) -> None:
         job = saved()
