@@ -113,6 +113,16 @@ class Executor:
     def desert(self) -> None:
         """No agent is heard any more, and they could elect another manager."""
         self.result = True
+        nodes = self._guarded.machine.membership.nodes
+        ended = [rank for rank, node in sorted(nodes.items()) if node.outcome == "succeeded"]
+        if ended:
+            log.warning(
+                "this manager ends: node %d has ended well, and no other is heard any more. If "
+                "they were lost after their training, nothing is missing: see what torchrun says "
+                "on each of them",
+                ended[0],
+            )
+            return
         log.warning(
             "this manager ends: none of its agents is heard any more. They have elected another "
             "one, which goes on; or all nodes are lost: then start the job again"

@@ -116,7 +116,11 @@ class Outbox:
                 continue
             # its connection is down; when it is back it registers and hears it again
             session.is_doubtful = True
-            log.warning(
-                "node %d cannot be reached now: %s waits for it", node_rank, type(command).__name__
-            )
+            if not session.is_out_of_reach:
+                log.warning(
+                    "node %d cannot be reached now: %s, and what follows, waits for it",
+                    node_rank,
+                    type(command).__name__,
+                )
+            session.is_out_of_reach = True
         log.info("%.*s", SHOWN_CHARACTERS, describe(command).strip())

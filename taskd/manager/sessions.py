@@ -43,6 +43,7 @@ class Session:
     sequence: int
     ranks: frozenset[int]
     answered_at: float | None = None  # its last heartbeat that was answered
+    is_out_of_reach: bool = False  # it has been said: its connection is down
     is_doubtful: bool = False  # a message to it may have been lost: it is asked to register again
 
     def is_of(self, peer: bytes, incarnation: str | int | None) -> bool:

@@ -312,7 +312,8 @@ class TaskdElasticAgent(LocalElasticAgent):
             return super()._rendezvous(*arguments)
         except (DistError, RendezvousConnectionError, RendezvousTimeoutError) as error:
             endpoint = self.launch.rendezvous_endpoint
-            raise SystemExit(f"taskd: {self._places.not_met(endpoint, error)}") from error
+            text = self._places.not_met(endpoint, error, is_again=self._is_plain)
+            raise SystemExit(f"taskd: {text}") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)

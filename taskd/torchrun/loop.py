@@ -88,9 +88,11 @@ def _serve(
         )
     if outcome.kind == "fallback":
         log.warning(
-            "node %d: %s. Going on as plain torchrun: a failure restarts all workers.",
+            "node %d: %s. Going on as plain torchrun: all workers start anew, here and after each "
+            "further failure.%s",
             host.node_rank,
             outcome.reason,
+            _what_begins_again(host),
         )
         return launcher.run_plainly(launcher.worker_group.spec.role)
     host.close()
@@ -100,6 +102,13 @@ def _serve(
     if outcome.kind == "dumped":
         raise SystemExit(EXIT_DUMPED)
     return launcher.failed(host.local_ranks({fault.rank for fault in outcome.faults}))
+
+
+def _what_begins_again(host: TorchrunHost) -> str:
+    """The steps that a start of all workers costs, as far as this node knows."""
+    versions = (worker.left.version for worker in host.workers.values())
+    steps = max((version for version in versions if version is not None), default=0)
+    return f" Of {steps} committed steps those begin again that no checkpoint holds." * bool(steps)
 
 
 def _say_at_the_end(job_id: str, outcome: Outcome) -> None:

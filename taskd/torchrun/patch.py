@@ -16,6 +16,7 @@ import torch
 
 from taskd.config import AgentConfig, HangConfig
 from taskd.config.launcher import keep_collectives, restart_limit
+from taskd.errors import ConfigError
 from taskd.native.names import use_numeric_names
 from taskd.torchrun import known, rendezvous
 from taskd.torchrun.seams import SEAMS
@@ -72,8 +73,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
     from taskd.torchrun import elastic_agent  # noqa: PLC0415
     from taskd.torchrun.deferred import deferred  # noqa: PLC0415
 
-    @functools.wraps(original)
-    def launch_agent(config: Any, *others: Any, **named: Any) -> Any:
+    def launch(config: Any, *others: Any, **named: Any) -> Any:
         entrypoint = named["entrypoint"] if "entrypoint" in named else others[0]
         if not elastic_agent.is_supported(entrypoint):
             log.warning(
@@ -106,5 +106,12 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             elastic_agent.CURRENT_LAUNCH.reset(token)
             spawner.close()
+
+    @functools.wraps(original)
+    def launch_agent(config: Any, *others: Any, **named: Any) -> Any:
+        try:
+            return launch(config, *others, **named)
+        except ConfigError as error:  # the text says all; a traceback would hide it
+            raise SystemExit(f"taskd: {error}") from None
 
     return launch_agent

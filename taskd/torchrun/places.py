@@ -15,7 +15,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from taskd import log as log_setup
@@ -48,6 +52,17 @@ _LOOK = timedelta(
 )  # for the host of the store to answer: it may be gone, and then nobody does
 _LEASES = 2  # so long a job that runs is without a manager: one that is lost is missed sooner
 _C10D_PORT = 29400  # torch's, where the endpoint names none
+_UNANSWERED = "trying to connect"  # torch's words where nobody listens at a static address
+# what to do if not all nodes have come to the rendezvous
+_START_ALL = "Start a torchrun for each node, all with the same --nnodes and the same address."
+_NOBODY_LISTENS = (
+    "Nobody answers there: the torchrun that opens it was not started, or it has ended with its "
+    "job, or its host is lost. Start a torchrun for each node, with the address of a host that is "
+    "there."
+)
+_THEY_HAVE_ENDED = (
+    "The others have ended, or are out of reach: their logs say why. Start all torchruns again."
+)
 _NO_WORKER = -1  # no token of any
 
 
@@ -98,15 +113,20 @@ class Places:
         """To close the rendezvous is for those who have met in it."""
         return not self._has_joined or self.is_offered or bool(self._inner.shutdown())
 
-    def not_met(self, endpoint: str, error: Exception) -> str:
-        """What to say if not all nodes have come to the rendezvous in its time."""
+    def not_met(self, endpoint: str, error: Exception, *, is_again: bool = False) -> str:
+        """What to say if not all nodes have come to the rendezvous in its time.
+
+        `is_again`: they had met, and their workers are started anew.
+        """
         limits = getattr(self._inner, "settings", None)
         count = getattr(self._inner, "world_size", None) or getattr(limits, "min_nodes", "?")
         why = str(error).strip() or f"not all have come in time ({type(error).__name__})."
-        return (
-            f"the nodes of --nnodes={count} have not met at {endpoint}: {why.splitlines()[0]} "
-            "Start a torchrun for each node, all with the same --nnodes and the same address"
-        )
+        what, do = f"have not met at {endpoint}", _START_ALL
+        if is_again:
+            what, do = f"have not met again at {endpoint}", _THEY_HAVE_ENDED
+        elif isinstance(error, RendezvousConnectionError) or _UNANSWERED in why:
+            do = _NOBODY_LISTENS
+        return f"the nodes of --nnodes={count} {what}: {why.splitlines()[0]} {do}"
 
     def _stranger(self) -> Electing:
         """Who has promised nothing, and knows of no voters."""

@@ -145,4 +145,5 @@ def test_a_wrong_setting_is_told_before_anything_runs(script: pathlib.Path) -> N
         assert done.returncode == 1
         key, _, value = wrong.partition("=")
         assert f"TASKD_{key.upper()}='{value}' is not accepted" in done.stderr
+        assert "Traceback" not in done.stderr
         assert "rank" not in done.stdout

@@ -214,7 +214,7 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
         for finished in ended:
             assert finished.last_line.startswith(told)
             assert finished.last_line.endswith(
-                " Start a torchrun for each node, all with the same --nnodes and the same address"
+                " Start a torchrun for each node, all with the same --nnodes and the same address."
             )
             assert "Traceback" not in finished.output
         assert re.search(f"{why} Start", ended[0].last_line)

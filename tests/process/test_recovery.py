@@ -408,6 +408,7 @@ def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(
     with harness.job(tmp_path, TASKD_FAULT_TIMEOUT="3", FAULTS="1@4:forward:kill") as job:
         finished = job.run(manager=False)
         assert finished.returncode == 0, finished.output[-6000:]
+        assert "Of 4 committed steps those begin again that no checkpoint holds." in finished.output
         assert len(job.facts("fault")) == 1
         assert job.digests() == reference()
         assert job.leftovers() == set()

@@ -71,3 +71,19 @@ def test_it_goes_on_while_one_agent_is_heard(network, clock, tmp_path, lines) ->
     assert "none of its agents is heard any more" not in lines.text
     assert "the agent of node 0 has been silent" in lines.text
     assert job.service.result is None
+
+
+def test_after_one_has_ended_well_nobody_has_been_elected(network, clock, tmp_path, lines) -> None:
+    job = Job(network, clock, tmp_path, elects=True)
+    first, *others = job.agents
+    job.pass_s(5.0, *job.agents)
+    for rank, one in enumerate(job.agents):
+        one.say(messages.MESSAGE_BY_RECORD[events.WorkerReturned](rank, 0, 0, 10))
+    job.service.turn()
+    first.say(messages.MESSAGE_BY_RECORD[events.WorkerFinished](0, 0))
+    first.say(messages.MESSAGE_BY_RECORD[events.AgentLeft](0, "succeeded", "every worker finished"))
+    job.pass_s(2.0, *others)
+    job.pass_s(33.0)
+    assert job.service.result is True
+    assert "this manager ends: node 0 has ended well, and no other is heard any more" in lines.text
+    assert "elected" not in lines.text

@@ -219,6 +219,18 @@ def test_what_all_are_told_is_encoded_once(service, network, agent, monkeypatch)
     assert len({id(data) for _, data in sent}) == 1
 
 
+def test_that_a_node_is_out_of_reach_is_said_once_until_it_is_back(
+    service, agent, lines, monkeypatch
+) -> None:
+    monkeypatch.setattr(service._link, "send", lambda _peer, _data: False)
+    service._executor.feed(events.WorkerLost(0.0, "test", *lost(0)))
+    service._executor.set_profiling(1)
+    service._executor.set_profiling(0)
+    said = [text for text in lines.messages if "cannot be reached now" in text]
+    assert len(said) == 1
+    assert said[0].endswith(", and what follows, waits for it")
+
+
 def join_others(service) -> None:
     """Agents of a large job."""
     for node_rank in range(1, 300):
