@@ -46,6 +46,15 @@ class Drain:
         """Readable once the signal has come."""
         return [] if self.state.is_asked else [self._reader.fileno()]
 
+    def finish(self) -> None:
+        """The job was saved and ends: from here on another signal has nothing to ask for.
+
+        Until the end of the process, or it would spoil the exit code.
+        """
+        if self._is_on:
+            self._former = signal.SIG_IGN
+            signal.signal(signal.SIGTERM, self._former)
+
     def end_at_once(self) -> None:
         """Torchrun's own way: its handler raises."""
         self.state.cancel()

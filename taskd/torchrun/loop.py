@@ -80,6 +80,8 @@ def _serve(
             electing=electing,
         )
         outcome = service.run()
+        if outcome.kind == "dumped":
+            drain.finish()
     if not host.workers and outcome.kind in {"failed", "fallback"}:
         host.close()
         raise NoPlaceError(

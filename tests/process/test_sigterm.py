@@ -92,6 +92,22 @@ def test_to_workers_saves_the_step_that_is_under_way(
         assert job.digests() == reference(STEPS="40")
 
 
+def test_said_again_while_torchrun_ends_it_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """As by a platform that signals torchrun, its parent shell, and the shell hands it on."""
+    with harness.job(tmp_path, **TRAINING, TASKD_RECOVER_STRATEGY=STRATEGY) as job:
+        job.start_manager()
+        agent = job.start_agent("train.py")
+        wait_for_step(job, 5)
+        assert terminate([agent.process.pid])
+        job.tell()
+        agent.wait_text("has ended: ", 60)
+        times = 0
+        while agent.process.poll() is None:
+            times += len(terminate([agent.process.pid]))
+        assert times
+        saved(job, agent.wait(60))
+
+
 def test_to_everything_at_once(tmp_path: pathlib.Path, reference) -> None:  # noqa: F811
     """As scancel does it, or a hook that signals every python: manager and forkserver as well."""
     with harness.job(tmp_path, **TRAINING, TASKD_RECOVER_STRATEGY=STRATEGY) as job:
