@@ -5,6 +5,7 @@ Found, named, killed with their stacks taken, and replaced.
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -139,3 +140,21 @@ def test_a_rank_that_is_stuck_at_the_gate_is_replaced(
         assert last[0]["kind"] == "hang"
         assert last[0]["detail"].startswith("still paused after")
         assert "destroy_process_group" in last[0]["traceback"]
+
+
+def test_a_rank_that_is_stopped_at_the_gate_is_replaced_as_soon_as_in_a_step(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """At the floor of the limits for hangs, not when the time for a pause is over, at 30 s."""
+    env = {"STEPS": "30", "SLEEP_S": STEP_S, "TASKD_HANG_FLOOR": "2", "STUCK": "stopped"}
+    with harness.job(tmp_path, FAULTS="1@10:forward:kill", **env) as job:
+        finished = job.run("stuck_at_gate.py")
+        check_recovered(
+            job, finished, reference(STEPS="30", SLEEP_S=STEP_S), faults=2, replaced={1, 3}
+        )
+        (fault,) = job.recoveries()[-1]["faults"]
+        assert (fault["rank"], fault["kind"]) == (3, "hang")
+        found = re.fullmatch(r"stopped by a signal for (\S+) s in paused", fault["detail"])
+        assert found is not None, fault["detail"]
+        assert 2 <= float(found[1]) < 25

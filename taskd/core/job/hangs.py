@@ -57,9 +57,8 @@ def _left_behind(job: JobState, members: list[Member]) -> tuple[Culprit, ...]:
     """RESUMED: who has not gone on, although the others wait for it where nothing else is seen."""
     if job.phase is not JobPhase.RESUMED or job.attempt is None:
         return ()
-    if job.now - job.attempt.all_stopped_at < job.timeouts.pause_s:
-        return ()
-    return job.hangs.left_behind(job.now, job.generation, _lives(members))
+    is_late = job.now - job.attempt.all_stopped_at >= job.timeouts.pause_s
+    return job.hangs.left_behind(job.now, job.generation, _lives(members), is_late=is_late)
 
 
 def heard_while_stopping(job: JobState, event: AgentHeard) -> Commands:

@@ -13,12 +13,12 @@ step and a checkpoint. What tells them apart:
         waits for something outside the job)
     waiting     it has begun a collective that is not complete: a victim
 
-A rank that was told to go on and stays at the gate is the culprit. Else a rank that is not waiting,
-while others wait, is one once it has stood for longer than its limit, unless it has itself begun
-what yet another rank has not. When all wait, it is the network, or a program whose ranks call
-different collectives, or one in which some return before others: nobody is replaced. A slow rank
-that moves is never a culprit. Nor is one whose agent has not spoken lately: what it does meanwhile
-is not known.
+A rank that was told to go on and stays at the gate is the culprit, sooner if it is stopped. Else a
+rank that is not waiting, while others wait, is one once it has stood for longer than its limit,
+unless it has itself begun what yet another rank has not. When all wait, it is the network, or a
+program whose ranks call different collectives, or one in which some return before others: nobody is
+replaced. A slow rank that moves is never a culprit. Nor is one whose agent has not spoken lately:
+what it does meanwhile is not known.
 
 Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is
 that of the rank whose longest is shortest, because the steps of the others contain waiting for
@@ -225,16 +225,21 @@ class HangDetector:
         return tuple(self._frozen(seen, patience_s or self._timeouts.hang_floor_s))
 
     def left_behind(
-        self, now: float, generation: int, lives: Iterable[tuple[int, int]]
+        self, now: float, generation: int, lives: Iterable[tuple[int, int]], *, is_late: bool
     ) -> tuple[Culprit, ...]:
-        """Those of these lives that were told to enter this generation long ago, and have not."""
+        """Those of these lives that were told to enter this generation, and have not.
+
+        `is_late`: that was long ago; before, those alone that do not run at all.
+        """
         found = []
         for rank, incarnation in lives:
             seen_at, mark = self._seen.get(rank, (0.0, None))
             if mark is None or mark.incarnation != incarnation or mark.generation >= generation:
                 continue
             one = self._observation(now, seen_at, mark)
-            if one.is_fresh and mark.activity != Activity.TRACED:
+            if not is_late:
+                found += self._frozen([one], self._timeouts.hang_floor_s)
+            elif one.is_fresh and mark.activity != Activity.TRACED:
                 locked = ", with the interpreter lock held" if one.is_locked else ""
                 detail = f"still {mark.phase} after {one.still_s:.1f} s, told to go on{locked}"
                 found.append(Culprit(rank, detail, one.still_s))

@@ -1,13 +1,15 @@
 """train.py, in which rank 3 does not come back from giving its groups up (once).
 
 It waits there without the interpreter lock, in the middle of a recovery: at the gate, and told to
-go on.
+go on. STUCK=stopped: SIGSTOP has come there.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import runpy
+import signal
 import time
 from typing import Any
 
@@ -22,6 +24,8 @@ def destroy_process_group(*args: Any, **named: Any) -> None:
     """As torch's, but for rank 3."""
     if RANK == 3 and is_first("stuck"):
         fact("fault", how="stuck at the gate")
+        if os.environ.get("STUCK") == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(600)
     _destroy(*args, **named)
 

@@ -231,9 +231,37 @@ def test_a_rank_that_stays_at_the_gate_is_replaced(manager, *, is_locked: bool) 
     assert ("with the interpreter lock held" in kill.reason) is is_locked
 
 
-def gated(rank: int, *, still_s: float, python_s: float) -> Mark:
+def test_a_rank_that_is_stopped_at_the_gate_is_replaced_as_soon_as_in_a_step(manager) -> None:
+    job = manager().joined()
+    job.raise_(1)
+    for rank in (0, 2, 3):
+        job.pause(rank, 5)
+    resumed_at = job.now
+
+    def heard(later_s: float, *stopped: int) -> list[do.Command]:
+        marks = [
+            gated(rank, still_s=later_s, python_s=later_s, frozen_s=later_s)
+            if rank in stopped
+            else mark(rank, hangs=False, generation=1, still_s=later_s)
+            for rank in range(4)
+        ]
+        return job.send(ev.AgentHeard, 0, tuple(marks), at=resumed_at + later_s)
+
+    floor_s = job.timeouts.hang_floor_s
+    assert floor_s < job.timeouts.pause_s - 1
+    assert heard(floor_s - 0.5, 3) == []
+    assert heard(floor_s + 0.1, 0, 1, 2, 3) == [], "all of them are: somebody has stopped the job"
+    kill = only(heard(floor_s + 0.5, 3), do.KillWorker)
+    assert kill.rank == 3
+    assert kill.reason == f"stopped by a signal for {floor_s + 0.5:.1f} s in paused"
+
+
+def gated(rank: int, *, still_s: float, python_s: float, frozen_s: float = 0.0) -> Mark:
     """Of a rank that waits at the gate of generation 1."""
-    return Mark(rank, 0, 0, 5, "paused", still_s, python_s=python_s)
+    activity = Activity.STOPPED if frozen_s else Activity.UNKNOWN
+    return Mark(
+        rank, 0, 0, 5, "paused", still_s, python_s=python_s, frozen_s=frozen_s, activity=activity
+    )
 
 
 def test_a_rank_that_returns_before_the_others_ends_the_job_after_one_retry(manager) -> None:
