@@ -110,7 +110,9 @@ def _what_begins_again(host: TorchrunHost) -> str:
     """The steps that a start of all workers costs, as far as this node knows."""
     versions = (worker.left.version for worker in host.workers.values())
     steps = max((version for version in versions if version is not None), default=0)
-    return f" Of {steps} committed steps those begin again that no checkpoint holds." * bool(steps)
+    if not steps:
+        return ""
+    return f" Of {steps} committed steps those begin again that no checkpoint holds."
 
 
 def _say_at_the_end(job_id: str, outcome: Outcome) -> None:
