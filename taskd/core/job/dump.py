@@ -297,6 +297,8 @@ def published(job: JobState, event: WorkerDumped) -> Commands:
         assert job.attempt is not None
         job.dump, job.attempt.reason = None, f"{saved}: all processes go on from it"
         return restart_group(job, job.attempt.reason, kept=dump.version)
+    if job.attempt is not None:  # a snapshot may be older than what was committed
+        job.attempt.redone += max(0, (job.membership.committed or 0) - dump.version)
     return give_up(job, f"{_reason(job, dump)}; {saved}", _fault(job, dump), dump=event.detail)
 
 

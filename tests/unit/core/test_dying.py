@@ -143,6 +143,13 @@ class TestWhoWrites:
         job.pause(2, 5, snapshots=(3, 4))
         dump = only(job.pause(3, 6, snapshots=(4, 6)), do.Dump)
         assert (dump.version, dump.writers, dump.orphaned) == (4, (0, 2, 3), ((1, 2),))
+        for rank in (0, 2, 3):
+            dumped(job, rank)
+        end = dumped(job, 0, "published", "/c/dump-4")
+        assert only(end, do.GiveUp).dump == "/c/dump-4"
+        end += job.tick()  # how the dead rank died is waited for
+        record = only(end, do.RecordRecovery).record
+        assert (record.strategy, record.steps_redone) == ("dump", 2)
 
     def test_what_a_rank_leaves_that_had_to_be_killed_is_waited_for(self, manager) -> None:
         job = manager(strategies="dump").joined()
