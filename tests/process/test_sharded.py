@@ -57,6 +57,19 @@ def test_a_shard_comes_from_its_replica(
         }
 
 
+def test_with_what_debugging_puts_around_groups(
+    tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]
+) -> None:
+    """Its wrappers serve devices, too, of which there are none; and abort nothing.
+
+    A retry may come between: they compare collectives of their own. (DDP crashes with them, also
+    without taskd: torch 2.13 for the CPU.)
+    """
+    env = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "LAYOUT": "hsdp"}
+    with harness.job(tmp_path, **env, FAULTS="3@4:backward-begin:kill;0@8:step:kill") as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed("hsdp"), faults=2, replaced={0, 3})
+
+
 @pytest.mark.parametrize(
     ("layout", "snapshots"), [("hsdp", 0), ("tp", 0), ("stages", 0), ("hsdp", 1)]
 )

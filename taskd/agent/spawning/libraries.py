@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from taskd.agent.spawning import known
 
@@ -43,14 +44,6 @@ _BLAS_NAMES = (
     "openblas_{}_num_threads",
 )
 
-
-# torch.cuda.is_available() then counts visible devices by itself, and there are none; others ask
-# their runtime, which sees none.
-_NO_DEVICES = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "ASCEND_RT_VISIBLE_DEVICES": "",
-}
 
 # What torchrun sets for each worker. A pod may have variables of these names, with other values.
 OF_A_WORKER = (
@@ -95,20 +88,24 @@ def warm_optimizers() -> None:
 
 @contextmanager
 def _without_devices() -> Iterator[None]:
-    """Torch asks for none by opening it: Adam does so at each step, to see whether one records.
+    """Torch finds none. To look for one opens it, and Adam does so at each step.
 
     A process that has opened a device must not be forked.
     """
-    before = {name: os.environ.get(name) for name in _NO_DEVICES}
-    os.environ.update(_NO_DEVICES)
+    torch = sys.modules["torch"]
+    askers: list[Any] = [
+        getattr(torch, name)
+        for name in ("accelerator", "cuda", "npu", "xpu")
+        if hasattr(torch, name)
+    ]
+    before = {asker: asker.is_available for asker in askers if hasattr(asker, "is_available")}
+    for asker in before:
+        asker.is_available = lambda: False
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for asker, original in before.items():
+            asker.is_available = original
 
 
 def refresh(environment: dict[str, str], blas: dict[str, int]) -> None:

@@ -36,6 +36,7 @@ def manager_lost(node: NodeState, event: ev.ManagerLost) -> Commands:
     """The manager has been silent for too long."""
     node.manager, node.manager_lost_at = ManagerLink.AWAY, event.now + event.grace_s
     node.is_cut_off = node.awaited_s is not None
+    node.has_answered = False
     return []
 
 
@@ -43,7 +44,8 @@ def host_tried(node: NodeState, event: ev.ManagerHostHeard) -> Commands:
     """Whether the host of the manager answers. One that does is given time to have a manager."""
     if node.awaited_s is None or node.manager_lost_at is None:
         return []
-    if event.answers and node.is_cut_off:
+    if event.answers and node.is_cut_off and not node.has_answered:
+        node.has_answered = True  # a host that flaps is not waited for again and again
         node.manager_lost_at = max(node.manager_lost_at, event.now)
     node.is_cut_off = not event.answers
     return []

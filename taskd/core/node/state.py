@@ -28,6 +28,7 @@ class NodeState(MachineState):
     refusal: str = ""  # why the manager does not want this node
     has_joined: bool = False
     awaited_s: float | None = None  # others wait for it so long, if it is cut off; None: nobody
+    has_answered: bool = False  # its host has, since it was lost
     is_cut_off: bool = False  # while the manager is away: its host does not answer, either
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
     met_at: str = ""  # the store that the newest order named; "": none has

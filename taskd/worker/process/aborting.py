@@ -71,25 +71,42 @@ def abort_backend(backend: Any) -> None:
     abort()
 
 
-def abort_groups(backends: Iterable[Any], sockets: dict[int, str]) -> None:
+def unwrapped(backend: Any) -> Any:
+    """Without what TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it, which aborts nothing."""
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend
+
+
+def abort_groups(
+    backends: Iterable[Any],
+    sockets: dict[int, str],
+    under_way: dict[int, threading.Thread],
+) -> None:
     """Make every collective of the old generation raise.
 
-    Called from the runtime thread, before the unwinding starts.
+    Called from the runtime thread, before the unwinding starts. `under_way`: by id of a backend,
+    the thread that aborts it; one that takes long is left alone.
     """
     # All at once: one communicator may wait for what the device does for another (pytorch 119797).
-    threads = [
-        threading.Thread(target=_abort, args=[backend], name="taskd-abort", daemon=True)
-        for backend in {id(backend): backend for backend in backends}.values()
-        if "Gloo" not in type(backend).__name__
-    ]
-    for thread in threads:
+    begun = []
+    for backend in map(unwrapped, backends):
+        if "Gloo" in type(backend).__name__ or _is_alive(under_way.get(id(backend))):
+            continue
+        thread = threading.Thread(target=_abort, args=[backend], name="taskd-abort", daemon=True)
+        under_way[id(backend)] = thread
+        begun.append(thread)
         thread.start()
     shut_down_sockets(sockets)
     deadline = time.monotonic() + _ABORT_S
-    for thread in threads:
+    for thread in begun:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             log.warning("a process group has not been aborted after %g s", _ABORT_S)
+
+
+def _is_alive(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
 
 
 def _abort(backend: Any) -> None:

@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from taskd.worker import internals
+from taskd.worker.process.aborting import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -49,16 +50,29 @@ class DeviceWork:
         for device in group._device_types:
             if device.type == "cpu":
                 continue
-            backend = internals.attempt("the backends", lambda: group._get_backend(device))  # noqa: B023
+            try:
+                backend = unwrapped(group._get_backend(device))
+            except RuntimeError:  # a device type without a backend of its own
+                continue
             # gloo copies to the host and back, and a collective that failed raises
-            if backend is not None and "Gloo" not in type(backend).__name__:
+            if "Gloo" not in type(backend).__name__:
                 self._backends[id(backend)] = backend
                 self._kinds.add(device.type)
+
+    def _modules(self) -> dict[str, Any]:
+        """By kind: those of devices in use. A group may serve more kinds than there are here."""
+        torch = sys.modules["torch"]
+        found = {}
+        for kind in self._kinds:
+            module: Any = getattr(torch, kind, None)
+            if hasattr(module, "is_initialized") and module.is_initialized():
+                found[kind] = module
+        return found
 
     @property
     def is_used(self) -> bool:
         """Whether any group works on a device."""
-        return bool(self._kinds)
+        return bool(self._modules())
 
     def begin_abort(self) -> None:
         """What the device has not done up to here may come to nothing. From any thread."""
@@ -74,7 +88,7 @@ class DeviceWork:
         Two threads that end one communicator at the same time break the memory of this process
         (NCCL 2.28).
         """
-        if self._kinds:
+        if self.is_used:
             self._done.wait(limit_s)
 
     def wait(self) -> None:
@@ -83,24 +97,29 @@ class DeviceWork:
         Raises:
             RuntimeError: the groups were aborted meanwhile: what came of it cannot be known.
         """
-        for kind in self._kinds:
-            stream = self._streams[kind] = getattr(sys.modules["torch"], kind).current_stream()
-            stream.synchronize()
-        if self._kinds and self._is_aborted:
+        modules = self._modules()
+        for kind, module in modules.items():
+            if not _is_capturing(module):
+                stream = self._streams[kind] = module.current_stream()
+                stream.synchronize()
+        if modules and self._is_aborted:
             message = "the process groups were aborted while the device worked on this step"
             raise RuntimeError(message)
 
-    def is_overdue(self, stalled_s: float) -> bool:
-        """Whether the main thread has stood still for longer than any collective may take.
+    def may_be_stuck(self) -> bool:
+        """Whether there may be a collective that does not end: the device is busy.
 
-        And the device is still busy. Torch's watchdog would end the process then. From any thread;
-        before the first `wait` nothing is known of the device, and the answer is no.
+        As far as that is known: before the first `wait` it is not. From any thread.
         """
-        if self._is_aborted or not self._streams or stalled_s <= self._longest_s():
+        if self._is_aborted or not self.is_used:
             return False
-        return not all(stream.query() for stream in list(self._streams.values()))
+        try:
+            streams = list(self._streams.values())
+            return not streams or not all(stream.query() for stream in streams)
+        except RuntimeError:  # the device is broken: the main thread will see
+            return False
 
-    def _longest_s(self) -> float:
+    def longest_s(self) -> float:
         """The longest timeout of the groups: torch's `timeout=`."""
         longest = _TIMEOUT_S
         for backend in list(self._backends.values()):
@@ -110,13 +129,13 @@ class DeviceWork:
 
     def note(self) -> None:
         """Remember what has been asked for up to here, for `wait_for_more`."""
-        self._asked = self._count() if self._kinds else None
+        self._asked = self._count() if self.is_used else None
 
     def wait_for_more(self) -> None:
         """As `wait`, if collectives have been asked for since `note`, or that is not known."""
-        asked, self._asked = self._asked, None
-        if self._kinds and (asked is None or asked != self._count()):
+        if self.is_used and (self._asked is None or self._asked != self._count()):
             self.wait()
+            self.note()
 
     def _count(self) -> tuple[int, ...] | None:
         """Collectives of each backend so far; None: one does not tell."""
@@ -126,6 +145,12 @@ class DeviceWork:
             )
         except (AttributeError, RuntimeError):
             return None
+
+
+def _is_capturing(module: Any) -> bool:
+    """Whether what is asked of the device is only recorded, for a graph: nothing is done yet."""
+    ask = getattr(module, "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 def keep_watchdogs_quiet(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -87,6 +87,7 @@ class Groups:
         self._waits: Waits | None = None
         self._lock = threading.Lock()
         self._ending = threading.Lock()  # held while groups are aborted or destroyed
+        self._under_way: dict[int, threading.Thread] = {}  # aborts, see `abort_groups`
         self._retired: list[tuple[int, Opened]] = []
         self._originals: dict[tuple[Any, str], Any] = {}
         self._excepthook = sys.excepthook  # beneath that of torch
@@ -149,19 +150,27 @@ class Groups:
 
         @functools.wraps(original)
         def create_c10d_store(
-            hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, *more: Any
+            hostname: str,
+            port: int,
+            rank: int,
+            world_size: int,
+            timeout: timedelta,
+            *more: Any,
+            **named: Any,
         ) -> Any:
             def create(timeout: timedelta) -> Any:
-                return original(hostname, port, rank, world_size, timeout, *more)
+                return original(hostname, port, rank, world_size, timeout, *more, **named)
 
             if self.generation == self._store_generation or (rank == 0 and not is_agents()):
                 return create(timeout)
-            opened = self.opened
-            opened.before_store = open_sockets()
+            with self._lock:
+                opened = self.opened
+                opened.before_store = open_sockets()
             try:
                 return reach(create, hostname, port, timeout, lambda: opened.is_aborted)
             finally:
-                opened.before_store = None
+                with self._lock:
+                    opened.before_store = None
 
         return create_c10d_store
 
@@ -260,25 +269,11 @@ class Groups:
             groups, threads = list(opened.groups), _gloo_threads(opened.threads)
             opened.device_work.begin_abort()
         with self._ending:
-            abort_groups([] if opened.is_retired else _backends(groups), sockets)
+            backends = [] if opened.is_retired else _backends(groups)
+            abort_groups(backends, sockets, self._under_way)
         opened.device_work.end_abort()
         if self._waits is not None:
             self._waits.expire(threads)
-
-    def end_overdue(self, stalled_s: float, rank: int) -> None:
-        """Abort what the main thread has waited for longer than torch's timeout: it then raises.
-
-        From the runtime thread.
-        """
-        opened = self.opened
-        if opened.device_work.is_overdue(stalled_s):
-            log.error(
-                "rank %d has made no progress for %.0f s, and the device waits: a collective is "
-                "taken for lost, and the groups are aborted",
-                rank,
-                stalled_s,
-            )
-            self.abort(opened)
 
     def retire(self) -> None:
         """Take the present groups out of torch and keep them until their threads rest.
@@ -287,14 +282,18 @@ class Groups:
         """
         import torch.distributed as dist  # noqa: PLC0415
 
-        opened = self.opened
         self.set_aside()
         if not dist.is_available():
             return
+        for thread in list(self._under_way.values()):
+            thread.join()  # whoever waits here for too long is replaced
         with self._ending:
-            opened.is_retired = True
+            self._under_way.clear()
+            former = [opened for _, opened in self._retired if not opened.is_retired]
+            for opened in former:
+                opened.is_retired = True
             if dist.is_initialized():
-                _forget_all(is_on_device=opened.device_work.is_used)
+                _forget_all(is_on_device=any(opened.device_work.is_used for opened in former))
         # A creation that was aborted half-way leaves its name and count behind; names must agree on
         # all ranks.
         internals.attempt("the numbers of process groups", _number_anew)
@@ -351,7 +350,7 @@ def _forget_all(*, is_on_device: bool) -> None:
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
-    if is_on_device and internals.has("the abort of groups", (c10d, "_abort_process_group")):
+    if is_on_device and hasattr(c10d, "_abort_process_group"):
         c10d._abort_process_group()
     else:
         dist.destroy_process_group()

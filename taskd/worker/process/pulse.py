@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from taskd.native import collectives
 from taskd.worker.process import flight
+from taskd.worker.process.overdue import Overdue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Pulse:
     def __init__(self, life: Life, groups: Groups) -> None:
         self._life = life
         self._groups = groups
+        self._overdue = Overdue(life, groups)
         self._next_at = 0.0
         self._count_at = 0.0
         self._calls_at = 0.0
@@ -82,8 +84,8 @@ class Pulse:
                     or not modules.isdisjoint(_WAITING_MODULES)
                     or (self._sends and _is_in_futex())
                 )
-        if is_stalled and moved_at is not None and self._life.interrupts.in_recoverable:
-            self._groups.end_overdue(now - moved_at, self._life.rank)
+        if is_stalled and moved_at is not None:
+            self._overdue.look(now, moved_at)
         box.mark_python(waiting=self._is_waiting, debugged=self._is_debugged)
 
     def _count(self) -> None:

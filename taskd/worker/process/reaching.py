@@ -72,7 +72,8 @@ def _await(host: str, port: int, until: float, is_over: Callable[[], bool]) -> N
 def _answers(host: str, port: int, until: float, is_over: Callable[[], bool]) -> bool:
     """Whether one of the host's addresses answers; each is tried, all at the same time."""
     with ExitStack() as sockets:
-        trying = []
+        trying: dict[int, socket.socket] = {}
+        poll = select.poll()
         for family, kind, protocol, _, address in _addresses(host, port):
             try:
                 probe = sockets.enter_context(socket.socket(family, kind, protocol))
@@ -80,12 +81,13 @@ def _answers(host: str, port: int, until: float, is_over: Callable[[], bool]) ->
                 continue
             probe.setblocking(False)
             if probe.connect_ex(address) in (0, errno.EINPROGRESS):
-                trying.append(probe)
+                trying[probe.fileno()] = probe
+                poll.register(probe, select.POLLOUT)
         while trying and not is_over() and time.monotonic() < until:
-            for probe in select.select([], trying, [], _LOOK_S)[1]:
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+            for number, _ in poll.poll(_LOOK_S * 1000):
+                if trying[number].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
                     return True
-                trying.remove(probe)
+                poll.unregister(trying.pop(number))
     return False
 
 

@@ -40,7 +40,10 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     Raises: as `vote`.
     """
     interrupts, snapshots = life.interrupts, life.saving.snapshots
-    life.supervisor.await_device()
+    if life.records.is_half_way:  # another optimizer of this step has begun, with all there
+        life.supervisor.end_update()
+    else:
+        life.supervisor.await_device()
     if snapshots is not None:
         snapshots.wait()
     keeping = keeping_of(life)

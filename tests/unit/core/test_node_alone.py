@@ -275,6 +275,18 @@ class TestCutOff:
         assert agent.machine.next_deadline() == pytest.approx(agent.now - 0.01 + 10)
         assert kinds(agent.tick()) == ["FallBack"]
 
+    def test_a_host_that_answers_now_and_then_is_given_time_once(self, node) -> None:
+        agent = self.lost(node)
+        agent.send(ev.ManagerHostHeard, True)
+        answered_at = agent.now
+        agent.exit(1)
+        for _ in range(3):
+            agent.now += 4
+            agent.send(ev.ManagerHostHeard, False)
+            agent.send(ev.ManagerHostHeard, True)
+        assert agent.machine.next_deadline() == pytest.approx(answered_at + 10, abs=0.1)
+        assert kinds(agent.tick()) == ["FallBack"]
+
     def test_a_host_that_answered_and_does_so_no_more(self, node) -> None:
         agent = self.lost(node)
         agent.send(ev.ManagerHostHeard, True)

@@ -7,6 +7,7 @@ thing.
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import os
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("cuda"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return waits
 
 
@@ -97,8 +100,8 @@ def test_an_update_is_waited_for_only_if_it_has_asked_for_collectives(
     backend.collectives += 1
     work.wait_for_more()
     assert synchronized == ["cuda"]
-    work.wait_for_more()  # a commit without an update: nothing was noted
-    assert synchronized == ["cuda"] * 2
+    work.wait_for_more()  # of a second TrainState: nothing was asked for since
+    assert synchronized == ["cuda"]
 
 
 def test_a_backend_that_does_not_count_is_waited_for(synchronized: list[str]) -> None:
@@ -109,53 +112,191 @@ def test_a_backend_that_does_not_count_is_waited_for(synchronized: list[str]) ->
     assert synchronized == ["cuda"]
 
 
-def test_a_collective_that_nobody_ends_is_overdue_after_the_timeout_of_its_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The stream of a device that is busy, until `query` says something else."""
     stream = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return stream
+
+
+def test_a_device_that_is_busy_may_have_a_collective_that_nobody_ends(
+    busy: SimpleNamespace,
+) -> None:
     work, backend = DeviceWork(), ProcessGroupDevice()
+    assert not work.may_be_stuck(), "there is no group on it"
     work.add(group_of(backend))
-    assert not work.is_overdue(10_000.0), "nothing is known of the device"
+    assert work.may_be_stuck(), "nothing is known of the device"
     work.wait()
-    assert not work.is_overdue(599.0)
-    assert work.is_overdue(601.0)
+    assert work.may_be_stuck()
+    assert work.longest_s() == 600.0
     backend.options = SimpleNamespace(_timeout=dt.timedelta(minutes=30))
-    assert not work.is_overdue(1799.0)
-    assert work.is_overdue(1801.0)
-    stream.query = lambda: True
-    assert not work.is_overdue(10_000.0), "the device is done: the main thread is busy itself"
-    stream.query = lambda: False
+    assert work.longest_s() == 1800.0
+    busy.query = lambda: True
+    assert not work.may_be_stuck(), "the device is done: the main thread is busy itself"
+    busy.query = lambda: False
     work.begin_abort()
-    assert not work.is_overdue(10_000.0), "once is enough"
+    assert not work.may_be_stuck(), "once is enough"
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("phase", "where", "is_lost"),
+    [
+        (Phase.BACKWARD, "script", True),
+        (Phase.STEP, "script", False),  # it may generate text for an hour
+        (Phase.STEP, "torch.distributed.distributed_c10d", True),
+        (Phase.EVALUATION, "script", False),
+    ],
+)
+@pytest.mark.usefixtures("busy")
 def test_what_is_overdue_is_aborted_by_the_pulse(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inside: bool
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    phase: Phase,
+    where: str,
+    is_lost: bool,
 ) -> None:
-    stream = SimpleNamespace(synchronize=lambda: None, query=lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.2)
+    """The main thread stands in a function of that module; the pulse beats in another thread."""
+    monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.3)
     box = BlackBox.create()
     box.begin(os.getpid(), 0)
     life = Life(rank=3, world_size=4, incarnation=0, box=box)
-    life.interrupts.in_recoverable = inside
+    groups = Groups(0, 0)
+    work = groups.opened.device_work
+    work.add(group_of(ProcessGroupDevice()))
+    work.wait()
+    pulse = Pulse(life, groups)
+    box.mark_phase(phase)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        for _ in range(8):  # two seconds
+            time.sleep(pulse.until_next_s())
+            pulse.beat()
+        is_over.set()
+
+    module = {"__name__": where, "lock": threading.Lock()}
+    exec("def stand():\n    with lock:\n        lock.acquire()\n", module)
+    beating = threading.Thread(target=beat)
+    beating.start()
+    threading.Thread(target=lambda: (is_over.wait(), module["lock"].release())).start()
+    module["stand"]()
+    beating.join()
+    assert ("rank 3 has made no progress" in caplog.text) is is_lost
+    if is_lost:
+        with pytest.raises(RuntimeError, match="aborted"):
+            work.wait()
+        assert caplog.text.count("taken for lost") == 1
+
+
+@pytest.mark.parametrize("what", ["main thread", "device"])
+def test_whoever_moves_is_not_overdue(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    busy: SimpleNamespace,
+    what: str,
+) -> None:
+    monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.6)
+    box = BlackBox.create()
+    box.begin(os.getpid(), 0)
     groups = Groups(0, 0)
     groups.opened.device_work.add(group_of(ProcessGroupDevice()))
     groups.opened.device_work.wait()
-    pulse = Pulse(life, groups)
+    pulse = Pulse(Life(rank=3, world_size=4, incarnation=0, box=box), groups)
     box.mark_phase(Phase.BACKWARD)
-    deadline = time.monotonic() + 5.0
-    while "taken for lost" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(pulse.until_next_s())
-        pulse.beat()
-        if not inside and time.monotonic() > deadline - 3.5:
-            break
-    assert ("rank 3 has made no progress" in caplog.text) is inside
-    if inside:
-        with pytest.raises(RuntimeError, match="aborted"):
-            groups.opened.device_work.wait()
+    here, there = threading.Lock(), threading.Lock()
+    here.acquire()
+    there.acquire()
+    if what == "device":  # the main thread stays here, and the device is idle now and then
+        looks = itertools.count()
+        busy.query = lambda: next(looks) % 2 == 0
+
+    def beat() -> None:
+        for number in range(8):
+            time.sleep(pulse.until_next_s())
+            pulse.beat()
+            if what == "main thread":
+                (here, there)[number % 2].release()
+        if what == "device":
+            here.release()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    for _ in range(4 if what == "main thread" else 0):
+        here.acquire()
+        there.acquire()
+    if what == "device":
+        here.acquire()
+    beating.join()
+    assert "no progress" not in caplog.text
+
+
+def test_what_debugging_puts_around_gloo_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL: a wrapper that serves CUDA, too, where there may be none."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    groups = Groups(0, 0)
+    groups.install(lambda call: call())
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        wrapper = dist.group.WORLD._get_backend(torch.device("cuda"))
+        assert type(wrapper).__name__ == "_ProcessGroupWrapper"
+        work = groups.opened.device_work
+        work.wait()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert not work.is_used
+        groups.abort(groups.opened)
+        groups.retire()
+    finally:
+        groups.uninstall()
+        dist.set_debug_level(level)
+
+
+def test_a_group_that_serves_a_device_that_is_not_used_has_nothing_to_wait_for() -> None:
+    work = DeviceWork()
+    for kind in ("cuda", "hpu", "mps"):
+        work.add(group_of(ProcessGroupDevice(), kind))
+    work.begin_abort()
+    work.wait()
+    assert not work.is_used
+
+
+def test_what_is_recorded_for_a_graph_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, synchronized: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    work = DeviceWork()
+    work.add(group_of(ProcessGroupDevice()))
+    work.wait()
+    assert synchronized == []
+
+
+@pytest.mark.usefixtures("synchronized")
+def test_the_second_optimizer_of_a_step_does_not_tear_what_the_first_has_begun() -> None:
+    """The abort comes while the first one writes: all gradients were there before that."""
+    job = Job()
+    work = DeviceWork()
+    work.add(group_of(ProcessGroupDevice()))
+    job.life.supervisor = OnDevice(work)
+    model = nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+
+    def entry() -> None:
+        state = TrainState(model=model, first=optimizers[0], second=optimizers[1])
+        state.restore()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizers[0].step()
+        work.begin_abort()
+        optimizers[1].step()
+        state.commit()
+
+    try:
+        job.enter(entry)
+        assert job.life.records.version == 1
+    finally:
+        job.close()
 
 
 class OnDevice(Supervisor):
@@ -255,6 +396,7 @@ def test_groups_on_a_device_are_forgotten_without_an_end_in_good_order(
         for _ in range(2):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             groups.opened.device_work._kinds.add("cuda")
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
             backend = dist.group.WORLD._get_backend(torch.device("cpu"))
             monkeypatch.setattr(type(backend), "shutdown", None, raising=False)
             groups.retire()
@@ -269,10 +411,11 @@ def test_the_abort_of_the_other_thread_is_awaited_and_no_group_is_aborted_after_
     aborted: list[int] = []
     monkeypatch.setattr(
         "taskd.worker.process.groups.abort_groups",
-        lambda backends, _sockets: aborted.append(len(backends)),
+        lambda backends, *_: aborted.append(len(backends)),
     )
     groups = Groups(0, 0)
     opened = groups.opened
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     opened.device_work.add(group_of(ProcessGroupDevice()))
     opened.groups.append(group_of(ProcessGroupDevice()))
     began = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import resource
 import socket
 import sys
 import threading
@@ -141,6 +143,30 @@ def test_a_try_of_torch_that_fails_is_followed_by_a_longer_one() -> None:
         assert reaching.reach(create, "127.0.0.1", port, LIMIT, lambda: False) is store
     assert given == [5.0, 10.0, 20.0]
     assert store.timeout == LIMIT
+
+
+def test_a_process_with_many_descriptors_reaches_it(monkeypatch) -> None:
+    """select(2) knows none above 1023."""
+    store, made = dist.HashStore(), socket.socket
+
+    def high(*arguments: object) -> socket.socket:
+        low = made(*arguments)
+        number = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 2000)
+        low.close()
+        return made(fileno=number)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2100:
+        pytest.skip(f"at most {limits[1]} descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2100), limits[1]))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            monkeypatch.setattr(socket, "socket", high)
+            found = reaching.reach(lambda _: store, "127.0.0.1", port, LIMIT, lambda: False)
+        assert found is store
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_uninstalling_gives_torch_its_own_back() -> None:
