@@ -304,10 +304,10 @@ static volatile int is_over;
 static void *hammer(void *argument)
 {
     uintptr_t number = (uintptr_t)argument;
-    while (!is_over) {
+    do { /* a thread may begin when it is over */
         CALL(ncclAllReduce)(area, area, number, 7, 0, (void *)(number * 0x1000), area);
         CALL(ncclSend)(area, number + 100, 0, number, (void *)(number * 0x1000), area);
-    }
+    } while (!is_over);
     return NULL;
 }
 int run(int box_fd)
