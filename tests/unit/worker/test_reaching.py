@@ -90,13 +90,15 @@ def test_a_store_that_opens_later_is_met_and_has_the_timeout_of_the_user(groups,
     def open_store() -> None:
         stores.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False))
 
-    threading.Timer(0.3, open_store).start()
+    opening = threading.Timer(0.3, open_store)
+    opening.start()
     shown = f"[{host}]" if ":" in host else host
     store, rank, _ = next(
         c10d.rendezvous(f"tcp://{shown}:{port}?rank=1&world_size=2", timeout=LIMIT)
     )
     assert rank == 1
     store.set("a", "b")
+    opening.join()
     assert stores[0].get("taskd/1/a") == b"b"
     assert store.timeout == LIMIT
 
