@@ -31,13 +31,14 @@ _DUMP_ENV, _DUMP_MS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "25"
 
 
 class DeviceWork:
-    """Of the groups of one generation. Main thread, but for `abort`."""
+    """Of the groups of one generation. Main thread, where nothing else is said."""
 
     def __init__(self) -> None:
         self._backends: dict[int, Any] = {}  # by id
         self._kinds: set[str] = set()
         self._streams: dict[str, Any] = {}  # by kind: what the main thread has waited for last
-        self._is_aborted = False
+        self.is_aborted = False  # what the device has not done may come to nothing
+        self._longest_s = _TIMEOUT_S  # the longest timeout of the groups: torch's `timeout=`
         self._done = threading.Event()  # an abort has been carried out
         self._asked: tuple[int, ...] | None = None  # of each backend at `note`; None: not known
 
@@ -48,14 +49,15 @@ class DeviceWork:
         ):
             return
         for device in group._device_types:
-            if device.type == "cpu":
-                continue
             try:
                 backend = unwrapped(group._get_backend(device))
             except RuntimeError:  # a device type without a backend of its own
                 continue
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            if timeout is not None:
+                self._longest_s = max(self._longest_s, timeout.total_seconds())
             # gloo copies to the host and back, and a collective that failed raises
-            if "Gloo" not in type(backend).__name__:
+            if device.type != "cpu" and "Gloo" not in type(backend).__name__:
                 self._backends[id(backend)] = backend
                 self._kinds.add(device.type)
 
@@ -75,8 +77,8 @@ class DeviceWork:
         return bool(self._modules())
 
     def begin_abort(self) -> None:
-        """What the device has not done up to here may come to nothing. From any thread."""
-        self._is_aborted = True
+        """The groups are about to be aborted. From any thread."""
+        self.is_aborted = True
 
     def end_abort(self) -> None:
         """All groups were aborted. From any thread."""
@@ -102,16 +104,17 @@ class DeviceWork:
             if not _is_capturing(module):
                 stream = self._streams[kind] = module.current_stream()
                 stream.synchronize()
-        if modules and self._is_aborted:
+        if modules and self.is_aborted:
             message = "the process groups were aborted while the device worked on this step"
             raise RuntimeError(message)
 
     def may_be_stuck(self) -> bool:
         """Whether there may be a collective that does not end: the device is busy.
 
-        As far as that is known: before the first `wait` it is not. From any thread.
+        Before the first `wait` nothing is known of the device, and the answer is yes. From any
+        thread.
         """
-        if self._is_aborted or not self.is_used:
+        if self.is_aborted or not self.is_used:
             return False
         try:
             streams = list(self._streams.values())
@@ -119,13 +122,10 @@ class DeviceWork:
         except RuntimeError:  # the device is broken: the main thread will see
             return False
 
+    @property
     def longest_s(self) -> float:
-        """The longest timeout of the groups: torch's `timeout=`."""
-        longest = _TIMEOUT_S
-        for backend in list(self._backends.values()):
-            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-            longest = max(longest, timeout.total_seconds() if timeout is not None else 0.0)
-        return longest
+        """So long a collective may take. From any thread."""
+        return self._longest_s
 
     def note(self) -> None:
         """Remember what has been asked for up to here, for `wait_for_more`."""

@@ -56,9 +56,13 @@ class Opened:
     creator: int = 0  # the kernel thread of the creation in progress
     # the same as `before` of a store that is being connected
     before_store: dict[int, str] | None = None
-    is_aborted: bool = False
     threads: set[int] = field(default_factory=set)  # kernel threads that the creation started
     is_retired: bool = False  # torch has them no more: nobody waits in them
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether nobody is to wait in any of it any more."""
+        return self.device_work.is_aborted
 
     @property
     def is_empty(self) -> bool:
@@ -254,7 +258,7 @@ class Groups:
         device.
         """
         with self._lock:
-            opened.is_aborted = True
+            opened.device_work.begin_abort()
             sockets = dict(opened.sockets)
             if opened.before_store is not None:
                 sockets.update(_newer(open_sockets(), opened.before_store))
@@ -267,7 +271,6 @@ class Groups:
             if with_store and opened.device_work.is_used:
                 sockets.update(opened.store_sockets)
             groups, threads = list(opened.groups), _gloo_threads(opened.threads)
-            opened.device_work.begin_abort()
         with self._ending:
             backends = [] if opened.is_retired else _backends(groups)
             abort_groups(backends, sockets, self._under_way)

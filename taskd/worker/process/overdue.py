@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What these do on a device is the step's. Elsewhere a script may have the device compute for hours.
+# What the device does in these is the step's. In others a script may have it compute for hours.
 _OF_A_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMIT})
-# There the functions that wait are these.
-_WAITING = ("torch.distributed", "taskd.worker.")
+# There a main thread counts that is in these: they wait for collectives, and for nothing else.
+_WAITING = ("torch.distributed", "taskd.worker.state.buckets", "taskd.worker.restore.chunks")
 
 
 class Overdue:
@@ -48,7 +48,7 @@ class Overdue:
         if place != self._place or not may_wait or not opened.device_work.may_be_stuck():
             self._place, self._since = place, now
         stood_s = now - max(moved_at, self._since)
-        if stood_s > opened.device_work.longest_s():
+        if stood_s > opened.device_work.longest_s:
             log.error(
                 "rank %d has made no progress for %.0f s, and the device waits: a collective is "
                 "taken for lost, and the groups are aborted",

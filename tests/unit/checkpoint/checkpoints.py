@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from taskd.checkpoint import owners
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.load import load
 from taskd.checkpoint.names import Kind
@@ -99,3 +100,13 @@ def tree(directory: pathlib.Path) -> dict[str, bytes]:
 
 def remounted_read_only(path: pathlib.Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+
+
+def names(directory: pathlib.Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def gone_owner() -> str:
+    """A process that has ended for certain: this one, had it started at another time."""
+    place, pid, start = owners.myself().rsplit(".", 2)
+    return f"{place}.{pid}.{int(start) - 1}"

@@ -131,14 +131,27 @@ def test_a_device_that_is_busy_may_have_a_collective_that_nobody_ends(
     assert work.may_be_stuck(), "nothing is known of the device"
     work.wait()
     assert work.may_be_stuck()
-    assert work.longest_s() == 600.0
+    assert work.longest_s == 600.0
     backend.options = SimpleNamespace(_timeout=dt.timedelta(minutes=30))
-    assert work.longest_s() == 1800.0
+    work.add(group_of(backend))
+    assert work.longest_s == 1800.0
     busy.query = lambda: True
     assert not work.may_be_stuck(), "the device is done: the main thread is busy itself"
     busy.query = lambda: False
     work.begin_abort()
     assert not work.may_be_stuck(), "once is enough"
+
+
+def pulse_in(phase: Phase) -> tuple[Pulse, DeviceWork]:
+    """That of rank 3, whose main thread is in this phase, with a group on a device."""
+    box = BlackBox.create()
+    box.begin(os.getpid(), 0)
+    groups = Groups(0, 0)
+    work = groups.opened.device_work
+    work.add(group_of(ProcessGroupDevice()))
+    work.wait()
+    box.mark_phase(phase)
+    return Pulse(Life(rank=3, world_size=4, incarnation=0, box=box), groups), work
 
 
 @pytest.mark.parametrize(
@@ -148,6 +161,8 @@ def test_a_device_that_is_busy_may_have_a_collective_that_nobody_ends(
         (Phase.STEP, "script", False),  # it may generate text for an hour
         (Phase.STEP, "torch.distributed.distributed_c10d", True),
         (Phase.EVALUATION, "script", False),
+        # rank 0 reads a checkpoint, and the others wait for its word
+        (Phase.ENTERED, "taskd.worker.state.agreement", False),
     ],
 )
 @pytest.mark.usefixtures("busy")
@@ -160,15 +175,7 @@ def test_what_is_overdue_is_aborted_by_the_pulse(
 ) -> None:
     """The main thread stands in a function of that module; the pulse beats in another thread."""
     monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.3)
-    box = BlackBox.create()
-    box.begin(os.getpid(), 0)
-    life = Life(rank=3, world_size=4, incarnation=0, box=box)
-    groups = Groups(0, 0)
-    work = groups.opened.device_work
-    work.add(group_of(ProcessGroupDevice()))
-    work.wait()
-    pulse = Pulse(life, groups)
-    box.mark_phase(phase)
+    pulse, work = pulse_in(phase)
     is_over = threading.Event()
 
     def beat() -> None:
@@ -199,13 +206,7 @@ def test_whoever_moves_is_not_overdue(
     what: str,
 ) -> None:
     monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.6)
-    box = BlackBox.create()
-    box.begin(os.getpid(), 0)
-    groups = Groups(0, 0)
-    groups.opened.device_work.add(group_of(ProcessGroupDevice()))
-    groups.opened.device_work.wait()
-    pulse = Pulse(Life(rank=3, world_size=4, incarnation=0, box=box), groups)
-    box.mark_phase(Phase.BACKWARD)
+    pulse, _ = pulse_in(Phase.BACKWARD)
     here, there = threading.Lock(), threading.Lock()
     here.acquire()
     there.acquire()
