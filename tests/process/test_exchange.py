@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def launch(world, scenario, **options):
     """Run `scenario` on `world` processes. Returns what each rank said."""
+    return launch_and_read(world, scenario, **options)[0]
+
+
+def launch_and_read(world, scenario, **options):
+    """The same, and what was written to the terminal."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         command = [sys.executable, __file__, str(world), scenario, name, json.dumps(options)]
@@ -30,7 +35,8 @@ def launch(world, scenario, **options):
         finally:
             run.end()
         assert done.returncode == 0, done.output[-6000:]
-        return [json.loads(Path(directory, f"rank{rank}").read_text()) for rank in range(world)]
+        results = [Path(directory, f"rank{rank}").read_text() for rank in range(world)]
+        return [json.loads(result) for result in results], done.output
 
 
 _plain_runs = {}
@@ -84,6 +90,27 @@ def test_a_torn_copy_is_replaced():
     got = launch(2, "train", faults=[{"version": 3, "victims": [], "torn": [1]}])
     assert digests(got) == digests(plain(2))
     assert got[1]["restored"] == ["received version 4 from rank 0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [
+    {"victims": [1], "behind": [1, 2]}, {"victims": [1], "torn": [1, 2]}, {"victims": [1]},
+])  # fmt: skip
+def test_values_that_differ_between_ranks_stay_with_their_rank(fault):
+    """Others have completed a step in which this rank was stopped, and send it their state.
+
+    What it had changed before the optimizer began is there; what it had still to change is not, and
+    a warning says so.
+    """
+    results, output = launch_and_read(3, "train", faults=[{"version": 3, **fault}])
+    behind = fault.get("behind") or fault.get("torn") or ()
+    assert digests(results) == digests(plain(3))  # with `seen`, which all change after the step
+    assert [result["cursor"] for result in results] == [8, 1008, 2008]
+    lost = [1 if rank in behind else 0 for rank in range(3)]
+    assert [result["spent"] for result in results] == [8 - lost[0], 1008 - lost[1], 2008 - lost[2]]
+    for rank in range(3):
+        told = f"rank {rank}: TrainState 'train': plain values that differ between ranks" in output
+        assert told == bool(lost[rank])
 
 
 @pytest.mark.slow
@@ -271,6 +298,8 @@ class Rank:
             second=second,
             ema=self.ema,
             seen=0,
+            cursor=1000 * self.rank,
+            spent=1000 * self.rank,
         )
         torch.manual_seed(1000 + self.rank)
         restored = state.restore()
@@ -289,6 +318,7 @@ class Rank:
         now = fault is not None and state.step == fault["version"]
         optimizer.zero_grad()
         second.zero_grad()
+        state.cursor += 1
         if self.variant == "accumulate":
             with ddp.no_sync():
                 ddp(torch.randn(5, 32)).square().mean().backward()
@@ -307,6 +337,7 @@ class Rank:
         scheduler.step()
         self.ema.update(ddp.module)
         state.seen += 5
+        state.spent += 1
         state.commit()
         if now:
             raise Stop
@@ -323,6 +354,8 @@ class Rank:
         return {
             "digest": hashlib.sha256(data + repr(state.seen).encode()).hexdigest(),
             "random": torch.rand(1).item(),
+            "cursor": state.cursor,
+            "spent": state.spent,
         }
 
     # -------------------------------------------------------- other scenarios

@@ -82,6 +82,11 @@ def _job(directory: pathlib.Path, **env: str) -> harness.Job:
     return harness.job(directory, **settings | env)
 
 
+def _committed(job: harness.Job, step: int) -> set[int]:
+    """The ranks that have committed it."""
+    return {fact["rank"] for fact in job.facts("committed") if fact["step"] >= step}
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_spare_takes_the_place_of_a_lost_node(
     tmp_path: pathlib.Path,
@@ -101,6 +106,28 @@ def test_a_spare_takes_the_place_of_a_lost_node(
         replaced = {fault["rank"] for fault in record["faults"]}
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
         assert replaced <= {2, 3}
+
+
+def test_what_is_a_ranks_alone_comes_back_in_a_step_that_the_others_have_completed(
+    tmp_path: pathlib.Path,
+    reference: Reference,  # noqa: F811
+) -> None:
+    """Its random numbers and its place in the data, from the rank of another node."""
+    faults = "2@20:optimizer:stop;3@20:optimizer:stop"
+    with _job(tmp_path, FAULTS=faults) as job:
+        nodes = Nodes(job)
+        spare = nodes.add_spare()
+        others = {0, 1}
+        wait_until(job, lambda: _committed(job, 21) == others)
+        nodes.lose(nodes.agents[1])
+        assert spare.wait(LIMIT_S).returncode == 0, job.story()
+        finished = nodes.agents[0].wait(LIMIT_S)
+        (record,) = job.recoveries()
+        assert (record["version"], record["steps_redone"]) == (21, 0)
+        check_recovered(job, finished, reference(STEPS="60"), faults=2, replaced={2, 3})
+        told = "plain values that differ between ranks are as this rank had them before it was"
+        for rank in (2, 3):
+            assert f"rank {rank}: TrainState 'train': {told}" in job.story()
 
 
 @pytest.mark.extended

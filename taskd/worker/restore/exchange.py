@@ -15,7 +15,7 @@ within the job's own process group, whose members run the same script.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,19 @@ if TYPE_CHECKING:
     from taskd.worker.state.holding import Holding
 
 
-def send(holding: Holding, named: Named, receiver: int, version: int, *, is_present: bool) -> None:
+def send(
+    holding: Holding,
+    named: Named,
+    receiver: int,
+    version: int,
+    values_before: dict[str, Any] | None = None,
+    *,
+    is_present: bool,
+) -> None:
     """Send this rank's copy to `receiver`.
 
-    `is_present` False: this rank has none either (the state is new).
+    `values_before`: its plain values at the version before; None: not known. `is_present` False:
+    this rank has none either (the state is new).
 
     Raises:
         StateError: it does not fit what the receiver built.
@@ -42,7 +51,7 @@ def send(holding: Holding, named: Named, receiver: int, version: int, *, is_pres
     manifest = Manifest(version, is_present)
     tensors: list[torch.Tensor] = []
     if is_present:
-        manifest, tensors = describe(holding, named, version)
+        manifest, tensors = describe(holding, named, version, values_before)
     try:
         data = pickle.dumps(manifest, 5)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
@@ -61,10 +70,10 @@ def send(holding: Holding, named: Named, receiver: int, version: int, *, is_pres
     send_tensors(tensors, receiver, device)
 
 
-def receive(holding: Holding, named: Named, source: int) -> bool:
+def receive(holding: Holding, named: Named, source: int) -> Manifest:
     """Receive the copy of rank `source` into the holding's objects.
 
-    False: the source has none either.
+    Returns what it is, or that the source has none either.
 
     Raises:
         StateError: it does not fit what this rank built.
@@ -82,8 +91,8 @@ def receive(holding: Holding, named: Named, source: int) -> bool:
     if verdict:
         raise StateError(verdict)
     if not manifest.is_present:
-        return False
+        return manifest
     targets = Targets(manifest, holding, named)
     receive_tensors(manifest.metas, targets.tensors, source, device)
     targets.finish()
-    return True
+    return manifest

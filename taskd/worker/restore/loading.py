@@ -119,7 +119,6 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
                 own["buffers"].get(holding.name, {}),
             ),
             named,
-            with_values=True,
         )
     elif is_same_world and holding.name == checkpoint.manifest.states[0]:
         _say(

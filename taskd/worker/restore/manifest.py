@@ -60,10 +60,13 @@ class Manifest:
     # schedulers, scalers, steppers, replicas: packed state_dicts
     states: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    values_before: dict[str, Any] | None = None  # at the commit before; None: not known
     metas: list[Meta] = field(default_factory=list)
 
 
-def describe(holding: Holding, named: Named, version: int) -> tuple[Manifest, list[torch.Tensor]]:
+def describe(
+    holding: Holding, named: Named, version: int, values_before: dict[str, Any] | None
+) -> tuple[Manifest, list[torch.Tensor]]:
     """The manifest of this rank's copy, and the tensors that its slots number."""
     roles = holding.roles
     metas: list[Meta] = []
@@ -94,6 +97,7 @@ def describe(holding: Holding, named: Named, version: int) -> tuple[Manifest, li
         step=holding.step,
         shard=holding.shard,
         values=dict(roles.values),
+        values_before=values_before,
         caches=named.caches,
         metas=metas,
     )

@@ -8,7 +8,7 @@ and reading are `moving`, `exchange`, `taskd.worker.saving.stored` and `loading`
 import json
 import logging
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ from taskd.native.black_box import Phase
 from taskd.worker.life import Life
 from taskd.worker.objects.named import Named
 from taskd.worker.restore import exchange, loading, moving
+from taskd.worker.restore.manifest import Manifest
 from taskd.worker.saving import stored
 from taskd.worker.saving.periodic import Periodic
 from taskd.worker.saving.snapshots import Snapshots
-from taskd.worker.state import hooks
+from taskd.worker.state import hooks, own_values
 from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
@@ -158,9 +159,7 @@ def _recover_extras(life: Life, version: int) -> None:
     keeping = keeping_of(life)
     if keeping is not None:
         has_own = logbook_of(life).find(version) is not None
-        data = keeping.recover(version, has_own=has_own)
-        if data is not None:
-            life.records.inherited_extras[version] = data
+        life.records.inherited_extras |= keeping.recover(version, has_own=has_own)
 
 
 def _begin_keeping(life: Life) -> None:
@@ -173,8 +172,10 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     """Keep what is parked, load it from node memory or receive it; send it to who needs it."""
     moves = life.plan.moves
     move = moves.get(life.rank, Move(life.rank))
+    received: Manifest | None = None
     if move.source is not None:
-        is_there = _receive(life, holding, named, life.world_rank_of(move.source))
+        received = _receive(life, holding, named, life.world_rank_of(move.source))
+        is_there = received.is_present
     elif move.snapshot is not None:
         is_there = _load(life, holding, named, version)
     else:
@@ -182,13 +183,12 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     carrier = holding.carrier
     if is_there and carrier is None:
         life.records.version = version
-    found = logbook_of(life).find(version)
-    part = None if found is None else found.parts.get(holding.name)
-    if found is not None and part is not None:
-        is_whole = move.source is None or not found.is_pending
-        holding.load_part(decode_part(part), named, with_values=is_whole)
+    _load_part(life, holding, named, version, received)
+    before = logbook_of(life).values_at(version - 1, holding.name)
     for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
-        exchange.send(holding, named, life.world_rank_of(receiver), version, is_present=is_there)
+        exchange.send(
+            holding, named, life.world_rank_of(receiver), version, before, is_present=is_there
+        )
     if carrier is not None:
         carrier.move(holding.step, moves)
     life.records.version = version
@@ -201,6 +201,28 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     return Restored(version, "memory" if move.snapshot is None else "snapshot")
 
 
+def _load_part(
+    life: Life, holding: Holding, named: Named, version: int, received: Manifest | None
+) -> None:
+    """What is this rank's alone. `received`: the state of another rank is in the objects."""
+    logbook = logbook_of(life)
+    found = logbook.find(version)
+    data = None if found is None else found.parts.get(holding.name)
+    if found is None or data is None:
+        return
+    part = decode_part(data)
+    if found.is_pending and received is not None:
+        values = own_values.settle(
+            f"rank {life.rank}: TrainState {holding.name!r}",
+            part.values,
+            logbook.values_at(version - 1, holding.name),
+            holding.roles.values,
+            received.values_before,
+        )
+        part = replace(part, values=values)
+    holding.load_part(part, named)
+
+
 def _keep(life: Life, holding: Holding, named: Named) -> bool:
     old = life.records.parked.get(holding.name)
     if old is not None:
@@ -208,15 +230,15 @@ def _keep(life: Life, holding: Holding, named: Named) -> bool:
     return old is not None
 
 
-def _receive(life: Life, holding: Holding, named: Named, source: int) -> bool:
+def _receive(life: Life, holding: Holding, named: Named, source: int) -> Manifest:
     old = life.records.parked.get(holding.name)
     if old is not None:
         moving.move(old, holding, named, is_kept=False)
         del life.records.parked[holding.name]
     life.records.version = None  # inconsistent from here until the exchange is complete
-    is_there = exchange.receive(holding, named, source)
+    manifest = exchange.receive(holding, named, source)
     life.supervisor.await_device()
-    return is_there
+    return manifest
 
 
 def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
@@ -234,8 +256,8 @@ def _restore_random(life: Life, version: int) -> None:
     if found is None:
         log.warning(
             "rank %d: no RNG and sampler state of version %d was left by the process that "
-            "died; this rank goes on with those that its script set, so the run may differ from "
-            "one without the fault",
+            "died; this rank goes on with those that its script set, and with the plain values of "
+            "the rank whose state it got, so the run may differ from one without the fault",
             life.rank,
             version,
         )

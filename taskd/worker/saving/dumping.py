@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,18 @@ from taskd.worker.saving import contents
 from taskd.worker.saving.grace import check_grace
 from taskd.worker.saving.stored import StoredSnapshot
 from taskd.worker.saving.stored import find as snapshot_of
-from taskd.worker.state import extras
+from taskd.worker.state import extras, own_values
+from taskd.worker.state.extras import Extras, decode_part, encode_part
 from taskd.worker.state.holding import Holding
+from taskd.worker.state.logbook import logbook_of
 
 log = logging.getLogger(__name__)
 
 
-def _left_by(rank: int, box_path: str, arena_path: str | None, version: int) -> dict[str, Any]:
-    """What was a dead rank's alone.
+def _left_by(
+    life: Life, rank: int, box_path: str, arena_path: str | None, version: int
+) -> dict[str, Any]:
+    """What was a dead rank's alone. `life`: of the one that writes it.
 
     From its black box, as its replacement would find it, or, of an older version, with its
     snapshot.
@@ -49,10 +53,11 @@ def _left_by(rank: int, box_path: str, arena_path: str | None, version: int) -> 
         except BaseException:
             os.close(fd)
             raise
-        data = box.read_extras().get(version)
+        left = box.read_extras()
         box.close()
-        if data is not None:
-            return {contents.name_of_rank(rank): contents.readable(extras.decode(data))}
+        if version in left:
+            found = _completed(life, rank, version, left)
+            return {contents.name_of_rank(rank): contents.readable(found)}
     except (OSError, NativeLibraryError) as error:
         problem = f"its black box cannot be read: {error}"
     if arena_path is not None:
@@ -64,6 +69,26 @@ def _left_by(rank: int, box_path: str, arena_path: str | None, version: int) -> 
         "generators and samplers of rank %d, which is dead, are not saved: %s", rank, problem
     )
     return {}
+
+
+def _completed(life: Life, rank: int, version: int, left: Mapping[int, bytes]) -> Extras:
+    """What it left at `version`, with the plain values of a commit that it did not come to."""
+    found, logbook = extras.decode(left[version]), logbook_of(life)
+    before = extras.decode(left[version - 1]) if version - 1 in left else None
+    parts = {}
+    for state, data in found.parts.items() if found.is_pending else ():
+        part, theirs = decode_part(data), logbook.values_at(version, state)
+        if theirs is None:
+            return found
+        values = own_values.settle(
+            f"rank {rank}: TrainState {state!r}",
+            part.values,
+            None if before is None else before.values_of(state),
+            theirs,
+            logbook.values_at(version - 1, state),
+        )
+        parts[state] = encode_part(values, part.positions, part.buffers, part.world)
+    return Extras(found.random, parts) if parts else found
 
 
 def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:
@@ -88,7 +113,7 @@ def _adopted(rank: int, path: str | None, version: int) -> StoredSnapshot:
 
 
 def _add_what_others_left(
-    order: commands.Dump, rank: int, state: dict[str, Any], own: dict[str, Any]
+    order: commands.Dump, life: Life, state: dict[str, Any], own: dict[str, Any]
 ) -> list[StoredSnapshot]:
     """Put what dead ranks have left, and this one writes for them, into `state` and `own`.
 
@@ -98,10 +123,10 @@ def _add_what_others_left(
     adopted = {
         other: _adopted(other, paths.get(other), order.version)
         for other, writer in order.orphaned
-        if writer == rank
+        if writer == life.world_rank
     }
     for other, path in order.legacies:
-        own.update(_left_by(other, path, paths.get(other), order.version))
+        own.update(_left_by(life, other, path, paths.get(other), order.version))
     for other, stored in adopted.items():
         for name, item in stored.orphans(order.writers, orphaned, other).items():
             before = state.get(name, Pieces())
@@ -183,7 +208,7 @@ class Dumping:
             order.reason,
             states,
         )
-        owners = _add_what_others_left(order, life.world_rank, state, own)
+        owners = _add_what_others_left(order, life, state, own)
         self._draft = draft
         write(draft, life.world_rank, state, own, self._user_files(order.version, is_live=is_live))
         del owners

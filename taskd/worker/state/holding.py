@@ -150,14 +150,10 @@ class Holding:
             read[name] = ctypes.string_at(tensor.data_ptr(), size)
         return read
 
-    def load_part(self, part: Part, named: Named, *, with_values: bool) -> None:
-        """Put the per-rank part into the objects.
-
-        `with_values` False: plain values are left as they are.
-        """
-        if with_values:
-            self.roles.values.clear()
-            self.roles.values.update(part.values)
+    def load_part(self, part: Part, named: Named) -> None:
+        """Put the per-rank part into the objects."""
+        self.roles.values.clear()
+        self.roles.values.update(part.values)
         positions = part.positions
         if part.world != self.world:
             positions = self.positions.of_any_world(positions)

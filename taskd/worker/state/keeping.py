@@ -35,6 +35,7 @@ _WAIT_S = 2.0  # for what must have been sent before the gradients
 _LOOK_S = 0.005
 
 _VERSION = struct.Struct("!Q")  # before the extras; alone: they are as in the frame before
+_SIZE = struct.Struct("!Q")  # of the extras that are handed over, before them and those before
 
 
 class Keeping:
@@ -100,20 +101,21 @@ class Keeping:
 
     # ------------------------------------------------------------------ at the start of an entry
 
-    def recover(self, version: int, *, has_own: bool) -> bytes | None:
-        """Hand over what is kept here, and take back what is missing; None: nothing is known.
+    def recover(self, version: int, *, has_own: bool) -> dict[int, bytes]:
+        """Hand over what is kept here, and take back what is missing.
 
-        `has_own`: this rank knows its extras of `version`.
+        By version: `version`, and the one before if it is known, too. `has_own`: this rank knows
+        its extras of `version`.
         """
         if not dist.is_initialized():
-            return None
+            return {}
         if self._life.active != self._active:
             # what is kept is of ranks that have other numbers now
             self._close()
             self._active, self._kept = self._life.active, {}
         self._hand_over(version)
         receives = self._life.plan.receives(self._life.rank)
-        return self._take_back() if receives and not has_own else None
+        return self._take_back(version) if receives and not has_own else {}
 
     def begin(self) -> None:
         """Connect, once in a generation. All ranks are at this place."""
@@ -148,21 +150,25 @@ class Keeping:
     def _hand_over(self, version: int) -> None:
         """To a ward that was replaced: what belongs to `version`, or that nothing is here."""
         self._close()  # what its ward sent last may not have been read yet
-        kept = self._kept.get(version)
+        kept = [self._kept.get(known, b"") for known in (version, version - 1)]
         # What is newer belongs to steps that are done again.
         self._kept = {known: extras for known, extras in self._kept.items() if known <= version}
         if self._life.plan.receives(self._life.rank_of(self.ward)):
-            c10d._get_default_store().set(self._key(self.ward), kept or b"")
+            given = _SIZE.pack(len(kept[0])) + b"".join(kept)
+            c10d._get_default_store().set(self._key(self.ward), given)
 
-    def _take_back(self) -> bytes | None:
-        """Of this rank, from its keeper; None: it has nothing. Interrupts may be raised."""
+    def _take_back(self, version: int) -> dict[int, bytes]:
+        """Of this rank, from its keeper; empty: it has nothing. Interrupts may be raised."""
         store, key = c10d._get_default_store(), self._key(self._life.world_rank)
         deadline = time.monotonic() + _CONNECT_S
         while not store.check([key]):
             if time.monotonic() >= deadline:
-                return None
+                return {}
             time.sleep(_LOOK_S)
-        return bytes(store.get(key)) or None
+        given = bytes(store.get(key))
+        end = _SIZE.size + _SIZE.unpack_from(given)[0]
+        kept = {version: given[_SIZE.size : end], version - 1: given[end:]}
+        return {known: extras for known, extras in kept.items() if extras}
 
     def _key(self, rank: int) -> str:
         return f"taskd/extras/{self._life.plan.generation}/of/{rank}"

@@ -116,6 +116,11 @@ class Logbook:
         data = self.life.records.inherited_extras.get(version) if found is None else b"".join(found)
         return None if data is None else extras.decode(data)
 
+    def values_at(self, version: int, state: str) -> dict[str, Any] | None:
+        """The plain values that this rank has committed with `version`; None: not known."""
+        found = self.find(version)
+        return None if found is None else found.values_of(state)
+
     def blob(self, version: int) -> tuple[bytes, bytes] | None:
         """What was committed with `version`, for `adopt`."""
         return self._committed.get(version)

@@ -179,6 +179,11 @@ class Samples(torch.utils.data.Dataset):
         return torch.randn(16, generator=generator), torch.randint(4, (1,), generator=generator)[0]
 
 
+def batch(cursor):
+    generator = torch.Generator().manual_seed(cursor)
+    return torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
 def batches(start):
     sampler = [
         (step * dist.get_world_size() + RANK) * 8 % 4096 + i
@@ -261,8 +266,9 @@ def train():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", model.step))
     state = taskd.TrainState(
-        model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY
-    )
+        model=model, optimizer=optimizer, scheduler=scheduler, checkpoint_every=SAVE_EVERY,
+        cursor=10_000 * RANK,  # in the data: each rank has its own
+    )  # fmt: skip
     if ON_DUMP:
         state.on_dump(lambda folder: write_own(folder, model, state.step))
     restored = state.restore()
@@ -276,14 +282,8 @@ def train():
         if ON_SIGTERM == "fork":
             terminate_child()
         here("step", state.step)
-        if source is None:
-            generator = torch.Generator().manual_seed(1000 * state.step + RANK)
-            inputs, labels = (
-                torch.randn(8, 16, generator=generator),
-                torch.randint(4, (8,), generator=generator),
-            )
-        else:
-            inputs, labels = next(source)
+        state.cursor += 1
+        inputs, labels = batch(state.cursor) if source is None else next(source)
 
         def closure(inputs=inputs, labels=labels):
             optimizer.zero_grad()

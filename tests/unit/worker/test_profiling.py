@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from traceback import format_stack
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,10 +33,15 @@ if TYPE_CHECKING:
 LIMIT_S = 30.0
 
 
+def _stacks() -> str:
+    frames = sys._current_frames().items()
+    return "\n".join(f"{thread}:\n{''.join(format_stack(frame))}" for thread, frame in frames)
+
+
 def until(fact, what: str = "") -> None:
     deadline = time.monotonic() + LIMIT_S
     while not fact():
-        assert time.monotonic() < deadline, f"waited in vain for {what or fact}"
+        assert time.monotonic() < deadline, f"waited in vain for {what or fact}\n{_stacks()}"
         time.sleep(0.002)
 
 

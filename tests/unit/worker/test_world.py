@@ -83,7 +83,7 @@ def test_a_position_in_the_data_is_put_back_in_the_same_world_alone(caplog, acti
     assert part.world == ()
     now = _holding(epoch=0)
     now.world = active
-    now.load_part(part, Named(now.roles), with_values=True)
+    now.load_part(part, Named(now.roles))
     assert now.roles.values == {"epoch": 3}
     assert now.roles.positions["generator"].initial_seed() == 9
     assert now.roles.positions["sampler"].at == (0 if active else 5)
