@@ -125,9 +125,7 @@ def test_what_is_a_ranks_alone_comes_back_in_a_step_that_the_others_have_complet
         (record,) = job.recoveries()
         assert (record["version"], record["steps_redone"]) == (21, 0)
         check_recovered(job, finished, reference(STEPS="60"), faults=2, replaced={2, 3})
-        told = "plain values that differ between ranks are as this rank had them before it was"
-        for rank in (2, 3):
-            assert f"rank {rank}: TrainState 'train': {told}" in job.story()
+        assert "what differs between ranks is as" not in job.story()  # nothing of it is lost
 
 
 @pytest.mark.extended

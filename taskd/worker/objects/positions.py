@@ -76,7 +76,8 @@ class Positions:
         self._objects = objects
         self._restored: dict[str, Any] = {}
         # not asked in this entry so far
-        self._waiting = {role for role, value in objects.items() if walks_data(value)}
+        self.walkers = {role for role, value in objects.items() if walks_data(value)}
+        self._waiting = self.walkers
 
     def read(self, *, is_in_step: bool) -> dict[str, Any]:
         """The states as they are now.

@@ -22,6 +22,7 @@ from torch import nn
 from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import shards, units
+from taskd.worker.objects.extra_states import ExtraStates
 from taskd.worker.objects.positions import check_loader, walks_data
 from taskd.worker.objects.scalers import load_scaler
 
@@ -38,7 +39,7 @@ class Roles:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     steppers: dict[str, Any] = field(default_factory=dict)  # optimizers that are not torch's
-    schedulers: dict[str, Any] = field(default_factory=dict)
+    schedulers: dict[str, Any] = field(default_factory=dict)  # and what modules carry as extra
     scalers: dict[str, Any] = field(default_factory=dict)
     # anything else that is the same on every rank
     replicas: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +64,10 @@ class Roles:
         if is_plain(value):
             self.values[role] = value
         elif isinstance(value, nn.Module):
-            self.modules[role] = _checked_module(state_name, role, unwrap(value))
+            module = self.modules[role] = _checked_module(state_name, role, unwrap(value))
+            extra = ExtraStates.of(f"TrainState({state_name!r}): {role}", module, _is_bare)
+            if extra is not None:  # small, and the same on every rank
+                self.schedulers[f"{role}.extra"] = extra
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers[role] = _checked_optimizer(state_name, role, unwrap_optimizer(value))
         elif isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
@@ -207,6 +211,11 @@ def is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
     return False
+
+
+def _is_bare(value: Any) -> bool:
+    """A plain value without tensors."""
+    return is_plain(value) and next(tensors_in(value), None) is None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

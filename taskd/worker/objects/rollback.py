@@ -60,6 +60,10 @@ class Rollback:
         self._still: list[_Buffer] = []  # have not changed so far: only their version is looked at
         # One parameter per optimizer: it tells an update by an optimizer that was not registered.
         self._probes: list[tuple[torch.Tensor, int]] = []
+        # Parameters that no registered optimizer has (average weights): whoever writes them does
+        # so by himself. The sum of their version counters.
+        self._followers: dict[str, list[torch.Tensor]] = {}
+        self._followed: dict[str, int] = {}
         self._scheduler_items = list(roles.schedulers.items())
         self._optimizer_items = list(roles.optimizers.items())
 
@@ -83,8 +87,34 @@ class Rollback:
                     (self._moving if isinstance(part, _silent_kinds()) else self._still).append(
                         buffer
                     )
+        self._followers = self._find_followers()
         self._remember_small()
         self._probes = []  # DDP may still broadcast its first weights into the parameters
+
+    def _find_followers(self) -> dict[str, list[torch.Tensor]]:
+        owned = {
+            id(parameter)
+            for optimizer in self._roles.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        found = {}
+        for role, module in self._roles.modules.items():
+            parameters = [one for one in module.parameters() if not one.is_inference()]
+            if parameters and not any(id(one) in owned for one in parameters):
+                found[role] = parameters
+        return found
+
+    def touched_followers(self) -> list[str]:
+        """The roles of modules without an optimizer that were written since the last commit.
+
+        No copy of them is kept: each stays as it is, with all of its buffers.
+        """
+        return [
+            role
+            for role, parameters in self._followers.items()
+            if sum(parameter._version for parameter in parameters) != self._followed[role]
+        ]
 
     def remember(self) -> None:
         """At commit(): a few microseconds without buffers that change."""
@@ -106,6 +136,8 @@ class Rollback:
             if groups and groups[0]["params"]:
                 parameter = groups[0]["params"][0]
                 self._probes.append((parameter, parameter._version))
+        for role, parameters in self._followers.items():
+            self._followed[role] = sum(parameter._version for parameter in parameters)
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
@@ -193,8 +225,12 @@ class Rollback:
         return problem
 
     def _roll_back_buffers(self) -> str:
-        problem = ""
+        problem, modules = "", self._roles.modules
+        touched = self.touched_followers()
+        kept = {id(part) for role in touched for part in modules[role].modules()}
         for buffer in (*self._moving, *self._still):
+            if id(buffer.module) in kept:
+                continue
             now = buffer.module._buffers.get(buffer.key)
             is_touched = now is not buffer.tensor or (
                 now is not None and now._version != buffer.version

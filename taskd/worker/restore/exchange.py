@@ -15,7 +15,7 @@ within the job's own process group, whose members run the same script.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from taskd.errors import StateError
 from taskd.worker.restore.chunks import receive_bytes, receive_tensors, send_bytes, send_tensors
 from taskd.worker.restore.manifest import Manifest, describe
 from taskd.worker.restore.targets import Targets, misfit
+from taskd.worker.state.own_extras import Told
 from taskd.worker.state.vote import wire_device
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ def send(
     named: Named,
     receiver: int,
     version: int,
-    values_before: dict[str, Any] | None = None,
+    told: Told | None = None,
     *,
     is_present: bool,
 ) -> None:
     """Send this rank's copy to `receiver`.
 
-    `values_before`: its plain values at the version before; None: not known. `is_present` False:
-    this rank has none either (the state is new).
+    `told`: of the extras that it goes with. `is_present` False: this rank has none either (the
+    state is new).
 
     Raises:
         StateError: it does not fit what the receiver built.
@@ -51,7 +52,7 @@ def send(
     manifest = Manifest(version, is_present)
     tensors: list[torch.Tensor] = []
     if is_present:
-        manifest, tensors = describe(holding, named, version, values_before)
+        manifest, tensors = describe(holding, named, version, told or Told())
     try:
         data = pickle.dumps(manifest, 5)
     except (TypeError, AttributeError, pickle.PicklingError) as error:

@@ -9,6 +9,7 @@ import torch
 
 from taskd.worker.objects import shards
 from taskd.worker.objects.roles import parameters_of
+from taskd.worker.state.own_extras import Told
 
 if TYPE_CHECKING:
     from taskd.worker.objects.named import Named
@@ -60,12 +61,12 @@ class Manifest:
     # schedulers, scalers, steppers, replicas: packed state_dicts
     states: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    values_before: dict[str, Any] | None = None  # at the commit before; None: not known
+    told: Told = field(default_factory=Told)  # of the extras that it goes with
     metas: list[Meta] = field(default_factory=list)
 
 
 def describe(
-    holding: Holding, named: Named, version: int, values_before: dict[str, Any] | None
+    holding: Holding, named: Named, version: int, told: Told
 ) -> tuple[Manifest, list[torch.Tensor]]:
     """The manifest of this rank's copy, and the tensors that its slots number."""
     roles = holding.roles
@@ -97,7 +98,7 @@ def describe(
         step=holding.step,
         shard=holding.shard,
         values=dict(roles.values),
-        values_before=values_before,
+        told=told,
         caches=named.caches,
         metas=metas,
     )

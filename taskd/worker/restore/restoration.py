@@ -9,6 +9,7 @@ import json
 import logging
 import pathlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from taskd.worker.restore.manifest import Manifest
 from taskd.worker.saving import stored
 from taskd.worker.saving.periodic import Periodic
 from taskd.worker.saving.snapshots import Snapshots
-from taskd.worker.state import hooks, own_values
+from taskd.worker.state import hooks, own_extras
 from taskd.worker.state.agreement import Agreement
 from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
@@ -183,17 +184,18 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     carrier = holding.carrier
     if is_there and carrier is None:
         life.records.version = version
-    _load_part(life, holding, named, version, received)
-    before = logbook_of(life).values_at(version - 1, holding.name)
-    for receiver in sorted(rank for rank, other in moves.items() if other.source == life.rank):
+    random = _load_part(life, holding, named, version, received)
+    receivers = sorted(rank for rank, other in moves.items() if other.source == life.rank)
+    told = logbook_of(life).tell(version, holding.name) if receivers else None
+    for receiver in receivers:
         exchange.send(
-            holding, named, life.world_rank_of(receiver), version, before, is_present=is_there
+            holding, named, life.world_rank_of(receiver), version, told, is_present=is_there
         )
     if carrier is not None:
         carrier.move(holding.step, moves)
     life.records.version = version
     holding.drop_gradients(named)
-    _restore_random(life, version)
+    _restore_random(life, version, random)
     if not is_there:
         return Restored(None, "nothing")
     if move.source is not None:
@@ -203,24 +205,28 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
 
 def _load_part(
     life: Life, holding: Holding, named: Named, version: int, received: Manifest | None
-) -> None:
-    """What is this rank's alone. `received`: the state of another rank is in the objects."""
+) -> dict[str, Any] | None:
+    """What is this rank's alone. Returns its generators; None: nothing is known.
+
+    `received`: the state of another rank is in the objects.
+    """
     logbook = logbook_of(life)
     found = logbook.find(version)
     data = None if found is None else found.parts.get(holding.name)
     if found is None or data is None:
-        return
-    part = decode_part(data)
+        return None if found is None else found.random
+    part, random = decode_part(data), found.random
     if found.is_pending and received is not None:
-        values = own_values.settle(
-            f"rank {life.rank}: TrainState {holding.name!r}",
-            part.values,
-            logbook.values_at(version - 1, holding.name),
-            holding.roles.values,
-            received.values_before,
-        )
-        part = replace(part, values=values)
+        if received.told.now is None:
+            part = replace(part, values=dict(holding.roles.values))
+        else:
+            who, before = f"rank {life.rank}", logbook.committed(version - 1)
+            walkers = holding.positions.walkers
+            part, random = own_extras.settle(
+                who, holding.name, found, before, received.told, walkers
+            )
     holding.load_part(part, named)
+    return random
 
 
 def _keep(life: Life, holding: Holding, named: Named) -> bool:
@@ -250,10 +256,8 @@ def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
     return is_there
 
 
-def _restore_random(life: Life, version: int) -> None:
-    logbook = logbook_of(life)
-    found = logbook.find(version)
-    if found is None:
+def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> None:
+    if random is None:
         log.warning(
             "rank %d: no RNG and sampler state of version %d was left by the process that "
             "died; this rank goes on with those that its script set, and with the plain values of "
@@ -262,7 +266,7 @@ def _restore_random(life: Life, version: int) -> None:
             version,
         )
         return
-    logbook.randoms.restore(found.random)
+    logbook_of(life).randoms.restore(random)
 
 
 # ---------------------------------------------------------------- what follows

@@ -29,8 +29,8 @@ from taskd.worker.saving import contents
 from taskd.worker.saving.grace import check_grace
 from taskd.worker.saving.stored import StoredSnapshot
 from taskd.worker.saving.stored import find as snapshot_of
-from taskd.worker.state import extras, own_values
-from taskd.worker.state.extras import Extras, decode_part, encode_part
+from taskd.worker.state import extras, own_extras
+from taskd.worker.state.extras import Extras, encode_part
 from taskd.worker.state.holding import Holding
 from taskd.worker.state.logbook import logbook_of
 
@@ -72,23 +72,19 @@ def _left_by(
 
 
 def _completed(life: Life, rank: int, version: int, left: Mapping[int, bytes]) -> Extras:
-    """What it left at `version`, with the plain values of a commit that it did not come to."""
+    """What it left at `version`, as it would be at a commit that it did not come to."""
     found, logbook = extras.decode(left[version]), logbook_of(life)
     before = extras.decode(left[version - 1]) if version - 1 in left else None
-    parts = {}
-    for state, data in found.parts.items() if found.is_pending else ():
-        part, theirs = decode_part(data), logbook.values_at(version, state)
-        if theirs is None:
+    parts, random = {}, found.random
+    for state in found.parts if found.is_pending else ():
+        told, parked = logbook.tell(version, state), life.records.parked.get(state)
+        if told.now is None or parked is None:
             return found
-        values = own_values.settle(
-            f"rank {rank}: TrainState {state!r}",
-            part.values,
-            None if before is None else before.values_of(state),
-            theirs,
-            logbook.values_at(version - 1, state),
+        part, random = own_extras.settle(
+            f"rank {rank}", state, found, before, told, parked.positions.walkers
         )
-        parts[state] = encode_part(values, part.positions, part.buffers, part.world)
-    return Extras(found.random, parts) if parts else found
+        parts[state] = encode_part(part.values, part.positions, part.buffers, part.world)
+    return Extras(random, parts) if parts else found
 
 
 def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:

@@ -27,11 +27,6 @@ class Extras:
     parts: dict[str, bytes]  # TrainState name -> its `Part`, pickled
     is_pending: bool = False
 
-    def values_of(self, state: str) -> dict[str, Any] | None:
-        """The plain values that were committed; None: not known, they may have changed since."""
-        part = None if self.is_pending else self.parts.get(state)
-        return None if part is None else decode_part(part).values
-
 
 @dataclass(frozen=True)
 class Part:

@@ -89,7 +89,7 @@ class Holding:
         self.rollback = Rollback(roles)
         self.positions = Positions(roles.positions)
         self.removers: list[Callable[[], None]] = []  # of the hooks on the objects
-        self._is_large_reported = False
+        self._is_large_reported = self._is_follower_reported = False
 
     @property
     def has_parts(self) -> bool:
@@ -176,6 +176,18 @@ class Holding:
                         torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
                     )
 
+    def check_followers(self) -> None:
+        """Warn, once, of what was changed between a commit and the step that begins now."""
+        touched = [] if self._is_follower_reported else self.rollback.touched_followers()
+        if touched:
+            self._is_follower_reported = True
+            log.warning(
+                "TrainState(%r): %s was changed after commit() and before the next step: a fault "
+                "in between may do that twice, or leave it out. Change it before commit()",
+                self.name,
+                ", ".join(touched),
+            )
+
     # ------------------------------------------------------------ parking
 
     def park(self) -> str:
@@ -189,6 +201,15 @@ class Holding:
             if self.is_half_way
             else self.rollback.roll_back()
         )
+        touched = [] if self.is_half_way or reason else self.rollback.touched_followers()
+        if touched:
+            log.warning(
+                "TrainState(%r): %s was changed since the last commit() and stays so: if the "
+                "script does that again, the run differs from one without the fault. Change it "
+                "before commit()",
+                self.name,
+                ", ".join(touched),
+            )
         for module in self.roles.modules.values():
             reason = reason or shards.problem_of(module)
         self.parked_versions = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskd.worker.state import extras
 from taskd.worker.state.keeping import keeping_of
+from taskd.worker.state.own_extras import Told, changed, table_of
 from taskd.worker.state.randoms import RandomStates
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Logbook:
         # By version: the generators, and the rest as pickled for the box.
         self._committed: dict[int, tuple[bytes, bytes]] = {}
         self._pending: tuple[int, bytes, bytes] | None = None
+        self._before_commit: tuple[int, bytes, bytes] | None = None  # pending, of the last commit
         # Committed and pending: the last parts, and those as pickled. They seldom change.
         self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {
             False: ({}, b""),
@@ -47,6 +49,7 @@ class Logbook:
             self._written[False] = parts, extras.encode(parts, is_pending=False)
         blob = self._written[False][1]
         self._committed[version] = generators, blob
+        self._before_commit = self._pending
         if len(self._committed) > _KEPT:
             del self._committed[min(self._committed)]
         self._write(version, generators, blob, pending=False)
@@ -116,10 +119,19 @@ class Logbook:
         data = self.life.records.inherited_extras.get(version) if found is None else b"".join(found)
         return None if data is None else extras.decode(data)
 
-    def values_at(self, version: int, state: str) -> dict[str, Any] | None:
-        """The plain values that this rank has committed with `version`; None: not known."""
+    def committed(self, version: int) -> Extras | None:
+        """Those that this rank has committed with `version`; None: not known."""
         found = self.find(version)
-        return None if found is None else found.values_of(state)
+        return None if found is None or found.is_pending else found
+
+    def tell(self, version: int, state: str) -> Told:
+        """What a rank that gets this one's copy of `version` must know of its extras."""
+        now = table_of(self.committed(version), state)
+        before, pending = table_of(self.committed(version - 1), state), None
+        if self._before_commit is not None and self._before_commit[0] == version:
+            pending = table_of(extras.decode(b"".join(self._before_commit[1:])), state)
+        is_known = now is not None and pending is not None
+        return Told(now, before, changed(pending or {}, now or {}) if is_known else None)
 
     def blob(self, version: int) -> tuple[bytes, bytes] | None:
         """What was committed with `version`, for `adopt`."""

@@ -44,6 +44,7 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
         life.supervisor.end_update()
     else:
         life.supervisor.await_device()
+        holding.check_followers()
     if snapshots is not None:
         snapshots.wait()
     keeping = keeping_of(life)
