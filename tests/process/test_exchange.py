@@ -117,6 +117,18 @@ def test_values_that_differ_between_ranks_stay_with_their_rank(fault):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victims", [[], [1]])
+def test_a_rank_that_had_no_state_yet_begins_with_its_own(victims):
+    fault = {"version": 0, "victims": victims, "unborn": [1, 2]}
+    results, output = launch_and_read(3, "train", faults=[fault])
+    assert results[2]["restored"] == ["received version 0 from rank 0"]
+    assert [result["cursor"] for result in results] == [8, 1008, 2008]
+    assert [result["spent"] for result in results] == [8, 1008, 2008]
+    assert digests(results) == digests(plain(3))
+    assert "no RNG and sampler state" not in output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
     ["outside", "accumulate", "sgd", "adamw", "late_ddp", "static", "unused", "default_cap"],
@@ -179,6 +191,7 @@ def _make(variant, seed):
             self.norm = nn.BatchNorm1d(32)
             self.drop = nn.Dropout(0.2)
             self.register_buffer("cache", torch.zeros(1), persistent=False)
+            self.register_buffer("updates", torch.zeros(1))
             self.heat = 1.0
 
         def get_extra_state(self):
@@ -298,6 +311,7 @@ class Rank:
 
     def entry(self):
         import torch
+        from job import Stop
         from torch.nn.parallel import DistributedDataParallel
 
         from taskd.worker.train_state import TrainState
@@ -332,7 +346,12 @@ class Rank:
         )
         torch.manual_seed(1000 + self.rank)
         random.seed(7)  # the same on all ranks
+        unborn = self.faults[0].get("unborn") if self.faults else None
+        if unborn and self.rank in unborn:
+            raise Stop  # it has never had a state
         restored = state.restore()
+        if unborn:
+            raise Stop
         if restored.version is not None:
             self.restored.append(str(restored))
         ddp = ddp or DistributedDataParallel(model, **cap)
@@ -370,6 +389,7 @@ class Rank:
         state.spent += 1
         self.schedule.step(random.random())
         ddp.module.heat *= 0.9
+        ddp.module.updates += 1
         state.commit()
         if now:
             raise Stop

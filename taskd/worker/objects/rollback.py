@@ -9,17 +9,18 @@ the forward pass (running statistics). Knows neither black box nor plan.
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any
 
 import torch
 from torch import nn
 
 from taskd.worker import internals
 from taskd.worker.objects import shards
+from taskd.worker.objects.roles import Roles, tensors_in
 from taskd.worker.objects.scalers import read_scaler, write_scaler
 
-if TYPE_CHECKING:
-    from taskd.worker.objects.roles import Roles
+_LOOKED_AT = 32  # tensors of an average, at each commit
 
 
 def _silent_kinds() -> tuple[type[nn.Module], ...]:
@@ -60,9 +61,9 @@ class Rollback:
         self._still: list[_Buffer] = []  # have not changed so far: only their version is looked at
         # One parameter per optimizer: it tells an update by an optimizer that was not registered.
         self._probes: list[tuple[torch.Tensor, int]] = []
-        # Parameters that no registered optimizer has (average weights): whoever writes them does
-        # so by himself. The sum of their version counters.
-        self._followers: dict[str, list[torch.Tensor]] = {}
+        # Average weights: parameters that no registered optimizer has, and objects that hold large
+        # tensors. Whoever writes them does so by himself. The sum of their version counters.
+        self._followers: dict[str, list[weakref.ref[torch.Tensor]]] = {}
         self._followed: dict[str, int] = {}
         self._scheduler_items = list(roles.schedulers.items())
         self._optimizer_items = list(roles.optimizers.items())
@@ -91,30 +92,41 @@ class Rollback:
         self._remember_small()
         self._probes = []  # DDP may still broadcast its first weights into the parameters
 
-    def _find_followers(self) -> dict[str, list[torch.Tensor]]:
+    def _find_followers(self) -> dict[str, list[weakref.ref[torch.Tensor]]]:
         owned = {
             id(parameter)
             for optimizer in self._roles.optimizers.values()
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        found = {}
-        for role, module in self._roles.modules.items():
-            parameters = [one for one in module.parameters() if not one.is_inference()]
-            if parameters and not any(id(one) in owned for one in parameters):
-                found[role] = parameters
-        return found
+        tensors = {
+            role: [] if any(id(one) in owned for one in module.parameters()) else
+            list(module.parameters())
+            for role, module in self._roles.modules.items()
+        }  # fmt: skip
+        for role, replica in self._roles.replicas.items():
+            tensors[role] = list(tensors_in(replica.state_dict()))
+        return {
+            role: [
+                weakref.ref(one)
+                for one in found[:: 1 + len(found) // _LOOKED_AT]
+                if not one.is_inference()
+            ]
+            for role, found in tensors.items()
+            if found
+        }
+
+    def _versions(self, role: str) -> int:
+        """Grows with each write. Copies that a state_dict() made are gone, and do not count."""
+        found = (one() for one in self._followers[role])
+        return sum(tensor._version for tensor in found if tensor is not None)
 
     def touched_followers(self) -> list[str]:
-        """The roles of modules without an optimizer that were written since the last commit.
+        """The roles of averages that were written since the last commit.
 
         No copy of them is kept: each stays as it is, with all of its buffers.
         """
-        return [
-            role
-            for role, parameters in self._followers.items()
-            if sum(parameter._version for parameter in parameters) != self._followed[role]
-        ]
+        return [role for role, before in self._followed.items() if self._versions(role) != before]
 
     def remember(self) -> None:
         """At commit(): a few microseconds without buffers that change."""
@@ -136,8 +148,7 @@ class Rollback:
             if groups and groups[0]["params"]:
                 parameter = groups[0]["params"][0]
                 self._probes.append((parameter, parameter._version))
-        for role, parameters in self._followers.items():
-            self._followed[role] = sum(parameter._version for parameter in parameters)
+        self._followed = {role: self._versions(role) for role in self._followers}
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
@@ -227,7 +238,7 @@ class Rollback:
     def _roll_back_buffers(self) -> str:
         problem, modules = "", self._roles.modules
         touched = self.touched_followers()
-        kept = {id(part) for role in touched for part in modules[role].modules()}
+        kept = {id(part) for role in touched if role in modules for part in modules[role].modules()}
         for buffer in (*self._moving, *self._still):
             if id(buffer.module) in kept:
                 continue

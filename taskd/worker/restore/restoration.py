@@ -174,6 +174,7 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     moves = life.plan.moves
     move = moves.get(life.rank, Move(life.rank))
     received: Manifest | None = None
+    built = dict(holding.roles.values)
     if move.source is not None:
         received = _receive(life, holding, named, life.world_rank_of(move.source))
         is_there = received.is_present
@@ -184,6 +185,8 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     carrier = holding.carrier
     if is_there and carrier is None:
         life.records.version = version
+    if not version and logbook_of(life).find(version) is None:
+        holding.roles.values = built  # nobody has made a step: what the script sets is right
     random = _load_part(life, holding, named, version, received)
     receivers = sorted(rank for rank, other in moves.items() if other.source == life.rank)
     told = logbook_of(life).tell(version, holding.name) if receivers else None
@@ -257,7 +260,9 @@ def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
 
 
 def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> None:
-    if random is None:
+    if random is not None:
+        logbook_of(life).randoms.restore(random)
+    elif version:  # before the first step that is right
         log.warning(
             "rank %d: no RNG and sampler state of version %d was left by the process that "
             "died; this rank goes on with those that its script set, and with the plain values of "
@@ -265,8 +270,6 @@ def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> 
             life.rank,
             version,
         )
-        return
-    logbook_of(life).randoms.restore(random)
 
 
 # ---------------------------------------------------------------- what follows

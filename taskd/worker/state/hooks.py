@@ -104,7 +104,7 @@ class _ForwardEnd(_Hook):
         life = self._life()
         if life is None or self._holding is None or not _trains(module):
             return
-        capture_pending(life, self._holding)
+        capture_pending(life, self._holding, is_forward=True)
         if not life.interrupts.is_held:
             life.mark(Phase.BACKWARD)
 

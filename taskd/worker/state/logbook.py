@@ -34,7 +34,9 @@ class Logbook:
         # By version: the generators, and the rest as pickled for the box.
         self._committed: dict[int, tuple[bytes, bytes]] = {}
         self._pending: tuple[int, bytes, bytes] | None = None
-        self._before_commit: tuple[int, bytes, bytes] | None = None  # pending, of the last commit
+        # At the end of the last forward pass; and of those before the last commit.
+        self._forward: tuple[int, bytes, bytes] | None = None
+        self._before_commit: tuple[int, bytes, bytes] | None = None
         # Committed and pending: the last parts, and those as pickled. They seldom change.
         self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {
             False: ({}, b""),
@@ -49,7 +51,8 @@ class Logbook:
             self._written[False] = parts, extras.encode(parts, is_pending=False)
         blob = self._written[False][1]
         self._committed[version] = generators, blob
-        self._before_commit = self._pending
+        is_followed = self._forward is not None and self._forward[0] == version
+        self._before_commit = self._forward if is_followed else self._pending
         if len(self._committed) > _KEPT:
             del self._committed[min(self._committed)]
         self._write(version, generators, blob, pending=False)
@@ -79,8 +82,10 @@ class Logbook:
         self._committed[version] = generators, blob
         self._write(version, generators, blob, pending=False)
 
-    def write_pending(self, version: int, parts: dict[str, bytes]) -> None:
-        """Within a step.
+    def write_pending(
+        self, version: int, parts: dict[str, bytes], *, is_forward: bool = False
+    ) -> None:
+        """Within a step; `is_forward`: at the end of a forward pass.
 
         What will belong to `version`, should others commit it and this rank not live to do so.
         """
@@ -88,6 +93,8 @@ class Logbook:
         if self._written[True][0] != parts:
             self._written[True] = parts, extras.encode(parts, is_pending=True)
         pending = (version, generators, self._written[True][1])
+        if is_forward:
+            self._forward = pending
         # the optimizer begins, and nothing was drawn since the forward pass
         if self._pending == pending:
             return

@@ -1,12 +1,13 @@
 """The extras of a rank at a commit that it did not live to see.
 
-The others have completed a step in which it was stopped. What was the same on both ranks at the
-commit before (an epoch, a schedule, a generator seeded alike) is taken from the one whose copy it
-gets. What differed is its own: that of another rank means nothing here. Of its own it is known what
-it was at the end of the forward pass, or when the optimizer began; what the script had still to
-change is lost.
+The others have completed a step in which it was stopped. Its own are known as they were at the end
+of the forward pass, or when the optimizer began. What the rank whose copy it gets has not changed
+later than that is right so (a place in the data, running statistics). Of the rest, what was the
+same on both ranks at the commit before (an epoch, a schedule, a generator seeded alike) is taken
+from that one. What differed is its own, and what the script had still to change in it is lost.
 """
 
+import hashlib
 import logging
 import math
 import pickle
@@ -20,7 +21,8 @@ from taskd.worker.state.extras import Extras, Part, decode_part
 
 log = logging.getLogger(__name__)
 
-# By ("values", name), ("positions", role) and ("random", kind of generator).
+# By ("values", name), ("positions", role), ("random", kind of generator), and ("buffers", name):
+# the checksum of a buffer.
 Table = dict[tuple[str, str], Any]
 
 
@@ -28,8 +30,8 @@ Table = dict[tuple[str, str], Any]
 class Told:
     """What another rank tells of its extras.
 
-    `now` at that commit, `before` at the one before, None where they are not known; `late`: what
-    changed in it after its optimizer had begun, None: not known.
+    `now` at that commit, `before` at the one before, None where they are not known; `late`: what it
+    has changed behind its last forward pass, None: not known.
     """
 
     now: Table | None = None
@@ -43,17 +45,23 @@ def table_of(found: Extras | None, state: str) -> Table | None:
     if found is None or data is None:
         return None
     part = decode_part(data)
-    kinds = {"values": part.values, "positions": part.positions, "random": found.random}
+    buffers = {name: hashlib.blake2b(data).digest() for name, data in part.buffers.items()}
+    kinds = {
+        "values": part.values, "positions": part.positions, "random": found.random,
+        "buffers": buffers,
+    }  # fmt: skip
     return {(kind, name): item for kind, items in kinds.items() for name, item in items.items()}
 
 
 def changed(before: Table, now: Table) -> frozenset[tuple[str, str]]:
     """What is not the same in both, or in one only."""
-    return frozenset(
-        key
-        for key in before.keys() | now.keys()
-        if key not in before or key not in now or is_different(before[key], now[key])
-    )
+    return frozenset(key for key in before.keys() | now.keys() if _is_other(key, before, now))
+
+
+def _is_other(key: tuple[str, str], one: Table, other: Table) -> bool:
+    if key not in one or key not in other:
+        return (key in one) != (key in other)
+    return is_different(one[key], other[key])
 
 
 def settle(
@@ -75,12 +83,16 @@ def settle(
         walkers: roles of what walks through data, which was read before the forward pass.
     """
     part, pending = decode_part(found.parts[state]), table_of(found, state) or {}
-    mine, theirs = table_of(before, state) or {}, told.before or {}
-    now = told.now or {}
-    known = pending.keys() & mine.keys() & theirs.keys() & now.keys()
-    known -= {("positions", role) for role in walkers}
-    own = {key for key in known if is_different(mine[key], theirs[key])}
-    lost = own if told.late is None else own & told.late
+    mine, theirs, now = table_of(before, state), told.before, told.now or {}
+    late = {*(pending.keys() & now.keys() if told.late is None else told.late)}
+    late -= {("positions", role) for role in walkers}
+    new = now.keys() - pending.keys()
+    if mine is None or theirs is None:  # of a value theirs is as good as any
+        own, common = set(), {key for key in late & now.keys() if key[0] == "values"}
+    else:
+        own = {key for key in late if _is_other(key, mine, theirs)}
+        common, new = late & now.keys() - own, new - theirs.keys()
+    lost = own & pending.keys()
     if lost:
         log.warning(
             "%s: TrainState %r: what differs between ranks is as this rank had it before it was "
@@ -90,10 +102,11 @@ def settle(
             state,
             ", ".join(sorted(map(_name, lost))),
         )
-    values = {**_of("values", now, now.keys()), **_of("values", pending, own)}
-    positions = {**part.positions, **_of("positions", now, known - own)}
-    random = {**found.random, **_of("random", now, known - own)}
-    return replace(part, values=values, positions=positions), random
+    values = {**part.values, **_of("values", now, common | new)}
+    positions = {**part.positions, **_of("positions", now, common)}
+    random = {**found.random, **_of("random", now, common)}
+    buffers = {name: data for name, data in part.buffers.items() if ("buffers", name) not in common}
+    return replace(part, values=values, positions=positions, buffers=buffers), random
 
 
 def _of(kind: str, table: Table, keys: Collection[tuple[str, str]]) -> dict[str, Any]:

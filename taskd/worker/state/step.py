@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from taskd.worker.state.holding import Holding
 
 
-def capture_pending(life: Life, holding: Holding) -> None:
+def capture_pending(life: Life, holding: Holding, *, is_forward: bool = False) -> None:
     """Write what this rank's extras will be once the present step is committed."""
     records = life.records
     parts = parts_of(records.states)
     parts[holding.name] = holding.encode()
-    logbook_of(life).write_pending((records.version or 0) + 1, parts)
+    logbook = logbook_of(life)
+    logbook.write_pending((records.version or 0) + 1, parts, is_forward=is_forward)
 
 
 def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None:

@@ -107,14 +107,46 @@ def test_all_were_the_same(caplog) -> None:
 
 
 @pytest.mark.parametrize(("before", "theirs_before"), [
-    (None, extras(cursor=5)), (extras(cursor=105), None), (extras(), extras()),
-    (extras(other=1), extras(cursor=5)),
+    (None, extras(cursor=5)), (extras(cursor=105), None),
 ])  # fmt: skip
 def test_of_what_is_not_known_values_are_theirs_and_the_rest_its_own(before, theirs_before) -> None:
     found = extras(cursor=106, schedule=8, random=3, is_pending=True)
     part, random = settled(found, before, told(extras(cursor=6, schedule=9), theirs_before))
     assert (part.values, part.positions) == ({"cursor": 6}, {"schedule": 8})
-    assert random == ({"torch": 3} if None in (before, theirs_before) else {"torch": 1})
+    assert random == {"torch": 3}
+
+
+def test_what_they_have_not_changed_late_is_its_own_however_it_was_before(caplog) -> None:
+    """A sum that begins at zero on all ranks: known from the forward pass on."""
+    found, before = extras(total=5, is_pending=True), extras(total=0)
+    part, _ = settled(found, before, told(extras(total=7), extras(total=0), late=[]))
+    assert part.values == {"total": 5}
+    assert caplog.text == ""
+
+
+def test_a_value_that_only_one_rank_has() -> None:
+    found, before = extras(best=3, is_pending=True), extras(best=2)
+    part, _ = settled(found, before, told(extras(), extras(), late=[]))
+    assert part.values == {"best": 3}
+    other, _ = settled(extras(is_pending=True), extras(), told(found, before, late=["best"]))
+    assert other.values == {}
+
+
+def with_buffers(is_pending=False, **buffers):
+    return Extras({"torch": 1}, {"train": encode_part({}, {}, buffers)}, is_pending)
+
+
+@pytest.mark.parametrize(("mine", "late", "kept"), [
+    (b"same", True, False),  # an average over steps: it has come with the copy
+    (b"same", False, True), (b"other", False, True),  # running statistics of the forward pass
+    (b"other", True, True),
+])  # fmt: skip
+def test_buffers(mine, late, kept) -> None:
+    found, before = with_buffers(is_pending=True, count=b"pending"), with_buffers(count=mine)
+    changed_late = [("buffers", "count")] if late else []
+    theirs = told(with_buffers(count=b"now"), with_buffers(count=b"same"), changed_late)
+    part, _ = settled(found, before, theirs)
+    assert part.buffers == ({"count": b"pending"} if kept else {})
 
 
 def test_what_changed_between_two_moments() -> None:
