@@ -13,7 +13,9 @@ import torch
 
 from taskd.native.black_box import Phase
 from taskd.worker.life import current
+from taskd.worker.objects.shards import is_distributed
 from taskd.worker.state import closures
+from taskd.worker.state.logbook import logbook_of
 from taskd.worker.state.step import begin_update, capture_pending
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def attach(holding: Holding) -> None:
             module.register_forward_pre_hook(_ForwardBegin(holding)).remove,
             module.register_forward_hook(_ForwardEnd(holding)).remove,
         ]
+        holding.removers += _follow_backward(module, holding)
     begin = functools.partial(_begin_step, holding)
     for optimizer in holding.roles.optimizers.values():
         holding.removers.append(optimizer.register_step_pre_hook(begin).remove)
@@ -107,6 +110,26 @@ class _ForwardEnd(_Hook):
         capture_pending(life, self._holding, is_forward=True)
         if not life.interrupts.is_held:
             life.mark(Phase.BACKWARD)
+
+
+def _follow_backward(module: torch.nn.Module, holding: Holding) -> list[Callable[[], None]]:
+    """Of a compiled module nothing is seen of the forward pass: its first gradient tells its end.
+
+    That of one parameter, before all gradients can have reached the other ranks. Returns what
+    undoes it.
+    """
+    trained = [one for one in module.parameters() if one.requires_grad]
+    if not trained or is_distributed(trained[-1]):
+        return []
+    life = current()
+
+    def capture(_: torch.Tensor) -> None:
+        if life is None or life is not current() or torch.compiler.is_compiling():
+            return
+        if not logbook_of(life).has_forward((life.records.version or 0) + 1):
+            capture_pending(life, holding, is_forward=True)
+
+    return [trained[-1].register_post_accumulate_grad_hook(capture).remove]
 
 
 def _trains(module: torch.nn.Module) -> bool:

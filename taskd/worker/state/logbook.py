@@ -51,8 +51,7 @@ class Logbook:
             self._written[False] = parts, extras.encode(parts, is_pending=False)
         blob = self._written[False][1]
         self._committed[version] = generators, blob
-        is_followed = self._forward is not None and self._forward[0] == version
-        self._before_commit = self._forward if is_followed else self._pending
+        self._before_commit = self._forward if self.has_forward(version) else self._pending
         if len(self._committed) > _KEPT:
             del self._committed[min(self._committed)]
         self._write(version, generators, blob, pending=False)
@@ -71,7 +70,7 @@ class Logbook:
         self._committed = {
             known: blob for known, blob in self._committed.items() if known <= version
         }
-        self._pending = None
+        self._pending = self._forward = None
         if found is None:
             self.write_committed(version, parts)
             return
@@ -100,6 +99,10 @@ class Logbook:
             return
         self._pending = pending
         self._write(*pending, pending=True)
+
+    def has_forward(self, version: int) -> bool:
+        """Whether a forward pass of the step of `version` has ended."""
+        return self._forward is not None and self._forward[0] == version
 
     def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
         keeping = keeping_of(self.life)
@@ -154,7 +157,7 @@ class Logbook:
 
     def forget(self) -> None:
         """Everybody starts afresh: what was captured belongs to no version any more."""
-        self._committed, self._pending = {}, None
+        self._committed, self._pending, self._forward = {}, None, None
         self.life.records.inherited_extras = {}
 
 
