@@ -23,6 +23,12 @@ from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.extra_states import ExtraStates
+from taskd.worker.objects.own_state import (
+    OwnState,
+    has_own_state,
+    optimizers_within,
+    unwrap_optimizer,
+)
 from taskd.worker.objects.positions import check_loader, walks_data
 from taskd.worker.objects.scalers import load_scaler
 
@@ -41,7 +47,7 @@ class Roles:
     steppers: dict[str, Any] = field(default_factory=dict)  # optimizers that are not torch's
     schedulers: dict[str, Any] = field(default_factory=dict)  # and what modules carry as extra
     scalers: dict[str, Any] = field(default_factory=dict)
-    # anything else that is the same on every rank
+    # anything else that is the same on every rank, also what optimizers keep beside their memory
     replicas: dict[str, Any] = field(default_factory=dict)
     # per rank: samplers, loaders, generators
     positions: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +63,7 @@ class Roles:
         roles = cls()
         for role, value in objects.items():
             roles._add(state_name, role, value)
+        roles._add_within(state_name)
         roles._check_units(state_name)
         return roles
 
@@ -80,6 +87,23 @@ class Roles:
         else:
             self._kind_of(value)[role] = value
             check_loader(f"TrainState({state_name!r}): {role}", value)
+
+    def _add_within(self, state_name: str) -> None:
+        """What optimizers hold of others, and keep beside, see `taskd.worker.objects.own_state`."""
+        given = dict(self.optimizers)
+        registered = {id(optimizer) for optimizer in given.values()}
+        for role, optimizer in given.items():
+            within = optimizers_within(optimizer)
+            is_own = has_own_state(optimizer)
+            for path, inner in within.items():
+                name = f"{role}.{path}"
+                if is_own and shards.is_zero(inner):
+                    raise StateError(_divided_within(state_name, role, optimizer, name))
+                if id(inner) not in registered:
+                    registered.add(id(inner))
+                    self.optimizers[name] = _checked_optimizer(state_name, name, inner)
+            if is_own:
+                self.replicas[f"{role}.own"] = OwnState(optimizer, [*within.values()])
 
     def _check_units(self, state_name: str) -> None:
         """FSDP1.
@@ -241,28 +265,6 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside those that only pass calls on, as trainers give them to the user.
-
-    One that keeps groups or memory of its own beside what it wraps is none of these.
-    """
-    seen = {id(optimizer)}
-    while True:
-        inner = getattr(optimizer, "optimizer", None)
-        is_same = (
-            isinstance(inner, torch.optim.Optimizer)
-            and id(inner) not in seen
-            and all(
-                getattr(optimizer, name, None) is getattr(inner, name)
-                for name in ("param_groups", "state")
-            )
-        )
-        if not is_same:
-            return optimizer
-        optimizer = inner  # type: ignore[assignment]
-        seen.add(id(inner))
-
-
 def _checked_module(state_name: str, role: str, module: nn.Module) -> nn.Module:
     problem = units.problem_of(module)
     if problem:
@@ -317,6 +319,15 @@ def _checked_optimizer(
         )
         raise StateError(message)
     return optimizer
+
+
+def _divided_within(state_name: str, role: str, optimizer: torch.optim.Optimizer, name: str) -> str:
+    return (
+        f"TrainState({state_name!r}): {role} cannot be carried: {name} is a "
+        f"ZeroRedundancyOptimizer, so that the state_dict of the {type(optimizer).__qualname__} "
+        "around it is on no rank as a whole: give that to the TrainState, and what the other one "
+        "keeps beside it as an object of its own with state_dict() and load_state_dict()"
+    )
 
 
 def _unsupported(state_name: str, role: str, value: Any) -> str:

@@ -15,6 +15,7 @@ import torch
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.named import Named
+from taskd.worker.objects.own_state import OwnState
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.objects.scalers import load_scaler
@@ -51,7 +52,10 @@ def move(old: Holding, new: Holding, named: Named, *, is_kept: bool) -> None:
     for kind in ("steppers", "schedulers", "replicas"):
         before, now = getattr(old.roles, kind), getattr(new.roles, kind)
         for role, value in now.items():
-            if value is not before[role]:
+            is_same = value is before[role] or (
+                isinstance(value, OwnState) and value.is_of_same(before[role])
+            )
+            if not is_same:
                 label = f"TrainState({new.name!r}): {role}"
                 value.load_state_dict(shards.rewrap(before[role].state_dict(), meshes, label))
     for role, scaler in new.roles.scalers.items():

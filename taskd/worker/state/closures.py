@@ -16,6 +16,7 @@ import torch
 
 from taskd.worker.life import current
 from taskd.worker.objects import shards
+from taskd.worker.objects.own_state import Look, optimizers_within
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.state.step import begin_update
 
@@ -48,20 +49,26 @@ class Unwritten:
         No copies for torch's optimizers; others may write past the version counters.
         """
         now = self._look()
-        return now[0] == self._before[0] and all(map(torch.equal, now[1], self._before[1]))
+        return (
+            now[0] == self._before[0]
+            and all(map(torch.equal, now[1], self._before[1]))
+            and (now[2] is None or now[2].is_as(self._before[2]))
+        )
 
-    def _look(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+    def _look(self) -> tuple[list[tuple[int, int]], list[torch.Tensor], Any]:
         parameters = [shards.local(parameter) for parameter in parameters_of(self._optimizer)]
         if self._is_known:
-            return [(id(tensor), tensor._version) for tensor in parameters], []
+            return [(id(tensor), tensor._version) for tensor in parameters], [], None
         versions = [(id(tensor), tensor._version) for tensor in (*parameters, *self._memory())]
-        return versions, [tensor.detach().reshape(-1)[:_SAMPLED].clone() for tensor in parameters]
+        samples = [tensor.detach().reshape(-1)[:_SAMPLED].clone() for tensor in parameters]
+        return versions, samples, Look(self._optimizer)
 
     def _memory(self) -> Iterator[torch.Tensor]:
-        for entries in shards.memory_of(self._optimizer).values():
-            for value in entries.values() if isinstance(entries, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    yield shards.local(value)
+        for optimizer in (self._optimizer, *optimizers_within(self._optimizer).values()):
+            for entries in shards.memory_of(optimizer).values():
+                for value in entries.values() if isinstance(entries, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        yield shards.local(value)
 
 
 class Closure:
