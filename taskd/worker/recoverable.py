@@ -17,6 +17,7 @@ from taskd.errors import Interrupted, StateError
 from taskd.worker.exceptions.text import drop_frames
 from taskd.worker.life import current
 from taskd.worker.process import runtime as runtime_module
+from taskd.worker.process.handlers import Handlers
 from taskd.worker.process.orders import Where
 from taskd.worker.process.runtime import Runtime
 
@@ -114,11 +115,20 @@ def _run_alone(call: Callable[[], Any]) -> Any:
 
 def _run(runtime: Runtime, call: Callable[[], Any]) -> Any:
     """Enter, and enter again, until every rank has returned."""
+    handlers = Handlers(runtime.life.rank)
+    handlers.replace()
+    try:
+        return _run_entries(runtime, call, handlers)
+    finally:
+        handlers.put_back()
+
+
+def _run_entries(runtime: Runtime, call: Callable[[], Any], handlers: Handlers) -> Any:
     from taskd.worker.restore.parking import park_all  # noqa: PLC0415
 
     _rejoin(runtime, version=None, clean=True)
     while True:
-        result, error = _enter(runtime, call)
+        result, error = _enter(runtime, call, handlers)
         parked = park_all(runtime.life, has_returned=error is None)
         if error is None:
             if runtime.gate.await_release(parked.version):
@@ -147,7 +157,9 @@ def _rejoin(runtime: Runtime, **held: Any) -> None:
             return
 
 
-def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _enter(
+    runtime: Runtime, call: Callable[[], Any], handlers: Handlers
+) -> tuple[Any, BaseException | None]:
     """One entry into the user's function: its result, or what ended it.
 
     KeyboardInterrupt passes through; so does SystemExit, unless the job is to be saved first.
@@ -160,25 +172,33 @@ def _enter(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseExceptio
         return None, Interrupted("interrupted before the function was entered")
     runtime.enter()
     # The signal handler raises wherever the main thread is while `in_recoverable` is set: also in
-    # the handlers of the inner try. The outer one makes sure that this cannot leave the loop.
+    # the handlers of the inner try. The outer one makes sure that this cannot leave the loop, nor
+    # can what a handler of the script raises before it is replaced.
     try:
-        outcome = _call(runtime, call)
-    except Interrupted as interrupt:
-        outcome = None, interrupt
+        try:
+            outcome = _call(runtime, call, handlers)
+        finally:
+            handlers.replace()
+    except (Interrupted, Exception) as error:  # noqa: BLE001
+        outcome = None, error
     finally:
         life.interrupts.in_recoverable = False
+    handlers.replace()
     with orders.condition:
         orders.where = Where.WAITING
     life.interrupts.pending = None
     return outcome
 
 
-def _call(runtime: Runtime, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def _call(
+    runtime: Runtime, call: Callable[[], Any], handlers: Handlers
+) -> tuple[Any, BaseException | None]:
     life = runtime.life
     try:
         life.interrupts.in_recoverable = True
         if life.interrupts.pending is not None:  # it came between INSIDE and the line above
             return None, Interrupted(life.interrupts.pending)
+        handlers.put_back()
         result = call()
         if life.saving.periodic is not None:
             life.saving.periodic.wait()

@@ -65,6 +65,7 @@ class Roles:
             roles._add(state_name, role, value)
         roles._add_within(state_name)
         roles._check_units(state_name)
+        shards.prepare_caches()
         return roles
 
     def _add(self, state_name: str, role: str, value: Any) -> None:

@@ -329,16 +329,27 @@ def forget_meshes() -> None:
         internals.attempt("the caches of DTensor", _empty_caches)
 
 
-def _empty_caches() -> None:
+def prepare_caches() -> None:
+    """Import what empties them: when they are emptied there is no time for it."""
+    if "torch.distributed.tensor" in sys.modules:
+        internals.attempt("the caches of DTensor", _owners_of_caches)
+
+
+def _owners_of_caches() -> tuple[Any, Any, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
     from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
 
+    return FakeTensorMode, _redistribute, debug
+
+
+def _empty_caches() -> None:
+    fakes, redistribute, debug = _owners_of_caches()
     # Not under every release of torch. Groups have the same names in every generation, so that
     # most results work all the same. The shapes that results are computed from go with them:
     # each generation would add its own, 160 kB.
     for owner, name in (
         (debug, "_clear_sharding_prop_cache"),
-        (_redistribute._gen_transform_infos, "cache_clear"),
-        (FakeTensorMode, "cache_clear"),
+        (redistribute._gen_transform_infos, "cache_clear"),
+        (fakes, "cache_clear"),
     ):
         getattr(owner, name, lambda: None)()
