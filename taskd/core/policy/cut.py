@@ -66,7 +66,7 @@ class Holder(Protocol):
 class Copy(NamedTuple):
     """What one rank holds. `version` None: nothing.
 
-    `clean` False: inconsistent between optimizer.step() and commit().
+    `clean` False: inconsistent, mostly between optimizer.step() and commit().
 
     Args:
         replaced: the process is new, and `box_versions` are those for which its predecessor's black
@@ -431,10 +431,11 @@ def _left(shard: _Shard) -> str:
 
 
 def _name_inconsistent(ranks: list[int]) -> str:
-    was = "was" if len(ranks) == 1 else "were"
+    """What is known here: why a copy is inconsistent, the rank itself has said."""
+    hold = "holds an inconsistent copy" if len(ranks) == 1 else "hold inconsistent copies"
     return (
-        f"{_ranks(ranks)} {was} between optimizer.step() and commit() (move collectives after "
-        "commit())"
+        f"{_ranks(ranks)} {hold} (mostly: between optimizer.step() and commit(); move collectives "
+        "after commit()): a WARNING of each such rank says why"
     )
 
 

@@ -41,15 +41,16 @@ def test_all_torn_says_which_and_what_to_do() -> None:
     cut = plan_cut([Copy(0, 5, clean=False), Copy(1, None, replaced=True), Copy(3, 5, clean=False)])
     assert isinstance(cut, NoCut)
     assert cut.reason == (
-        "no clean copy of the state is left: ranks 0, 3 were between optimizer.step() and commit()"
-        " (move collectives after commit())"
+        "no clean copy of the state is left: ranks 0, 3 hold inconsistent copies (mostly: "
+        "between optimizer.step() and commit(); move collectives after commit()): a WARNING of "
+        "each such rank says why"
     )
 
 
 def test_one_torn_copy_is_told_in_the_singular() -> None:
     cut = plan_cut([Copy(1, 5, clean=False)])
     assert isinstance(cut, NoCut)
-    assert "rank 1 was between" in cut.reason
+    assert "rank 1 holds an inconsistent copy (mostly" in cut.reason
 
 
 def test_committed_steps_that_nobody_holds_are_not_dropped_in_silence() -> None:
@@ -242,8 +243,8 @@ REASONS = {
         [*fsdp(41, 41, 41), Copy(3, 41, clean=False, shard="3")],
         "no version of the state is complete: shard 3 (rank 3) has no clean live copy and no "
         "snapshot, while the other 3 shards have version 41;"
-        " rank 3 was between optimizer.step() and commit() (move collectives after "
-        "commit()); " + HINT,
+        " rank 3 holds an inconsistent copy (mostly: between optimizer.step() and commit(); move "
+        "collectives after commit()): a WARNING of each such rank says why; " + HINT,
     ),
     "one shard has no snapshot": (
         [*fsdp(43, 43, snapshots=(40, 36)), Copy(2, None, shard="2"),
@@ -263,8 +264,9 @@ REASONS = {
         (
             "no version of the state is complete: shard 1 (rank 1) has no clean live copy and "
             "snapshots of version 7, 5 only, while the other"
-            " shard has version 8; rank 1 was between optimizer.step() and commit() (move "
-            "collectives after commit());"
+            " shard has version 8; rank 1 holds an inconsistent copy (mostly: between "
+            "optimizer.step() and commit(); move collectives after commit()): a WARNING of each "
+            "such rank says why;"
             " TrainState(snapshot_every=k) needs the same k on all ranks"
         ),
     ),
