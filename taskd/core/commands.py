@@ -335,6 +335,13 @@ class ReportNoBuddy(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class ReportNotJoined(Command):
+    """Say which nodes have not registered, although others have, and what follows from that."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndJob(Command):
     """The job is over: the manager leaves with success or failure.
 

@@ -80,28 +80,14 @@ class Executor:
                 self._guarded.write_story()
             case commands.EndJob():
                 self._end(command)
-            case commands.ReportStraggler():
-                log.warning(
-                    "rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms",
-                    command.rank,
-                    1000 * command.own_s,
-                    command.phase,
-                    1000 * command.others_s,
-                )
-            case commands.ReportNoProgress():
-                log.warning(
-                    "the job gets no further: %s. What fails is in recoveries.jsonl, with "
-                    "the tracebacks",
-                    command.text,
-                )
-            case commands.ReportWorld():
-                _say_world(command)
-            case commands.ReportNoBuddy():
-                log.warning(
-                    "no snapshot can be mirrored: all nodes are on one host (%s), which "
-                    "would take its mirrors along. Training goes on",
-                    command.host,
-                )
+            case (
+                commands.ReportStraggler()
+                | commands.ReportNoProgress()
+                | commands.ReportNotJoined()
+                | commands.ReportWorld()
+                | commands.ReportNoBuddy()
+            ):
+                _report(command)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command for a manager")
 
@@ -151,11 +137,35 @@ class Executor:
         )
 
 
-def _say_world(command: commands.ReportWorld) -> None:
-    if command.is_smaller:
-        log.warning("elastic-training: %s", command.text)
-    else:
-        log.info("elastic-training: %s", command.text)
+def _report(command: commands.Command) -> None:
+    """What is only said."""
+    match command:
+        case commands.ReportStraggler():
+            log.warning(
+                "rank %d is slower than the others: %.0f ms per step in %s, they %.0f ms",
+                command.rank,
+                1000 * command.own_s,
+                command.phase,
+                1000 * command.others_s,
+            )
+        case commands.ReportNoProgress():
+            log.warning(
+                "the job gets no further: %s. What fails is in recoveries.jsonl, with "
+                "the tracebacks",
+                command.text,
+            )
+        case commands.ReportNotJoined():
+            log.warning("not all nodes have registered: %s", command.text)
+        case commands.ReportNoBuddy():
+            log.warning(
+                "no snapshot can be mirrored: all nodes are on one host (%s), which "
+                "would take its mirrors along. Training goes on",
+                command.host,
+            )
+        case commands.ReportWorld(is_smaller=True):
+            log.warning("elastic-training: %s", command.text)
+        case commands.ReportWorld():
+            log.info("elastic-training: %s", command.text)
 
 
 def _log_end(command: commands.GiveUp) -> None:

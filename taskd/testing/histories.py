@@ -47,6 +47,7 @@ _GOOD_REASONS = (
     "returned everywhere", "came back", "times:", "in a row", "already left", "already ended well",
     "not known to this manager", "no manager answers", "has been silent", "was cut off",
     "has not come to the next manager", "cannot start anew without node",
+    "was lost before it registered",
 )  # fmt: skip
 _AWAY_S = (0.01, 1.0, 5.0, 40.0, 100.0, 400.0)  # until another host has the place of a lost one
 _UNHEARD_S = (5.0, 25.0, 33.0, 45.0, 100.0)  # nodes are lost after 30 to 33

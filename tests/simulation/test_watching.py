@@ -10,7 +10,7 @@ import pytest
 
 from taskd.core import events as ev
 from taskd.core.job.invariants import check, check_some
-from taskd.core.job.state import Returning
+from taskd.core.job.state import Joining, Returning
 from taskd.core.phase import JobPhase
 from taskd.core.worker_state import WorkerState
 from taskd.testing import FaultScript, SimulatedJob, Trouble, histories, simulation, watching
@@ -104,6 +104,7 @@ BREAKS_OF_ALL: dict[str, tuple[JobPhase, Callable[[JobState], None]]] = {
     "snapshots are on their way": (RUNNING, put(returning=Returning(1, 9.0))),
     "no dump while saving": (RUNNING, put(phase=JobPhase.SAVING)),
     "ranks join": (RUNNING, put(join_by=9.0)),
+    "nodes are asked after": (RUNNING, put(joining=Joining(ask_at=9.0))),
     "a suspect is waited for": (RUNNING, put(suspect_until=9.0)),
     "nobody is suspected": (RUNNING, put(phase=JobPhase.SUSPECTING, suspect_until=9.0)),
     "an exit status is waited for": (RUNNING, put(status_by=9.0)),

@@ -11,7 +11,7 @@ from taskd.core.job.attempts import close_restart
 from taskd.core.job.dump import overdue_writers, proceed_with_status, stop_for_dump
 from taskd.core.job.ending import end_after_release
 from taskd.core.job.membership import LOST_NODE
-from taskd.core.job.nodes import WITHOUT_NODE, lose_node, missing
+from taskd.core.job.nodes import WITHOUT_NODE, lose_node, missing, unregistered
 from taskd.core.job.orders import count_as_lost, kill
 from taskd.core.job.returning import is_under_way, overdue
 from taskd.core.job.settle import FOLLOW_UPS
@@ -96,6 +96,10 @@ OVERDUE = (
     FollowUp(
         "ranks have not joined", {JobPhase.JOINING},
         lambda job: job.is_past(job.join_by), missing, _JOINED,
+    ),
+    FollowUp(
+        "ranks have not joined", {JobPhase.JOINING},
+        lambda job: job.is_past(job.joining.ask_at), unregistered, _JOINED,
     ),
     FollowUp(
         "nobody says how it died", {JobPhase.CONFIRMING},

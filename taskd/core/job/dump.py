@@ -52,7 +52,7 @@ def end_job(
         return []
     job.absent.clear()
     job.returning = None
-    job.join_by = None
+    job.join_by = job.joining.ask_at = None
     records, _ = ([], job.attempt) if job.attempt else next_attempt(job, reason)
     if dump is None:
         is_allowed, obstacle = Strategy.DUMP in job.allowed, _obstacle(job)

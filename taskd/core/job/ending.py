@@ -67,6 +67,6 @@ def may_end_after_release(job: JobState) -> bool:
 def _wait_for_nothing(job: JobState) -> None:
     job.awaited.clear()
     job.absent.clear()
-    job.join_by = job.suspect_until = job.status_by = job.end_by = None
+    job.join_by = job.suspect_until = job.status_by = job.end_by = job.joining.ask_at = None
     job.attempt, job.dump, job.is_recovery_needed = None, None, False
     job.suspects, job.unanswered, job.after_release = [], [], []

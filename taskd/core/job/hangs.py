@@ -8,6 +8,7 @@ from dataclasses import replace
 from taskd.core import commands as do
 from taskd.core.events import AgentHeard, WorkerExamined
 from taskd.core.faults import Fault, FaultKind
+from taskd.core.job.joining import note_marks
 from taskd.core.job.member import Member
 from taskd.core.job.nodes import heard
 from taskd.core.job.orders import count_as_lost, kill
@@ -77,6 +78,8 @@ def heard_elsewhere(job: JobState, event: AgentHeard) -> Commands:
     heard(job, event)
     if event.marks:
         job.hangs.note(job.now, event.marks)
+        if job.phase is JobPhase.JOINING:
+            note_marks(job, event.marks)
     return []
 
 

@@ -48,6 +48,7 @@ def check_whole(job: JobState) -> None:
     assert job.returning is None or (job.phase is JobPhase.PAUSING and job.dump is None)
     assert job.dump is not None or job.phase not in DUMPING
     assert job.join_by is None or job.phase is JobPhase.JOINING
+    assert job.joining.ask_at is None or job.phase is JobPhase.JOINING
     assert (job.suspect_until is None) == (job.phase is not JobPhase.SUSPECTING)
     assert (job.status_by is None) == (job.phase is not JobPhase.CONFIRMING)
     assert (job.end_by is None) == (not job.after_release)

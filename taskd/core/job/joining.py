@@ -2,10 +2,16 @@
 
 Owns the phase JOINING: of a job that begins, and of a manager that was restarted, for which every
 rank is new.
+
+When the first node registers, all have met at torch's rendezvous, and the others are seconds
+behind. One that is not has been lost in between, or goes on as plain torchrun, because its agent
+does not reach this manager: then it trains with the others, and is needed here for a fault alone.
+The others tell which: they commit steps with the second, and none without the first.
 """
 
 from collections.abc import Iterable
 
+from taskd.core import commands as do
 from taskd.core.events import AgentRegistered
 from taskd.core.faults import FaultKind, TimedFault, describe
 from taskd.core.job.absence import may_wait
@@ -14,12 +20,13 @@ from taskd.core.job.dump import end_job
 from taskd.core.job.ending import end
 from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
+from taskd.core.marks import Mark
 from taskd.core.phase import JobPhase
 from taskd.core.policy.ladder import Strategy
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
-_SHOWN_RANKS = 16
+_SHOWN = 16  # ranks or nodes in a text
 
 
 def wait_for_others(job: JobState) -> None:
@@ -45,10 +52,108 @@ def _are_missed(job: JobState) -> bool:
     return job.generation > 0 and any(one.declared and not one.is_done for one in members)
 
 
+def is_needed(job: JobState) -> bool:
+    """Whether those who are here cannot go on, or come to their end, without those who are not."""
+    return _is_broken(job) or _are_missed(job)
+
+
+def _is_broken(job: JobState) -> bool:
+    states = (WorkerState.LOST, WorkerState.PAUSED)
+    return any(member.state in states for member in job.members.values())
+
+
 def defer_faults(job: JobState) -> None:
     """Wait one lease for the ranks that are missing."""
     if job.join_by is None:
         job.join_by, job.is_joining_extended = job.now + job.timeouts.agent_lease_s, False
+
+
+def await_others(job: JobState) -> None:
+    """A node came for the first time, and others have not.
+
+    They may need as long as one waits for a manager that begins, and may be silent for a lease.
+    """
+    joining, limits = job.joining, job.timeouts
+    joining.last_at = job.now
+    joining.ask_at = job.now + limits.fallback_connected_s + limits.agent_lease_s
+
+
+def note_marks(job: JobState, marks: Iterable[Mark]) -> None:
+    """How far the ranks of those who are here have come."""
+    joining = job.joining
+    for mark in marks:
+        if mark.version is not None:
+            first = joining.versions.setdefault(mark.rank, mark.version)
+            joining.have_committed |= mark.version > first
+
+
+def are_not_coming(job: JobState) -> bool:
+    """Whether the nodes that have not registered count as lost nodes from now on.
+
+    As long as a fault waits for them, that decides (`join_by`).
+    """
+    is_asked = job.join_by is None and not _do_without(job)
+    return is_asked and count_missing_as_lost(job)
+
+
+def report_missing(job: JobState, *, are_lost: bool) -> Commands:
+    """Say once who has not registered, and what follows."""
+    if job.joining.is_told:
+        return []
+    job.joining.is_told = True
+    since_s = job.now - job.joining.last_at
+    if _do_without(job):
+        what = "the others commit steps, so they train; their agents do not reach this manager"
+        then = "A fault ends the job unless they register; see what their torchruns say"
+    else:
+        what = f"no other has registered for {since_s:.0f} s, and no step has been committed since"
+        left_s = max(job.joining.last_at + job.timeouts.start_s - job.now, 0.0)
+        then = (
+            "They count as lost"
+            if are_lost
+            else f"If both are still so in {left_s:.0f} s, a job that uses taskd.recoverable is "
+            "given up; see what their torchruns say"
+        )
+    count = job.membership.joined_node_count or 0
+    nodes = [place for place in range(count) if place not in job.membership.nodes]
+    who = f"nodes {_shown(nodes)} of {count} (ranks {_shown(_missing_ranks(job))})"
+    text = f"{who} are missing, {what}. {then}"
+    return [do.ReportNotJoined(job.cause, job.generation, text)]
+
+
+def ask_again(job: JobState) -> Commands:
+    """Nodes have not registered, and do not count as lost: until when they may still come."""
+    joining, limits = job.joining, job.timeouts
+    joining.ask_at, until = None, joining.last_at + limits.start_s
+    if _do_without(job):
+        return []
+    if job.now < until:
+        joining.ask_at = min(job.now + limits.agent_lease_s, until)
+        return []
+    if not job.membership.is_declared:
+        return []  # it commits nothing that could be seen: torch's own timeouts end it
+    reason = (
+        f"ranks {_shown(_missing_ranks(job))} have not registered with this manager within "
+        f"{limits.start_s:g} s of the others, and no step was committed in that time: their nodes "
+        "were lost before that, or their agents do not reach it. See what their torchruns say, "
+        "and start all of them again"
+    )
+    return end_job(job, reason)
+
+
+def _do_without(job: JobState) -> bool:
+    """Whether those who are here train with those who are not, or have done so."""
+    is_over = any(member.is_done for member in job.members.values())
+    return is_over or job.joining.have_committed
+
+
+def _missing_ranks(job: JobState) -> list[int]:
+    return [rank for rank in range(job.membership.world_size or 0) if rank not in job.members]
+
+
+def _shown(numbers: list[int]) -> str:
+    more = len(numbers) - _SHOWN
+    return f"{numbers[:_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def count_missing_as_lost(job: JobState) -> bool:
@@ -88,7 +193,7 @@ def _is_extended(job: JobState) -> bool:
 def complete(job: JobState) -> None:
     """Every rank is known. Faults that waited, and a recovery that was begun before, come first."""
     members = job.membership.ordered()
-    job.phase, job.join_by = JobPhase.RUNNING, None
+    job.phase, job.join_by, job.joining.ask_at = JobPhase.RUNNING, None, None
     if job.membership.told_world[1] and len(members) != job.membership.world_size:
         job.membership.is_reduced = True
         job.told_active = job.membership.active
@@ -114,28 +219,25 @@ def complete(job: JobState) -> None:
 
 def join_overdue(job: JobState) -> Commands:
     """Ranks are missing still, and others cannot go on without them."""
-    if _is_extended(job):
+    if is_needed(job) and _is_extended(job):
         return []
     job.join_by = None
     if not any(node.is_present for node in job.membership.nodes.values()):
         return end(job, succeeded=True, reason="every node that joined succeeded")
     members = job.membership.ordered()
-    is_broken = any(member.state in (WorkerState.LOST, WorkerState.PAUSED) for member in members)
-    if not is_broken and not _are_missed(job):
+    is_broken = _is_broken(job)
+    if not is_needed(job):
         # Some have returned, the others are not here. If all have, then an earlier manager released
         # the others.
         job.unanswered, job.suspects = [], []
         if all(member.is_done for member in members):
-            job.phase = JobPhase.RUNNING
+            job.phase, job.joining.ask_at = JobPhase.RUNNING, None
         return []
     faults = [*job.unanswered, *job.suspects]
     first = min(faults, key=TimedFault.order, default=None)
     what = "a recovery is under way" if is_broken else "an earlier manager knew all ranks"
     what = what if first is None else describe(first.fault)
-    missing = [rank for rank in range(job.membership.world_size or 0) if rank not in job.members]
-    more = len(missing) - _SHOWN_RANKS
-    shown = f"{missing[:_SHOWN_RANKS]}" + (f" and {more} more" if more > 0 else "")
-    reason = f"{what}, and ranks {shown} are not known to this manager"
+    reason = f"{what}, and ranks {_shown(_missing_ranks(job))} are not known to this manager"
     return end_job(job, reason, None if first is None else first.fault)
 
 

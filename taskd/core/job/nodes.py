@@ -13,10 +13,15 @@ from taskd.core.job.dump import end_job, has_lost_writer
 from taskd.core.job.ending import end, end_if_all_left, fail_after_release
 from taskd.core.job.joining import (
     adopt_missing,
+    are_not_coming,
+    ask_again,
+    await_others,
     complete,
     count_missing_as_lost,
+    is_needed,
     join_overdue,
     lose_unreported,
+    report_missing,
     take_over_exceptions,
     wait_for_others,
 )
@@ -97,6 +102,8 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is not JobPhase.JOINING:
         return _catch_up(job, event, missed)
     (complete if job.membership.is_complete else wait_for_others)(job)
+    if known is None and not job.expected and job.phase is JobPhase.JOINING:
+        await_others(job)
     return _lose_missing(job)
 
 
@@ -143,7 +150,7 @@ def lose_node(job: JobState, node_rank: int, outcome: str, how: str) -> Commands
     return _after_goodbye(job)
 
 
-def _lose_missing(job: JobState) -> Commands:
+def _lose_missing(job: JobState, how: str = "has not come to the next manager") -> Commands:
     """Whom an elected manager expects, and nobody has heard of in time, once all others are there.
 
     Until then they may still come.
@@ -153,13 +160,23 @@ def _lose_missing(job: JobState) -> Commands:
     commands: Commands = []
     for node_rank in sorted(job.expected):
         adopt_missing(job, node_rank)
-        commands += lose_node(job, node_rank, LOST_NODE, "has not come to the next manager")
+        commands += lose_node(job, node_rank, LOST_NODE, how)
     return commands
 
 
 def missing(job: JobState) -> Commands:
     """JOINING: nodes have not come in time, and others cannot go on without them."""
-    return _lose_missing(job) if count_missing_as_lost(job) else join_overdue(job)
+    are_lost = is_needed(job) and count_missing_as_lost(job)
+    return _lose_missing(job) if are_lost else join_overdue(job)
+
+
+def unregistered(job: JobState) -> Commands:
+    """JOINING: nodes have not registered, long after the others."""
+    are_lost = are_not_coming(job)
+    said = report_missing(job, are_lost=are_lost)
+    if are_lost:
+        return said + _lose_missing(job, "was lost before it registered with this manager")
+    return said + ask_again(job)
 
 
 def _after_goodbye(job: JobState) -> Commands:

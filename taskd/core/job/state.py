@@ -65,6 +65,17 @@ class Returning:
 
 
 @dataclass(slots=True)
+class Joining:
+    """JOINING: nodes have registered, others have not, see `taskd.core.job.joining`."""
+
+    last_at: float = 0.0  # one came
+    ask_at: float | None = None  # those that have not are asked after; None: not any more
+    is_told: bool = False  # that some are missing has been said
+    versions: dict[int, int] = field(default_factory=dict)  # by rank: the first that was heard of
+    have_committed: bool = False  # ... and later ones since, so that nobody is missing to them
+
+
+@dataclass(slots=True)
 class MeetingPlace:
     """Where the ranks meet, see `taskd.core.job.meeting`."""
 
@@ -114,6 +125,7 @@ class JobState(MachineState):
     # Deadlines of the job as a whole. None: nothing is waited for.
     join_by: float | None = None  # JOINING: every rank must be known
     is_joining_extended: bool = False  # `join_by` is as late as for a lost node
+    joining: Joining = field(default_factory=Joining)
     suspect_until: float | None = None  # SUSPECTING: a suspect counts as the cause from then on
     status_by: float | None = None  # CONFIRMING: the end is decided without the exit status
     end_by: float | None = None  # RELEASED: processes that are still there are given up
@@ -137,7 +149,10 @@ class JobState(MachineState):
         """When something is waited for no longer, leases aside."""
         seen_by = None if self.restarted is None else self.restarted.until
         back_by = self.returning.by if self.returning and self.returning.pending else None
-        whole = self.join_by, self.suspect_until, self.status_by, self.end_by, seen_by, back_by
+        whole = (
+            self.join_by, self.joining.ask_at, self.suspect_until, self.status_by, self.end_by,
+            seen_by, back_by,
+        )  # fmt: skip
         # JOINING: `join_by` is the end of that wait, too
         is_pausing = self.phase is JobPhase.PAUSING
         return self.awaited.next(), self.absent.next() if is_pausing else None, *whole
