@@ -115,6 +115,45 @@ def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
         assert job.agents[0].process.poll() is None, "it waits for the others"
 
 
+@pytest.mark.extended  # decisions: tests/unit/core/test_election.py; test_cut_off.py heals a host
+def test_a_host_that_is_cut_off_with_the_manager_comes_back_with_its_process(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """The others have elected a manager, which knows that node from the roster alone."""
+    with (
+        harness.hosts(tmp_path, 3) as hosts,
+        harness.job(
+            tmp_path / "job",
+            GLOO_SOCKET_IFNAME=INTERFACE,
+            TASKD_RECOVER_STRATEGY="recover",
+            TASKD_MANAGER="auto",
+            TASKD_FAULT_TIMEOUT="6",
+            SLEEP_S="0.05",
+            HOLD_AT="60",
+            STEPS="100",
+        ) as job,
+    ):
+        job.start_manager(host=hosts[0])
+        for node_rank in range(3):
+            job.start_node("train.py", node_rank, 3, hosts[node_rank], nproc=1)
+        for agent in job.agents:
+            agent.wait_text("joined the manager at", LIMIT_S)
+        wait_for_step(job, 8)
+        hosts[0].cut()
+        job.agents[1].wait_text("node 0 is lost, and nobody takes its place yet", LIMIT_S)
+        assert hosts[0].counts()["lost_out"] > 0
+        hosts[0].heal()
+        job.tell()
+        codes = [agent.wait(LIMIT_S).returncode for agent in job.agents]
+        assert codes == [0, 0, 0], job.story()
+        assert job.digests() == reference(nproc=3, STEPS="100")
+        assert [record["strategy"] for record in job.recoveries()] == ["recover"]
+        pids = {(fact["rank"], fact["pid"]) for fact in job.facts("entered")}
+        assert len(pids) == 3, "each rank has the process that it began with"
+        wait_until(job, lambda: not job.leftovers())
+
+
 def _secret(tmp_path: pathlib.Path) -> dict[str, str]:
     assert keys.main(["new", "--out", str(tmp_path / "secret")]) == 0
     return {"TASKD_SECRET_FILE": str(tmp_path / "secret")}

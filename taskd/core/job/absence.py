@@ -18,6 +18,7 @@ from taskd.core.job import elastic, orders
 from taskd.core.job.dump import end_job
 from taskd.core.job.meeting import leave_node, may_leave, place
 from taskd.core.job.member import Member
+from taskd.core.job.membership import Node
 from taskd.core.job.state import JobState
 from taskd.core.phase import TRAINING, JobPhase
 from taskd.core.policy.ladder import Strategy
@@ -61,14 +62,22 @@ def wait_for_node(job: JobState, node_rank: int, how: str) -> None:
     job.unanswered.append(job.timed_fault(fault, job.leases.silence_s(node_rank, job.now)))
 
 
-def come_back(job: JobState, event: ev.AgentRegistered, *, is_same_agent: bool) -> Commands:
-    """An agent has registered in the place of a node that is waited for."""
+def come_back(job: JobState, event: ev.AgentRegistered, former: Node | None) -> Commands:
+    """An agent has registered in the place of a node that is waited for. `former`: who was there.
+
+    Of an adopted one only a bound of the lives of its ranks was known.
+    """
+    is_same_agent = former is not None and former.is_of(event)
+    is_adopted = former is not None and former.is_adopted
     job.absent.discard(event.node_rank)
     # Workers that are to leave their step need the Interrupt; after an Advance it would be late.
     is_early = isinstance(job.last_order, Interrupt)
     commands: Commands = [] if job.last_order is None else [job.last_order]
     for report in sorted(event.workers, key=lambda report: report.rank):
         member = job.members[report.rank]
+        if is_same_agent and is_adopted:
+            member.incarnation = min(member.incarnation, report.incarnation)
+            member.shard = report.shard or member.shard
         if is_same_agent and is_early and _is_alive(member, report):
             _take_back(job, member, report)
         else:

@@ -43,6 +43,20 @@ class Node:
         """Whether commands reach it."""
         return self.outcome is None
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether only an earlier manager has known it; or nobody, as it has never registered."""
+        return not self.agent_incarnation
+
+    def is_of(self, event: AgentRegistered) -> bool:
+        """Whether this agent, which has its workers still, was here before it was missed.
+
+        Of a node that was adopted its name may be known, from the roster; else one that has workers
+        of its own is the one that began with the others.
+        """
+        name = self.agent_incarnation or self.former_agent
+        return name == event.agent_incarnation if name else not event.is_late
+
 
 @dataclass(slots=True)
 class Membership:
@@ -172,7 +186,9 @@ class Membership:
         known = self.nodes.get(event.node_rank)
         if known is None:
             return ""
-        if known.agent_incarnation in ("", event.agent_incarnation):  # "": adopted
+        if known.is_adopted and known.is_of(event):
+            return ""
+        if known.is_adopted or known.agent_incarnation == event.agent_incarnation:
             return known.former_agent
         return known.agent_incarnation if known.outcome == LOST_NODE else ""
 

@@ -91,8 +91,7 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is JobPhase.ENDING:
         return _repeat_order(job)
     if event.node_rank in job.absent:
-        is_same = known is not None and known.agent_incarnation == event.agent_incarnation
-        return come_back(job, event, is_same_agent=is_same)
+        return come_back(job, event, known)
     missed = _compare(job, event) if known is not None else []
     stops = (member for member in job.membership.on_node(event.node_rank) if member.has_stopped)
     job.membership.stopped_early.update(member.rank for member in stops)

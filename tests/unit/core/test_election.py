@@ -204,6 +204,30 @@ class TestTheElectedManager:
         said = job.register(0, agent="another", state="lost", is_late=True)
         assert only(said, do.ReplaceWorker).former_agent == dict(known).get(0, "")
 
+    @pytest.mark.parametrize("generation", [0, 3], ids=["first lives", "after recoveries"])
+    def test_a_node_that_was_only_cut_off_keeps_its_processes(self, generation: int) -> None:
+        """The manager knows it from the roster alone; what its ranks are, it says itself."""
+        job = Job()
+        agents = tuple((node, f"agent {node}") for node in range(3))
+        job.send(ev.ManagerElected, 3, 1, (1, 2), agents)
+        job.register(1, generation=generation), job.register(2, generation=generation)
+        job.now += 3.1
+        (interrupt,) = job.send(ev.Tick)
+        job.pause(1), job.pause(2)
+        assert job.register(0, generation=generation) == [interrupt]
+        assert job.machine.lost_nodes == []
+        resume = only(job.pause(0), do.Resume)
+        assert (resume.version, resume.moves) == (5, ())
+
+    def test_of_what_has_died_there_meanwhile_alone_there_is_another(self) -> None:
+        job = Job()
+        job.send(ev.ManagerElected, 3, 1, (1, 2), ((0, "agent 0"),))
+        job.register(1), job.register(2)
+        job.now += 3.1
+        job.send(ev.Tick)
+        order = only(job.register(0, state="lost"), do.ReplaceWorker)
+        assert (order.rank, order.incarnation, order.former_agent) == (0, 1, "")
+
     @pytest.mark.parametrize("node_rank", [None, 0, 2])
     def test_who_asks_before_the_agents_have_come_is_late(self, node_rank: int | None) -> None:
         """The job runs; and node 0, where the others have met, may be lost with the manager."""

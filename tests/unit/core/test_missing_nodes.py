@@ -133,6 +133,14 @@ def test_it_is_waited_for_as_long_as_any_lost_node() -> None:
     assert "nobody took its place within 270 s (node 2)" in reason
 
 
+def test_it_was_only_slow_and_keeps_its_processes() -> None:
+    job = began(0, 1)
+    interrupt = overdue(job, 0, 1, seconds=41.0)[-1]
+    job.pause(0), job.pause(1)
+    assert job.register(2) == [interrupt]
+    assert only(job.pause(2), do.Resume).moves == ()
+
+
 def test_each_that_registers_gives_the_others_time() -> None:
     job = began(0)
     assert overdue(job, 0, seconds=39.0) == []
