@@ -39,6 +39,11 @@ def signature(error: BaseException) -> str:
     return " from ".join(parts)[:_MAX_CHARS]
 
 
+def is_of_library(file: str) -> bool:
+    """Whether this file is of Python, of a package, or of taskd: not the script's own."""
+    return file.startswith(_LIBRARIES)
+
+
 def _slot(error: BaseException, name: str) -> Any:
     """What the interpreter keeps there, whatever the class of the exception makes of that name."""
     return BaseException.__dict__[name].__get__(error)
@@ -56,7 +61,7 @@ def _type_name(kind: type) -> str:
 
 def _where(trace: TracebackType | None) -> str:
     frames = _frames(trace)
-    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)] or frames
+    own = [frame for frame in frames if not is_of_library(frame[0])] or frames
     shown = own[-_USER_FRAMES:]
     if frames and shown[-1] != frames[-1]:
         shown.append(frames[-1])
