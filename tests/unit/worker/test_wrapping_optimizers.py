@@ -314,3 +314,43 @@ def test_a_divided_memory_within_is_refused(world):
     for text in world.run(wrapped_zero, size=2):
         assert "optimizer.optimizer is a ZeroRedundancyOptimizer" in text
         assert "give that to the TrainState" in text
+
+
+def trained_sharded(member, stop):
+    """On each rank of a World: Lookahead over DTensors; `stop`: the step at which all stop."""
+    from torch.distributed.fsdp import fully_shard
+
+    job, stops = Job(member.rank, member.size), [stop]
+
+    def entry():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        fully_shard(model)
+        optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.05))
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        while state.step < STEPS:
+            if state.step in stops:
+                stops.clear()
+                raise Stop
+            optimizer.zero_grad()
+            (model(torch.ones(1, 4) * (state.step + member.rank)) - 1).square().sum().backward()
+            optimizer.step()
+            state.commit()
+        return b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
+
+    try:
+        job.resume(None)
+        result, report = job.enter(entry)
+        if result is None:
+            member.connect()
+            job.resume(report.version)
+            result, _ = job.enter(entry)
+        return result
+    finally:
+        job.close()
+
+
+@pytest.mark.slow
+def test_the_same_where_the_state_is_sharded(world):
+    assert world.run(trained_sharded, 7, size=2) == world.run(trained_sharded, None, size=2)
