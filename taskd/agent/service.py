@@ -67,6 +67,7 @@ class Outcome:
     kind: str
     reason: str
     faults: tuple[Fault, ...] = ()
+    is_released: bool = False  # all functions had returned
 
 
 class Service:
@@ -472,7 +473,8 @@ class Service:
                 assert isinstance(command.event, events.Event)
                 self._say(command.event)
             case commands.FinishRun():
-                self._outcome = Outcome(command.outcome, command.reason, command.faults)
+                how = (command.outcome, command.reason, command.faults)
+                self._outcome = Outcome(*how, self._machine.is_released)
             case commands.FallBack():
                 self._outcome = Outcome("fallback", command.reason)
             case _:

@@ -204,6 +204,28 @@ class TaskdElasticAgent(LocalElasticAgent):
             return_values={worker.global_rank: None for worker in self._worker_group.workers},
         )
 
+    def failure(self) -> str:
+        """Why the job has failed, although the workers here have not; "": as far as known, not."""
+        if self._worker_group.group_world_size == 1:
+            return ""
+        try:
+            return self._stores.failure(self._worker_group)
+        except (RuntimeError, OSError, ValueError):  # torch has said that the others were not met
+            return ""
+
+    def tell_failure(self, reason: str) -> None:
+        """Nodes that have done their part wait for this one."""
+        if self._worker_group.group_world_size == 1:
+            return
+        try:
+            self._stores.tell_failure(self._worker_group, reason)
+        except (RuntimeError, OSError, ValueError) as error:
+            log.warning(
+                "nodes that have done their part may not hear that the job has failed, and end "
+                "with 0: %s",
+                error,
+            )
+
     def _await_others(self) -> None:
         """As torch's exit barrier, whose store was lost with its node."""
         try:

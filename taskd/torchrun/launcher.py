@@ -60,6 +60,12 @@ class Launcher(Protocol):
     def succeeded(self) -> RunResult:
         """The result when every worker has finished."""
 
+    def failure(self) -> str:
+        """Why the job has failed, although the workers here have not; "": as far as known, not."""
+
+    def tell_failure(self, reason: str) -> None:
+        """Say that to the nodes that wait for this one at the end."""
+
     def failed(self, local_ranks: Iterable[int]) -> RunResult:
         """The result when the job is given up because of these workers."""
 

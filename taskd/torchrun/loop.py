@@ -14,7 +14,7 @@ import taskd
 from taskd import log as log_setup
 from taskd.agent.drain import Drain
 from taskd.agent.link.automatic import AutomaticManager
-from taskd.agent.service import Outcome, Service
+from taskd.agent.service import Service
 from taskd.clock import MonotonicClock
 from taskd.torchrun.host import TorchrunHost
 from taskd.torchrun.settings import manager_place
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EXIT_FAILED = 1  # as torchrun, when a worker has failed
 EXIT_DUMPED = 2  # as MindIO TTP ends a process whose state was saved
 
 
@@ -99,10 +100,12 @@ def _serve(
         return launcher.run_plainly(launcher.worker_group.spec.role)
     host.close()
     if outcome.kind == "succeeded":
-        return launcher.succeeded()
-    _say_at_the_end(settings.job_id, outcome)
+        return _await_others(launcher, host, settings.job_id)
+    _say_at_the_end(settings.job_id, outcome.reason)
     if outcome.kind == "dumped":
         raise SystemExit(EXIT_DUMPED)
+    if outcome.is_released:
+        launcher.tell_failure(outcome.reason)
     return launcher.failed(host.local_ranks({fault.rank for fault in outcome.faults}))
 
 
@@ -115,10 +118,26 @@ def _what_begins_again(host: TorchrunHost) -> str:
     return f" Of {steps} committed steps those begin again that no checkpoint holds."
 
 
-def _say_at_the_end(job_id: str, outcome: Outcome) -> None:
+def _await_others(launcher: Launcher, host: TorchrunHost, job_id: str) -> RunResult:
+    """As torch's loop when the workers of its node have ended well.
+
+    The manager has said goodbye to this node. A process of another one may fail still.
+    """
+    if host.node_count > 1:
+        log.info("node %d has done its part, and waits for the other nodes", host.node_rank)
+    result = launcher.succeeded()
+    reason = launcher.failure()
+    if not reason:
+        return result
+    log.error("node %d has done its part, but the job has failed: %s", host.node_rank, reason)
+    _say_at_the_end(job_id, reason)
+    raise SystemExit(EXIT_FAILED)
+
+
+def _say_at_the_end(job_id: str, reason: str) -> None:
     """Torchrun prints a long report when it fails.
 
     The reason of the whole job is to be the last line.
     """
-    line = log_setup.one_line(f"taskd: job {job_id} has ended: {outcome.reason}")
+    line = log_setup.one_line(f"taskd: job {job_id} has ended: {reason}")
     atexit.register(sys.stderr.write, f"{line}\n")

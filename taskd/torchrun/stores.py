@@ -43,6 +43,11 @@ NOT_ORDERED_S = 2100.0
 _LOOK_S = 0.02
 _SPARE = "spare"
 _LEFT = "taskd/left"  # how many nodes have waited for all others at the end
+_END = "taskd/end"
+# What torch's barrier at the end waits for: `_LAST_MEMBER_CHECKIN` of its utils.store.
+_LAST_MEMBER = "/last_member"
+_TORCHS_END = "torchelastic/agent/terminal_state"
+_KNOWN = "taskd/known"  # how many nodes know that the job has failed at its very end
 _NONE = -1  # no generation: the workers of each have their prefix
 _KEPT = 2  # processes of the start before may not have ended yet on other nodes
 
@@ -128,13 +133,53 @@ class TrainerStores:
         """Wait at the moved store until all nodes do. Its host leaves last. Raises RuntimeError."""
         host, _, port = self.moved_to.rpartition(":")
         store = TCPStore(host.strip("[]"), int(port), is_master=False, timeout=_TIMEOUT)
-        barrier(store, node_count, "taskd/end", timeout_s)
+        barrier(store, node_count, _END, timeout_s)
         store.add(_LEFT, 1)
         clock = MonotonicClock()
         deadline = clock.now() + ORDERED_S
         is_host = self._spare is not None and self._spare.port == int(port)
         while is_host and store.add(_LEFT, 0) < node_count and clock.now() < deadline:
             time.sleep(_LOOK_S)
+
+    def tell_failure(self, group: WorkerGroup, reason: str) -> None:
+        """Those who have done their part wait for this node in vain: they need not, and know why.
+
+        Returns when they do: this node may have the store. Raises RuntimeError.
+        """
+        base = self._last_store(group)
+        base.set(_failure_key(_run(group)), reason)
+        if self.moved_to:
+            base.set(_END + _LAST_MEMBER, "")
+            base.add(_LEFT, 1)  # its host need not wait for this node
+        else:
+            group.store.set(_TORCHS_END + _LAST_MEMBER, "")
+        clock = MonotonicClock()
+        deadline, known = clock.now() + ORDERED_S, base.add(_KNOWN, 1)
+        while known < group.group_world_size and clock.now() < deadline:
+            time.sleep(_LOOK_S)
+            known = base.add(_KNOWN, 0)
+
+    def failure(self, group: WorkerGroup) -> str:
+        """Why the job has failed, although this node has done its part; "": it has not.
+
+        Raises RuntimeError: the store is not there any more.
+        """
+        base, key = self._last_store(group), _failure_key(_run(group))
+        if not base.check([key]):
+            return ""
+        reason: str = base.get(key).decode()
+        base.add(_KNOWN, 1)
+        return reason
+
+    def _last_store(self, group: WorkerGroup) -> Store:
+        """Where nodes wait for each other at the end. Raises RuntimeError."""
+        timeout = timedelta(seconds=ORDERED_S)
+        if self.moved_to:
+            host, _, port = self.moved_to.rpartition(":")
+            return TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout)
+        base = _base(group)
+        base.set_timeout(timeout)
+        return base
 
     def open_last(self, group: WorkerGroup) -> None:
         """Where the workers meet that run already: this node comes late.
@@ -216,6 +261,10 @@ def is_of_spare(base: Store, run_id: str, node_rank: int) -> bool:
     """Whether a spare has taken this place. Whoever had it before is not needed there any more."""
     key = _place_key(run_id, node_rank)
     return bool(base.check([key])) and base.get(key).decode() == _SPARE
+
+
+def _failure_key(run_id: str) -> str:
+    return f"taskd/failed/{run_id}"
 
 
 def _place_key(run_id: str, node_rank: int) -> str:

@@ -246,3 +246,39 @@ def test_what_is_left_is_saved_if_the_node_went_while_no_manager_was_there(
         assert f"was saved in {saved}" in finished.last_line
         assert manager.wait(LIMIT_S).returncode == 1
         assert job.leftovers() == set()
+
+
+@pytest.mark.parametrize("culprit", [2, pytest.param(0, marks=pytest.mark.extended)])
+def test_all_hear_of_a_process_that_fails_when_the_training_is_over(
+    tmp_path: pathlib.Path, culprit: int
+) -> None:
+    """A node that has done its part waits for the other one, and its manager has ended then."""
+    other = 0 if culprit else 1
+    with _job(tmp_path, HOLD_AT="-1", FAULTS=f"{culprit}@40:behind:kill") as job:
+        nodes = TwoNodes(job)
+        finished = [agent.wait(LIMIT_S) for agent in nodes.agents]
+        assert [one.returncode for one in finished] == [1, 1], job.story()
+        why = f"rank {culprit} ended with SIGKILL at step 40 after the training function had"
+        assert f"node {other} has done its part, but the job has failed: {why}" in (
+            finished[other].output
+        )
+        assert why in finished[other].last_line
+        assert "Error waiting on exit barrier" not in finished[other].output
+        assert nodes.manager.wait(LIMIT_S).returncode == 1
+        assert job.leftovers() == set()
+
+
+def test_a_node_that_finds_no_manager_trains_with_the_others(tmp_path: pathlib.Path) -> None:
+    """Nobody takes it for lost, although it never registers."""
+    with _job(tmp_path, TASKD_FAULT_TIMEOUT="3") as job:
+        manager = job.start_manager()
+        options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={job.master_port}"]
+        agents = [
+            job.start_agent("train.py", nproc=2, options=(*options, f"--node-rank={rank}"), **env)
+            for rank, env in enumerate([{}, {"TASKD_MANAGER_ADDR": "127.0.0.1:9"}])
+        ]
+        manager.wait_text("nodes [1] of 2 (ranks [2, 3]) are missing, the others commit", LIMIT_S)
+        job.tell()
+        assert [agent.wait(LIMIT_S).returncode for agent in agents] == [0, 0], job.story()
+        assert manager.wait(LIMIT_S).returncode == 0
+        assert job.recoveries() == []

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd import log as log_module
-from taskd.agent.service import Outcome
 from taskd.config import LogConfig
 from taskd.torchrun import loop
 from testbed.proc import open_files
@@ -64,7 +63,7 @@ def test_nor_can_it_forge_the_last_line_of_torchrun(capsys, monkeypatch) -> None
     last: list[str] = []
     monkeypatch.setattr(atexit, "register", lambda _, line: last.append(line))
     reason = "rank 1 raised ValueError: \x1b[31m\0\na second line"
-    loop._say_at_the_end("job", Outcome("failed", reason))
+    loop._say_at_the_end("job", reason)
     assert last == [
         "taskd: job job has ended: rank 1 raised ValueError: \\x1b[31m\\x00\\na second line\n"
     ]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.utils.store import barrier
 
 from taskd.torchrun.meeting import host_of, note_host
 from taskd.torchrun.stores import TrainerStores
@@ -83,3 +85,39 @@ def test_a_store_in_a_file_is_on_no_node(tmp_path: pathlib.Path) -> None:
     base = dist.FileStore(str(tmp_path / "store"), 1)
     note_host(base, "run", 3)
     assert host_of(base, "run") is None
+
+
+def _done(group: SimpleNamespace) -> None:
+    """As torch's loop waits for the other nodes at the end."""
+    name = api._TERMINAL_STATE_SYNC_ID
+    barrier(group.store, group.group_world_size, name, barrier_timeout=60)
+
+
+def test_who_has_done_its_part_is_told_that_another_node_has_failed(base: dist.TCPStore) -> None:
+    waiting, failing = TrainerStores(), TrainerStores()
+    first, second = group(base, 0), group(base, 1)
+    second.store = dist.PrefixStore("round 0", second.store.underlying_store)
+    assert waiting.failure(first) == ""
+    teller = threading.Thread(target=failing.tell_failure, args=(second, "rank 1 ended"))
+    with pytest.raises(dist.DistStoreError):
+        barrier(first.store, 3, "another", barrier_timeout=0.1)
+    teller.start()
+    _done(first)  # at once, and not after the time of the barrier
+    assert teller.is_alive(), "it may have the store"
+    assert waiting.failure(first) == "rank 1 ended"
+    teller.join(30)
+    assert not teller.is_alive()
+
+
+def test_so_it_is_where_the_first_store_was_lost(base: dist.TCPStore) -> None:
+    waiting, failing = TrainerStores(), TrainerStores()
+    first, second = group(base, 0), group(base, 1)
+    address = waiting.spare(first, "127.0.0.1")
+    for one in (waiting, failing):
+        one.move(address)
+    teller = threading.Thread(target=failing.tell_failure, args=(second, "rank 1 ended"))
+    teller.start()
+    waiting.await_all(2, 60.0)
+    assert waiting.failure(first) == "rank 1 ended"
+    teller.join(30)
+    assert not teller.is_alive()

@@ -267,6 +267,11 @@ class NodeMachine(Machine[NodeState]):
         return self._state.restarts_used
 
     @property
+    def is_released(self) -> bool:
+        """Whether the functions of all ranks of the job have returned."""
+        return self._state.is_released
+
+    @property
     def lives(self) -> Lives:
         """The lives of its workers, to look at."""
         return self._state.lives
