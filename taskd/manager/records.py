@@ -33,7 +33,8 @@ def describe_fault(fault: Fault) -> str:
         where = "at an unknown step" + (", outside of taskd.recoverable" if fault.phase else "")
     else:
         where = f"before its first restore(), {fault.phase}"
-    return f"rank {fault.rank} {fault.kind.value} ({fault.detail}) {where}"
+    how = f" ({fault.detail})" if fault.detail else ""
+    return f"rank {fault.rank} {fault.kind.value}{how} {where}"
 
 
 def join_ranks(ranks: Iterable[int]) -> str:

@@ -120,13 +120,14 @@ class Places:
         """
         limits = getattr(self._inner, "settings", None)
         count = getattr(self._inner, "world_size", None) or getattr(limits, "min_nodes", "?")
-        why = str(error).strip() or f"not all have come in time ({type(error).__name__})."
+        why = str(error).strip() or f"not all have come in time ({type(error).__name__})"
+        first = why.splitlines()[0].rstrip(" .:")
         what, do = f"have not met at {endpoint}", _START_ALL
         if is_again:
             what, do = f"have not met again at {endpoint}", _THEY_HAVE_ENDED
         elif isinstance(error, RendezvousConnectionError) or _UNANSWERED in why:
             do = _NOBODY_LISTENS
-        return f"the nodes of --nnodes={count} {what}: {why.splitlines()[0]} {do}"
+        return f"the nodes of --nnodes={count} {what}: {first}. {do}"
 
     def _stranger(self) -> Electing:
         """Who has promised nothing, and knows of no voters."""

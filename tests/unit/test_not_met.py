@@ -44,4 +44,6 @@ def test_the_others_do_not_come_to_a_restart(places) -> None:
     said = places.not_met("h:1", _MISSING, is_again=True)
     assert said.startswith("the nodes of --nnodes=2 have not met again at h:1: ")
     assert "The others have ended, or are out of reach" in said
+    said = places.not_met("h:1", RendezvousConnectionError("Broken pipe"), is_again=True)
+    assert "h:1: Broken pipe. The others have ended, or" in said
     assert said.endswith(" Start all torchruns again.")

@@ -67,6 +67,12 @@ def test_no_line_says_more_of_a_step_than_is_known(version, phase, where: str) -
     assert describe_fault(fault) == f"rank 1 killed (SIGKILL) {where}"
 
 
+def test_of_a_fault_without_a_detail_none_is_shown() -> None:
+    """Its exit status was not told before the recovery was over."""
+    fault = Fault(FaultKind.LOST, 2, 0, "")
+    assert describe_fault(fault) == "rank 2 lost at an unknown step"
+
+
 def test_a_recovery_leaves_a_line_a_record_and_a_story(
     service, agent, clock, lines, tmp_path
 ) -> None:
