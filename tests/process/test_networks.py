@@ -111,7 +111,8 @@ def test_a_link_that_is_lossy_and_then_cut_costs_no_node(tmp_path: pathlib.Path,
 def test_a_host_that_is_killed_is_named_and_the_job_saved(tmp_path: pathlib.Path) -> None:
     with job_on_hosts(tmp_path, TASKD_RECOVER_STRATEGY="recover-in-place,dump") as (job, hosts):
         assert len(hosts[1].kill()) >= 3, "torchrun, and two ranks at least"
-        before = reached(job)
+        survivors = [fact for fact in job.facts("committed") if fact["rank"] in (0, 1)]
+        before = max(fact["step"] for fact in survivors)  # a lost rank may have one more
         assert before < 100
         reason = check_lost(job, 1, code=2)
         (checkpoint,) = checkpoints(job)

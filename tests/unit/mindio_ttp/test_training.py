@@ -13,6 +13,7 @@ from taskd.core.commands import Move
 from taskd.errors import Interrupted
 from taskd.native.black_box import Phase
 from taskd.worker.restore import exchange
+from taskd.worker.restore.manifest import Manifest
 from tests.unit.mindio_ttp.entries import REGISTER, enter, fail, start, steps
 
 
@@ -45,7 +46,7 @@ def test_each_handler_is_told_of_the_present_recovery_and_of_no_other(job, monke
         register(lambda *_, name=name: told.append(
             (name, ttp.tft_get_repair_type(), ttp.tft_get_repair_step())
         ))  # fmt: skip
-    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    monkeypatch.setattr(exchange, "receive", lambda *_: Manifest(0, is_present=True))
     training = Training(steps(5, then=RuntimeError("UCE ERROR")), [0], {})
     enter(job, training)
     training._func = steps(6, then=Interrupted("a fault"))
@@ -62,7 +63,7 @@ def test_a_replacement_that_receives_makes_it_a_recovery_of_its_kind(job, monkey
     types = []
     ttp.tft_register_rebuild_group_handler(lambda *_: types.append(ttp.tft_get_repair_type()))
     ttp.tft_register_repair_handler(lambda *_: None)
-    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    monkeypatch.setattr(exchange, "receive", lambda *_: Manifest(0, is_present=True))
     training = Training(steps(3, then=Interrupted("a fault")), [0], {})
     for version in (2, 3):
         job.resume(version, {0: Move(0, source=1)})
@@ -324,7 +325,7 @@ def test_a_damage_that_was_reported_is_whole_again_when_all_has_been_received(
     error, report = enter(job, training)
     assert "is not to receive" in str(error)
     assert (report.version, report.clean) == (2, False)
-    monkeypatch.setattr(exchange, "receive", lambda *_: True)
+    monkeypatch.setattr(exchange, "receive", lambda *_: Manifest(0, is_present=True))
     job.life.job_size = job.life.world_size = 1
     job.resume(2, {0: Move(0, source=1)})
     called.clear()
