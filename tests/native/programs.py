@@ -20,7 +20,7 @@ DEADLINE_S = 30.0  # for facts that take milliseconds: a busy machine is not a f
 
 # argv: box fd, life fd (-1: none). Guards itself, says so, then does what the test asks for.
 PRELUDE = """
-import ctypes, os, signal, subprocess, sys, threading
+import ctypes, os, signal, subprocess, sys, threading, time
 from taskd.native.black_box import BlackBox
 from taskd.native.death_alarm import guard
 box = BlackBox.attach(int(sys.argv[1]))

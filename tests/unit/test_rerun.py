@@ -20,7 +20,8 @@ open("starts", "a").write(f"{os.getpid()}\\n")
 start = len(open("starts").readlines())
 def ready(): print("ready", os.getpid(), flush=True)
 """
-WAIT = "ready()\nwhile True: signal.pause()\n"
+# A signal just before a pause() would have its handler called behind that one.
+WAIT = "ready()\nwhile True: time.sleep(0.05)\n"
 
 pytestmark = pytest.mark.slow
 
