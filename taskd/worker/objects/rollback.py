@@ -17,6 +17,7 @@ from torch import nn
 
 from taskd.worker import internals
 from taskd.worker.objects import shards
+from taskd.worker.objects.own_state import OwnState
 from taskd.worker.objects.roles import Roles, tensors_in
 from taskd.worker.objects.scalers import read_scaler, write_scaler
 
@@ -99,13 +100,14 @@ class Rollback:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        tensors = {
-            role: [] if any(id(one) in owned for one in module.parameters()) else
-            list(module.parameters())
-            for role, module in self._roles.modules.items()
-        }  # fmt: skip
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for role, module in self._roles.modules.items():
+            parameters: list[torch.Tensor] = list(module.parameters())
+            if not any(id(one) in owned for one in parameters):
+                tensors[role] = parameters
         for role, replica in self._roles.replicas.items():
-            tensors[role] = list(tensors_in(replica.state_dict()))
+            if not isinstance(replica, OwnState):  # that changes with its optimizer
+                tensors[role] = list(tensors_in(replica.state_dict()))
         return {
             role: [
                 weakref.ref(one)

@@ -134,3 +134,29 @@ def test_also_without_a_fault_and_once(job, caplog) -> None:
 
 def test_averages_that_are_changed_before_it_are_not(job, caplog) -> None:
     assert averaging(job, caplog, is_late=False) == ""
+
+
+class Counting(torch.optim.Adam):
+    """Has more in its state_dict() than torch's."""
+
+    def state_dict(self):
+        return {"torch": super().state_dict(), "count": 1}
+
+
+def test_a_rate_that_is_set_between_two_steps_is_no_average(job, caplog) -> None:
+    """It is a tensor, it is rolled back, and it is in what such an optimizer gives."""
+
+    def entry():
+        model, _ = make()
+        optimizer = Counting(
+            model.parameters(), lr=torch.tensor(0.1), capturable=False, foreach=False
+        )
+        state = TrainState(model=model, optimizer=optimizer)
+        state.restore()
+        while state.step < 3:
+            step(model, optimizer)
+            state.commit()
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    job.enter(entry)
+    assert "was changed" not in caplog.text
