@@ -243,13 +243,13 @@ def test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare(
     tmp_path: pathlib.Path, reference
 ) -> None:
     """It does not start its workers again, to wait for others that never come."""
-    steps = {"STEPS": "600"}
-    env = {"TASKD_RECOVER_STRATEGY": "recover", "HOLD_AT": "590", **steps}
+    env = {"TASKD_RECOVER_STRATEGY": "recover", "HOLD_AT": "50,90"}
     with job_on_hosts(tmp_path, **env) as (job, hosts):
         assert job.manager is not None
         cut_off = job.agents[1]
         spare = job.start_node("train.py", 2, 2, hosts.add(), TASKD_SPARE="1")
         job.manager.wait_text("(1 wait now)", LIMIT_S)
+        job.tell(50)
         hosts[1].cut()
         spare.wait_text("joined the manager at", LIMIT_S)
         wait_until(job, lambda: len(job.recoveries()) == 1)
@@ -264,5 +264,5 @@ def test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare(
         job.tell()
         others = (job.agents[0], spare, again)
         assert [agent.wait(LIMIT_S).returncode for agent in others] == [0] * 3, job.story()
-        assert job.digests() == reference(**steps)
+        assert job.digests() == reference(**STEPS)
         assert [record["strategy"] for record in job.recoveries()] == ["recover"]

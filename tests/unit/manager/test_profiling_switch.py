@@ -103,8 +103,8 @@ def test_a_link_is_followed_as_a_cluster_mounts_files_so(switch, path, tmp_path)
         b'{"Step": 1}',
         b'{"Step": ["on"]}',
         b"\xff\xfe",
-        b"[" * 50_000,
-        b'{"Step": "on"}' + b" " * MAX_FILE_BYTES,
+        pytest.param(b"[" * 50_000, id="deep"),
+        pytest.param(b'{"Step": "on"}' + b" " * MAX_FILE_BYTES, id="long"),
     ],
 )
 def test_what_is_no_switch_changes_nothing_and_is_said_once(

@@ -125,11 +125,12 @@ def ids_of(kind, workers, stops, *, replace=False):
 
     Returns the samples of each committed step, and the sources.
     """
-    job, stops, trained, sources = Job(), list(stops), {}, []
+    job, stops, trained, sources, loaders = Job(), list(stops), {}, [], []
 
     def entry():
         torch.manual_seed(3)
         loader, set_epoch = loader_of(kind, workers)
+        loaders.append(loader)
         state = TrainState(model=nn.Linear(1, 1), loader=loader, epoch=0, done=0)
         sources.append(state.restore().source)
         for epoch in range(state.epoch, EPOCHS):
@@ -154,6 +155,7 @@ def ids_of(kind, workers, stops, *, replace=False):
             version = report.version
             if replace:
                 job.replace()
+                loaders[-1]._iterator = None  # a process that is gone has none that reads for it
             job.resume(version)
     finally:
         job.close()
