@@ -102,7 +102,7 @@ $(TORCH_VENV)/ready:
 		"pyzmq>=25" "msgpack>=1" "pytest<9.2" hypothesis pytest-timeout pytest-xdist
 	@touch $@
 
-test-torch: $(TORCH_VENV)/ready ## 4 minutes on another torch: TORCH_VERSION=2.15.0 (or TORCH=2.15.0)
+test-torch: $(TORCH_VENV)/ready ## 3 to 8 minutes on another torch: TORCH_VERSION=2.15.0 (or TORCH=2.15.0)
 	$(TORCH_VENV)/bin/python setup.py --quiet build_ext --inplace
 	PYTHONPATH=$(CURDIR) $(TORCH_VENV)/bin/python tests/torch_lane.py
 
@@ -115,7 +115,7 @@ $(TENSORFLOW_VENV)/ready: Makefile
 		"pyzmq>=25" "msgpack>=1" "pytest<9.2" hypothesis pytest-timeout pytest-xdist
 	@touch $@
 
-test-tensorflow: $(TENSORFLOW_VENV)/ready ## examples/tensorflow: kills, SIGTERM, damage (3 minutes)
+test-tensorflow: $(TENSORFLOW_VENV)/ready ## examples/tensorflow: kills, SIGTERM, damage (15 minutes)
 	PYTHONPATH=$(CURDIR) TASKD_TEST_TORCH_PYTHON=$(abspath $(wildcard $(PY))) \
 		$(TENSORFLOW_VENV)/bin/python tests/face_lane.py \
 		tensorflow $(firstword $(subst =, ,$(TENSORFLOW))) keras numpy

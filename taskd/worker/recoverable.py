@@ -31,8 +31,8 @@ def recoverable(function: F) -> F:
 
     It returns when the function has returned on every rank, so that a death at the very end can
     still be healed. Nothing is done outside a taskd job. An exception other than
-    `taskd.Interrupted` is retried once on all ranks; if it comes back at the same step, the job
-    ends with its traceback.
+    `taskd.Interrupted` is retried on all ranks. If it comes back at the same step, the process that
+    raised it is replaced; if the new one raises it again, the job ends with its traceback.
 
     Raises:
         TypeError: `function` is none, or a call of it does not run it (`async def`, `yield`).
