@@ -306,9 +306,9 @@ def _may_go_on(job: JobState, dump: EmergencyDump) -> bool:
     """Whether the job starts anew from its dump.
 
     Not if it has to end for a reason of its own: no restart is left, the failure came back, a node
-    is gone or is to go.
+    is gone or is to go, or is one that the job goes on without.
     """
-    has_all_nodes = not job.membership.absent_nodes()
+    has_all_nodes = not (job.membership.absent_nodes() or job.membership.left_out)
     has_reason = dump.is_asked_for or bool(dump.reason)
     return job.restarts_after_dump and has_all_nodes and not has_reason
 

@@ -22,6 +22,7 @@ from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
 _CAME_BACK = "the same exception came back"
+_CANNOT_START = "all processes cannot start anew without node {}"
 _PAUSED = WorkerState.PAUSED
 
 
@@ -126,8 +127,7 @@ def _start_anew(job: JobState, attempt: Attempt, obstacle: str) -> Commands:
     if choice.strategy is Strategy.EXIT:
         return give_up(job, obstacle)
     if job.membership.left_out:
-        anew = f"all processes cannot start anew without node {job.membership.left_out[0]}"
-        return end_job(job, f"{obstacle}, and {anew}")
+        return end_job(job, f"{obstacle}, and {_CANNOT_START.format(job.membership.left_out[0])}")
     attempt.strategy, attempt.reason = choice.strategy, obstacle
     return orders.restart_group(job, obstacle)
 
@@ -177,7 +177,9 @@ def _replace_at_a_loss(
     if isinstance(plan_cut(left, job.membership.committed), Cut):
         how = "what they alone had is taken from an older snapshot"
         return _replace(job, attempt, suspected, f"{_CAME_BACK}: {{}}; {how}")
-    if Strategy.DUMP not in job.allowed and Strategy.RESTART in job.allowed:
+    left_out = job.membership.left_out
+    may_restart = Strategy.DUMP not in job.allowed and Strategy.RESTART in job.allowed
+    if may_restart and not left_out:
         only = "only its process holds its part of the state"
         attempt.strategy = Strategy.RESTART
         attempt.reason = f"{came_back}, and {only}: all are replaced"
@@ -185,6 +187,8 @@ def _replace_at_a_loss(
         return orders.restart_group(job, attempt.reason)
     fault = next(timed.fault for timed in attempt.faults if timed.fault.rank in suspected)
     cannot = "its process cannot be replaced: only it holds its part of the state"
+    if may_restart:
+        cannot += f", and {_CANNOT_START.format(left_out[0])}"
     return end_job(job, f"{came_back}, and {cannot}", fault)
 
 

@@ -329,6 +329,36 @@ class TestAFaultInASmallerWorld:
         dump = only(_pause_rest(job, 9), do.Dump)
         assert (dump.writers, dump.world_size) == ((0, 1, 4), 4)
 
+    def test_its_dump_ends_it_as_all_cannot_start_anew_without_a_node(self, manager) -> None:
+        strategies = "elastic-training,dump"
+        job = _job(manager, per_node=1, strategies=strategies, restarts_after_dump=True)
+        _shrunk(job, 1)
+        _recover_all(job, 8)
+        job.lose(2, FaultKind.KILLED, "SIGKILL", version=8, box=(8,))
+        writers = only(_pause_rest(job, 8), do.Dump).writers
+        assert writers == (0,)
+        generation = job.machine.generation
+        job.worker(ev.WorkerDumped, 0, generation, "written", "")
+        said = job.worker(ev.WorkerDumped, 0, generation, "published", "/saved/dump-8")
+        assert "RestartGroup" not in kinds(said)
+        assert only(said, do.GiveUp).dump == "/saved/dump-8"
+
+    def test_a_broken_process_whose_part_nobody_has_ends_the_job(self, manager) -> None:
+        job = _job(manager, nodes=2, strategies="recover-in-place,elastic-training")
+        for rank in range(4):
+            job.worker(ev.WorkerHolds, rank, f"s{rank % 2}")
+        _shrunk(job, 1)
+        _recover_all(job, 8)
+        job.raise_(0, version=8)
+        assert only(_pause_rest(job, 8), do.Resume).active == (0, 1)
+        job.raise_(0, version=8)
+        said = job.tick() + _pause_rest(job, 8)
+        assert "RestartGroup" not in kinds(said)
+        assert only(said, do.GiveUp).reason.endswith(
+            "only it holds its part of the state, and all processes cannot start anew without "
+            "node 1"
+        )
+
 
 class TestAManagerThatWasStartedAgain:
     def _register(self, job, node: int, active: tuple[int, ...], generation: int = 1):
