@@ -482,18 +482,16 @@ class Service:
                 raise TypeError(message)
 
     def _spawn(self, command: commands.SpawnWorker) -> None:
+        life = (command.rank, command.incarnation)
         try:
             self._host.spawn(
-                command.rank,
-                command.incarnation,
+                *life,
                 generation=command.generation,
                 gated=command.gated,
                 restarts_used=command.restarts_used,
                 former_agent=command.former_agent,
+                start=command.start,
             )
         except OSError as error:  # no descriptors, no memory, no store
-            self._feed(
-                events.WorkerStartFailed(
-                    self._clock.now(), command.cause, command.rank, command.incarnation, str(error)
-                )
-            )
+            now = self._clock.now()
+            self._feed(events.WorkerStartFailed(now, command.cause, *life, str(error)))

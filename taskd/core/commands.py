@@ -367,7 +367,9 @@ class SpawnWorker(Command):
     """Start a process for this incarnation.
 
     `gated`: it takes part in a recovery and waits for `Resume`. `former_agent`: as in
-    `ReplaceWorker`.
+    `ReplaceWorker`. `start`: all start anew in this generation, and this rank has not since; it
+    meets the others at the store of that start, and nothing that its predecessor left is of use.
+    None: it replaces a process.
     """
 
     rank: int
@@ -376,6 +378,7 @@ class SpawnWorker(Command):
     restarts_used: int
     after_reaped: bool = False
     former_agent: str = ""
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class MsrunHost:
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
         former_agent: str = "",  # noqa: ARG002  no node is replaced here
+        start: int | None = None,  # noqa: ARG002  there is no other start
     ) -> None:  # fmt: skip
         """Start a process for this incarnation, together with the others of the node.
 

@@ -247,6 +247,7 @@ class SimulatedAgent:
         self._clock, self._rng = world.clock, world.rng
         self._alarm = Alarm(world.clock, self._tick)
         self._processes: dict[tuple[int, int], SimulatedWorker] = {}
+        self._starts: dict[int, int] = {}  # by rank: of whose store its environment tells
         self._sequence = 0
         self._manager: Newest | None = None
         self._heard_at = 0.0
@@ -258,7 +259,8 @@ class SimulatedAgent:
         network.listen(self.address, self._receive)
         for life in machine.lives.present.values():
             if life.has_process:
-                self._spawn(do.SpawnWorker("start", 0, life.rank, life.incarnation, False, 0))
+                who = (life.rank, life.incarnation)
+                self._spawn(do.SpawnWorker("start", 0, *who, False, 0, start=0))
         world.clock.call_in(self._rng.random() * 0.02, self._beat, is_background=True)
 
     @property
@@ -294,9 +296,13 @@ class SimulatedAgent:
             )
             self._clock.call_in(0.001, lambda: self._come(event))
             return
+        start = self._starts.setdefault(rank, self._world.newest_start)
+        if command.start is not None:
+            start = self._starts[rank] = self._world.newest_start = command.start
         worker = SimulatedWorker(
             self._world,
             command,
+            start,
             lambda event: self._clock.call_in(0.0005, lambda: self._come(event)),
             self._exited,
         )

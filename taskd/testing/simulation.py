@@ -329,6 +329,10 @@ class SimulatedJob:
             stores = {command.store} if command.store else firsts
             assert stores <= hosts, f"resumed at a store of {stores - hosts}, which was replaced"
             world = set(command.active) or self.world.workers.keys()
+            if not command.store:
+                meeting = [one for one in self.world.workers.values() if one.rank in world]
+                starts = {one.rank: one.start for one in meeting if one.is_alive}
+                assert len(set(starts.values())) < 2, f"ranks meet at the stores of {starts}"
             for worker in self.world.workers.values():
                 if worker.rank not in world:
                     continue  # of a node that is out of reach, and the job goes on without it

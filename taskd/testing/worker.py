@@ -38,6 +38,7 @@ class World:
     collective_timeout_s: float = 60.0
     is_declared: bool = True
     is_sharded: bool = False
+    newest_start: int = 0  # of all: who comes late finds its store
     # the newest life of each rank
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)
     _met: dict[tuple[object, ...], "dict[int, tuple[SimulatedWorker, Callable[[], None]]]"] = field(
@@ -91,16 +92,21 @@ class World:
 
 
 class SimulatedWorker:
-    """One life. `report` brings events to the agent; `on_exit(status)` is the kernel."""
+    """One life. `report` brings events to the agent; `on_exit(status)` is the kernel.
+
+    `start`: the generation for whose start the store was opened at which it meets the others.
+    """
 
     def __init__(
         self,
         world: World,
         spawn: do.SpawnWorker,
+        start: int,
         report: Callable[[ev.Event], None],
         on_exit: Callable[["SimulatedWorker", int], None],
     ) -> None:
         self.world, self.rank, self.incarnation = world, spawn.rank, spawn.incarnation
+        self.start = start
         self.generation = self.target = spawn.generation
         self.phase = "boot"
         self.is_alive, self.is_frozen, self.is_released = True, False, False

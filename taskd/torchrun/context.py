@@ -173,20 +173,21 @@ class TaskdContext(PContext):
         env_updates: dict[str, str] | None = None,
         *,
         former_agent: str = "",
+        inherits: bool,
     ) -> LocalWorker:
         """Start the next life of a rank; returns at once, `read` reports.
 
         The former life gets no signal from here.
 
         Its log files are continued, a stale error file is removed, and the new life can read the
-        black box of the former. `former_agent`: whose node memory a rank without a former life may
-        take over.
+        black box of the former if it `inherits`. `former_agent`: whose node memory a rank without a
+        former life may take over.
         """
         self.envs[local_rank].update(env_updates or {})
         with suppress(FileNotFoundError):
             if self.error_files[local_rank] != os.devnull:
                 os.unlink(self.error_files[local_rank])
-        return self._spawn(local_rank, bootstrap, former_agent)
+        return self._spawn(local_rank, bootstrap, former_agent, inherits=inherits)
 
     def signal(self, local_rank: int, incarnation: int, signum: int) -> bool:
         """Signal this life and its process group. False: it is gone, or not there yet."""
@@ -236,13 +237,18 @@ class TaskdContext(PContext):
         self._keep(self.read())
 
     def _spawn(
-        self, local_rank: int, bootstrap: dict[str, Any], former_agent: str = ""
+        self,
+        local_rank: int,
+        bootstrap: dict[str, Any],
+        former_agent: str = "",
+        *,
+        inherits: bool = False,
     ) -> LocalWorker:
         """Raises OSError, and has changed nothing then: no descriptors, no memory."""
         former = self.workers.get(local_rank)
-        previous = former.left if former is not None and bootstrap["gated"] else None
+        previous = former.left if former is not None and inherits else None
         # all start anew, and what was is not to be believed
-        if not bootstrap["gated"] and local_rank in self._arenas:
+        if not inherits and local_rank in self._arenas:
             self._arenas.pop(local_rank).close()
             self._memory.discard(local_rank)
         takes_over = False

@@ -77,18 +77,19 @@ class TorchrunHost:
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
-        former_agent: str = "",
+        former_agent: str = "", start: int | None = None,
     ) -> None:  # fmt: skip
         """Start a process for this incarnation; `Started` or `StartFailed` follows from `read`."""
         self._launcher.generation, self._launcher.restarts_used = generation, restarts_used
         local_rank = self._local_ranks[rank]
         environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts_used)}
-        if not gated:  # all start anew
-            environment |= self._launcher.open_store(generation)
+        if start is not None:
+            environment |= self._launcher.open_store(start)
         bootstrap = self._launcher.bootstrap(local_rank, incarnation, gated=gated)
         self._workers[rank] = self._context.respawn(
-            local_rank, bootstrap, environment, former_agent=former_agent
-        )
+            local_rank, bootstrap, environment, former_agent=former_agent,
+            inherits=start is None,
+        )  # fmt: skip
 
     def signal(self, rank: int, incarnation: int, signal_number: int) -> None:
         """Signal the process group of this incarnation, the present one or a former."""

@@ -96,11 +96,12 @@ class Host(Protocol):
 
     def spawn(
         self, rank: int, incarnation: int, *, generation: int, gated: bool, restarts_used: int,
-        former_agent: str = "",
+        former_agent: str = "", start: int | None = None,
     ) -> None:  # fmt: skip
         """Start a process for this incarnation; `Started` or `StartFailed` follows.
 
-        `former_agent`: whose node memory a rank that this agent has not had may take over.
+        `former_agent`: whose node memory a rank that this agent has not had may take over. `start`:
+        as in `SpawnWorker`.
 
         Raises OSError: no descriptors, no memory, or no store to meet the others at.
         """

@@ -18,6 +18,7 @@ from taskd.core.job.absence import may_wait
 from taskd.core.job.accounting import take_exception
 from taskd.core.job.dump import end_job
 from taskd.core.job.ending import end
+from taskd.core.job.meeting import division
 from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.marks import Mark
@@ -208,7 +209,7 @@ def complete(job: JobState) -> None:
     stopped = {member.rank for member in members if member.state is WorkerState.PAUSED}
     nodes = job.membership.nodes.values()
     generations = {node.generation for node in nodes if node.is_present}
-    if job.unanswered or len(generations) > 1 or stopped - suspected:
+    if job.unanswered or len(generations) > 1 or stopped - suspected or division(job):
         job.is_recovery_needed = True
         return
     job.inherited = []  # all go on already

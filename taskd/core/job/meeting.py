@@ -6,8 +6,11 @@ agent of a job that replaces nodes keeps another store ready, and registers with
 node is lost whose store is used, the next `Resume` or `RestartGroup` names the store of the first
 node that is there, and so do all later ones. Nothing is taken along: keys are prefixed by
 generation.
+
+Each start of all processes has a store of its own, too, so all ranks have to belong to the same.
 """
 
+from taskd.core import commands as do
 from taskd.core import events as ev
 from taskd.core.job.state import JobState
 from taskd.core.phase import JobPhase
@@ -26,9 +29,38 @@ def note_store(job: JobState, event: ev.AgentRegistered) -> None:
         meeting.lost.add(event.node_rank)
 
 
+def note_start(job: JobState, event: ev.AgentRegistered) -> None:
+    """Of which start of all it has heard last. If `RestartGroup` is the newest order it hears it."""
+    meeting = job.meeting
+    meeting.starts.pop(event.node_rank, None)
+    if event.start is not None and not isinstance(job.last_order, do.RestartGroup):
+        meeting.starts[event.node_rank] = event.start
+        meeting.start = max(meeting.start, event.start)
+
+
+def division(job: JobState) -> str | None:
+    """Why the ranks would meet at the stores of two starts of all; None: they would not.
+
+    A node has missed a `RestartGroup`, and its former processes live. Whoever has started anew
+    meanwhile has committed nothing, as that takes all ranks: to start all once more costs no step.
+    """
+    meeting = job.meeting
+    behind = [node_rank for node_rank, start in meeting.starts.items() if start < meeting.start]
+    if not behind:
+        return None
+    return f"node {min(behind)} has missed the restart of all in generation {meeting.start}"
+
+
+def begin_start(job: JobState) -> None:
+    """All are told to start anew in this generation."""
+    job.meeting.start = job.generation
+    job.meeting.starts.clear()
+
+
 def leave_node(job: JobState, node_rank: int) -> None:
     """This node is lost."""
     job.meeting.ready.pop(node_rank, None)
+    job.meeting.starts.pop(node_rank, None)
     job.meeting.lost.add(node_rank)
 
 

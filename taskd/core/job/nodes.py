@@ -25,7 +25,7 @@ from taskd.core.job.joining import (
     take_over_exceptions,
     wait_for_others,
 )
-from taskd.core.job.meeting import note_store
+from taskd.core.job.meeting import division, note_start, note_store
 from taskd.core.job.member import Member
 from taskd.core.job.membership import FELL_BACK, LOST_NODE
 from taskd.core.job.state import JobState
@@ -82,6 +82,7 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.membership.joined_node_count is None:
         job.fit(event.node_count)
     job.membership.register(event)
+    note_start(job, event)
     if job.phase is JobPhase.JOINING:
         take_over_exceptions(job, event)
     job.expected.pop(event.node_rank, None)
@@ -294,6 +295,7 @@ def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) ->
         job.unanswered = []  # nobody is replaced any more
         return [] if has_lost_writer(job) else _repeat_order(job)
     commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
+    job.is_recovery_needed |= job.phase in TRAINING and division(job) is not None
     if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
         commands += returning.repeat(job, event.node_rank)

@@ -104,6 +104,7 @@ def restart_group(job: JobState, reason: str, kept: int = 0) -> Commands:
     returning.end(job)
     job.generation += 1
     job.resumed_generation = job.generation
+    meeting.begin_start(job)
     job.awaited.clear()
     committed = job.membership.committed
     job.attempt.commanded(job.now)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from taskd.core import commands as do
 from taskd.core.faults import FaultKind, TimedFault
-from taskd.core.job import dump, elastic, orders, returning
+from taskd.core.job import dump, elastic, meeting, orders, returning
 from taskd.core.job.accounting import count_fault, warn
 from taskd.core.job.attempts import begin_attempt, close_restart, count_recovered
 from taskd.core.job.ending import end_after_release, may_end_after_release
@@ -59,7 +59,7 @@ def _recover(job: JobState, attempt: Attempt) -> Commands:
     choice = (elastic.planned(job, attempt) if is_planned else None) or choose(
         is_declared=job.membership.is_declared,
         has_survivors=job.membership.has_survivors,
-        no_cut=job.membership.loss,
+        no_cut=job.membership.loss or meeting.division(job),
         lost=ranks,
         absent=gone_nodes,
         bound=bound,

@@ -83,6 +83,8 @@ class MeetingPlace:
     lost: set[int] = field(default_factory=set)  # nodes that are not what they were at first
     moved_to: str = ""  # the address that the newest order named; "": none has
     ready: dict[int, str] = field(default_factory=dict)  # addresses, by node
+    start: int = 0  # generation of the newest start of all, as far as known
+    starts: dict[int, int] = field(default_factory=dict)  # what nodes know, which have told since
 
 
 @dataclass(slots=True, kw_only=True)

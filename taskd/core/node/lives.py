@@ -29,6 +29,7 @@ class Life:
     is_gated: bool = False  # it begins in a recovery, and waits for Resume
     has_process: bool = True  # or is being started; False: reaped, or not asked for yet
     spawn: SpawnWorker | None = None  # held back until the life before is reaped
+    start: int | None = None  # of all: this rank has had no process since
     is_declared: bool = False
     is_entered: bool = False
     has_waited: bool = False  # at the gate, where all others meet it
@@ -276,6 +277,7 @@ class Lives:
             is_gated=spawn.gated,
             has_process=False,
             spawn=spawn,
+            start=spawn.start,
             interrupted=spawn.generation,
             resumed=spawn.generation - spawn.gated,
         )

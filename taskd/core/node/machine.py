@@ -247,7 +247,7 @@ class NodeMachine(Machine[NodeState]):
         state = NodeState(
             timeouts=timeouts, lives=lives, generation=generation, restarts_used=restarts_used,
             wait_for_exit=wait_for_exit, substitute_until=substitute_until,
-            awaited_s=awaited_s,
+            awaited_s=awaited_s, start=generation if has_workers else None,
         )  # fmt: skip
         super().__init__(arguments, state)
         self.node_rank = node_rank
@@ -284,6 +284,7 @@ class NodeMachine(Machine[NodeState]):
             node.lives.reports(now), self._store, node.met_at, self._is_late,
             first_host=self._first_host,
             active=node.active,
+            start=node.start,
         )  # fmt: skip
 
     def next_deadline(self) -> float | None:

@@ -77,7 +77,7 @@ def replace_worker(node: NodeState, command: do.ReplaceWorker) -> Commands:
         if old.has_process and not old.is_examined
     ]
     spawn = _spawn(command, rank, incarnation, gated=True)
-    spawn = replace(spawn, former_agent=command.former_agent)
+    spawn = replace(spawn, former_agent=command.former_agent, start=life.start)
     node.lives.put_successor(life, spawn, node.now + node.timeouts.lost_grace_s)
     return commands if life.is_examined else [*commands, *spawn_after_kill(node, life)]
 
@@ -130,6 +130,7 @@ def restart_group(node: NodeState, command: do.RestartGroup) -> Commands:
     ]
     if not new:
         return []
+    node.start = command.generation
     # before the processes end: other nodes may be sooner to need it
     commands: Commands = [do.OpenStore(command.cause, command.generation)]
     node.lives.spacing.hold_all(node.now + command.delay_s)
@@ -187,7 +188,9 @@ def _spawn(
     command: do.ReplaceWorker | do.RestartGroup, rank: int, incarnation: int, *, gated: bool
 ) -> do.SpawnWorker:
     cause, used = command.cause, command.restarts_used
-    return do.SpawnWorker(cause, command.generation, rank, incarnation, gated, used)
+    start = None if gated else command.generation
+    who = (rank, incarnation, gated, used)
+    return do.SpawnWorker(cause, command.generation, *who, start=start)
 
 
 ORDERS: dict[type[Any], Callable[..., Commands]] = {

@@ -25,7 +25,7 @@ def started(node: NodeState, event: ev.WorkerStarted) -> Commands:
             return []
         is_in_time = known.kill_at is not None  # else it was told to end already, and is late
         return [node.signal(known, SIGTERM if is_stopping and is_in_time else SIGKILL)]
-    life.started = event
+    life.started, life.start = event, None
     if life.state is WorkerState.STARTING and not life.is_gated:
         life.state = WorkerState.RUNNING
     return node.tell(event)

@@ -32,6 +32,7 @@ class NodeState(MachineState):
     is_cut_off: bool = False  # while the manager is away: its host does not answer, either
     substitute_until: float | None = None  # it asks for the place of a lost node, until then
     met_at: str = ""  # the store that the newest order named; "": none has
+    start: int | None = 0  # generation of the newest start of all; None: it came later
     active: tuple[int, ...] = ()  # ranks of which the world consists; (): all of the job
     is_released: bool = False  # every function has returned, the workers may end
     give_up: do.GiveUp | None = None  # STOPPING: the order by which the job ends

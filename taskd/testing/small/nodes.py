@@ -136,9 +136,9 @@ class Nodes:
             case do.SpawnWorker(rank=rank, generation=generation):
                 if draft.workers[rank].phase != "gone":
                     raise Violation(f"two lives of rank {rank} at the same time")
-                draft.workers[rank] = Worker(
-                    command.incarnation, "boot", generation, generation, command.gated
-                )
+                start = draft.workers[rank].start if command.start is None else command.start
+                who = (command.incarnation, "boot", generation, generation, command.gated)
+                draft.workers[rank] = Worker(*who, start=start)
             case do.FinishRun(outcome=outcome):
                 self._leave(draft, node)
                 self._send(draft, "up", node, ev.AgentLeft(0.0, "", node, outcome, ""))
@@ -207,6 +207,9 @@ class Nodes:
                     f"rank {rank} is in {worker.phase} of generation {worker.generation} when all "
                     f"are resumed: {command}"
                 )
+        starts = {worker.start for worker in draft.workers if worker.phase != "gone"}
+        if len(starts) > 1:
+            raise Violation(f"ranks are to meet at the stores of the starts {sorted(starts)}")
 
     # ------------------------------------------------------------------ time
 

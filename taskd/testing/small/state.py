@@ -56,6 +56,7 @@ class Worker(NamedTuple):
     has_entered: bool = False
     is_fresh: bool = False  # resumed, and has not committed since
     is_released: bool = False
+    start: int = 0  # the generation for whose start the store was opened at which it meets others
     orders: tuple[int, ...] = ()  # commands that it has not read yet, by number
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,7 @@ from taskd.agent.spawning.protocol import Started
 from taskd.agent.workers.memory_folder import MemoryFolder
 from taskd.clock import MonotonicClock
 from taskd.torchrun.context import TaskdContext
+from taskd.torchrun.host import TorchrunHost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +39,28 @@ class Slow:
     def read(self) -> list[Reply]:
         replies, self.replies = self.replies, []
         return replies
+
+
+class Launcher:
+    """Of one rank. Each start of all has a store at a port of its own."""
+
+    generation = restarts_used = 0
+    is_substitute = False
+
+    def __init__(self) -> None:
+        worker = SimpleNamespace(global_rank=0, local_rank=0, world_size=1)
+        spec = SimpleNamespace(max_restarts=9)
+        self.worker_group = SimpleNamespace(
+            group_rank=0, group_world_size=1, workers=[worker], spec=spec
+        )
+        self.opened: list[int] = []
+
+    def open_store(self, generation: int) -> dict[str, str]:
+        self.opened.append(generation)
+        return {"MASTER_PORT": str(40000 + generation)}
+
+    def bootstrap(self, _: int, incarnation: int, *, gated: bool) -> dict[str, object]:
+        return {"incarnation": incarnation, "gated": gated}
 
 
 @pytest.fixture
@@ -76,8 +100,8 @@ def context(spawner: Slow) -> Iterator[TaskdContext]:
 def test_a_former_life_that_starts_after_its_successor_was_asked_for(
     sleeper: subprocess.Popen[bytes], context: TaskdContext, spawner: Slow
 ) -> None:
-    context.respawn(0, {"incarnation": 0, "gated": True})
-    context.respawn(0, {"incarnation": 1, "gated": True})
+    context.respawn(0, {"incarnation": 0, "gated": True}, inherits=True)
+    context.respawn(0, {"incarnation": 1, "gated": True}, inherits=True)
     assert not context.signal(0, 0, signal.SIGTERM), "there is no process yet"
     spawner.replies.append(Started(spawner.asked[0].token, sleeper.pid, -1, None))
     ((worker, _),) = context.read()
@@ -92,15 +116,37 @@ def test_what_a_rank_leaves_is_in_the_box_of_the_last_life_that_had_it(
     context: TaskdContext, spawner: Slow
 ) -> None:
     """A life that dies while it begins leaves nothing, and its successor needs what was before."""
-    first = context.respawn(0, {"incarnation": 0, "gated": False})
+    first = context.respawn(0, {"incarnation": 0, "gated": False}, inherits=False)
     for version in (4, 5):
         first.box.write_extras(version, b"generators")
-    lives = [context.respawn(0, {"incarnation": n, "gated": True}) for n in range(1, 9)]
+    lives = [
+        context.respawn(0, {"incarnation": number, "gated": True}, inherits=True)
+        for number in range(1, 9)
+    ]
     assert {life.left.fd for life in lives} == {first.box.fd}
     assert {request.fds["previous"] for request in spawner.asked[1:]} == {first.box.fd}
     lives[-1].box.write_extras(4, b"generators")
     assert lives[-1].left is first.box, "it has taken over one of two versions"
     lives[-1].box.write_extras(5, b"generators")
     assert lives[-1].left is lives[-1].box
-    anew = context.respawn(0, {"incarnation": 9, "gated": False})
+    anew = context.respawn(0, {"incarnation": 9, "gated": True}, inherits=False)
     assert anew.left is anew.box, "all start anew: what was is not to be believed"
+    assert "previous" not in spawner.asked[-1].fds
+
+
+def test_a_start_of_all_that_comes_late_meets_the_others_at_their_store(
+    context: TaskdContext, spawner: Slow
+) -> None:
+    """Another recovery has begun since, so that it waits at the gate."""
+    first = context.respawn(0, {"incarnation": 0, "gated": False}, inherits=False)
+    first.box.write_extras(5, b"generators")
+    launcher = Launcher()
+    host = TorchrunHost(launcher, context)  # type: ignore[arg-type]
+    host.spawn(0, 2, generation=3, gated=True, restarts_used=1, start=2)
+    assert spawner.asked[-1].env["MASTER_PORT"] == "40002"
+    assert spawner.asked[-1].worker["gated"]
+    assert "previous" not in spawner.asked[-1].fds
+    host.spawn(0, 3, generation=3, gated=True, restarts_used=2)
+    assert spawner.asked[-1].env["MASTER_PORT"] == "40002"
+    assert "previous" in spawner.asked[-1].fds
+    assert launcher.opened == [2]

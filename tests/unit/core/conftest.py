@@ -100,6 +100,7 @@ class ManagerDriver:
             generation,
             used,
             reports,
+            start=more.get("start"),
         )
 
     def joined(self, *, declared: bool = True) -> "ManagerDriver":
