@@ -115,6 +115,22 @@ def test_values_that_differ_between_ranks_stay_with_their_rank(fault):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [
+    {"victims": [], "behind": [0, 1]}, {"victims": [1], "behind": [1]},
+])  # fmt: skip
+def test_what_a_rank_got_at_a_fault_is_its_own_at_the_next(first):
+    """Rank 1 is behind, and killed before its next commit; rank 0, its source, may be behind."""
+    faults = [{"version": 3, **first}, {"version": 4, "victims": [1]}]
+    results, output = launch_and_read(3, "train", faults=faults)
+    assert results[1]["restored"][1] == "received version 4 from rank 0"
+    assert digests(results) == digests(plain(3))
+    assert [result["cursor"] for result in results] == [8, 1008, 2008]
+    lost = [1 if rank in first["behind"] else 0 for rank in range(3)]
+    assert [result["spent"] for result in results] == [8 - lost[0], 1008 - lost[1], 2008]
+    assert output.count("as this rank had it before it was") == sum(lost)  # at the first
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [[], [1]])
 def test_a_rank_that_had_no_state_yet_begins_with_its_own(victims):
     fault = {"version": 0, "victims": victims, "unborn": [1, 2]}

@@ -219,11 +219,11 @@ def _load_part(
     if found is None or data is None:
         return None if found is None else found.random
     part, random = decode_part(data), found.random
-    if found.is_pending and received is not None:
+    if holding.name in found.pending and received is not None:
         if received.told.now is None:
             part = replace(part, values=dict(holding.roles.values))
         else:
-            who, before = f"rank {life.rank}", logbook.committed(version - 1)
+            who, before = f"rank {life.rank}", logbook.committed(version - 1, holding.name)
             walkers = holding.positions.walkers
             part, random = own_extras.settle(
                 who, holding.name, found, before, received.told, walkers

@@ -161,11 +161,11 @@ def readable(found: Extras, loads: Callable[[bytes], Any] = pickle.loads) -> dic
     parts = {name: decode_part(part, loads) for name, part in found.parts.items()}
     positions = {name: _savable(name, part.positions) for name, part in parts.items()}
     # else they may have changed since
-    values = (
-        {}
-        if found.is_pending
-        else {name: _savable(name, part.values) for name, part in parts.items()}
-    )
+    values = {
+        name: _savable(name, part.values)
+        for name, part in parts.items()
+        if name not in found.pending
+    }
     return {
         "random": found.random,
         "positions": positions,

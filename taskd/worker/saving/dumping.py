@@ -76,15 +76,15 @@ def _completed(life: Life, rank: int, version: int, left: Mapping[int, bytes]) -
     found, logbook = extras.decode(left[version]), logbook_of(life)
     before = extras.decode(left[version - 1]) if version - 1 in left else None
     parts, random = {}, found.random
-    for state in found.parts if found.is_pending else ():
+    for state in sorted(found.pending):
         told, parked = logbook.tell(version, state), life.records.parked.get(state)
         if told.now is None or parked is None:
-            return found
+            continue
         part, random = own_extras.settle(
             f"rank {rank}", state, found, before, told, parked.positions.walkers
         )
         parts[state] = encode_part(part.values, part.positions, part.buffers, part.world)
-    return Extras(random, parts) if parts else found
+    return Extras(random, {**found.parts, **parts}, found.pending - parts.keys())
 
 
 def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:

@@ -10,7 +10,7 @@ box is an unnamed file that only the agent and this rank's lives hold).
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ PROTOCOL = 5  # fixed: a replacement reads what its predecessor wrote
 
 @dataclass(frozen=True)
 class Extras:
-    """What one commit (or the step after it, when `is_pending`) left behind, decoded."""
+    """What one commit (or the step after it) left behind, decoded."""
 
     random: dict[str, Any]  # for `RandomStates.restore`
     parts: dict[str, bytes]  # TrainState name -> its `Part`, pickled
-    is_pending: bool = False
+    # TrainStates whose part is as it was within the step, and was not settled (`own_extras`) since
+    pending: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Pa
     return Part(*loads(data))
 
 
-def encode(parts: dict[str, bytes], *, is_pending: bool) -> bytes:
+def encode(parts: dict[str, bytes], pending: Collection[str] = ()) -> bytes:
     """The blob for the black box, to be read behind what `RandomStates.capture` pickled."""
-    return pickle.dumps((parts, is_pending), PROTOCOL)
+    return pickle.dumps((parts, tuple(pending)), PROTOCOL)
 
 
 def decode(data: bytes, load: Callable[[io.BytesIO], Any] = pickle.load) -> Extras:
@@ -65,4 +66,6 @@ def decode(data: bytes, load: Callable[[io.BytesIO], Any] = pickle.load) -> Extr
     `load`: for what does not come from our own black box.
     """
     stream = io.BytesIO(data)
-    return Extras(load(stream), *load(stream))
+    random = load(stream)
+    parts, pending = load(stream)
+    return Extras(random, parts, frozenset(pending))

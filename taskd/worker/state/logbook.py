@@ -48,7 +48,7 @@ class Logbook:
         """At a commit: what belongs to `version`."""
         generators = self.randoms.capture()
         if self._written[False][0] != parts:
-            self._written[False] = parts, extras.encode(parts, is_pending=False)
+            self._written[False] = parts, extras.encode(parts)
         blob = self._written[False][1]
         self._committed[version] = generators, blob
         self._before_commit = self._forward if self.has_forward(version) else self._pending
@@ -63,7 +63,7 @@ class Logbook:
         process's box.
 
         Parts of TrainStates that are restored later in this entry are kept from the blob that was
-        found.
+        found, pending if they were: those in `parts` are what this rank goes on with.
         """
         found = self.find(version)
         # What was captured beyond `version` belongs to steps that are done again.
@@ -74,10 +74,13 @@ class Logbook:
         if found is None:
             self.write_committed(version, parts)
             return
-        generators, blob = (
-            self.randoms.capture(),
-            extras.encode({**found.parts, **parts}, is_pending=found.is_pending),
-        )
+        pending = found.pending - parts.keys()
+        before = self._encoded(version - 1) if pending else None
+        if before is not None:
+            # They are settled by it. Else the second such write takes its place in the box.
+            self._write(version - 1, *before, pending=False)
+        generators = self.randoms.capture()
+        blob = extras.encode({**found.parts, **parts}, sorted(pending))
         self._committed[version] = generators, blob
         self._write(version, generators, blob, pending=False)
 
@@ -90,7 +93,7 @@ class Logbook:
         """
         generators = self.randoms.capture()
         if self._written[True][0] != parts:
-            self._written[True] = parts, extras.encode(parts, is_pending=True)
+            self._written[True] = parts, extras.encode(parts, parts)
         pending = (version, generators, self._written[True][1])
         if is_forward:
             self._forward = pending
@@ -123,21 +126,28 @@ class Logbook:
 
     def find(self, version: int) -> Extras | None:
         """The extras of `version`: committed before pending ones, own before inherited ones."""
+        found = self._encoded(version)
+        return None if found is None else extras.decode(b"".join(found))
+
+    def _encoded(self, version: int) -> tuple[bytes, bytes] | None:
         found = self._committed.get(version)
         if found is None and self._pending is not None and self._pending[0] == version:
             found = self._pending[1:]
-        data = self.life.records.inherited_extras.get(version) if found is None else b"".join(found)
-        return None if data is None else extras.decode(data)
+        inherited = self.life.records.inherited_extras.get(version)
+        return found if found is not None or inherited is None else (b"", inherited)
 
-    def committed(self, version: int) -> Extras | None:
-        """Those that this rank has committed with `version`; None: not known."""
+    def committed(self, version: int, state: str) -> Extras | None:
+        """Those of `version`, if this rank has committed that TrainState's, or settled them.
+
+        None: they are not known.
+        """
         found = self.find(version)
-        return None if found is None or found.is_pending else found
+        return None if found is None or state in found.pending else found
 
     def tell(self, version: int, state: str) -> Told:
         """What a rank that gets this one's copy of `version` must know of its extras."""
-        now = table_of(self.committed(version), state)
-        before, pending = table_of(self.committed(version - 1), state), None
+        now = table_of(self.committed(version, state), state)
+        before, pending = table_of(self.committed(version - 1, state), state), None
         if self._before_commit is not None and self._before_commit[0] == version:
             pending = table_of(extras.decode(b"".join(self._before_commit[1:])), state)
         is_known = now is not None and pending is not None

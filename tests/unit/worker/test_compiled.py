@@ -33,6 +33,6 @@ def test_extras_are_known_before_the_gradients_can_have_reached_anybody(job, bac
     found = job.life.records.inherited_extras
     assert sorted(found) == [1, 2, 3]
     pending = extras.decode(found[3])
-    assert pending.is_pending
+    assert pending.pending == {"train"}
     assert pending.random["torch"] == drawn[-1].numpy().tobytes()
     assert extras.decode_part(pending.parts["train"]).values == {"read": 3}

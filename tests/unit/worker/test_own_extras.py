@@ -56,7 +56,11 @@ def extras(is_pending=False, random=1, **items):
     """Of one rank: values, and the positions `walker` and `schedule`, if they are given."""
     positions = {role: items.pop(role) for role in ("walker", "schedule") if role in items}
     part = encode_part(items, positions, {})
-    return Extras({"torch": random}, {"train": part}, is_pending)
+    return Extras({"torch": random}, {"train": part}, pending_if(is_pending))
+
+
+def pending_if(is_pending):
+    return frozenset({"train"} if is_pending else ())
 
 
 def told(now, before=None, late=None):
@@ -133,7 +137,8 @@ def test_a_value_that_only_one_rank_has() -> None:
 
 
 def with_buffers(is_pending=False, **buffers):
-    return Extras({"torch": 1}, {"train": encode_part({}, {}, buffers)}, is_pending)
+    part = encode_part({}, {}, buffers)
+    return Extras({"torch": 1}, {"train": part}, pending_if(is_pending))
 
 
 @pytest.mark.parametrize(("mine", "late", "kept"), [
