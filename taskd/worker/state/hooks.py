@@ -15,7 +15,6 @@ from taskd.native.black_box import Phase
 from taskd.worker.life import current
 from taskd.worker.objects.shards import is_distributed
 from taskd.worker.state import closures
-from taskd.worker.state.logbook import logbook_of
 from taskd.worker.state.step import begin_update, capture_pending
 
 if TYPE_CHECKING:
@@ -28,11 +27,12 @@ if TYPE_CHECKING:
 def attach(holding: Holding) -> None:
     """Hook the objects: a forward pass ends, an optimizer begins. `Holding.detach` ends it."""
     for module in holding.roles.modules.values():
+        end = _ForwardEnd(holding)
         holding.removers += [
             module.register_forward_pre_hook(_ForwardBegin(holding)).remove,
-            module.register_forward_hook(_ForwardEnd(holding)).remove,
+            module.register_forward_hook(end).remove,
         ]
-        holding.removers += _follow_backward(module, holding)
+        holding.removers += _follow_backward(module, holding, end)
     begin = functools.partial(_begin_step, holding)
     for optimizer in holding.roles.optimizers.values():
         holding.removers.append(optimizer.register_step_pre_hook(begin).remove)
@@ -103,20 +103,26 @@ class _ForwardBegin(_Hook):
 class _ForwardEnd(_Hook):
     """What comes next is the loss, and the backward pass."""
 
+    seen: int | None = None  # the version whose step it was called in last
+
     def __call__(self, module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
         life = self._life()
         if life is None or self._holding is None or not _trains(module):
             return
+        self.seen = _next_version(life)
         capture_pending(life, self._holding, is_forward=True)
         if not life.interrupts.is_held:
             life.mark(Phase.BACKWARD)
 
 
-def _follow_backward(module: torch.nn.Module, holding: Holding) -> list[Callable[[], None]]:
+def _follow_backward(
+    module: torch.nn.Module, holding: Holding, end: _ForwardEnd
+) -> list[Callable[[], None]]:
     """Of a compiled module nothing is seen of the forward pass: its first gradient tells its end.
 
-    That of one parameter, before all gradients can have reached the other ranks. Returns what
-    undoes it.
+    That of one parameter, which comes once in each backward pass (of several micro-batches the last
+    counts), before all gradients can have reached the other ranks. `end`: tells, where it is
+    called, what is nearer to the end. Returns what undoes it.
     """
     trained = [one for one in module.parameters() if one.requires_grad]
     if not trained or is_distributed(trained[-1]):
@@ -126,10 +132,15 @@ def _follow_backward(module: torch.nn.Module, holding: Holding) -> list[Callable
     def capture(_: torch.Tensor) -> None:
         if life is None or life is not current() or torch.compiler.is_compiling():
             return
-        if not logbook_of(life).has_forward((life.records.version or 0) + 1):
+        if end.seen != _next_version(life):
             capture_pending(life, holding, is_forward=True)
 
     return [trained[-1].register_post_accumulate_grad_hook(capture).remove]
+
+
+def _next_version(life: Life) -> int:
+    """That of the present step."""
+    return (life.records.version or 0) + 1
 
 
 def _trains(module: torch.nn.Module) -> bool:

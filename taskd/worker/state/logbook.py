@@ -51,7 +51,8 @@ class Logbook:
             self._written[False] = parts, extras.encode(parts)
         blob = self._written[False][1]
         self._committed[version] = generators, blob
-        self._before_commit = self._forward if self.has_forward(version) else self._pending
+        has_forward = self._forward is not None and self._forward[0] == version
+        self._before_commit = self._forward if has_forward else self._pending
         if len(self._committed) > _KEPT:
             del self._committed[min(self._committed)]
         self._write(version, generators, blob, pending=False)
@@ -102,10 +103,6 @@ class Logbook:
             return
         self._pending = pending
         self._write(*pending, pending=True)
-
-    def has_forward(self, version: int) -> bool:
-        """Whether a forward pass of the step of `version` has ended."""
-        return self._forward is not None and self._forward[0] == version
 
     def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
         keeping = keeping_of(self.life)
