@@ -101,9 +101,20 @@ class Payloads:
 
         The newest committed one, the one before it, a pending one if not superseded.
         """
+        return self.read_pending() | self.read_committed()
+
+    def read_committed(self) -> dict[int, bytes]:
+        """Of these the newest committed one, and the one before it."""
         newest = self._words[COMMITTED]
+        return self._read_all((1 - newest, newest) if newest in {0, 1} else (0,))
+
+    def read_pending(self) -> dict[int, bytes]:
+        """Of these the pending one, also if it is superseded."""
+        return self._read_all((_PENDING_SLOT,))
+
+    def _read_all(self, slots: tuple[int, ...]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
-        for slot in (_PENDING_SLOT, 1 - newest, newest) if newest in {0, 1} else (_PENDING_SLOT, 0):
+        for slot in slots:
             content = self._read_slot(_EXTRAS_WORDS[slot], MAX_EXTRAS_PAYLOAD_BYTES)
             common = self._read_common(_EXTRAS_WORDS[slot])
             if content is not None and common is not None:

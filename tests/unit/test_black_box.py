@@ -92,6 +92,16 @@ def test_committed_extras_win_over_pending_ones_of_the_same_version(box):
     assert box.read_extras() == {6: b"six", 7: b"committed"}
 
 
+def test_what_is_committed_is_told_from_what_is_pending(box):
+    assert (box.read_committed(), box.read_pending()) == ({}, {})
+    box.write_extras(6, b"six")
+    box.write_extras(7, b"pending", pending=True)
+    assert (box.read_committed(), box.read_pending()) == ({6: b"six"}, {7: b"pending"})
+    box.write_extras(7, b"committed")
+    assert box.read_committed() == {6: b"six", 7: b"committed"}
+    assert box.read_pending() == {7: b"pending"}  # superseded
+
+
 def test_the_last_of_two_writes_of_one_version_wins(box):
     box.write_extras(1, b"first")
     box.write_extras(1, b"second")

@@ -101,12 +101,14 @@ class Bootstrap:
 def _inherit(previous: BlackBox, own: BlackBox) -> Records:
     """What the predecessor left, which goes into our own box, too.
 
-    Our successor may need it before we commit. Closes `previous`.
+    Our successor may need it before we commit. What is pending stays so: if its step is done again,
+    what we write of it then takes its place. Closes `previous`.
     """
-    extras, layout = previous.read_extras(), previous.read_layout()
+    committed = previous.read_committed()
+    extras, layout = previous.read_pending() | committed, previous.read_layout()
     previous.close()
     for version, payload in sorted(extras.items())[-TAKEN_OVER:]:
-        own.write_extras(version, payload)
+        own.write_extras(version, payload, pending=version not in committed)
     if layout is not None:
         own.write_layout(layout)
     return Records(inherited_extras=extras, inherited_layout=layout)

@@ -12,7 +12,7 @@ from taskd.native import box_layout
 from taskd.native.black_box import BlackBox
 from taskd.torchrun.context import LocalWorker
 from taskd.transport.silence import is_open
-from taskd.worker.process.bootstrap import Bootstrap
+from taskd.worker.process.bootstrap import Bootstrap, _inherit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +73,39 @@ def test_what_the_predecessor_left_goes_into_the_own_box_too(
     assert life.box is not None
     assert life.box.read_extras() == life.records.inherited_extras
     assert not is_open(descriptor)
+
+
+def test_what_is_pending_of_a_predecessor_gives_way_to_what_is_written_of_the_step_anew(
+    box: BlackBox, replacement: Callable[[BlackBox], tuple[Life, int]]
+) -> None:
+    """It died early in step 10, which is done again; its successor dies at the end of that."""
+    box.write_extras(10, b"the first micro-batch", pending=True)
+    life, _ = replacement(box)
+    assert life.records.inherited_extras == {
+        8: b"extras 8", 9: b"extras 9", 10: b"the first micro-batch",
+    }  # fmt: skip
+    own = life.box
+    assert own is not None
+    assert own.read_extras() == {9: b"extras 9", 10: b"the first micro-batch"}
+    own.write_extras(9, b"restored 9")
+    for written in (b"the first micro-batch again", b"the last micro-batch"):
+        own.write_extras(10, written, pending=True)
+    third = BlackBox.create()
+    records = _inherit(BlackBox.attach(os.dup(own.fd)), third)
+    assert records.inherited_extras == {9: b"restored 9", 10: b"the last micro-batch"}
+    assert third.read_extras() == records.inherited_extras
+    third.close()
+
+
+def test_what_a_predecessor_was_moved_to_is_still_settled_by_the_commit_before(
+    box: BlackBox, replacement: Callable[[BlackBox], tuple[Life, int]]
+) -> None:
+    """The others have completed step 10: what is settled is written over neither of the two."""
+    box.write_extras(10, b"pending 10", pending=True)
+    life, _ = replacement(box)
+    assert life.box is not None
+    life.box.write_extras(10, b"settled 10")
+    assert life.box.read_extras() == {9: b"extras 9", 10: b"settled 10"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
