@@ -38,8 +38,7 @@ class AgentRegistered(Event):
     `first_host`: the node that has the store of the rendezvous, if it is one of the job's, and the
     ranks still meet where they met first. `active`: the ranks of which the world consists since the
     newest `Resume`; (): all of the job. `roster`: the newest that it knows, if of two nodes.
-    `start`: the generation of the newest start of all that it has heard of, at whose store its
-    workers meet the others; None: it came later.
+    `start`: generation of the newest start of all that it has heard of; None: it came later.
     """
 
     node_rank: int

@@ -30,7 +30,7 @@ def note_store(job: JobState, event: ev.AgentRegistered) -> None:
 
 
 def note_start(job: JobState, event: ev.AgentRegistered) -> None:
-    """Of which start of all it has heard last. If `RestartGroup` is the newest order it hears it."""
+    """Of which start of all it has heard last. While that is the last order, it is repeated."""
     meeting = job.meeting
     meeting.starts.pop(event.node_rank, None)
     if event.start is not None and not isinstance(job.last_order, do.RestartGroup):
