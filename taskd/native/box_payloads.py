@@ -104,9 +104,14 @@ class Payloads:
         return self.read_pending() | self.read_committed()
 
     def read_committed(self) -> dict[int, bytes]:
-        """Of these the newest committed one, and the one before it."""
+        """Of these the newest committed one, and the one before it.
+
+        What was committed before the job went back to an older version is none of them.
+        """
         newest = self._words[COMMITTED]
-        return self._read_all((1 - newest, newest) if newest in {0, 1} else (0,))
+        found = self._read_all((1 - newest, newest) if newest in {0, 1} else (0,))
+        last = next(reversed(found), MAX_COUNT)
+        return {version: payload for version, payload in found.items() if version <= last}
 
     def read_pending(self) -> dict[int, bytes]:
         """Of these the pending one, also if it is superseded."""

@@ -92,6 +92,15 @@ def test_committed_extras_win_over_pending_ones_of_the_same_version(box):
     assert box.read_extras() == {6: b"six", 7: b"committed"}
 
 
+def test_what_was_committed_before_the_job_went_back_does_not_win(box):
+    for version in (6, 7, 8):
+        box.write_extras(version, b"before %d" % version)
+    box.write_extras(7, b"seven")  # from an older snapshot
+    assert box.read_extras() == {7: b"seven"}
+    box.write_extras(8, b"pending", pending=True)
+    assert box.read_extras() == {7: b"seven", 8: b"pending"}
+
+
 def test_what_is_committed_is_told_from_what_is_pending(box):
     assert (box.read_committed(), box.read_pending()) == ({}, {})
     box.write_extras(6, b"six")
