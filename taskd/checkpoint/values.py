@@ -6,6 +6,7 @@ Anything else is refused when it is saved, by name and type: what could not be l
 as if it had been saved.
 """
 
+import codecs
 import io
 import pickle
 from collections import Counter, OrderedDict
@@ -16,7 +17,19 @@ import torch
 
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_ATOMS = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
+
+
+class _NoBytes:
+    """Is written in place of b"", and read as that.
+
+    Torch pickles in a form that calls `bytes` for it, and loads nothing that does.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return codecs.encode, ("", "latin1")
+
+
 # Numbers and texts of other libraries (numpy's float64, enumerations) become the ones that they are
 # based on.
 _BASES: dict[type, Callable[[Any], Any]] = {
@@ -24,7 +37,7 @@ _BASES: dict[type, Callable[[Any], Any]] = {
     float: float,
     complex: complex,
     str: str.__str__,
-    bytes: bytes,
+    bytes: lambda value: bytes(value) or _NoBytes(),
 }
 
 

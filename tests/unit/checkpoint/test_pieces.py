@@ -108,6 +108,7 @@ def test_plain_values_come_back_as_they_were() -> None:
         3: (torch.Size([1]), torch.float16, {"x": {}}),
         "ordered": collections.OrderedDict(b=1, a=2),
         "counter": collections.Counter([3, 3, 5]),
+        b"": [b"", (), "", [], {}],
     }
     back = values.unpack(values.pack("value", value))
     assert back == value
