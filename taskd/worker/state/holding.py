@@ -170,7 +170,7 @@ class Holding:
             if name not in named.tensors:
                 continue
             tensor = shards.local(named.tensors[name])
-            if tensor.numel() * tensor.element_size() == len(data):
+            if data and tensor.numel() * tensor.element_size() == len(data):
                 with torch.no_grad():
                     tensor.copy_(
                         torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)

@@ -90,6 +90,43 @@ def test_an_interrupted_run_ends_with_the_same_bits(job, where, stops):
     assert str(interrupted[3]) == f"kept in memory at version {stops[-1]}"
 
 
+class Bounds(nn.BatchNorm1d):
+    """Has a buffer that is empty until it is asked for, beside those that each step changes."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("bounds", torch.empty(0, 3, dtype=torch.float64))
+
+
+def test_an_empty_buffer_beside_those_that_change_is_put_back_too(job):
+    def build():
+        return nn.Sequential(nn.Linear(8, 16), Bounds(16), nn.ReLU(), nn.Linear(16, 4))
+
+    plain, _ = run(job, 5, build=build)
+    again = Job()
+    interrupted, report = run(again, 5, [1, 3], build=build)
+    assert same(plain, interrupted)
+    assert (report.version, report.clean) == (5, True)
+
+
+def test_an_empty_buffer_is_read_from_a_checkpoint(job, tmp_path):
+    def entry():
+        model = Bounds(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=tmp_path)
+        restored = state.restore()
+        if restored.source == "nothing":
+            model(torch.tensor([[1.0, 2.0], [2.0, 4.0]])).sum().backward()
+            optimizer.step()
+            state.commit()
+            state.save()
+        return restored.source, digest(model)
+
+    first, _ = job.enter(entry)
+    job.resume(None)
+    assert job.enter(entry)[0] == ("checkpoint", first[1])
+
+
 def test_a_model_built_outside_goes_on_with_the_same_bits(job):
     plain, _ = run(job, 5)
     again = Job()
