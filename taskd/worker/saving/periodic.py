@@ -167,7 +167,7 @@ def _save(life: Life, draft: Draft, agreement: Agreement) -> Path:
     try:
         write(
             draft,
-            life.rank,
+            life.world_rank,
             contents.shared(life, life.records.states, draft.writers),
             contents.own(life, draft.version),
         )

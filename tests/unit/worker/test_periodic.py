@@ -165,6 +165,25 @@ def test_a_checkpoint_at_once(job, tmp_path):
     assert job.enter(entry, True)[0] == f"read version 3 from {tmp_path / 'step-000000000003'}"
 
 
+def test_a_checkpoint_at_once_in_a_world_without_the_first_ranks(tmp_path):
+    """Files of a checkpoint know ranks by their numbers in the world."""
+    job = Job(rank=2, world_size=1)
+    job.life.active = (2,)
+    job.resume(None)
+
+    def entry():
+        model = nn.Linear(2, 2)
+        state = TrainState(model=model, checkpoint_dir=tmp_path)
+        state.restore()
+        state.commit()
+        return state.save()
+
+    try:
+        assert job.enter(entry)[0] == tmp_path / "save-000000000001"
+    finally:
+        job.close()
+
+
 def test_a_checkpoint_at_once_needs_a_job(tmp_path):
     with pytest.raises(StateError, match="for a taskd job"):
         TrainState(model=nn.Linear(1, 1), checkpoint_dir=tmp_path).save()
