@@ -9,6 +9,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.gpu.figures import note
 from tests.process import harness
@@ -129,6 +130,21 @@ def test_a_shard_comes_from_its_replica(
         records = recovered(job, undisturbed("nccl", "hsdp", 4), faults=2, replaced={0, 3})
         assert [record["steps_redone"] for record in records] == [0, 0]
         note("kill, nccl, HSDP 2 x 2", [one["total_s"] for one in records])
+
+
+def test_a_plain_value_comes_back_on_the_device_of_its_rank(
+    tmp_path: pathlib.Path, undisturbed: Callable[..., Reference]
+) -> None:
+    """With one GPU it shows no more than that it is on a device: all ranks have the same."""
+    env = NCCL | {"BACKEND": "gloo", "AVERAGE": "1", "FAULTS": KILLS}
+    with harness.job(tmp_path, **env) as job:
+        recovered(job, undisturbed("gloo"), faults=4, replaced={0, 1})
+        found = {fact["rank"]: fact for fact in job.facts("average")}
+        count = torch.cuda.device_count()
+        assert {rank: one["device"] for rank, one in found.items()} == {
+            rank: f"cuda:{rank % count}" for rank in range(RANKS["gloo"])
+        }
+        assert len({tuple(one["value"]) for one in found.values()}) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from taskd.errors import StateError
+from taskd.worker.objects import devices
 from taskd.worker.restore.chunks import receive_bytes, receive_tensors, send_bytes, send_tensors
 from taskd.worker.restore.manifest import Manifest, describe
 from taskd.worker.restore.targets import Targets, misfit
@@ -54,7 +55,7 @@ def send(
     if is_present:
         manifest, tensors = describe(holding, named, version, told or Told())
     try:
-        data = pickle.dumps(manifest, 5)
+        data = devices.dumps(manifest, 5)
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         manifest = Manifest(
             version,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from taskd.checkpoint import files, folder
 from taskd.checkpoint.load import contents, load
 from taskd.errors import CheckpointError, StateError
-from taskd.worker.objects import units
+from taskd.worker.objects import devices, units
 from taskd.worker.saving.contents import directory_of, name_of_layouts, name_of_rank, name_of_state
 from taskd.worker.state import buckets, flat
 from taskd.worker.state.agreement import Agreement
@@ -104,6 +104,7 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
         [name, *(other for other in (own_name, layouts) if is_same_world and other in held.values)],
     )
     plain = values[name]
+    plain["values"] = devices.beside(plain["values"], holding.roles.values)
     targets = flat.targets(holding, named, plain, held.tensors)
     load(checkpoint.path, targets, ())
     flat.load(holding, named, plain, targets)
@@ -114,7 +115,7 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
         values_of_rank = own["values"].get(holding.name, plain["values"])
         holding.load_part(
             Part(
-                values_of_rank,
+                devices.beside(values_of_rank, holding.roles.values),
                 own["positions"].get(holding.name, {}),
                 own["buffers"].get(holding.name, {}),
             ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from taskd.worker.objects import shards
+from taskd.worker.objects import devices, shards
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.restore.manifest import Manifest, Meta, Slot, meta_of
@@ -105,7 +105,7 @@ class Targets:
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []  # (received, to copy it to)
         tensors: list[torch.Tensor | None] = [None] * len(manifest.metas)
         own = named.tensors
-        self._meshes = _meshes_of(own)
+        self._near, self._meshes = own.values(), _meshes_of(own)
         self._default_device = next((t.device for t in own.values()), torch.device("cpu"))
         for name, slot in manifest.named.items():
             meta = manifest.metas[slot.index]
@@ -200,7 +200,9 @@ class Targets:
             memory.clear()
             memory.update(self._optimizer_states[role])
             for group, remembered in zip(optimizer.param_groups, groups, strict=True):
-                write_group(group, remembered)
+                write_group(group, devices.to_own_device(remembered, group, self._near))
         holding.roles.load_others(self._states)
         holding.step = manifest.step
-        holding.roles.values = dict(manifest.values)
+        holding.roles.values = devices.to_own_device(
+            manifest.values, holding.roles.values, self._near
+        )

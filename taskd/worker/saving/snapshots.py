@@ -16,6 +16,7 @@ from taskd.checkpoint.pieces import Held, Piece, holders_of
 from taskd.errors import ArenaError, StateError, TaskdError
 from taskd.native.arena import capacity_for
 from taskd.native.arena_copy import is_mirrored, may_go_on
+from taskd.worker.objects import devices
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.shards import is_distributed, local, memory_of
 from taskd.worker.saving import contents
@@ -160,7 +161,7 @@ class Snapshots:
             self._inventory = self._take_inventory(tables, further)
         kept = self._inventory
         values = contents.values(life, states, plain, everybody)
-        rest = pickle.dumps(
+        rest = devices.dumps(
             (kept.places, values, logbook_of(life).blob(version), kept.where), extras.PROTOCOL
         )
         self._copier.commit(version, life.plan.generation, kept.tensors, rest, kept.changing)

@@ -26,6 +26,7 @@ _NAMES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # where Python 3.13 has it
     "taskd.checkpoint.pieces": {"Held"},
+    "taskd.worker.objects.devices": {"arrived"},
     "taskd.worker.saving.stored": {"Place"},
     "torch": {"Size", "device"},
     "torch._utils": {"_rebuild_tensor_v2"},
@@ -36,7 +37,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # the memory of a small tensor: a pickle of torch's within this one
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+            return lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if name in _NAMES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):

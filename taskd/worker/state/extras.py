@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from taskd.worker.objects import devices
+
 PROTOCOL = 5  # fixed: a replacement reads what its predecessor wrote
 
 # ---------------------------------------------------------------- the blob
@@ -47,11 +49,14 @@ def encode_part(
     world: tuple[int, ...] = (),
 ) -> bytes:
     """The pickled form of a `Part` (plain tuple: half the time of pickling the class)."""
-    return pickle.dumps((values, positions, buffers, *((world,) if world else ())), PROTOCOL)
+    return devices.dumps((values, positions, buffers, *((world,) if world else ())), PROTOCOL)
 
 
 def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Part:
-    """Opposite of `encode_part`. `loads`: for what does not come from our own black box."""
+    """Opposite of `encode_part`, with all tensors in host memory.
+
+    `loads`: for what does not come from our own black box.
+    """
     return Part(*loads(data))
 
 

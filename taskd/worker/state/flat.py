@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import StateError
+from taskd.worker.objects.devices import to_own_device
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.objects.shards import is_distributed, memory_of
@@ -269,10 +270,11 @@ def load(
         for name, owner, key in _memory(holding, kept, role, saved, tensors):
             memory.setdefault(parameters[owner], {})[key] = tensors[name]
         for group, remembered in zip(optimizer.param_groups, saved["groups"], strict=True):
-            write_group(group, {key: value for key, value in remembered.items() if key != "params"})
+            further = {key: value for key, value in remembered.items() if key != "params"}
+            write_group(group, to_own_device(further, group, parameters.values()))
     roles.load_others({role: _put_tensors(tree, tensors) for role, tree in plain["states"].items()})
     holding.step = plain["step"]
-    roles.values = dict(plain["values"])
+    roles.values = to_own_device(plain["values"], roles.values, parameters.values())
 
 
 def names_of_buffers(holding: Holding, named: Named) -> list[str]:

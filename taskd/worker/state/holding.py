@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from taskd.worker.objects import shards
+from taskd.worker.objects import devices, shards
 from taskd.worker.objects.identity import identity_of
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.positions import Positions
@@ -152,8 +152,10 @@ class Holding:
 
     def load_part(self, part: Part, named: Named) -> None:
         """Put the per-rank part into the objects."""
+        near = named.tensors.values()
+        values = devices.to_own_device(part.values, self.roles.values, near)
         self.roles.values.clear()
-        self.roles.values.update(part.values)
+        self.roles.values.update(values)
         positions = part.positions
         if part.world != self.world:
             positions = self.positions.of_any_world(positions)
@@ -165,7 +167,7 @@ class Holding:
                     self.name,
                     role,
                 )
-        self.positions.write(positions)
+        self.positions.write(devices.to_own_device(positions, None, near))
         for name, data in part.buffers.items():
             if name not in named.tensors:
                 continue

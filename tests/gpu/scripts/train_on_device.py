@@ -3,6 +3,7 @@
 BACKEND  gloo or nccl. Several ranks may share one GPU: NCCL allows that to ranks of different
          hosts, so each says that it is one (NCCL_HOSTID)
 LAYOUT   ddp, fsdp (FSDP2 over all ranks), or hsdp (2 x half of them)
+AVERAGE  1: a plain value on the device follows the weights
 FACTS, FAULTS, STEPS, HOLD_AT, SNAPSHOT_EVERY as in tests/process/scripts; "how" is kill, raise,
 stop, "assert" (a kernel fails: no further call to the device succeeds in this process), or "memory"
 (there is not enough of it on the device). The place "started" is behind the creation of the group,
@@ -36,6 +37,7 @@ STEPS = int(os.environ.get("STEPS", "30"))
 HIDDEN = int(os.environ.get("HIDDEN", "256"))
 LAYOUT = os.environ.get("LAYOUT", "ddp")
 SNAPSHOT_EVERY = int(os.environ.get("SNAPSHOT_EVERY", "0"))
+AVERAGE = os.environ.get("AVERAGE") == "1"
 FAULTS = planned_faults(os.environ.get("FAULTS", ""))
 DEVICE = torch.device(os.environ.get("DEVICE", "cuda"), RANK % max(1, torch.cuda.device_count()))
 VOCABULARY = 64
@@ -129,7 +131,10 @@ def train():
     model, net = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
-    state = taskd.TrainState(model=model, optimizer=optimizer, snapshot_every=SNAPSHOT_EVERY)
+    values = {"average": torch.zeros(8, device=DEVICE)} if AVERAGE else {}
+    state = taskd.TrainState(
+        model=model, optimizer=optimizer, snapshot_every=SNAPSHOT_EVERY, **values
+    )
     restored = state.restore()
     fact("restored", step=state.step, source=str(restored))
     while state.step < STEPS:
@@ -143,9 +148,13 @@ def train():
             loss = model(words).float().square().mean()
         loss.backward()
         optimizer.step()
+        if AVERAGE:
+            state.average = 0.9 * state.average + 0.1 * net.layers[0].bias.detach()[:8]
         here("before-commit", state.step)
         state.commit()
         fact("committed", step=state.step)
+    if AVERAGE:
+        fact("average", device=str(state.average.device), value=state.average.tolist())
     return digest(model, optimizer)
 
 
