@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -341,6 +342,7 @@ def open_service(
     exposed = exposure()
     if exposed is not None:
         log.warning("the secret is not safe: %s", exposed)
+    _raise_limit()
     if starter is not None:
         starter.open(config.job_id, config.bind_address)
     try:
@@ -352,6 +354,22 @@ def open_service(
     if starter is not None:
         starter.listens(link.address)
     return Service(config, link, identity=identity, starter=starter, won=won)
+
+
+def _raise_limit() -> None:
+    """Of this process: each agent takes a descriptor, and 1,024 is the usual limit of a shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        log.warning(
+            "the manager cannot raise its limit of open files above %d: %s. Each agent takes one: "
+            "say `ulimit -n` with more where it is started, if there are as many nodes",
+            soft,
+            error,
+        )
 
 
 def _listen(config: ManagerConfig) -> zeromq.Router:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LEAVE_S = 5.0  # more than its last words take
+_DEAF_S = 1.0  # until he is looked at again, who waits for 5 s
 _FAREWELL_S = 1.0  # what an agent said last may come after the end of its socket
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group: unix(7)
 
@@ -38,6 +39,7 @@ class Starter:
         self._farewell_until: float | None = None
         self._door: socket.socket | None = None
         self._asking: socket.socket | None = None  # kept open to the end of this process
+        self._deaf_until: float | None = None  # who asks cannot be let in before
 
     def open(self, job_id: str, address: str) -> None:
         """Let others ask for the port of this address, before it is taken.
@@ -64,12 +66,14 @@ class Starter:
     @property
     def fds(self) -> list[int]:
         """Readable when `ends` has something to look at."""
-        return [end.fileno() for end in (self._agent, self._door) if end is not None]
+        door = self._door if self._deaf_until is None else None
+        return [end.fileno() for end in (self._agent, door) if end is not None]
 
     @property
     def next_deadline(self) -> float | None:
         """When `ends` is to look again, whatever is readable."""
-        return self._farewell_until
+        deadlines = (self._farewell_until, self._deaf_until)
+        return min((at for at in deadlines if at is not None), default=None)
 
     def ends(self, ready: Iterable[int], nodes: Iterable[int], now: float) -> bool:
         """Whether the manager is to end now. `nodes`: whose agents are registered.
@@ -89,13 +93,24 @@ class Starter:
                 if not present - {self._node_rank}:
                     log.info("torchrun of node %d has ended: the manager ends", self._node_rank)
                     return True
-        return self._is_asked(ready)
+        if self._deaf_until is not None and now >= self._deaf_until:
+            self._deaf_until = None
+        return self._is_asked(ready, now)
 
-    def _is_asked(self, ready: set[int]) -> bool:
+    def _is_asked(self, ready: set[int], now: float) -> bool:
         """Whether a manager of the user's wants the port."""
         if self._door is None or self._door.fileno() not in ready:
             return False
-        self._asking, _ = self._door.accept()
+        try:
+            self._asking, _ = self._door.accept()
+        except OSError as error:  # no free descriptor; or he has gone
+            self._deaf_until = now + _DEAF_S
+            log.warning(
+                "a manager.py asks for the port, and cannot be answered: %s. This manager stays; "
+                "start manager.py again when that is over",
+                error,
+            )
+            return False
         _, user, _ = _CREDENTIALS.unpack(
             self._asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )

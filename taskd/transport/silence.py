@@ -6,6 +6,7 @@ tells it of one that was shut down has the same effect.
 """
 
 import contextlib
+import errno
 import os
 import socket
 
@@ -62,13 +63,30 @@ def shut_down(descriptor: int, port: int) -> None:
     Nothing, if it has ended meanwhile.
     """
     with contextlib.suppress(OSError):
-        copy = os.dup(descriptor)
+        copy = _copy_of(descriptor)
+        number = descriptor if copy is None else copy
         try:
-            with socket.socket(fileno=copy) as connection:
-                copy = -1
+            connection = socket.socket(fileno=number)
+            try:
                 is_ours = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_ours and connection.getsockname()[1] == port:
                     connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
         finally:
-            if copy >= 0:
+            if copy is not None:
                 os.close(copy)
+
+
+def _copy_of(descriptor: int) -> int | None:
+    """None: there is no free one, as strangers have them all, and these are to be got rid of.
+
+    Then the number itself has to do. It may become another connection's of this port in the instant
+    before that is shut down: whoever speaks there connects again.
+    """
+    try:
+        return os.dup(descriptor)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            return None
+        raise

@@ -6,8 +6,12 @@ ZeroMQ keeps the parts of a message until the last one is there, and bounds whol
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -24,13 +28,14 @@ from tests.process.test_manager_attack import LIMIT_S, Client, rss_kb
 
 if TYPE_CHECKING:
     import pathlib
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.slow
 
 # ZMTP 3.0: https://rfc.zeromq.org/spec/23
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 MORE, LONG, COMMAND = 1, 2, 4
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 
 
 def frame(data: bytes, flags: int = 0) -> bytes:
@@ -42,12 +47,11 @@ def frame(data: bytes, flags: int = 0) -> bytes:
 def connect(port: int) -> socket.socket:
     """Past the handshake, as a DEALER without a name."""
     stranger = socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     stranger.sendall(GREETING)
     answer = b""
     while len(answer) < len(GREETING):
         answer += stranger.recv(len(GREETING) - len(answer))
-    stranger.sendall(frame(ready, COMMAND))
+    stranger.sendall(frame(READY, COMMAND))
     return stranger
 
 
@@ -165,3 +169,59 @@ def test_what_strangers_write_into_the_log_is_bounded(tmp_path: pathlib.Path) ->
         assert "foreign 5000" in summary
         logged = (job.log_dir / "manager.log").stat().st_size
         assert logged < 200_000
+
+
+def dropped(stranger: socket.socket) -> bool:
+    """Whether the manager has hung up; what it says before is its greeting."""
+    stranger.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        try:
+            while stranger.recv(100):
+                pass
+        except ConnectionError:
+            pass
+        return True
+    return False
+
+
+def until(fact: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not fact():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_manager_without_a_free_descriptor_goes_on_and_frees_them(tmp_path: pathlib.Path) -> None:
+    """More connections than it may have, on which nobody speaks behind the handshake.
+
+    Some of them wait to be accepted.
+    """
+    command = [sys.executable, str(harness.SCRIPTS / "full_manager.py"), str(tmp_path), "30"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as manager,
+        contextlib.ExitStack() as strangers,
+    ):
+        strangers.callback(manager.kill)
+        assert manager.stdout is not None
+        port, limit = map(int, manager.stdout.readline().split())
+        agent = Client(port)
+        agent.register()
+        assert isinstance(agent.answer(), messages.Accepted)
+        held = [
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S))
+            for _ in range(80)
+        ]
+        for stranger in held:
+            stranger.sendall(GREETING + frame(READY, COMMAND))
+        folder = f"/proc/{manager.pid}/fd"
+        until(lambda: len(os.listdir(folder)) >= limit, "all descriptors are used")
+        agent.ask()
+        until(lambda: all(map(dropped, held)), "nobody speaks there: they are closed")
+        agent.ask()
+        agent.dealer.close()
+        agent = Client(port)  # a new connection
+        agent.register()
+        await_message(agent, messages.Accepted)
+        agent.dealer.close()
+        manager.send_signal(signal.SIGTERM)
+        assert manager.wait(LIMIT_S) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -56,3 +58,17 @@ def test_where_no_black_box_can_be_made_one_line_says_why(tmp_path: pathlib.Path
         ) in finished.output
         assert "Traceback" not in finished.output
         assert job.facts() == []
+
+
+def test_a_manager_may_open_as_many_files_as_the_system_lets_it(tmp_path: pathlib.Path) -> None:
+    """Each agent takes one."""
+    with harness.job(tmp_path) as job:
+        limits = 'ulimit -S -n 90 && ulimit -H -n 300 && exec "$0" "$@"'
+        command = ["sh", "-c", limits, sys.executable, str(harness.ROOT / "manager.py")]
+        out = job.directory / "manager.out"
+        job.manager = harness.Output(command, job.env, out, job.directory)
+        job.manager.wait_text("listens on", 20)
+        text = Path(f"/proc/{job.manager.process.pid}/limits").read_text(encoding="utf-8")
+        found = re.search(r"Max open files\s+(\S+)\s+(\S+)", text)
+        assert found is not None
+        assert found.groups() == ("300", "300")

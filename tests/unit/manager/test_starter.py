@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.manager.starter import Starter
+from taskd.manager.starter import Starter, ask_to_leave
+from tests.descriptors import none_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,3 +57,30 @@ def test_it_stays_for_others_that_come_meanwhile(gone: Starter) -> None:
     assert not gone.ends(gone.fds, {1}, 10.0)
     assert not gone.ends([], {0, 1}, 20.0)
     assert gone.next_deadline is None
+
+
+def test_without_a_free_descriptor_it_stays_and_looks_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A manager.py asks meanwhile."""
+    ours, theirs = socket.socketpair()
+    starter = Starter(theirs, 0)
+    starter.open("test-descriptors", "127.0.0.1:9601")
+    with ours, theirs:
+        (_, door) = starter.fds
+        asking = threading.Thread(target=ask_to_leave, args=("test-descriptors", "127.0.0.1:9601"))
+        asking.start()
+        with none_free():
+            assert not starter.ends([door], {0}, 10.0)
+        assert "cannot be answered: [Errno 24] Too many open files" in caplog.text
+        assert starter.fds == [theirs.fileno()], "not looked at again and again"
+        until = starter.next_deadline
+        assert until is not None
+        assert not starter.ends([], {0}, until)
+        assert starter.fds == [theirs.fileno(), door]
+        assert starter.ends([door], {0}, until)
+        assert starter._asking is not None
+        assert starter._door is not None
+        starter._asking.close()
+        starter._door.close()
+        asking.join()
