@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def none_free() -> Iterator[None]:
-    """Within, this process can open nothing; what is open can be used."""
+def none_free(*, but: int = 0) -> Iterator[None]:
+    """Within, this process can open nothing, or so many files; what is open can be used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    lowest_free = os.dup(2)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + but, hard))
     try:
         yield
     finally:

@@ -2,8 +2,11 @@
 
 import errno
 import ipaddress
+import os
 import re
 from socket import SOCK_STREAM, gaierror, getaddrinfo
+
+from taskd.errors import TransportError
 
 
 def is_local(address: str) -> bool:
@@ -61,3 +64,23 @@ def unknown_name(address: str, why: str) -> str:
         f"{address} cannot be bound: this host knows no such name ({why}); set POD_IP or "
         "TASKD_BIND_ADDR to an IP address of this host, or TASKD_BIND_ADDR to * for all of them"
     )
+
+
+def require_descriptors(address: str, count: int) -> None:
+    """Raise TransportError unless there are as many as a socket of ZeroMQ will take.
+
+    ZeroMQ ends the process by `abort` if it gets some of them and not all.
+    """
+    taken: list[int] = []
+    try:
+        taken.append(os.eventfd(0, os.EFD_CLOEXEC))
+        while len(taken) < count:
+            taken.append(os.dup(taken[0]))
+    except OSError as error:
+        raise TransportError(
+            f"{address}: no socket can be opened: {error}; raise the limit of open files of this "
+            "process (ulimit -n)"
+        ) from error
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)

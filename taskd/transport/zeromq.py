@@ -59,6 +59,7 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
+_DESCRIPTORS_BESIDE = 4  # that one takes in the context of another
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 _IS_SILENT = "nobody has said anything there"
 
@@ -71,10 +72,13 @@ class _Socket:
     """What router and dealer share."""
 
     _IO_THREADS = 1
+    _DESCRIPTORS = 8  # that it takes with its context
 
     def __init__(
         self, kind: int, address: str, unacknowledged_s: float, beside: "_Socket | None"
     ) -> None:
+        needed = self._DESCRIPTORS if beside is None else _DESCRIPTORS_BESIDE
+        binding.require_descriptors(address, needed)
         self._owns_context = beside is None
         self._context: zmq.Context[zmq.Socket[bytes]] = (
             self._new_context() if beside is None else beside._context  # noqa: SLF001
@@ -175,6 +179,7 @@ class Router(_Socket):
     `address`: "host:port"; port 0: any free one. A name is resolved first, which ZeroMQ would not.
     """
 
+    _DESCRIPTORS = 13
     _IO_THREADS = 2  # an order to thousands of agents costs each of them 13 us per agent
 
     def __init__(

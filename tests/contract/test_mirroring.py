@@ -19,6 +19,7 @@ from taskd.config import AgentConfig, LogConfig
 from taskd.core import commands, events
 from taskd.native.arena_copy import UNMIRRORED
 from tests.contract.mirrored import RANKS, SECRET, Node, until
+from tests.descriptors import none_free
 from tests.native.arenas import patterned, put
 
 if TYPE_CHECKING:
@@ -224,3 +225,37 @@ def test_a_peer_node_whose_address_is_none_is_said(caplog: pytest.LogCaptureFixt
         assert own.may_go_on(0)
     finally:
         own.close()
+
+
+def test_without_free_descriptors_mirrors_wait_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own, buddy = Node(0, RANKS), Node(1)
+    try:
+        buddy.pair(own, own)
+        with none_free():
+            for _ in range(2):
+                own.pair(buddy, buddy)
+        (said,) = caplog.messages
+        assert said == (
+            "node 0: snapshots of ranks 0, 1 are not mirrored for now: [Errno 24] Too many open "
+            "files. Raise the limit of open files of torchrun (ulimit -n)"
+        )
+        own.mirroring.follow(own.workers)  # with each heartbeat
+        own.snapshot(0, 10)
+        until(lambda: 10 in buddy.held.get(0, ()))
+    finally:
+        own.close()
+        buddy.close()
+
+
+def test_a_node_without_free_descriptors_opens_no_port(caplog: pytest.LogCaptureFixture) -> None:
+    config = AgentConfig("job", "127.0.0.1:1", 30.0, None, LogConfig(pathlib.Path()), host="only")
+    lost = Mirroring(config, MonotonicClock(), 0, "agent-0")
+    with none_free():
+        assert lost.want(0.0) == lost.introduction(0.0) == lost.fds == []
+    lost.close()
+    (record,) = caplog.records
+    assert "node 0: snapshots are not mirrored: 127.0.0.1:0: no socket can be opened" in (
+        record.getMessage()
+    )

@@ -18,6 +18,7 @@ from taskd.transport import zeromq
 from taskd.wire import mirroring
 from taskd.wire.mirroring import Answer, Ask, Offer
 from tests.contract.mirrored import RANKS, SECRET, Node, until
+from tests.descriptors import none_free
 from tests.native.arenas import patterned
 
 if TYPE_CHECKING:
@@ -133,6 +134,18 @@ def test_a_node_without_memory_says_so(nodes: tuple[Node, Node]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert event.ranks == ()
     assert "no node memory for snapshots" in event.reason
+
+
+def test_a_node_without_free_descriptors_says_so(nodes: tuple[Node, Node]) -> None:
+    other, keeper = nodes
+    order = an_order(keeper)
+    with none_free():
+        (event,) = other.obey(order)
+    assert event.ranks == ()
+    assert event.reason == "node 0 cannot take them: [Errno 24] Too many open files"
+    keeper.obey(dataclasses.replace(order, node_rank=1))
+    other.obey(order)
+    assert told(other).ranks == RANKS
 
 
 def test_an_address_that_is_none_is_told(nodes: tuple[Node, Node]) -> None:

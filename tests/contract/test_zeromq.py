@@ -17,6 +17,7 @@ from taskd.errors import TransportError
 from taskd.transport import base, curve, zeromq
 from taskd.transport.silence import Silence
 from tests.contract.test_links import SECRET, await_messages, by_name
+from tests.descriptors import none_free
 
 
 @pytest.fixture
@@ -447,3 +448,14 @@ def test_a_router_whose_events_nobody_reads_goes_on_and_ends() -> None:
     closing.join(30)
     assert not closing.is_alive(), "it waits for room for one more event"
     agent.close()
+
+
+def test_without_enough_descriptors_there_is_an_error_and_the_process_lives(
+    router: zeromq.Router,
+) -> None:
+    """ZeroMQ ends it by `abort` if it gets some of those that it wants."""
+    for free in range(8):
+        with none_free(but=free), pytest.raises(TransportError, match="no socket can be opened"):
+            zeromq.Router("127.0.0.1:0")
+    with none_free(), pytest.raises(TransportError, match="Too many open files"):
+        zeromq.Dealer(router.address, "agent", beside=router)

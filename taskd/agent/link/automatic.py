@@ -142,27 +142,17 @@ class AutomaticManager:
         return address
 
     def _start(self) -> None:
-        if _is_taken(self._place):
-            if self._won is None:
-                self._policy.port_is_taken()
-                return
-            self._place = join_address(self._place.rpartition(":")[0].strip("[]"), 0)
-        ours, theirs = socket.socketpair()
-        words = [_root(), self._place, str(theirs.fileno()), self._job_id, str(self._node_rank)]
-        words.append(str(self.term))
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _MAIN, *words],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL if self._won is None else subprocess.PIPE,
-                    start_new_session=True,  # a Ctrl-C is torchrun's
-                )
-            except OSError as error:
-                ours.close()
-                self._policy.port_is_taken()  # nothing to wait for: training goes on without one
-                log.warning("node %d cannot start a manager: %s", self._node_rank, error)
-                return
+        try:
+            if _is_taken(self._place):
+                if self._won is None:
+                    self._policy.port_is_taken()
+                    return
+                self._place = join_address(self._place.rpartition(":")[0].strip("[]"), 0)
+            self._process, ours = self._launched()
+        except OSError as error:
+            self._policy.port_is_taken()  # nothing to wait for: training goes on without one
+            log.warning("node %d cannot start a manager: %s", self._node_rank, error)
+            return
         if self._won is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError), self._process.stdin as told:  # its end is seen
                 told.write(encode_won(self._won))
@@ -170,6 +160,24 @@ class AutomaticManager:
         self._link, self._is_up = ours, False
         self._policy.started()
         log.info("node %d starts a manager (pid %d)", self._node_rank, self._process.pid)
+
+    def _launched(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process, and the end of its socket that is ours. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        words = [_root(), self._place, str(theirs.fileno()), self._job_id, str(self._node_rank)]
+        words.append(str(self.term))
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _MAIN, *words],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL if self._won is None else subprocess.PIPE,
+                    start_new_session=True,  # a Ctrl-C is torchrun's
+                )
+            except OSError:
+                ours.close()
+                raise
+        return process, ours
 
     def _read(self, now: float) -> str | None:
         assert self._link is not None
@@ -214,7 +222,10 @@ class AutomaticManager:
 
 
 def _is_taken(address: str) -> bool:
-    """Whether somebody listens there. Connecting would tell more, and trouble him."""
+    """Whether somebody listens there. Connecting would tell more, and trouble him.
+
+    Raises OSError: there is no free descriptor.
+    """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:

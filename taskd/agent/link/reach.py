@@ -6,6 +6,8 @@ name may take seconds where no network is. What follows is decided in `taskd.cor
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -15,6 +17,9 @@ from taskd.core.events import ManagerHostHeard
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+log = logging.getLogger(__name__)
+
+_OF_THIS_HOST = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _ANSWER_S = 1.0  # as long as a handshake of TCP over a bad network takes, with one repetition
 
 
@@ -24,7 +29,7 @@ class Reach:
     def __init__(self, *, is_wanted: bool) -> None:
         """`is_wanted`: somebody asks for it."""
         self._is_wanted = is_wanted
-        self._is_missed = False
+        self._is_missed = self._is_doubted = False
         self._said: bool | None = None
         self._try: _Try | None = None
 
@@ -37,6 +42,7 @@ class Reach:
         self._is_missed = self._is_missed and not is_over
         if not self._is_missed:
             self._said = self._try = None
+            self._is_doubted = False
             return
         if self._try is not None and self._try.is_alive():
             return
@@ -44,12 +50,30 @@ class Reach:
         if answers not in (None, self._said):
             self._said = answers
             yield ManagerHostHeard(now, "reach", bool(answers))
+        if self._try is not None and self._try.problem:
+            self._doubt(address, self._try.problem)
         self._try = _Try(address)
-        self._try.start()
+        try:
+            self._try.start()
+        except RuntimeError as error:  # the system has no further thread for this process
+            self._doubt(address, str(error))
+            self._try = None
+
+    def _doubt(self, address: str, problem: str) -> None:
+        """Say, once in a silence, that nothing is known of the host."""
+        if not self._is_doubted:
+            self._is_doubted = True
+            log.warning(
+                "whether the host of the manager at %s answers is not known: %s. This node waits "
+                "for the manager: raise the limits of torchrun (ulimit -n, -u)",
+                address,
+                problem,
+            )
 
 
 class _Try(threading.Thread):
     answers: bool | None = None
+    problem = ""  # of this host, so that nothing is known of the other one
 
     def __init__(self, address: str) -> None:
         super().__init__(name="taskd-reach", daemon=True)
@@ -59,9 +83,13 @@ class _Try(threading.Thread):
         """That nobody listens there is an answer, too: of the host."""
         host, _, port = self._address.rpartition(":")
         try:
+            socket.socket().close()  # to look up a name without a descriptor ends like no name
             socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
             self.answers = True
         except ConnectionRefusedError:
             self.answers = True
-        except (OSError, ValueError):
-            self.answers = False
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _OF_THIS_HOST:
+                self.problem = str(error)
+            else:
+                self.answers = False

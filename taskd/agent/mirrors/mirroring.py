@@ -13,6 +13,7 @@ any recovery: whatever fails here costs mirrors and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -75,6 +76,7 @@ class Mirroring:
         self._thread: threading.Thread | None = None
         self._address = ""
         self._is_wanted = self._is_closing = False
+        self._is_short = False  # of descriptors
         self._pair: commands.Pair | None = None
         self._permission = MirrorPermission()
         # the host's own, by rank: to see when they are others
@@ -107,21 +109,29 @@ class Mirroring:
     def _open(self) -> bool:
         if self._thread is not None:
             return True
-        try:
-            self._router = zeromq.Router(
-                join_address(self._config.own_address, 0), secret=self._config.secret
-            )
-        except TransportError as error:
-            log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
-            return False
-        self._address = self._router.address
-        self._order_fd, self._news_fd = (
-            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2)
-        )
-        self._thread = threading.Thread(
-            target=self._run, args=(self._router,), name="taskd-mirrors", daemon=True
-        )
-        self._thread.start()
+        with contextlib.ExitStack() as undone:
+            try:
+                router = zeromq.Router(
+                    join_address(self._config.own_address, 0), secret=self._config.secret
+                )
+                undone.callback(router.close)
+                for _ in range(2):
+                    descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    undone.callback(os.close, descriptor)
+                    self._order_fd, self._news_fd = self._news_fd, descriptor
+                self._router, self._address = router, router.address
+                thread = threading.Thread(
+                    target=self._run, args=(router,), name="taskd-mirrors", daemon=True
+                )
+                thread.start()
+            # the last one: there is no further thread
+            except (TransportError, OSError, RuntimeError) as error:
+                log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
+                self._router, self._address = None, ""
+                self._order_fd = self._news_fd = -1
+                return False
+            undone.pop_all()
+        self._thread = thread
         return True
 
     def introduction(self, now: float) -> list[events.Event]:
@@ -178,10 +188,24 @@ class Mirroring:
             for rank, worker in workers.items()
             if self._followed.get(rank) is not worker.arenas
         }
-        if changed:
-            self._followed.update(changed)
-            copies = {rank: _copy_of(arenas) for rank, arenas in changed.items()}
-            self._order(lambda: self._source.follow(copies))
+        if not changed:
+            return
+        try:
+            copies = _copies_of(changed)
+        except OSError as error:  # tried again with the next heartbeat
+            if not self._is_short:
+                log.warning(
+                    "node %d: snapshots of ranks %s are not mirrored for now: %s. Raise the limit "
+                    "of open files of torchrun (ulimit -n)",
+                    self._node_rank,
+                    ", ".join(map(str, sorted(changed))),
+                    error,
+                )
+            self._is_short = True
+            return
+        self._is_short = False
+        self._followed.update(changed)
+        self._order(lambda: self._source.follow(copies))
 
     def find(self, rank: int, version: int) -> int | None:
         """A descriptor of the arena that mirrors this version."""
@@ -225,7 +249,11 @@ class Mirroring:
         if not self._open():
             failed = answer_to(order, (), f"node {self._node_rank} can open no port for them")
             return [replace(failed, now=now)]
-        copies = {rank: _copy_of(workers[rank].arenas) for rank in order.ranks}
+        try:
+            copies = _copies_of({rank: workers[rank].arenas for rank in order.ranks})
+        except OSError as error:
+            failed = answer_to(order, (), f"node {self._node_rank} cannot take them: {error}")
+            return [replace(failed, now=now)]
         self._order(lambda: self._fetch(order, copies))
         return []
 
@@ -355,6 +383,15 @@ class Mirroring:
         self._source.pair(pair, self._dealer)
 
 
-def _copy_of(arenas: Arenas) -> Arenas:
-    """For another thread."""
-    return Arenas([os.dup(descriptor) for descriptor in arenas.descriptors])
+def _copies_of(arenas: Mapping[int, Arenas]) -> dict[int, Arenas]:
+    """For another thread, by rank. Raises OSError: there are too few descriptors."""
+    with contextlib.ExitStack() as undone:
+        copies = {}
+        for rank, of_rank in arenas.items():
+            descriptors = []
+            for descriptor in of_rank.descriptors:
+                descriptors.append(os.dup(descriptor))
+                undone.callback(os.close, descriptors[-1])
+            copies[rank] = Arenas(descriptors)
+        undone.pop_all()
+    return copies
