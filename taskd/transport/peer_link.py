@@ -116,8 +116,10 @@ class PeerLink:
 
     def wait(self, timeout_s: float) -> None:
         """Until something has come, or what waits can be sent."""
-        waiting = [self._outgoing] if self._unsent else []
-        select.select([self._incoming], waiting, [], max(0.0, timeout_s))
+        wanted = {self._incoming: select.POLLIN}
+        if self._unsent:
+            wanted[self._outgoing] = select.POLLOUT
+        _wait(wanted, timeout_s)
 
     def close(self) -> None:
         """Both ends."""
@@ -131,6 +133,14 @@ def _listener(towards: str) -> socket.socket:
         probe.connect(address)
         own = probe.getsockname()[0]
     return socket.create_server((own, 0), family=family, backlog=4)
+
+
+def _wait(wanted: dict[socket.socket, int], timeout_s: float) -> bool:
+    """Whether one of them is ready. `select` knows no descriptor above 1,023; scripts have more."""
+    poller = select.poll()
+    for connection, events in wanted.items():
+        poller.register(connection, events)
+    return bool(poller.poll(max(0.0, timeout_s) * 1000))
 
 
 def _towards(store: Any, key: str, until: float) -> socket.socket:
@@ -154,7 +164,7 @@ def _accept(listener: socket.socket, token: bytes, until: float) -> socket.socke
         left_s = until - _CLOCK.now()
         if left_s <= 0:
             raise TimeoutError("nobody has connected")
-        if not select.select([listener], [], [], min(_LOOK_S, left_s))[0]:
+        if not _wait({listener: select.POLLIN}, min(_LOOK_S, left_s)):
             continue
         connection, _ = listener.accept()
         try:

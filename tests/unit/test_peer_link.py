@@ -1,5 +1,8 @@
 """The ring of connections beside the process groups, over loopback."""
 
+import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -43,8 +46,26 @@ def _connect(store: Store, rank: int, world_size: int) -> PeerLink:
 
 
 @pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process has more of them open than `select` can tell apart."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    while held[-1] < 1024:
+        held.append(os.dup(held[0]))
+    yield
+    for descriptor in held:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
 def ring() -> Iterator[list[PeerLink]]:
     """Three ranks; each one sends to the next."""
+    yield from _ring()
+
+
+def _ring() -> Iterator[list[PeerLink]]:
     store, links = Store(), dict.fromkeys(range(3))
 
     def connect(rank: int) -> None:
@@ -73,6 +94,14 @@ def test_each_hears_the_one_before_it(ring: list[PeerLink]) -> None:
     for rank, link in enumerate(ring):
         link.send(f"of {rank}".encode())
     assert [_receive(link, 1) for link in ring] == [[b"of 2"], [b"of 0"], [b"of 1"]]
+
+
+@pytest.mark.usefixtures("many_files")
+def test_in_a_process_with_many_files() -> None:
+    with contextlib.contextmanager(_ring)() as ring:
+        for rank, link in enumerate(ring):
+            link.send(f"of {rank}".encode())
+        assert [_receive(link, 1) for link in ring] == [[b"of 2"], [b"of 0"], [b"of 1"]]
 
 
 def test_of_what_has_to_wait_the_newest_arrives(ring: list[PeerLink]) -> None:
