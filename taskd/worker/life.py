@@ -22,7 +22,7 @@ from taskd.errors import Interrupted
 from taskd.worker.profiling.marks import Switches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
@@ -150,6 +150,8 @@ class Records:
     states: dict[str, Any] = field(default_factory=dict)  # those of the present entry
     parked: dict[str, Any] = field(default_factory=dict)  # of the last one; emptied by restore()
     version: int | None = None  # None: no TrainState has been restored in this process
+    # Those of `version` that are still to be read from elsewhere: until then it is held in part.
+    missing: set[str] = field(default_factory=set)
     is_inconsistent: bool = False  # what is parked is no whole copy of `version`
     shard: str = ""  # which part of the state this rank has; "": all of it
     # What the predecessor of this incarnation left in its black box: extras by version, DDP layout.
@@ -161,6 +163,24 @@ class Records:
     restored_at: float | None = None  # monotonic time at which the last restore() was done
     restored_from: str = ""  # what it said
     random_at_restore: Any = None  # the state of torch's global generator then
+
+    @property
+    def whole_version(self) -> int | None:
+        """`version`, if no TrainState of it is missing; None: nothing is held as a whole."""
+        return None if self.missing else self.version
+
+    def expect(self, names: Iterable[str]) -> None:
+        """The first TrainState of this entry was read from elsewhere, where these are as well.
+
+        What is parked is of another version from here on, so that it is missing, too.
+        """
+        self.missing = {*names, *self.parked, *self.states}
+
+    def settle(self) -> None:
+        """A step begins: what the script has not restored by now, it does without."""
+        for name in self.missing:
+            self.parked.pop(name, None)
+        self.missing.clear()
 
     @property
     def is_half_way(self) -> bool:

@@ -19,7 +19,7 @@ def course_of(
     Args:
         is_inside: its main thread runs the recoverable function.
         is_voting: it is in the vote before an optimizer step.
-        version: the last one that it committed; None: no state is restored.
+        version: the last one that it committed; None: the state is not restored, or in part.
         reach: of the `Interrupt`: the newest version that anybody committed.
         finish_step: of the `Interrupt`: nothing is broken, everybody ends the step.
     """

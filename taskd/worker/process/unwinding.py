@@ -79,7 +79,7 @@ class Unwinding:
             if orders.is_inside:
                 life.interrupts.pending = command.reason  # commit() raises it
             # after the line before: what is committed from here on sees it
-            version = life.records.version
+            version = life.records.whole_version
             course = course_of(
                 is_inside=orders.is_inside,
                 is_voting=life.interrupts.is_voting,

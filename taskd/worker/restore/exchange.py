@@ -41,11 +41,12 @@ def send(
     told: Told | None = None,
     *,
     is_present: bool,
+    held: tuple[str, ...] = (),
 ) -> None:
     """Send this rank's copy to `receiver`.
 
     `told`: of the extras that it goes with. `is_present` False: this rank has none either (the
-    state is new).
+    state is new). `held`: the names of all TrainStates that this rank has of `version`.
 
     Raises:
         StateError: it does not fit what the receiver built.
@@ -54,6 +55,7 @@ def send(
     tensors: list[torch.Tensor] = []
     if is_present:
         manifest, tensors = describe(holding, named, version, told or Told())
+    manifest.held = held
     try:
         data = devices.dumps(manifest, 5)
     except (TypeError, AttributeError, pickle.PicklingError) as error:

@@ -62,6 +62,7 @@ class Manifest:
     states: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     told: Told = field(default_factory=Told)  # of the extras that it goes with
+    held: tuple[str, ...] = ()  # the names of all TrainStates that the sender has of this version
     metas: list[Meta] = field(default_factory=list)
 
 

@@ -30,7 +30,9 @@ def park_all(life: Life, *, has_returned: bool = False) -> ParkReport:
     """Called by the decorator when an entry has unwound: what it held becomes `records.parked`.
 
     A state whose restore() was not complete does not count; what was parked for it before stays
-    parked. `has_returned`: the function has come to its end, and nothing is torn off.
+    parked. But where one was read from elsewhere and another one was not yet, neither version is
+    whole: the memory of the former one has been written over, or was given up. Then nothing is
+    held. `has_returned`: the function has come to its end, and nothing is torn off.
     """
     records, saving = life.records, life.saving
     if saving.snapshots is not None:
@@ -51,6 +53,8 @@ def park_all(life: Life, *, has_returned: bool = False) -> ParkReport:
     buckets.end_entry(life)
     shards.forget_meshes()
     # an exchange was cut short: what it began to overwrite is no copy any more
+    records.version = records.whole_version
+    records.missing.clear()
     if records.version is None:
         records.parked = {}
     # also of what was parked by an earlier entry: nothing has made it whole since

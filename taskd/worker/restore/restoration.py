@@ -8,6 +8,7 @@ and reading are `moving`, `exchange`, `taskd.worker.saving.stored` and `loading`
 import json
 import logging
 import pathlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
 from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
+from taskd.worker.state.shard_report import report_restored
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +79,11 @@ def restore(life: Life, holding: Holding) -> Restored:
     holding.rollback.begin()
     holding.part = holding.encode(is_in_step=False)
     hooks.attach(holding)
-    _note_version(life, is_fresh=restored.source in ("nothing", "checkpoint"))
-    records.parked.pop(holding.name, None)
+    _note_version(life, holding, is_fresh=restored.source in ("nothing", "checkpoint"))
+    # In this order: at every moment a state that is held is parked, restored, or missing.
     holding.is_restored = True
+    records.parked.pop(holding.name, None)
+    records.missing.discard(holding.name)
     _announce(life, holding)
     _begin_saving(life, holding)
     records.restored_at = MonotonicClock().now()
@@ -100,6 +104,15 @@ def _is_first(life: Life) -> bool:
     return not any(other.is_restored for other in life.records.states.values())
 
 
+def _expect(life: Life, names: Iterable[str]) -> None:
+    """A state was read from elsewhere; `names`: of all that are there.
+
+    To be called while the version is None.
+    """
+    if _is_first(life):
+        life.records.expect(names)
+
+
 # ---------------------------------------------------------------- a fresh start
 
 
@@ -115,6 +128,7 @@ def _start(life: Life, holding: Holding, named: Named) -> Restored:
             saving.arenas.forget_after(-1)
         saving.checkpoint = None if holding.carrier else loading.choose(life, holding)
     if saving.checkpoint is None:
+        _expect(life, ())
         records.version = 0
         return Restored(None, "nothing")
     return _read(life, holding, named, saving.checkpoint)
@@ -123,6 +137,7 @@ def _start(life: Life, holding: Holding, named: Named) -> Restored:
 def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> Restored:
     life.records.version = None  # inconsistent from here until it is read
     own = loading.read(life, holding, named, checkpoint)
+    _expect(life, checkpoint.manifest.states)
     version = life.records.version = checkpoint.manifest.version
     if own:
         logbook_of(life).randoms.restore(own["random"])
@@ -192,7 +207,13 @@ def _take(life: Life, holding: Holding, named: Named, version: int) -> Restored:
     told = logbook_of(life).tell(version, holding.name) if receivers else None
     for receiver in receivers:
         exchange.send(
-            holding, named, life.world_rank_of(receiver), version, told, is_present=is_there
+            holding,
+            named,
+            life.world_rank_of(receiver),
+            version,
+            told,
+            is_present=is_there,
+            held=_held(life),
         )
     if carrier is not None:
         carrier.move(holding.step, moves)
@@ -247,6 +268,7 @@ def _receive(life: Life, holding: Holding, named: Named, source: int) -> Manifes
     life.records.version = None  # inconsistent from here until the exchange is complete
     manifest = exchange.receive(holding, named, source)
     life.supervisor.await_device()
+    _expect(life, manifest.held)
     return manifest
 
 
@@ -256,7 +278,15 @@ def _load(life: Life, holding: Holding, named: Named, version: int) -> bool:
     if life.saving.stored is None:
         life.saving.stored = stored.find(life, version)
     is_there: bool = life.saving.stored.load(life, holding, named)
+    _expect(life, life.saving.stored.states)
     return is_there
+
+
+def _held(life: Life) -> tuple[str, ...]:
+    """The names of the TrainStates that this rank has of the version, or is about to have."""
+    records = life.records
+    restored = (name for name, other in records.states.items() if other.is_restored)
+    return tuple(sorted({*records.parked, *records.missing, *restored}))
 
 
 def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> None:
@@ -289,17 +319,22 @@ def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
         )
 
 
-def _note_version(life: Life, *, is_fresh: bool) -> None:
-    """Write the version and its extras where a replacement of this process finds them."""
+def _note_version(life: Life, holding: Holding, *, is_fresh: bool) -> None:
+    """Write the version and its extras where a replacement of this process finds them.
+
+    After a fresh start not before the last state is there: a part of them would pass for all.
+    """
     version, logbook = life.records.version, logbook_of(life)
     assert version is not None
     parts = parts_of(life.records.states)
-    if is_fresh:
+    is_last = life.records.missing <= {holding.name}
+    if is_fresh and is_last:
         logbook.write_committed(version, parts)
-    else:
+    elif not is_fresh:
         logbook.write_restored(version, parts)
     if life.box is not None:
-        life.box.mark_version(version)
+        if is_last or not is_fresh:
+            life.box.mark_version(version)
         life.mark(Phase.STEP)
 
 
@@ -309,14 +344,7 @@ def _announce(life: Life, holding: Holding) -> None:
         # All ranks are at this place.
         texts = Agreement(life, "peers").gather(json.dumps([holding.shard_id, holding.shard]))
         holding.peers = Peers(*zip(*map(json.loads, texts), strict=True))
-    shard = ";".join(
-        f"{name}={other.shard}"
-        for name, other in sorted(life.records.states.items())
-        if other.is_restored and other.shard
-    )
-    if shard != life.records.shard:
-        life.records.shard = shard
-        life.supervisor.tell(events.WorkerHolds, "restored", shard=shard)
+    report_restored(life)
 
 
 def _begin_saving(life: Life, holding: Holding) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from taskd.native.black_box import Phase
 from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
+from taskd.worker.state.shard_report import report_shard
 from taskd.worker.state.vote import vote
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     Raises: as `vote`.
     """
     interrupts, snapshots = life.interrupts, life.saving.snapshots
+    life.records.settle()
     if life.records.is_half_way:  # another optimizer of this step has begun, with all there
         life.supervisor.end_update()
     else:
@@ -74,6 +76,7 @@ def commit(life: Life, holding: Holding) -> None:
     interrupts.is_held = True
     holding.is_half_way = True  # whatever fails in here leaves a copy that is neither version
     life.mark(Phase.COMMIT)
+    records.settle()
     life.supervisor.end_update()
     holding.rollback.remember()
     holding.step += 1
@@ -87,10 +90,13 @@ def commit(life: Life, holding: Holding) -> None:
     if profile is not None:
         profile.step(version)
     life.mark(Phase.STEP)
+    is_first = not holding.has_committed
     holding.is_half_way, holding.has_committed = False, True
     if saving.snapshots is not None:
         saving.snapshots.commit()
     # Still held: the supervisor takes a lock, which an Interrupted in the middle could leave taken.
+    if is_first:
+        report_shard(life, cause="committed")
     if life.plan.awaits_commit:
         life.plan.awaits_commit = False
         life.supervisor.report_recovery()
