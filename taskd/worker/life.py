@@ -183,6 +183,15 @@ class Records:
         self.missing.clear()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a TrainState of this entry is: then the ranks vote on the steps of all of them.
+
+        By what the script has built, and not by `shard`: that may be of an earlier entry, which a
+        new process has not had, and all ranks must vote equally often.
+        """
+        return any(holding.shard for holding in self.states.values())
+
+    @property
     def is_half_way(self) -> bool:
         """Whether a TrainState is between its optimizer's step and its commit.
 

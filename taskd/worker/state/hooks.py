@@ -56,7 +56,7 @@ def _begin_step(holding: Holding, optimizer: torch.optim.Optimizer, args: Any, k
         closure is None
         or life.interrupts.is_held
         or life.records.is_half_way
-        or (holding.shard and not is_known)
+        or (life.records.is_sharded and not is_known)
     ):
         begin_update(life, holding)
         return None
