@@ -294,9 +294,9 @@ def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> 
         logbook_of(life).randoms.restore(random)
     elif version:  # before the first step that is right
         log.warning(
-            "rank %d: no RNG and sampler state of version %d was left by the process that "
-            "died; this rank goes on with those that its script set, and with the plain values of "
-            "the rank whose state it got, so the run may differ from one without the fault",
+            "rank %d: no RNG and sampler state of version %d is known of this rank: it goes on "
+            "with those that its script set, and with the plain values of the rank whose state it "
+            "got, so the run may differ from one without the fault",
             life.rank,
             version,
         )

@@ -82,6 +82,7 @@ class Holding:
         self.step = 0
         # between an optimizer's step and the commit: the state changes, or may have
         self.is_half_way = False
+        self.is_ahead = False  # a forward pass of its next step has ended
         self.is_restored = False  # restore() is complete
         self.has_committed = False  # in this entry
         self.part = b""  # the per-rank part as of the last commit, pickled

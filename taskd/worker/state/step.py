@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from taskd.worker.state.holding import Holding
 
 
-def capture_pending(life: Life, holding: Holding, *, is_forward: bool = False) -> None:
-    """Write what this rank's extras will be once the present step is committed."""
+def capture_pending(life: Life, *holdings: Holding, is_forward: bool = False) -> None:
+    """Write what this rank's extras will be once the present step, of `holdings`, is committed."""
     records = life.records
     parts = parts_of(records.states)
-    parts[holding.name] = holding.encode()
+    for holding in holdings:
+        parts[holding.name] = holding.encode()
+        holding.is_ahead = holding.is_ahead or is_forward
     logbook = logbook_of(life)
     logbook.write_pending((records.version or 0) + 1, parts, is_forward=is_forward)
 
@@ -82,8 +84,12 @@ def commit(life: Life, holding: Holding) -> None:
     holding.rollback.remember()
     holding.step += 1
     holding.part = holding.encode()
+    holding.is_ahead = False
     version = records.version = (records.version or 0) + 1
     logbook_of(life).write_committed(version, parts_of(records.states))
+    ahead = [other for other in records.states.values() if other.is_ahead]
+    if ahead:  # others may come to the commit of these, and this rank be stopped before it
+        capture_pending(life, *ahead)
     if life.box is not None:
         life.box.mark_version(version)
         life.box.mark_step(is_first=not holding.has_committed)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from job import Job, Stop
+from job import Job, Sampler, Stop
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -387,3 +387,60 @@ def test_a_step_of_a_replicated_state_is_voted_on_where_another_one_is_sharded(w
     (votes, report), (other, same) = world.run(train_mixed, size=2)
     assert (votes, other) == (["g", "d", "g"], ["g", "d"])
     assert report == same == ParkReport(2, clean=True, reason="")
+
+
+# ---------------------------------------------------------------- what is a rank's own
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_rank_that_is_stopped_between_two_commits_has_its_own_of_the_second(
+    monkeypatch, caplog, is_dead
+):
+    """Both forward passes were over, so that the others could come to the second commit."""
+    job, drawn = Job(0, 2), []
+
+    def entry(stop_at):
+        models = {name: nn.Linear(1, 1, bias=False) for name in ("g", "d")}
+        samplers = {name: Sampler() for name in models}
+        optimizers = {name: torch.optim.SGD(one.parameters()) for name, one in models.items()}
+        states = {
+            name: TrainState(
+                name, model=models[name], optimizer=optimizers[name], sampler=samplers[name]
+            )
+            for name in models
+        }
+        restored = [str(state.restore()) for state in states.values()]
+        if stop_at is None:
+            return restored, [one.position for one in samplers.values()], torch.rand(1).item()
+        while True:
+            losses = {}
+            for name, model in models.items():
+                samplers[name].position += 1
+                losses[name] = model(torch.rand(1, 1)).sum()
+            for name, state in states.items():
+                losses[name].backward()
+                optimizers[name].step()
+                state.commit()
+                if job.life.records.version == stop_at:
+                    drawn.append(torch.get_rng_state())
+                    raise Stop
+
+    _, report = job.enter(entry, 3)
+    assert report.version == 3
+    if is_dead:
+        job.replace()
+
+    def receive(holding, *_):
+        holding.step = 2
+        return Manifest(4, is_present=True, step=2, held=("d", "g"))
+
+    monkeypatch.setattr(exchange, "receive", receive)
+    job.resume(4, {0: Move(0, 1)})
+    torch.manual_seed(99)
+    restored, positions, number = job.enter(entry, None)[0]
+    assert restored == ["received version 4 from rank 1"] * 2
+    assert positions == [2, 2]
+    torch.set_rng_state(drawn[0])
+    assert number == torch.rand(1).item()
+    assert "no RNG and sampler state" not in caplog.text
+    job.close()
