@@ -107,7 +107,9 @@ def commit(life: Life, holding: Holding) -> None:
     if life.plan.awaits_commit:
         life.plan.awaits_commit = False
         life.supervisor.report_recovery()
-    if interrupts.pending is not None and life.supervisor.wants_more():
+    if records.is_half_way:
+        pass  # another TrainState: held until its commit, or its copy would be torn
+    elif interrupts.pending is not None and life.supervisor.wants_more():
         interrupts.is_held = False
     else:
         interrupts.release()

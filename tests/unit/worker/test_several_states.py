@@ -8,6 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from taskd.core import events
 from taskd.core.commands import Move
+from taskd.errors import Interrupted
 from taskd.native.arenas import Arenas
 from taskd.worker.life import Supervisor
 from taskd.worker.restore import exchange, restoration
@@ -444,3 +445,26 @@ def test_a_rank_that_is_stopped_between_two_commits_has_its_own_of_the_second(
     assert number == torch.rand(1).item()
     assert "no RNG and sampler state" not in caplog.text
     job.close()
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+def test_an_interrupt_is_held_off_until_no_state_is_half_way(job):
+    """Both optimizers step before the first commit: in between one state would be torn."""
+
+    def entry():
+        training = Training(1)
+        with pytest.raises(Stop):
+            training()
+        for name in training.names:
+            training.weights[name](torch.ones(1, 1)).sum().backward()
+            training.optimizers[name].step()
+        job.life.interrupts.pending = "rank 2 died"
+        training.states["g"].commit()
+        with pytest.raises(Interrupted):
+            training.states["d"].commit()
+        assert not job.life.interrupts.is_held
+        raise Stop
+
+    assert job.enter(entry)[1] == ParkReport(4, clean=True, reason="")
