@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ class Saver:
     """Writes the checkpoints of one rank, in one series of writings.
 
     Args:
-        directory, job, attempt, writers, generation, world_size, states: see Draft. After a fault
-            make a new Saver with a new attempt.
+        directory, job, attempt, writers, generation, world_size: see Draft. After a fault make a
+            new Saver with a new attempt.
         rank: this one.
         every: versions between two checkpoints.
         keep: how many periodic ones are left.
@@ -57,7 +58,6 @@ class Saver:
         world_size: int,
         every: int,
         keep: int,
-        states: tuple[str, ...] = (),
         limit_s: float = _LIMIT_S,
         told: Callable[[float], object] = lambda _: None,
     ) -> None:
@@ -72,7 +72,6 @@ class Saver:
             writers,
             generation,
             world_size,
-            states=states,
         )
         self._rank, self._every, self._keep, self._limit_s = rank, every, keep, limit_s
         self._told = told
@@ -87,16 +86,21 @@ class Saver:
         return version > 0 and version % self._every == 0
 
     def save(
-        self, version: int, state: Mapping[str, Any], own: Mapping[str, Any] | None = None
+        self,
+        version: int,
+        state: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+        states: tuple[str, ...] = (),
     ) -> None:
-        """Begin to save; as `write`.
+        """Begin to save; as `write`. `states`: the names of the TrainStates in it.
 
         Waits first until the one before is finished here: training never runs ahead of the disk.
 
         The tensors must not change until `wait` returns True: give copies.
         """
         self.wait()
-        self._begin(self._run, self._draft_of(version), state, own)
+        draft = replace(self._draft_of(version), states=states)
+        self._begin(self._run, draft, state, own)
 
     def refuse(self, version: int, problem: str) -> None:
         """Instead of `save`: there is nothing to save on this rank.

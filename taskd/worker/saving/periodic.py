@@ -64,7 +64,6 @@ class Periodic:
             world_size=life.world_size,
             every=every,
             keep=keep,
-            states=tuple(sorted(life.records.states)),
             told=functools.partial(check_grace, life),
         )
 
@@ -98,7 +97,7 @@ class Periodic:
             )
             self._saver.refuse(version, str(error) or type(error).__name__)
         else:
-            self._saver.save(version, state, own)
+            self._saver.save(version, state, own, tuple(sorted(life.records.states)))
 
     def _copy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """This rank's share of the state, and what is its own."""

@@ -6,11 +6,12 @@ from job import Job, Sampler, Stop
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from taskd.checkpoint.folder import scan
 from taskd.core import events
 from taskd.core.commands import Move
 from taskd.errors import Interrupted
 from taskd.native.arenas import Arenas
-from taskd.worker.life import Supervisor
+from taskd.worker.life import Supervisor, current
 from taskd.worker.restore import exchange, restoration
 from taskd.worker.restore.manifest import Manifest
 from taskd.worker.restore.parking import ParkReport
@@ -46,6 +47,8 @@ class Training:
         while self.states[self.names[-1]].step < self.until:
             for name in self.names:
                 self.step(name)
+        if current().saving.periodic is not None:
+            current().saving.periodic.wait()
         raise Stop
 
     def build(self, name):
@@ -102,6 +105,14 @@ def test_a_checkpoint_that_was_read_in_part_is_no_version(saved, late):
     assert job.enter(again)[1].version == 10
     assert [text.split(" from ")[0] for text in again.restored] == ["read version 6"] * 2
     assert again.found() == after(5)
+
+
+def test_a_periodic_checkpoint_names_the_states_that_were_built_later(saved):
+    """It is they that a fresh start waits for."""
+    job, folder = saved
+    job.enter(Training(4, late=True, checkpoint_dir=folder, checkpoint_every=8))
+    newest = scan(folder, job.life.job_id).valid[0].manifest
+    assert (newest.version, newest.states) == (8, ("d", "g"))
 
 
 def test_a_state_that_the_script_has_no_more_is_not_waited_for(saved):
