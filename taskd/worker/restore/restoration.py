@@ -24,7 +24,7 @@ from taskd.worker.life import Life
 from taskd.worker.objects.named import Named
 from taskd.worker.restore import exchange, loading, moving
 from taskd.worker.restore.manifest import Manifest
-from taskd.worker.saving import stored
+from taskd.worker.saving import contents, stored
 from taskd.worker.saving.periodic import Periodic
 from taskd.worker.saving.snapshots import Snapshots
 from taskd.worker.state import hooks, own_extras
@@ -141,6 +141,9 @@ def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) ->
     version = life.records.version = checkpoint.manifest.version
     if own:
         logbook_of(life).randoms.restore(own["random"])
+        if _is_first(life) and own["values"]:  # else only pending ones were saved
+            # of all states: this rank may be stopped before the next one, which others then send
+            logbook_of(life).write_committed(version, contents.parts(own))
     elif life.world_size != checkpoint.manifest.world_size:
         log.info(
             "rank %d: %s was saved by a world of %d ranks: generators and samplers begin as "
@@ -322,7 +325,8 @@ def _check_positions(life: Life, holding: Holding, before: Holding) -> None:
 def _note_version(life: Life, holding: Holding, *, is_fresh: bool) -> None:
     """Write the version and its extras where a replacement of this process finds them.
 
-    After a fresh start not before the last state is there: a part of them would pass for all.
+    After a fresh start not before the last state is there: a part of them would pass for all. What
+    is this rank's own was noted when the first one was read from a checkpoint.
     """
     version, logbook = life.records.version, logbook_of(life)
     assert version is not None

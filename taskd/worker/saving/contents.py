@@ -18,7 +18,7 @@ from taskd.errors import CheckpointError, StateError
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.shards import is_distributed
 from taskd.worker.state import buckets, flat
-from taskd.worker.state.extras import decode_part
+from taskd.worker.state.extras import decode_part, encode_part
 from taskd.worker.state.logbook import logbook_of
 
 if TYPE_CHECKING:
@@ -171,6 +171,14 @@ def readable(found: Extras, loads: Callable[[bytes], Any] = pickle.loads) -> dic
         "positions": positions,
         "values": values,
         "buffers": {name: part.buffers for name, part in parts.items()},
+    }
+
+
+def parts(own: Mapping[str, Any]) -> dict[str, bytes]:
+    """Opposite of `readable`, without the generators: the per-rank parts, by TrainState."""
+    return {
+        name: encode_part(values, own["positions"].get(name, {}), own["buffers"].get(name, {}))
+        for name, values in own["values"].items()
     }
 
 

@@ -55,12 +55,15 @@ class Training:
         model = self.weights[name] = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, FIRST[name])
         optimizer = self.optimizers[name] = torch.optim.SGD(model.parameters(), lr=1.0)
-        self.states[name] = TrainState(name, model=model, optimizer=optimizer, **self.options)
+        self.states[name] = TrainState(
+            name, model=model, optimizer=optimizer, seen=0, **self.options
+        )
 
     def step(self, name):
         self.optimizers[name].zero_grad()
         self.weights[name](torch.ones(1, 1)).sum().backward()
         self.optimizers[name].step()
+        self.states[name].seen += 1
         self.states[name].commit()
 
     def found(self):
@@ -97,14 +100,33 @@ def test_a_checkpoint_that_was_read_in_part_is_no_version(saved, late):
     job, folder = saved
     _, report = job.enter(Training(between=True, late=late, checkpoint_dir=folder))
     assert report == NOTHING
-    # Nor does a replacement of this process take it for one.
-    assert job.life.box.version is None
-    assert job.life.box.read_extras() == {}
+    assert job.life.box.version is None  # nor is it for a replacement of this process
     job.resume(None)
     again = Training(5, late=late, checkpoint_dir=folder)
     assert job.enter(again)[1].version == 10
     assert [text.split(" from ")[0] for text in again.restored] == ["read version 6"] * 2
     assert again.found() == after(5)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_is_a_ranks_own_is_known_when_the_first_state_was_read(
+    saved, monkeypatch, caplog, is_new
+):
+    """Also of the states behind it: others may have read them all, and send them."""
+    job, folder = saved
+    expected = torch.get_rng_state()
+    torch.manual_seed(99)
+    assert job.enter(Training(between=True, late=True, checkpoint_dir=folder))[1] == NOTHING
+    if is_new:
+        job.replace()
+    send_version_6(monkeypatch)
+    job.resume(6, {0: Move(0, 1)})
+    torch.manual_seed(99)
+    again = Training(late=True, checkpoint_dir=folder)
+    assert job.enter(again)[1].version == 6
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert [state.seen for state in again.states.values()] == [3, 3]
+    assert "no RNG and sampler state" not in caplog.text
 
 
 def test_a_periodic_checkpoint_names_the_states_that_were_built_later(saved):
