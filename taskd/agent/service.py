@@ -320,7 +320,7 @@ class Service:
         stranger = self._manager.stranger
         if stranger and not self._is_registered:
             self._automatic.moves(f"somebody else answers, {stranger}")
-        address = self._automatic.turn(now)
+        address = self._automatic.turn(now, self._electing.election.roster)
         if address and self._automatic.term:
             self._electing.started(self._automatic.term, address)
             self._go_to(address)

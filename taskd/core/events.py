@@ -37,7 +37,7 @@ class AgentRegistered(Event):
     can be asked for its vote; "": it has none. `term`: of no older manager it takes orders.
     `first_host`: the node that has the store of the rendezvous, if it is one of the job's, and the
     ranks still meet where they met first. `active`: the ranks of which the world consists since the
-    newest `Resume`; (): all of the job. `roster`: the newest that it knows, if of two nodes.
+    newest `Resume`; (): all of the job. `roster`: the newest that it knows, if it has a vote.
     `start`: generation of the newest start of all that it has heard of; None: it came later.
     """
 

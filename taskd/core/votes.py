@@ -6,6 +6,11 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+# An earlier life of a manager may have told rosters of which nobody has heard who comes back: so
+# many numbers are left out. It tells one for each agent or spare that comes or goes.
+SKIPPED = 1000
+MAX_NUMBER = 1 << 52  # of a roster that is gone on from: so that there are numbers left
+
 
 @dataclass(frozen=True, slots=True)
 class Voter:

@@ -6,6 +6,7 @@ Who may vote, and when this manager may replace an agent, is decided in
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -39,11 +40,14 @@ class VoterDesk:
         term, roster = (0, None) if won is None else (won.term, won.roster)
         is_pair = roster is not None and roster.node_count == PLACES
         self._electorate = Electorate(term, None if is_pair else roster)
+        if guarded.machine.may_get_smaller:  # some may go on alone, whoever has been elected
+            self._electorate.settle()
         self._pair = PairElectorate(term, roster if is_pair else None)
         self.is_pair = is_pair  # whether the job has two nodes
         self._addresses: dict[int, tuple[str, str]] = {}  # by node: incarnation, address
         self._told: dict[int, object] = {}  # by node: the key of the roster, in a job of two nodes
         self._sizes: set[int] = set()  # ranks of a node
+        self._untold: set[int] = set()  # nodes that have registered since, in a larger job
         self._is_changed = False
         self._is_held_back = False
 
@@ -58,6 +62,7 @@ class VoterDesk:
         self._sizes.add(len(event.workers))
         self._is_changed = True
         self._told.pop(event.node_rank, None)
+        self._untold.add(event.node_rank)
         self.note_known(event.agent_incarnation, event.roster)
 
     def note_known(self, name: str, roster: Roster | None) -> None:
@@ -97,18 +102,65 @@ class VoterDesk:
         roster = self._told_roster
         return roster is not None and self._guarded.machine.is_deserted(now)
 
-    def contradicts(self, event: events.AgentRegistered) -> bool:
-        """Whether it is no agent of this job if the others are, as its roster shows.
+    def contradicts(self, event: events.AgentRegistered) -> str | None:
+        """Why this manager is not that of the job, if this agent is of it, as its roster shows.
 
-        To be asked of one that fits otherwise, before it is accepted.
+        To be asked of one that fits otherwise, before it is accepted. None: it may be.
         """
         self.is_pair = event.node_count == PLACES
+        name = event.agent_incarnation
         if not self.is_pair:
-            return False
-        if event.roster is not None and event.agent_incarnation in event.roster.names:
-            self._pair.learn(event.roster)
-        names = {event.agent_incarnation, *self._others(event.node_rank)}
-        return not self._pair.may_hold(names, PLACES - len(names))
+            self._learn(event)
+            if self.is_deposed_by(name, event.term):
+                return f"node {event.node_rank} has voted for another manager"
+            is_other = not self._may_begin(event) and self.is_voter(event)
+        else:
+            if event.roster is not None and name in event.roster.names:
+                self._pair.learn(event.roster)
+            names = {name, *self._others(event.node_rank)}
+            is_other = not self._pair.may_hold(names, PLACES - len(names))
+        how = f"it has begun with others than node {event.node_rank} trains with"
+        return how if is_other else None
+
+    def without_roster(self, event: events.AgentRegistered) -> events.AgentRegistered:
+        """What the machine has to know of it, and its story: that of 99 voters is long."""
+        return event if self.is_pair else dataclasses.replace(event, roster=None)
+
+    def is_stranger(self, event: events.AgentRegistered) -> bool:
+        """Whether it cannot have its place beside the others, as their roster shows.
+
+        To be asked of one that does not contradict.
+        """
+        return not self.is_pair and not self._may_begin(event)
+
+    def _learn(self, event: events.AgentRegistered) -> None:
+        place_count = min(event.node_count, MAX_VOTERS)
+        if event.node_rank < place_count:
+            told = (event.agent_incarnation, event.roster, place_count)
+            is_first = not event.is_late
+            self._electorate.learn(*told, is_first=is_first, has_vote=bool(event.voter))
+
+    def _may_begin(self, event: events.AgentRegistered) -> bool:
+        place_count = min(event.node_count, MAX_VOTERS)
+        if self._electorate.is_settled or event.node_rank >= place_count:
+            return True
+        names = {event.agent_incarnation, *self._present_voters(event.node_rank)}
+        return self._electorate.may_begin(names, place_count - len(names))
+
+    def is_voter(self, event: events.AgentRegistered) -> bool:
+        """Whether the newest roster names this agent, as far as is known."""
+        known = self._electorate.roster
+        if event.roster is not None and (known is None or event.roster.key > known.key):
+            known = event.roster
+        return known is not None and event.agent_incarnation in known.names
+
+    def _present_voters(self, without: int = -1) -> set[str]:
+        agents, machine = self._sessions.agents, self._guarded.machine
+        return {
+            str(agents[node_rank].incarnation)
+            for node_rank in range(MAX_VOTERS)
+            if node_rank in agents and node_rank != without and machine.is_present(node_rank)
+        }
 
     def may_take(self, node_rank: int, name: str) -> bool:
         """Whether an agent may have this place."""
@@ -167,22 +219,30 @@ class VoterDesk:
 
     def _may_replace(self) -> bool:
         """Whether the place of a lost node may be given to another agent."""
-        agents, machine = self._sessions.agents, self._guarded.machine
-        present = {
-            str(agents[node_rank].incarnation)
-            for node_rank in range(MAX_VOTERS)
-            if node_rank in agents and machine.is_present(node_rank)
-        }
+        present = self._present_voters()
         may = self._electorate.may_replace(present)
         if not may and not self._is_held_back:
+            self._say_held_back(len(present))
+        self._is_held_back = not may
+        return may
+
+    def _say_held_back(self, count: int) -> None:
+        known = min(self._guarded.machine.membership.joined_node_count or 0, MAX_VOTERS)
+        if self._electorate.is_sure:
             log.warning(
                 "more than half of the agents are out of reach (%d of %d are here): they may go on "
                 "with another manager, so nobody is replaced before they are back",
-                len(present),
-                min(len(self._addresses), MAX_VOTERS),
+                count,
+                known,
             )
-        self._is_held_back = not may
-        return may
+        else:
+            log.warning(
+                "this manager has not heard more than half of the agents since it began (%d of %d "
+                "are here): the others may go on with another one, so nobody is replaced before "
+                "more of them are back",
+                count,
+                known,
+            )
 
     # ------------------------------------------------------------------ who votes
 
@@ -199,17 +259,31 @@ class VoterDesk:
         is_whole = all(rank in self._addresses and machine.is_present(rank) for rank in places)
         if self.is_pair and (not is_whole or len(self._sizes) == 1):
             self._turn_pair(tuple(spares), tuple(listeners), is_whole=is_whole)
-        if self.is_pair or not is_whole or len(self._sizes) != 1:
+        if self.is_pair or not is_whole:
+            return
+        self._electorate.settle()
+        if len(self._sizes) != 1:
             return
         voters = tuple(Voter(rank, *self._addresses[rank]) for rank in places[:MAX_VOTERS])
         if not all(voter.address for voter in voters):
             return  # TASKD_MANAGER is off on one of them
         others = tuple(self._addresses[rank][1] for rank in places[MAX_VOTERS:])
         told = (*listeners, *others)
-        roster = self._electorate.compose(len(places), max(self._sizes), voters, told)
-        if roster is not None:
-            order = commands.KeepRoster("roster", machine.generation, roster)
-            self._outbox.order(order, [voter.node_rank for voter in voters])
+        new = self._electorate.compose(len(places), max(self._sizes), voters, told)
+        self._tell_roster(new, voters)
+
+    def _tell_roster(self, new: Roster | None, voters: tuple[Voter, ...]) -> None:
+        """A new one to all. None: the last one to those who may have missed it."""
+        roster = new or self._electorate.roster
+        untold = [
+            voter.node_rank
+            for voter in voters
+            if new or (voter.node_rank in self._untold and self._electorate.lacks(voter.name))
+        ]
+        self._untold.clear()
+        if roster is not None and untold:
+            order = commands.KeepRoster("roster", self._guarded.machine.generation, roster)
+            self._outbox.order(order, untold)
 
     def note_change(self) -> None:
         """Spares have come or gone."""

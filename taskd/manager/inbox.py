@@ -281,8 +281,12 @@ class Inbox:
         if refusal is not None:
             is_taken = self._guarded.machine.is_taken(event)
             self._outbox.refuse(peer, "refused", refusal, is_taken=is_taken)
-        if self._voters.contradicts(event):
-            self._executor.depose(f"it has begun with others than node {node_rank} trains with")
+        contradiction = self._voters.contradicts(event)
+        if contradiction is not None:
+            self._executor.depose(contradiction)
+            return
+        if self._voters.is_stranger(event):
+            self._say_early(peer, envelope, event)
             return
         ranks = frozenset(report.rank for report in event.workers)
         if node_rank not in self._sessions.agents:
@@ -294,7 +298,7 @@ class Inbox:
                 sorted(ranks),
                 event.world_size,
             )
-        answers = self._guarded.handle(event)
+        answers = self._guarded.handle(self._voters.without_roster(event))
         self._voters.register(event)
         self._sessions.accept(
             node_rank, Session(peer, envelope.incarnation, envelope.sequence, ranks)
@@ -335,7 +339,8 @@ class Inbox:
         if node_rank not in self._guarded.machine.lost_nodes:
             return False
         holder = self._sessions.holders.get(node_rank)
-        is_same = holder is not None and holder.incarnation == name
+        is_known = self._voters.is_voter(event)  # to an earlier life of this manager
+        is_same = is_known if holder is None else holder.incarnation == name
         return not is_same and not self._voters.may_take(node_rank, name)
 
     def _read_worker(

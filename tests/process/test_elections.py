@@ -79,6 +79,45 @@ def test_the_manager_is_lost_with_its_node(
         wait_until(job, lambda: not job.leftovers())  # no torchrun waits for an elected manager
 
 
+@pytest.mark.extended  # decisions: tests/unit/core/test_election.py, tests/unit/manager
+def test_a_manager_was_started_again_before_its_host_is_lost(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """Spares have come and gone before that; one has taken a place since: it has a vote, too."""
+    with harness.job(
+        tmp_path,
+        TASKD_RECOVER_STRATEGY="recover",
+        TASKD_MANAGER="auto",
+        TASKD_FAULT_TIMEOUT="6",
+        STEPS="300",
+        SLEEP_S="0.05",
+        FAULTS=HELD,
+    ) as job:
+        manager = job.start_manager()
+        agents = [_start(job, node_rank, 3) for node_rank in range(3)]
+        for agent in agents:
+            agent.wait_text("joined the manager at", LIMIT_S)
+        spares = [_start(job, 3 + number, 3, TASKD_SPARE="1") for number in range(3)]
+        manager.wait_text("(3 wait now)", LIMIT_S)
+        os.kill(spares.pop().process.pid, signal.SIGKILL)  # one roster more than the next tells
+        manager.wait_text("leaves: its connection broke", LIMIT_S)
+        job.tell()
+        wait_for_step(job, 12)
+        os.kill(manager.process.pid, signal.SIGKILL)
+        manager.wait(LIMIT_S)
+        manager = job.start_manager()
+        manager.wait_text("(2 wait now)", LIMIT_S)
+        os.kill(agents[2].process.pid, signal.SIGKILL)
+        wait_until(job, lambda: len(job.recoveries()) == 1)
+        for process in (manager.process, agents[0].process):
+            os.kill(process.pid, signal.SIGKILL)
+        outputs = [agent.wait(LIMIT_S) for agent in (agents[1], *spares)]
+        assert [output.returncode for output in outputs] == [0] * 3, job.story()
+        assert [record["strategy"] for record in job.recoveries()] == ["recover"] * 2
+        assert job.digests() == reference(nproc=3, STEPS="300")
+
+
 @pytest.mark.extended  # the partitions are played in tests/simulation/test_partitions.py
 def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
     tmp_path: pathlib.Path,

@@ -24,6 +24,7 @@ from taskd.wire.succession import encode_won
 if TYPE_CHECKING:
     from taskd.clock import Clock
     from taskd.core.policy.election import Won
+    from taskd.core.votes import Roster
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +132,12 @@ class AutomaticManager:
         self._place = join_address(DEFAULT_HOST, 0)
         return True
 
-    def turn(self, now: float) -> str | None:
-        """Start it if it is time, and look after it.
+    def turn(self, now: float, known: Roster | None = None) -> str | None:
+        """Start it if it is time, and look after it. `known`: the newest roster of this agent.
 
         Returns once when it listens: where, or "" for the address that agents have in any case.
         """
-        address = self._read(now) if self._link is not None else None
+        address = self._read(now, known) if self._link is not None else None
         if self._policy.due_at is not None and now >= self._policy.due_at:
             self._start()
         return address
@@ -179,7 +180,7 @@ class AutomaticManager:
                 raise
         return process, ours
 
-    def _read(self, now: float) -> str | None:
+    def _read(self, now: float, known: Roster | None) -> str | None:
         assert self._link is not None
         assert self._process is not None
         try:
@@ -195,6 +196,8 @@ class AutomaticManager:
         self._link = None
         status = self._process.wait()
         again = self._policy.ended(status, now)
+        if self._won is not None:
+            self._won = self._won.again(known)
         if again:
             log.warning(
                 "the manager of node %d (pid %d) ended with %d: it is started again%s",

@@ -183,11 +183,14 @@ class Electing:
 
     @property
     def told(self) -> Roster | None:
-        """What a manager is told that this one knows: that of a job of two nodes."""
+        """What a manager is told that this one knows; in a large job only what it needs of that."""
         roster = self.election.roster
-        if roster is None or roster.node_count != PLACES:
+        if roster is None:
             return None
-        return dataclasses.replace(roster, listeners=())
+        voters = roster.voters
+        if roster.node_count != PLACES:
+            voters = tuple(dataclasses.replace(voter, address="") for voter in voters)
+        return dataclasses.replace(roster, voters=voters, listeners=())
 
     def started(self, term: int, address: str) -> None:
         """The manager that was started here listens: all others are to hear of it."""

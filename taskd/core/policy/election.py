@@ -13,7 +13,12 @@ that, because
 3. a manager replaces agents only while at least half of the roster is there (`is_half`), so that
    the others cannot elect, and while half of it obeys nobody else can be elected either;
 4. when agents have been replaced, those of the former roster count beside the next one, which needs
-   both quorums, until all have it: by then whoever knows only the former one is less than a quorum.
+   both quorums, until all have it: by then whoever knows only the former one is less than a quorum;
+5. a manager that was started again goes on from the newest roster that its agents know: it begins
+   only with agents that are more than half of that one, and replaces nobody before it has heard so
+   many. If all of a newer one had it, half of those of the older one would be among them (3), and
+   one of the two halves would have said so. An elected one is told by the agent that starts it,
+   which is in each of its rosters.
 
 A manager that starts with the job is one of half of the roster, too: of two nodes, or of two halves
 of four, its side goes on, and the other one waits and ends when its time is over.
@@ -25,7 +30,7 @@ agents tell a new manager all that it has to know. Knows no connection and no cl
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from taskd.core.votes import AskVote, Elected, Roster, Vote, Voter
+from taskd.core.votes import MAX_NUMBER, SKIPPED, AskVote, Elected, Roster, Vote, Voter
 
 _RETRY_S = 0.25  # a round of votes takes a round trip
 _START_S = 5.0  # a manager that was elected has to be there
@@ -46,6 +51,17 @@ class Won:
     def node_ranks(self) -> tuple[int, ...]:
         """Of those who gave their vote."""
         return tuple(one.node_rank for one in self.roster.voters if one.name in self.names)
+
+    def again(self, known: Roster | None) -> "Won":
+        """For the manager of this term that is started again by the agent that knows this roster.
+
+        Of a job of two nodes it is told that by its agents (`taskd.core.policy.pairs`).
+        """
+        if len(self.roster.voters) < MIN_VOTERS:
+            return self
+        newest = self.roster if known is None or known.key < self.roster.key else known
+        number = max(self.roster.number, newest.number) + SKIPPED
+        return replace(self, roster=replace(newest, term=self.term, number=number))
 
 
 class Election:
@@ -182,13 +198,51 @@ class Election:
 
 
 class Electorate:
-    """The manager's side: who votes, and whether it may replace an agent that is lost."""
+    """The manager's side: who votes, and whether it may replace an agent that is lost.
+
+    One that begins without an election may have been started again. Then agents may have a newer
+    roster than those that have told it theirs, until it is sure that none counts.
+    """
 
     def __init__(self, term: int = 0, roster: Roster | None = None) -> None:
-        """`roster`: that of the election in which this manager was elected."""
+        """`roster`: that of the election in which this manager was elected, or a newer one."""
         self.term = term
-        self.roster = roster
+        self.roster = roster  # the newest that it has told, or goes on from
+        self._number = 0 if roster is None else roster.number  # the next one has a larger one
+        self._has_composed = False
         self._kept: set[str] = set()  # by whom the roster is kept
+        self._heard: set[str] = set()  # who has told what it knew
+        self._first: set[str] = set()  # of these, who began with the job and knew no roster
+        self._place_count = 0
+        self._has_no_votes = False  # there has never been a roster
+        self._is_sure = roster is not None  # those who have elected it know none that is newer
+
+    def learn(
+        self,
+        name: str,
+        roster: Roster | None,
+        place_count: int,
+        *,
+        is_first: bool = False,
+        has_vote: bool = True,
+    ) -> None:
+        """An agent knows this roster, from this manager or one before it. None: it knows none.
+
+        `place_count`: of those that have a vote. `is_first`: it began with the job. `has_vote`: it
+        can be asked; one that cannot has never been in a roster.
+        """
+        self._place_count = place_count
+        if roster is None:
+            self._heard.add(name)
+            if is_first:
+                self._first.add(name)
+                self._has_no_votes = self._has_no_votes or not has_vote
+        elif name in roster.names and self._is_sound(roster):
+            self._heard.add(name)
+            if self.roster is None or roster.key > self.roster.key:
+                self._go_on_from(roster)
+            if self.roster is not None and _same(roster, self.roster):
+                self._kept.add(name)
 
     def compose(
         self,
@@ -209,18 +263,71 @@ class Electorate:
             former = known.former
         number = 0 if known is None else known.number
         new = Roster(self.term, number, node_count, ranks_per_node, voters, former, listeners)
-        if new == known:
+        if self._has_composed and new == known:
             return None
-        self.roster, self._kept = replace(new, number=number + 1), set()
+        self._number, self._has_composed = self._number + 1, True
+        self.roster, self._kept = replace(new, number=self._number), set()
         return self.roster
 
     def keeps(self, name: str, number: int) -> None:
         """A voter has told that it has the roster of this number."""
-        if self.roster is not None and number == self.roster.number:
+        if self.roster is not None and self.roster.key == (self.term, number):
             self._kept.add(name)
+
+    def lacks(self, name: str) -> bool:
+        """Whether it has to be told the roster, as far as is known."""
+        is_named = self.roster is not None and name in self.roster.names
+        return is_named and self._has_composed and name not in self._kept
+
+    def settle(self) -> None:
+        """The agents of all places were there at once: nobody else can have them."""
+        self._is_sure = True
+
+    def may_begin(self, names: Collection[str], more: int) -> bool:
+        """Whether these may be agents of this manager together. `more`: places that are empty."""
+        roster = self.roster
+        if self._is_sure or roster is None or len(roster.voters) < MIN_VOTERS:
+            return True
+        present = sum(name in names for name in roster.names)
+        return 2 * (present + more) > len(roster.names) and roster.is_half(names, more)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `may_begin` has nothing to say any more."""
+        return self._is_sure
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nobody has a newer roster that counts."""
+        if self._is_sure or not self._place_count:
+            return True
+        if self.roster is None:
+            return self._has_no_votes or 2 * len(self._first) > self._place_count
+        heard = sum(name in self._heard for name in self.roster.names)
+        return 2 * heard > len(self.roster.names)
 
     def may_replace(self, present: Collection[str]) -> bool:
         """Whether nobody else could be elected, if these are the voters that are there."""
-        if self.roster is None or len(self.roster.voters) < MIN_VOTERS:
+        if self.roster is None:
+            return self.is_sure
+        if len(self.roster.voters) < MIN_VOTERS:
             return True
-        return self.roster.is_half(present)
+        return self.is_sure and self.roster.is_half(present)
+
+    def _is_sound(self, roster: Roster) -> bool:
+        """Whether a manager before this one may have told that."""
+        is_whole = len(roster.voters) == self._place_count and roster.witness is None
+        return is_whole and roster.term <= self.term and roster.number < MAX_NUMBER
+
+    def _go_on_from(self, roster: Roster) -> None:
+        """One of an earlier life of this manager, or of one before it."""
+        self._number = max(self._number, roster.number) + SKIPPED
+        if self.roster is not None and self._has_composed:  # those of its own count beside it
+            former = (*roster.former, self.roster.names, *self.roster.former)
+            roster = replace(roster, term=self.term, number=self._number, former=former)
+        self.roster, self._kept = roster, set()
+
+
+def _same(one: Roster, other: Roster) -> bool:
+    """Whether these are the same roster, but for addresses."""
+    return (one.key, one.names, one.former) == (other.key, other.names, other.former)

@@ -32,13 +32,9 @@ whether somebody is slow, stopped or cut off. Knows no connection and no clock.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from taskd.core.votes import Roster, Voter, Witness
+from taskd.core.votes import MAX_NUMBER, SKIPPED, Roster, Voter, Witness
 
 PLACES = 2
-# An earlier life of this manager may have told rosters of which nobody has heard who comes back:
-# so many numbers are left out. It tells one for each agent or spare that comes or goes.
-_SKIPPED = 1000
-_MAX_NUMBER = 1 << 52  # so that there are numbers left to go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class PairElectorate:
             return
         self._learnt = roster.key
         number = max(roster.number, 0 if self.roster is None else self.roster.number)
-        self._issue(replace(roster, term=self.term, number=number + _SKIPPED))
+        self._issue(replace(roster, term=self.term, number=number + SKIPPED))
 
     def keeps(self, name: str, key: tuple[int, int] | None) -> None:
         """This one knows the roster with that key."""
@@ -134,7 +130,7 @@ class PairElectorate:
     def _is_sound(self, roster: Roster) -> bool:
         """Whether a manager before this one may have told that."""
         is_pair = roster.node_count == len(roster.voters) == PLACES
-        return is_pair and roster.term <= self.term and roster.number < _MAX_NUMBER
+        return is_pair and roster.term <= self.term and roster.number < MAX_NUMBER
 
     def _former(self, known: Roster) -> tuple[tuple[str, ...], ...]:
         return (known.names,)

@@ -82,6 +82,16 @@ def tell(agents: Agents, to: int, name: str, message: messages.Message) -> None:
     agents.tellers = [*getattr(agents, "tellers", []), (way, door)]
 
 
+def test_a_manager_is_told_what_the_agent_knows(agents: Agents) -> None:
+    """In a large job without what it hears of each agent anyway."""
+    first = agents.agents[0]
+    first.keep(dataclasses.replace(agents.roster, number=2, listeners=("h:1",)), 0.0)
+    assert first.told is not None
+    assert (first.told.key, first.told.names, first.told.listeners) == ((0, 2), NAMES, ())
+    assert not any(first.told.addresses.values())
+    assert Electing(config(), agents.clock, "new").told is None
+
+
 def test_two_that_miss_the_manager_elect_the_first_of_them(agents: Agents) -> None:
     for rank in (1, 2):
         agents.agents[rank].miss(agents.clock.now())
