@@ -167,3 +167,15 @@ def test_a_lost_node_ends_an_unmodified_script_and_the_reason_says_what_it_lacks
         assert "only a job that uses taskd.recoverable can wait" in manager.text
         assert "only a job that uses taskd.recoverable can wait" in ended[0].last_line
         assert job.leftovers() == set()
+
+
+def test_a_script_that_executes_another_program_is_left_alone(tmp_path: pathlib.Path) -> None:
+    """Its threads end at that, the one by which its death would be seen, too."""
+    with harness.job(tmp_path) as job:
+        finished = job.run("executed.py", nproc=2)
+        assert finished.returncode == 0, finished.output[-3000:]
+        assert {fact["pid"] for fact in job.facts("done")} == {
+            fact["pid"] for fact in job.facts("executes")
+        }
+        assert len(job.facts("done")) == 2
+        assert job.recoveries() == []

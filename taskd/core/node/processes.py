@@ -39,14 +39,18 @@ def start_failed(node: NodeState, event: ev.WorkerStartFailed) -> Commands:
 
 
 def alarm_rang(node: NodeState, event: ev.AlarmRang) -> Commands:
-    """It is dying; the kernel says later how."""
+    """It is dying; the kernel says later how.
+
+    Or it executes another program, which is no worker any more: nothing is done to that one before
+    it ends, unless the others need this rank.
+    """
     life = node.lives.of(event)
     if life is None or not life.is_live or life.died_at is not None:
         return node.ignore("the death was known", event.rank)
     life.died_at, life.version = event.died_at, event.version
-    life.kill_at = node.now + node.timeouts.lost_grace_s
     if node.is_released or not life.is_needed or event.phase == "exiting":
         return []
+    life.kill_at = node.now + node.timeouts.lost_grace_s
     fault = Fault(FaultKind.LOST, event.rank, event.incarnation, "", event.version, event.phase)
     return _lose(node, life, fault, event.box_versions, event.snapshots)
 

@@ -433,3 +433,12 @@ class TestTheEnd:
         agent.command(do.GiveUp, 0, "why", None, None)
         (finish,) = agent.exit(0, -11)
         assert [fault.detail for fault in finish.faults] == ["SIGSEGV"]
+
+
+def test_a_process_that_nobody_needs_is_not_killed_when_its_alarm_rings(node) -> None:
+    """It may have executed another program, which runs on."""
+    agent = node(declared=False)
+    assert agent.alarm(0, "boot", None) == []
+    assert agent.machine.next_deadline() is None
+    (finished,) = agent.exit(0, 0, "boot", None)
+    assert isinstance(finished.event, ev.WorkerFinished)
