@@ -118,8 +118,22 @@ class Starter:
             log.warning("user %d may not end this manager: it stays", user)
             self._asking.close()
             return False
+        if _has_gone(self._asking):  # he had to wait for too long, and has ended without the port
+            self._asking.close()
+            return False
         log.info("a manager.py of this job takes over: this manager ends, training goes on")
         return True
+
+
+def _has_gone(asking: socket.socket) -> bool:
+    """Whether he does not wait any more. He says nothing, so that what can be read is his end."""
+    try:
+        asking.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def ask_to_leave(job_id: str, address: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.manager.starter import Starter, ask_to_leave
+from taskd.manager.starter import Starter, _door_of, ask_to_leave
 from tests.descriptors import none_free
 
 if TYPE_CHECKING:
@@ -57,6 +57,20 @@ def test_it_stays_for_others_that_come_meanwhile(gone: Starter) -> None:
     assert not gone.ends(gone.fds, {1}, 10.0)
     assert not gone.ends([], {0, 1}, 20.0)
     assert gone.next_deadline is None
+
+
+def test_one_that_has_asked_and_gone_does_not_end_it() -> None:
+    """It has given up before it was let in."""
+    ours, theirs = socket.socketpair()
+    starter = Starter(theirs, 0)
+    starter.open("test-gone", "127.0.0.1:9601")
+    with ours, theirs:
+        (_, door) = starter.fds
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(_door_of("test-gone", "127.0.0.1:9601"))
+        assert not starter.ends([door], {0}, 10.0)
+        assert starter._door is not None
+        starter._door.close()
 
 
 def test_without_a_free_descriptor_it_stays_and_looks_again(
