@@ -21,6 +21,7 @@ from taskd.core import events
 from taskd.core.commands import Move
 from taskd.native.black_box import Phase
 from taskd.worker.life import Life
+from taskd.worker.objects import devices
 from taskd.worker.objects.named import Named
 from taskd.worker.restore import exchange, loading, moving
 from taskd.worker.restore.manifest import Manifest
@@ -252,6 +253,8 @@ def _load_part(
             part, random = own_extras.settle(
                 who, holding.name, found, before, received.told, walkers
             )
+    elif received is not None:  # perhaps as a checkpoint has them, which knows no devices
+        part = replace(part, values=devices.beside(part.values, holding.roles.values))
     holding.load_part(part, named)
     return random
 

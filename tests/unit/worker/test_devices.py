@@ -7,6 +7,7 @@ the device "meta", to which any tensor can be moved.
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,11 +19,13 @@ from taskd.worker.objects import devices
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.roles import Roles
 from taskd.worker.restore.manifest import describe
+from taskd.worker.restore.restoration import _load_part
 from taskd.worker.restore.targets import Targets
 from taskd.worker.saving import unpickling
 from taskd.worker.state import flat
 from taskd.worker.state.extras import PROTOCOL, Extras, decode_part, encode_part
 from taskd.worker.state.holding import Holding
+from taskd.worker.state.logbook import logbook_of
 from taskd.worker.state.own_extras import Told, settle, table_of
 from taskd.worker.train_state import TrainState
 
@@ -196,3 +199,19 @@ def test_values_from_a_checkpoint_are_put_where_the_script_has_them(job: Job, tm
     job.enter(entry, "cpu")
     job.resume(None)
     assert job.enter(entry, "meta")[0] == ["checkpoint", "meta", "cpu", "cpu"]
+
+
+def test_own_values_from_a_checkpoint_are_put_beside_those_of_another_rank(job: Job) -> None:
+    """As a rank has them that is stopped between two restore() of a start from a checkpoint."""
+    job.resume(None)
+
+    def entry() -> str:
+        state = TrainState(model=nn.Linear(1, 1), loss=torch.zeros(1, device="meta"))
+        state.restore()
+        held = state._holding
+        part = encode_part({"loss": torch.ones(1)}, {}, {})
+        logbook_of(job.life).write_committed(3, {held.name: part})
+        _load_part(job.life, held, Named(held.roles), 3, SimpleNamespace())  # type: ignore[arg-type]
+        return state.loss.device.type
+
+    assert job.enter(entry)[0] == "meta"
