@@ -236,19 +236,21 @@ def _move(copy: Holder, version: int, shard: _Shard, sources: list[int]) -> Move
 def who_advances(copies: Iterable[Copy], committed: int | None = None) -> tuple[int, ...]:
     """The ranks interrupted in the commit vote that should do their step: somebody has passed it.
 
-    Somebody has if a version newer by one than theirs is held, clean or not, or was `committed`,
-    perhaps by one that is dead now. All gradients were final then, so that the step can be done by
-    all, and none that was committed is lost.
+    Somebody has if a version newer than theirs is held, clean or not, or was `committed`, perhaps
+    by one that is dead now. All gradients were final then, so that the step can be done by all, and
+    none that was committed is lost. It is newer by two where two TrainStates step before either is
+    committed, as one vote is for both.
     """
     held = sorted(copies, key=_BY_RANK)
-    passed = {copy.version for copy in held} | {committed}
+    known = [copy.version for copy in held if copy.version is not None]
+    newest = max(known if committed is None else [*known, committed], default=0)
     return tuple(
         copy.rank
         for copy in held
         if copy.may_advance
         and copy.version is not None
         and _is_whole(copy)
-        and copy.version + 1 in passed
+        and copy.version < newest
     )
 
 

@@ -326,6 +326,14 @@ def test_one_that_passed_and_is_dead_now_has_passed() -> None:
     assert who_advances([*vote(5, 5, 5), Copy(3, None, shard="1")], committed=6) == (0, 1, 2)
 
 
+def test_one_that_has_made_two_commits_since_has_passed() -> None:
+    """Of two TrainStates that step before either is committed: one vote is for both."""
+    world = [Copy(0, None, replaced=True, shard="0"), Copy(1, 7, shard="1"), *vote(5)]
+    world[2] = Copy(2, 5, may_advance=True, shard="0")
+    assert who_advances(world, committed=7) == (2,)
+    assert isinstance(plan_cut([*world[:2], Copy(2, 7, shard="0")], 7), Cut)
+
+
 def test_only_those_interrupted_in_the_vote_roll_forward() -> None:
     copies = [
         Copy(0, 6),
