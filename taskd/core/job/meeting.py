@@ -30,12 +30,20 @@ def note_store(job: JobState, event: ev.AgentRegistered) -> None:
 
 
 def note_start(job: JobState, event: ev.AgentRegistered) -> None:
-    """Of which start of all it has heard last. While that is the last order, it is repeated."""
+    """Of which start of all it has heard last. While that is the last order, it is repeated.
+
+    One that came later does not say so: of the starts up to its generation it has heard, or they
+    were before its time.
+    """
     meeting = job.meeting
     meeting.starts.pop(event.node_rank, None)
-    if event.start is not None and not isinstance(job.last_order, do.RestartGroup):
+    if isinstance(job.last_order, do.RestartGroup):
+        return
+    if event.start is not None:
         meeting.starts[event.node_rank] = event.start
         meeting.start = max(meeting.start, event.start)
+    elif not event.is_substitute:
+        meeting.starts[event.node_rank] = event.generation
 
 
 def division(job: JobState) -> str | None:

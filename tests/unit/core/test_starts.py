@@ -64,6 +64,17 @@ class TestAManager:
         assert order.incarnations == tuple((rank, 4) for rank in range(4))
         assert order.reason == "node 1 has missed the restart of all in generation 2"
 
+    def test_so_has_one_that_took_the_place_of_another(self, manager) -> None:
+        """It does not tell of starts: there may have been some before its time."""
+        job = manager(nodes=2, per_node=2).joined()
+        _restarted(job)
+        for rank in (0, 1):
+            job.worker(ev.WorkerStarted, rank, 2000)
+            job.worker(ev.WorkerDeclared, rank, True)
+        assert acts(job.lose(0, version=None)) == ["Interrupt", "ReplaceWorker"]
+        order = only(job.register(1, *_reports(2, 3), generation=1), do.RestartGroup)
+        assert order.generation == 4
+
     def test_one_that_missed_nothing_else_hears_it_again(self, manager) -> None:
         job = manager(nodes=2, per_node=2).joined()
         order = _restarted(job)
