@@ -29,6 +29,7 @@ from taskd.errors import CheckpointError, StateError, TaskdError
 from taskd.worker.saving import contents
 from taskd.worker.saving.grace import check_grace
 from taskd.worker.state.agreement import Agreement
+from taskd.worker.state.phases import checkpointing
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -75,6 +76,8 @@ class Periodic:
 
         A TrainState that is between its optimizer's step and its commit puts it off to the commit
         that ends that. What cannot be saved is a warning: training goes on.
+
+        It is said to be a checkpoint: other ranks may be done with theirs, and wait for this one.
         """
         life, version = self._life, self._life.records.version
         assert version is not None
@@ -82,7 +85,12 @@ class Periodic:
         if not self._is_due or life.records.is_half_way:
             return
         self._is_due = False
-        self.wait()
+        with checkpointing():
+            self.wait()
+            self._begin(version)
+
+    def _begin(self, version: int) -> None:
+        life = self._life
         try:
             state, own = self._copy(version)
         # whatever a user's state_dict() raises: the other ranks wait for this one's part
@@ -117,8 +125,11 @@ class Periodic:
 
     def wait(self) -> None:
         """Until everything is on the disk, or given up. An interrupt may be raised from here."""
-        while not self._saver.wait(_LOOK_S):
-            pass
+        if self._saver.wait(0):
+            return
+        with checkpointing():
+            while not self._saver.wait(_LOOK_S):
+                pass
 
     def abandon(self) -> None:
         """The entry is over, perhaps because a rank is dead whose part would be waited for."""

@@ -4,6 +4,7 @@ When they are made, and what happens when they cannot be.
 """
 
 import logging
+import time
 
 import pytest
 import sharded_saving
@@ -11,7 +12,9 @@ import torch
 from job import Job
 from torch import nn
 
+from taskd.checkpoint.draft import Draft
 from taskd.errors import StateError
+from taskd.native.black_box import Phase
 from taskd.worker.train_state import TrainState
 
 
@@ -100,6 +103,55 @@ def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(
     assert (
         f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}"
     ) in record.getMessage()
+
+
+class Noting:
+    """A replica that notes what the main thread is said to do when its state is copied."""
+
+    def __init__(self, box):
+        self.box, self.tensor, self.phases = box, torch.zeros(10_000), []
+
+    def state_dict(self):
+        self.phases.append(self.box.phase)
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+def test_a_rank_that_waits_for_its_disk_or_copies_is_in_a_checkpoint(job, tmp_path, monkeypatch):
+    """Else it would be taken for hung: other ranks have finished their part, and wait for it."""
+    box, join = job.life.box, Draft.join
+
+    def join_when_waited_for(draft, rank):
+        deadline = time.monotonic() + 10
+        while box.phase is not Phase.CHECKPOINT and time.monotonic() < deadline:
+            time.sleep(0.001)
+        waited.append(box.phase)
+        join(draft, rank)
+
+    waited = []
+    monkeypatch.setattr(Draft, "join", join_when_waited_for)
+
+    def entry():
+        model, noting = nn.Linear(2, 2), Noting(box)
+        state = TrainState(model=model, noting=noting, checkpoint_dir=tmp_path, checkpoint_every=2)
+        state.restore()
+        noting.phases.clear()
+        visits = [0]
+        for _ in range(4):
+            state.commit()
+            assert box.phase is Phase.STEP
+            visits.append(box.phase_times().get("checkpoint", (0,))[0])
+        job.life.saving.periodic.wait()
+        assert box.phase is Phase.STEP
+        return visits, noting.phases
+
+    (visits, copied), _ = job.enter(entry)
+    assert waited == [Phase.CHECKPOINT] * 2
+    assert set(copied) == {Phase.CHECKPOINT}
+    assert visits == [0, 0, 1, 1, 2]  # once in each commit that saves, else never
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_ranks_without_a_group_are_told_to_make_one(tmp_path):
