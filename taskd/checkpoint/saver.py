@@ -96,7 +96,8 @@ class Saver:
 
         Waits first until the one before is finished here: training never runs ahead of the disk.
 
-        The tensors must not change until `wait` returns True: give copies.
+        Neither tensors nor plain values may change until `wait` returns True: give copies, and
+        values as `Packed`.
         """
         self.wait()
         draft = replace(self._draft_of(version), states=states)

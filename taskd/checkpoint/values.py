@@ -11,6 +11,7 @@ import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +42,17 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A plain value as `pack` has made it, in place of one that may change before it is written."""
+
+    data: bytes
+
+
 def pack(name: str, value: Any) -> bytes:
     """Raises CheckpointError for a value that could not be loaded safely."""
+    if isinstance(value, Packed):
+        return value.data
     buffer = io.BytesIO()
     torch.save(_plain(name, value), buffer)
     return buffer.getvalue()

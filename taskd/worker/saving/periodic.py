@@ -25,6 +25,7 @@ from taskd.checkpoint.pieces import Held, Piece, Pieces, divide
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
+from taskd.checkpoint.values import Packed, pack
 from taskd.errors import CheckpointError, StateError, TaskdError
 from taskd.worker.saving import contents
 from taskd.worker.saving.grace import check_grace
@@ -108,7 +109,10 @@ class Periodic:
             self._saver.save(version, state, own, tuple(sorted(life.records.states)))
 
     def _copy(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """This rank's share of the state, and what is its own."""
+        """This rank's share of the state, and what is its own, which is a copy already.
+
+        Plain values (lists, dicts, tensors in them) change in place as tensors do.
+        """
         life = self._life
         state = contents.shared(life, life.records.states, self._writers)
         pieces, values = divide(state, life.world_rank, self._writers)
@@ -119,7 +123,7 @@ class Periodic:
             )
         shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
         return {
-            **{name: Held(value, (life.world_rank,)) for name, value in values},
+            **{name: Held(Packed(pack(name, value)), (life.world_rank,)) for name, value in values},
             **shares,
         }, contents.own(life, version)
 

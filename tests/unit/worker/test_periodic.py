@@ -4,6 +4,7 @@ When they are made, and what happens when they cannot be.
 """
 
 import logging
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from job import Job
 from torch import nn
 
 from taskd.checkpoint.draft import Draft
+from taskd.checkpoint.load import load
 from taskd.errors import StateError
 from taskd.native.black_box import Phase
 from taskd.worker.train_state import TrainState
@@ -103,6 +105,115 @@ def test_a_state_that_cannot_be_had_costs_a_checkpoint_and_no_training(
     assert (
         f"rank 0: the checkpoint of version 2 could not be saved, the previous ones stay: {problem}"
     ) in record.getMessage()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """An event: until it is set, no saver begins to write."""
+    is_ready, join = threading.Event(), Draft.join
+
+    def join_when_ready(draft, rank):
+        assert is_ready.wait(60)
+        join(draft, rank)
+
+    monkeypatch.setattr(Draft, "join", join_when_ready)
+    return is_ready
+
+
+def test_a_checkpoint_has_the_plain_values_of_its_own_step(job, tmp_path, disk):
+    """And not what training has made of them while it was written."""
+
+    def entry():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        state = TrainState(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            losses=[1.0],
+            seen={"first": [1, 2]},
+            average=torch.tensor([1.0, 2.0]),
+            checkpoint_dir=tmp_path,
+            checkpoint_every=1,
+        )
+        state.restore()
+        state.commit()
+        state.losses.append(2.0)
+        state.seen["first"].append(3)
+        state.average.mul_(3)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        disk.set()
+        job.life.saving.periodic.wait()
+
+    job.enter(entry)
+    (path,) = tmp_path.iterdir()
+    saved = load(path, {}, ["taskd.state.train"])["taskd.state.train"]
+    assert saved["values"]["losses"] == [1.0]
+    assert saved["values"]["seen"] == {"first": [1, 2]}
+    assert saved["values"]["average"].tolist() == [1.0, 2.0]
+    (group,) = saved["optimizers"]["optimizer"]["groups"]
+    assert group["lr"].item() == 0.5
+    assert saved["states"]["scheduler"]["last_epoch"] == 0
+
+
+def test_a_checkpoint_has_the_lists_in_an_optimizers_memory_of_its_own_step(job, tmp_path, disk):
+    def entry():
+        model, data = nn.Linear(2, 2), torch.randn(8, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(data).square().mean()
+            loss.backward()
+            return loss
+
+        state = TrainState(
+            model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=1
+        )
+        state.restore()
+        optimizer.step(closure)
+        state.commit()
+        (memory,) = optimizer.state.values()
+        before = [direction.clone() for direction in memory["old_dirs"]]
+        for _ in range(3):
+            optimizer.step(closure)
+        assert len(memory["old_dirs"]) > len(before)
+        disk.set()
+        job.life.saving.periodic.wait()
+        return before
+
+    before, _ = job.enter(entry)
+    (path,) = tmp_path.iterdir()
+    (saved,) = load(path, {}, ["taskd.state.train"])["taskd.state.train"]["optimizers"][
+        "optimizer"
+    ]["state"].values()
+    assert torch.equal(torch.stack(saved["old_dirs"]), torch.stack(before))
+
+
+def test_a_value_that_cannot_be_saved_is_named(job, tmp_path, caplog):
+    def entry():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["mine"] = object()
+        state = TrainState(
+            model=model, optimizer=optimizer, checkpoint_dir=tmp_path, checkpoint_every=1
+        )
+        state.restore()
+        state.commit()
+        job.life.saving.periodic.wait()
+
+    with caplog.at_level(logging.WARNING):
+        job.enter(entry)
+    (record,) = (record for record in caplog.records if "could not be saved" in record.message)
+    assert (
+        "taskd.state.train[optimizers][optimizer][groups][0][mine] is a builtins.object"
+        in record.message.replace("'", "")
+    )
+    assert record.exc_info is None or not record.exc_info
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
 
 
 class Noting:
