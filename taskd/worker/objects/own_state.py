@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.worker.objects import shards
+from taskd.worker.objects.kinds import dict_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ class OwnState:
                 part = self._parts[place]
                 parameter = _parameters_of(part)[index]
                 return parameter if key is None else shards.memory_of(part)[parameter][key]
-            return {key: self._unmarked(value) for key, value in tree.items()}
+            return dict_as(tree, {key: self._unmarked(value) for key, value in tree.items()})
         if isinstance(tree, (list, tuple)):
             return type(tree)(self._unmarked(value) for value in tree)
         return tree
@@ -197,7 +198,7 @@ def _marked(tree: Any, kept: dict[int, list[Any]]) -> Any:
         mark = kept.get(id(tree))
         return tree if mark is None else {_KEPT: mark}
     if isinstance(tree, dict):
-        return {key: _marked(value, kept) for key, value in tree.items()}
+        return dict_as(tree, {key: _marked(value, kept) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(_marked(value, kept) for value in tree)
     return tree

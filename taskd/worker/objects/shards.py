@@ -21,6 +21,7 @@ import torch
 from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import units
+from taskd.worker.objects.kinds import dict_as
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:
         return wrap(local(value), sharding, mesh)
     if isinstance(value, dict):
         items = {key: rewrap(item, meshes, f"{name}.{key}") for key, item in value.items()}
-        return value if all(items[key] is item for key, item in value.items()) else items
+        is_same = all(items[key] is item for key, item in value.items())
+        return value if is_same else dict_as(value, items)
     if isinstance(value, (list, tuple)):
         parts = [rewrap(item, meshes, name) for item in value]
         return (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from taskd.worker.objects import shards
+from taskd.worker.objects import kinds, shards
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.state.own_extras import Told
 
@@ -84,7 +84,8 @@ def describe(
                 metas.append(meta_of(label, value))
             return slot
         if isinstance(value, dict):
-            return {key: pack(f"{label}.{key}", item) for key, item in value.items()}
+            packed = {key: pack(f"{label}.{key}", item) for key, item in value.items()}
+            return kinds.dict_as(value, packed)
         if isinstance(value, (list, tuple)):
             return (
                 [pack(label, item) for item in value]

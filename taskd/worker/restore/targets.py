@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from taskd.worker.objects import devices, shards
+from taskd.worker.objects import devices, kinds, shards
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.restore.manifest import Manifest, Meta, Slot, meta_of
@@ -155,7 +155,8 @@ class Targets:
             )
         if isinstance(packed, dict):
             known = present if isinstance(present, dict) else {}
-            return {key: self._unpack(item, known.get(key), like) for key, item in packed.items()}
+            items = {key: self._unpack(item, known.get(key), like) for key, item in packed.items()}
+            return kinds.dict_as(packed, items)
         if isinstance(packed, (list, tuple)):
             known_items = (
                 present

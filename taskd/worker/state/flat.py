@@ -24,6 +24,7 @@ import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects.devices import to_own_device
+from taskd.worker.objects.kinds import dict_as
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.objects.shards import is_distributed, memory_of
@@ -312,7 +313,8 @@ def _take_tensors(tree: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
         tensors[path] = tree.detach()
         return {_SLOT: path}
     if isinstance(tree, dict):
-        return {key: _take_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
+        items = {key: _take_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
+        return dict_as(tree, items)
     if isinstance(tree, (list, tuple)):
         return type(tree)(
             _take_tensors(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)
@@ -325,7 +327,7 @@ def _put_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return (
             tensors[tree[_SLOT]]
             if set(tree) == {_SLOT}
-            else {key: _put_tensors(value, tensors) for key, value in tree.items()}
+            else dict_as(tree, {key: _put_tensors(value, tensors) for key, value in tree.items()})
         )
     if isinstance(tree, (list, tuple)):
         return type(tree)(_put_tensors(value, tensors) for value in tree)

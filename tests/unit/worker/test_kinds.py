@@ -1,0 +1,125 @@
+"""The dicts of a state_dict are of the same kind afterwards, whichever way it has gone."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
+
+from taskd.checkpoint.values import pack, unpack
+from taskd.worker.objects import devices
+from taskd.worker.objects.kinds import dict_as
+from taskd.worker.objects.named import Named
+from taskd.worker.objects.own_state import OwnState
+from taskd.worker.objects.roles import Roles
+from taskd.worker.restore.manifest import describe
+from taskd.worker.restore.targets import Targets
+from taskd.worker.saving import unpickling
+from taskd.worker.state import flat
+from taskd.worker.state.extras import PROTOCOL
+from taskd.worker.state.holding import Holding
+from taskd.worker.state.own_extras import Told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Average:
+    """Held by all ranks, as its tensors are large."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Any] = OrderedDict(large=torch.ones(8192), counts=Counter("aab"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+
+def build() -> Holding:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts: list[Any] = [LinearLR(optimizer, total_iters=3), MultiStepLR(optimizer, [2, 4, 4])]
+    objects = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": SequentialLR(optimizer, parts, milestones=[4]),
+        "average": Average(),
+    }
+    return Holding("train", Roles.sort("train", objects))
+
+
+def rates(holding: Holding, steps: int) -> list[float]:
+    optimizer = holding.roles.optimizers["optimizer"]
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        holding.roles.schedulers["scheduler"].step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def received(source: Holding, target: Holding) -> None:
+    manifest, tensors = describe(source, Named(source.roles), 1, Told())
+    targets = Targets(pickle.loads(pickle.dumps(manifest, 5)), target, Named(target.roles))
+    for tensor, room in zip(tensors, targets.tensors, strict=True):
+        room.copy_(tensor)
+    targets.finish()
+
+
+def read(source: Holding, target: Holding, carry: Callable[[Any], Any]) -> None:
+    tensors, plain = flat.flatten(source, Named(source.roles))
+    plain, named = carry(plain), Named(target.roles)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    places = flat.targets(target, named, plain, shapes)
+    for name, place in places.items():
+        place.detach().copy_(tensors[name])
+    flat.load(target, named, plain, places)
+
+
+WAYS: dict[str, Callable[[Holding, Holding], None]] = {
+    "another rank": received,
+    "checkpoint": lambda one, other: read(one, other, lambda plain: unpack(pack("x", plain))),
+    "snapshot": lambda one, other: read(
+        one, other, lambda plain: unpickling.loads(devices.dumps(plain, PROTOCOL))
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_comes_back_is_of_the_kind_that_was_given(way: Any) -> None:
+    source, target = build(), build()
+    rates(source, 3)
+    way(source, target)
+    kept = target.roles.replicas["average"].kept
+    assert (type(kept), type(kept["counts"])) == (OrderedDict, Counter)
+    assert kept["counts"] == {"a": 2, "b": 1}
+    assert torch.equal(kept["large"], torch.ones(8192))
+    # at the milestone between them, MultiStepLR asks its own ones for what a Counter alone has
+    assert rates(target, 8) == rates(source, 8)
+
+
+def test_what_an_optimizer_keeps_is_of_the_kind_that_it_gave() -> None:
+    class Counting(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "seen": Counter({"a": 2})}
+
+    own = OwnState(Counting(nn.Linear(1, 1).parameters(), lr=0.1), [])
+    tree = own.state_dict()["own"]
+    assert type(tree["seen"]) is Counter
+    assert type(own._unmarked(tree)["seen"]) is Counter
+
+
+def test_others_become_plain_ones() -> None:
+    """Nothing is known of how they are made, and a checkpoint has no room for them."""
+
+    class Own(dict[Any, Any]):
+        pass
+
+    assert type(dict_as(Own(a=1), {"a": 2})) is dict
