@@ -18,7 +18,7 @@ from taskd.worker import internals
 from taskd.worker.process.aborting import unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterable, MutableMapping
 
 # A watchdog of torch or torch_npu ends this process a minute after a collective has failed, also
 # when that was healed long ago. torchrun sets the first one to "1".
@@ -44,15 +44,7 @@ class DeviceWork:
 
     def add(self, group: Any) -> None:
         """A process group was created: its backends, if they work on a device."""
-        if not internals.has(
-            "the backends of process groups", (group, "_device_types"), (group, "_get_backend")
-        ):
-            return
-        for device in group._device_types:
-            try:
-                backend = unwrapped(group._get_backend(device))
-            except RuntimeError:  # a device type without a backend of its own
-                continue
+        for device, backend in _backends(group):
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)
             if timeout is not None:
                 self._longest_s = max(self._longest_s, timeout.total_seconds())
@@ -60,6 +52,13 @@ class DeviceWork:
             if device.type != "cpu" and "Gloo" not in type(backend).__name__:
                 self._backends[id(backend)] = backend
                 self._kinds.add(device.type)
+
+    def remove(self, groups: Iterable[Any]) -> None:
+        """They were destroyed. What was asked of them, and their kinds of device, still count."""
+        for group in groups:
+            for _, backend in _backends(group):
+                if self._backends.pop(id(backend), None) is not None:
+                    self._asked = None
 
     def _modules(self) -> dict[str, Any]:
         """By kind: those of devices in use. A group may serve more kinds than there are here."""
@@ -145,6 +144,21 @@ class DeviceWork:
             )
         except (AttributeError, RuntimeError):
             return None
+
+
+def _backends(group: Any) -> list[tuple[Any, Any]]:
+    """By device of the group."""
+    if not internals.has(
+        "the backends of process groups", (group, "_device_types"), (group, "_get_backend")
+    ):
+        return []
+    found = []
+    for device in group._device_types:
+        try:
+            found.append((device, unwrapped(group._get_backend(device))))
+        except RuntimeError:  # a device type without a backend of its own
+            continue
+    return found
 
 
 def _is_capturing(module: Any) -> bool:

@@ -2,16 +2,18 @@
 
 Their store prefix, what their creation opened, and their retirement.
 
-torch is changed in four places, each a wrapper around the original: `rendezvous` (in a generation
+torch is changed in five places, each a wrapper around the original: `rendezvous` (in a generation
 for which no store was opened, the store gets the prefix taskd/<generation>, so that it does not
 meet the keys of an earlier one), `_create_c10d_store` (whose way to the store can be aborted),
-`_new_process_group_helper` (remembers the group and the sockets that its creation opened) and
-`init_process_group` (waits at the gate when called outside the recoverable function).
+`_new_process_group_helper` (remembers the group and the sockets that its creation opened),
+`destroy_process_group` (forgets it) and `init_process_group` (waits at the gate when called outside
+the recoverable function).
 
 Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads
 with the GIL held, while one of them may need the GIL to destroy a finished work. A group is kept
 for two further generations; by then its threads have long come to rest. An operation that gloo
-itself has lost is ended by `taskd.native.waits`.
+itself has lost is ended by `taskd.native.waits`. A group that a healthy script destroys is the
+script's, and freed when torch would free it.
 """
 
 import functools
@@ -140,6 +142,9 @@ class Groups:
             self._replace(c10d, "_new_process_group_helper", helper)
         self._replace(c10d, "init_process_group", init_process_group)
         self._replace(dist, "init_process_group", init_process_group)
+        destroy_process_group = self._forgotten(c10d.destroy_process_group)
+        self._replace(c10d, "destroy_process_group", destroy_process_group)
+        self._replace(dist, "destroy_process_group", destroy_process_group)
 
     def _prefixed(self, store: Any) -> Any:
         from torch.distributed import PrefixStore  # noqa: PLC0415
@@ -206,6 +211,40 @@ class Groups:
             return created
 
         return new_process_group_helper
+
+    def _forgotten(self, original: Callable[..., None]) -> Callable[..., None]:
+        """`destroy_process_group`, after which nothing here keeps what it has destroyed."""
+        from torch.distributed import GroupMember  # noqa: PLC0415
+
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            is_all = group is None or group == GroupMember.WORLD
+            original(group)
+            self._forget(None if is_all else group)
+
+        return destroy_process_group
+
+    def _forget(self, group: Any) -> None:
+        """Torch has `group` no more; None: it has none. Nothing is forgotten if it is to end.
+
+        Its sockets and threads are still known until they are gone: the script may hold it.
+        """
+        if sys.exc_info()[0] is not None:  # its threads may not be at rest: a recovery may follow
+            return
+        with self._lock:
+            opened = self.opened
+            if opened.is_aborted:
+                return
+            gone = [each for each in opened.groups if group is None or each is group]
+            opened.groups = [each for each in opened.groups if each not in gone]
+            opened.device_work.remove(gone)
+            names = {each.group_name for each in gone}
+            self.gloo_names = {
+                number: name for number, name in self.gloo_names.items() if name not in names
+            }
+            opened.threads &= _threads()
+        # `gone` may be the last that holds it. It is freed here, without the lock, which an abort
+        # takes that ends what its threads wait for.
 
     def _take_hook_off(self) -> None:
         """Each creation prefixes tracebacks by a hook around the one before.

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import os
 import socket
 import subprocess
 import sys
@@ -207,3 +208,68 @@ def test_the_threads_of_gloo_are_found_whether_torch_names_them_or_not(
     finally:
         may_end.set()
         thread.join()
+
+
+def open_now() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_groups_that_a_healthy_script_destroys_are_freed(groups) -> None:
+    """One for each evaluation: they were kept, with their threads, until descriptors ran out."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = open_now()
+        for _ in range(20):
+            group = dist.new_group([0])
+            dist.all_reduce(torch.ones(2), group=group)
+            dist.destroy_process_group(group)
+            del group
+        later = open_now()
+        assert max(now - then for then, now in zip(before, later, strict=True)) <= 4
+        assert groups.opened.groups == [dist.group.WORLD]
+        assert list(groups.gloo_names.values()) == [dist.group.WORLD.group_name]
+        dist.barrier()
+    finally:
+        groups.retire()
+
+
+def test_without_a_name_all_groups_are_destroyed_and_none_of_another_rank(groups) -> None:
+    import torch.distributed as dist
+
+    for destroyed in (None, "WORLD"):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group([0])
+        dist.destroy_process_group(dist.GroupMember.NON_GROUP_MEMBER)
+        assert len(groups.opened.groups) == 2
+        dist.destroy_process_group(destroyed and dist.group.WORLD)
+        assert groups.opened.groups == []
+        assert groups.gloo_names == {}
+
+
+@pytest.mark.parametrize("by", ["an abort", "an error", "a refusal"])
+def test_a_group_that_is_destroyed_while_a_step_is_left_is_kept(groups, by: str) -> None:
+    """Its threads may not be at rest, and the abort is to end their waits."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0])
+    try:
+        if by == "an abort":
+            groups.abort(groups.opened)
+            dist.destroy_process_group(group)
+        elif by == "an error":
+            with contextlib.suppress(RuntimeError):
+                try:
+                    raise RuntimeError("connection reset by peer")
+                finally:
+                    dist.destroy_process_group(group)
+        else:
+            with pytest.raises(ValueError, match="Invalid process group"):
+                dist.destroy_process_group(object())
+        assert groups.opened.groups == [dist.group.WORLD, group]
+    finally:
+        groups.retire()
