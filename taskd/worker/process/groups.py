@@ -2,7 +2,7 @@
 
 Their store prefix, what their creation opened, and their retirement.
 
-torch is changed in five places, each a wrapper around the original: `rendezvous` (in a generation
+Five functions of torch are wrapped, wherever a module has them: `rendezvous` (in a generation
 for which no store was opened, the store gets the prefix taskd/<generation>, so that it does not
 meet the keys of an earlier one), `_create_c10d_store` (whose way to the store can be aborted),
 `_new_process_group_helper` (remembers the group and the sockets that its creation opened),
@@ -33,6 +33,7 @@ from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, open_sockets
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
+from taskd.worker.process.replaced import Replaced
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Groups:
         self._ending = threading.Lock()  # held while groups are aborted or destroyed
         self._under_way: dict[int, threading.Thread] = {}  # aborts, see `abort_groups`
         self._retired: list[tuple[int, Opened]] = []
-        self._originals: dict[tuple[Any, str], Any] = {}
+        self._replaced = Replaced()
         self._excepthook = sys.excepthook  # beneath that of torch
 
     def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
@@ -103,7 +104,6 @@ class Groups:
 
         `around_init(call)` decides when an `init_process_group` may run.
         """
-        import torch.distributed as dist  # noqa: PLC0415
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
         self._waits = Waits()
@@ -128,7 +128,11 @@ class Groups:
 
             around_init(make)
 
-        self._replace(c10d, "rendezvous", rendezvous)
+        wrappers = {
+            original_rendezvous: rendezvous,
+            original_init: init_process_group,
+            c10d.destroy_process_group: self._forgotten(c10d.destroy_process_group),
+        }
         # by its name torch.distributed has the function of this name
         module = sys.modules["torch.distributed.rendezvous"]
         if internals.has(
@@ -136,15 +140,11 @@ class Groups:
             (module, "_create_c10d_store"),
             (module, "_torchelastic_use_agent_store"),
         ):
-            self._replace(module, "_create_c10d_store", self._reached(module))
+            wrappers[module._create_c10d_store] = self._reached(module)
         if internals.has("the creation of process groups", (c10d, "_new_process_group_helper")):
-            helper = self._watched(c10d._new_process_group_helper)
-            self._replace(c10d, "_new_process_group_helper", helper)
-        self._replace(c10d, "init_process_group", init_process_group)
-        self._replace(dist, "init_process_group", init_process_group)
-        destroy_process_group = self._forgotten(c10d.destroy_process_group)
-        self._replace(c10d, "destroy_process_group", destroy_process_group)
-        self._replace(dist, "destroy_process_group", destroy_process_group)
+            helper = c10d._new_process_group_helper
+            wrappers[helper] = self._watched(helper)
+        self._replaced.put(wrappers)
 
     def _prefixed(self, store: Any) -> Any:
         from torch.distributed import PrefixStore  # noqa: PLC0415
@@ -264,15 +264,9 @@ class Groups:
                 self.gloo_names[str(self._gloo_count)] = group.group_name
                 self._gloo_count += 1
 
-    def _replace(self, module: Any, name: str, wrapper: Any) -> None:
-        self._originals[module, name] = getattr(module, name)
-        setattr(module, name, wrapper)
-
     def uninstall(self) -> None:
         """Give torch its own functions back (tests, and forked children that are no workers)."""
-        for (module, name), original in self._originals.items():
-            setattr(module, name, original)
-        self._originals.clear()
+        self._replaced.put_back()
 
     def _finish_creation(self, opened: Opened) -> None:
         with self._lock:

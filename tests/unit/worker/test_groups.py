@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -273,3 +274,34 @@ def test_a_group_that_is_destroyed_while_a_step_is_left_is_kept(groups, by: str)
         assert groups.opened.groups == [dist.group.WORLD, group]
     finally:
         groups.retire()
+
+
+def test_modules_that_were_imported_before_have_the_wrappers_too(monkeypatch) -> None:
+    """As preloaded ones were: a replacement went past the gate, and its job waited for ever."""
+    from torch import distributed as dist
+    from torch.distributed import device_mesh
+    from torch.distributed.distributed_c10d import _new_process_group_helper
+
+    own = types.ModuleType("shared_setup")
+    exec(
+        "from torch.distributed import *\nfrom torch.distributed import destroy_process_group",
+        vars(own),
+    )
+    functions = (dist.init_process_group, dist.destroy_process_group, _new_process_group_helper)
+    own.begin, own.end, own.helper = functions
+    for name in ("shared_setup", "no.module"):
+        monkeypatch.setitem(sys.modules, name, own if name == "shared_setup" else object())
+    asked: list[str] = []
+    groups = Groups(1, 0)
+    groups.install(lambda _: asked.append("gate"))
+    try:
+        assert device_mesh.init_process_group is own.begin is dist.init_process_group
+        assert own.end is own.destroy_process_group is dist.destroy_process_group
+        own.begin("gloo")
+        assert asked == ["gate"]
+        wrapped = (own.begin, own.end, own.helper)
+        assert [each.__wrapped__ for each in wrapped] == [*functions]
+    finally:
+        groups.uninstall()
+    assert (own.begin, own.end, own.helper) == functions
+    assert device_mesh.init_process_group is dist.init_process_group is own.begin
