@@ -103,6 +103,8 @@ class Gate:
                     if orders.resume is not None:
                         resume, orders.resume = orders.resume, None
                         orders.must_gate = False
+                        # a newer interrupt aborts what is made from here on
+                        orders.where = Where.OUTSIDE
                         return resume
                     if orders.generation != generation:
                         return None
@@ -134,7 +136,7 @@ class Gate:
         """Enter the generation of `resume`."""
         life = self._life
         if life.keeps_groups:
-            self._groups.retire()
+            self._groups.take_out()
         life.plan = Plan(
             resume.generation,
             resume.version,
@@ -150,7 +152,6 @@ class Gate:
         collectives.reset()
         if life.box is not None:
             life.box.mark_generation(resume.generation)
-        self._orders.where = Where.OUTSIDE
 
     def report_recovery(self) -> None:
         """The first version of the generation is committed: say how long that took."""

@@ -316,9 +316,13 @@ class Groups:
 
         Main thread, after the unwinding.
         """
+        self.set_aside()
+        self.take_out()
+
+    def take_out(self) -> None:
+        """Take out of torch what was set aside."""
         import torch.distributed as dist  # noqa: PLC0415
 
-        self.set_aside()
         if not dist.is_available():
             return
         for thread in list(self._under_way.values()):

@@ -79,6 +79,9 @@ class OuterGroup:
         return True
 
     def _attempt(self, call: Callable[[], None]) -> bool:
+        with self._orders.condition:
+            if self._orders.must_gate:  # again, since the gate: nobody else makes this group
+                return False
         try:
             call()
         except RuntimeError as error:

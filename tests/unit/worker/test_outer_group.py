@@ -63,6 +63,15 @@ def test_what_is_made_within_the_function_is_made_by_the_function():
     assert gate.story == ["init"]
 
 
+def test_a_second_fault_before_it_is_made_again_makes_nothing():
+    gate = Gate()
+    group = outer_group(gate, is_of_job=True)
+    group.around_init(lambda: gate.story.append("init"))
+    gate.must_gate = True
+    assert not group.remake()
+    assert gate.story == ["init"]
+
+
 def broken_once(gate, *, interrupted):
     def init():
         gate.story.append("init")
