@@ -23,6 +23,7 @@ from taskd.worker.profiling.marks import Switches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from taskd.checkpoint.folder import Checkpoint
     from taskd.core.commands import Move
@@ -210,6 +211,7 @@ class Saving:
     snapshots: SnapshotMaker | None = None
     periodic: Checkpointer | None = None
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
+    directory: Path | None = None  # of checkpoints: what the first restore() of this entry went by
     stored: Any = None  # the snapshot from which this entry goes on
     # seconds from SIGTERM to the end of the job, in which it is saved; None: it is not
     grace_s: float | None = None

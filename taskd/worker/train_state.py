@@ -54,7 +54,8 @@ class TrainState:
         `shard_id` is for frameworks that split a model into plain tensors: the same text (at most
         64 bytes) or number on the ranks that hold the same part. Without it the part is found from
         DTensors, FSDP1 and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
-        and looked for; default TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`:
+        and looked for, those of all TrainStates of the function: one of them may say it; default
+        TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`:
         write one after so many commits, while training goes on (0: none), and keep the newest
         `checkpoint_keep`. `snapshot_every`: copy this rank's state into the memory of the node
         after so many commits (0: never), so that a shard that no living process has is not lost;
@@ -224,7 +225,7 @@ class TrainState:
             )
             raise StateError(message)
         with checkpointing():
-            return save(life, directory_of({holding.name: holding}, directory).absolute())
+            return save(life, directory_of(life.records.states, directory).absolute())
 
     def on_dump(self, function: Callable[[pathlib.Path], object]) -> None:
         """Have `function(folder)` write files of your own when the job is saved since it must end.
@@ -250,7 +251,7 @@ class TrainState:
 
         Raises:
             StateError: the objects built in this entry do not fit the state; the text names the
-                tensor.
+                tensor. Or a TrainState names another `checkpoint_dir` than the one that is used.
         """
         restored: Restored | None = self._restored
         if restored is None:

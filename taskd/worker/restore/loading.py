@@ -8,6 +8,7 @@ Knows no plan of a recovery.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
         StateError: there is one, and the ranks cannot agree on it: there is no process group yet,
             or it is not there for all of them.
     """
-    directory = directory_of({holding.name: holding}).absolute()
+    directory = directory_of(life.records.states).absolute()
     found = folder.scan(directory, life.job_id, is_flat=False)
     if life.world_size > 1 and not dist.is_initialized():
         if not found.valid:
@@ -75,6 +76,31 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
             f"{directory}{_skipped(passed_over)}"
         )
     return None
+
+
+def check_directory(life: Life, *, is_first: bool) -> None:
+    """Whether all TrainStates have their checkpoints where the first restore() has looked.
+
+    `is_first`: that is this one.
+
+    Raises:
+        StateError: one of them says otherwise. What it saves would not be found.
+    """
+    states, saving = life.records.states, life.saving
+    if is_first or saving.directory is None:
+        saving.directory = directory_of(states).absolute()
+    for name, holding in states.items():
+        given = holding.settings.checkpoint_dir
+        own = directory_of({name: holding}).absolute()
+        if given is None or own.resolve() == saving.directory.resolve():
+            continue
+        message = (
+            f"TrainState({name!r}): checkpoint_dir={os.fspath(given)!r} is another directory than "
+            f"{saving.directory}, where checkpoints are looked for: each has all TrainStates of a "
+            "function. Give the same directory to all of them, and build the TrainState that names "
+            "it before the first restore()"
+        )
+        raise StateError(message)
 
 
 def _warn_if_exposed(directory: Path, path: Path) -> None:

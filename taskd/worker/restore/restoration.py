@@ -68,6 +68,7 @@ class Restored:
 def restore(life: Life, holding: Holding) -> Restored:
     """Do what the plan says for this state, then begin to follow its steps."""
     records = life.records
+    loading.check_directory(life, is_first=_is_first(life))
     before = records.parked.get(holding.name)
     holding.world = life.active
     named = Named(holding.roles)
