@@ -18,6 +18,8 @@ import torch
 
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
+# Python pickles longer ones in a form that torch does not load.
+_MAX_INT_BITS = 2039
 _ATOMS = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -72,6 +74,11 @@ def unpack(data: bytes) -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise CheckpointError(
+            f"{name} is an int of {value.bit_length()} bits, and {_MAX_INT_BITS} at most could be "
+            "loaded without running code: give text or bytes"
+        )
     if type(value) in _ATOMS:
         return value
     if isinstance(value, torch.Tensor):

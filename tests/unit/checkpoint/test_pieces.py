@@ -158,6 +158,17 @@ def test_what_could_not_be_loaded_safely_is_refused_when_it_is_saved(value) -> N
         values.pack("the_name", value)
 
 
+def test_integers_are_refused_from_the_length_on_that_could_not_be_loaded() -> None:
+    import enum
+
+    longest = [2**2039 - 1, 1 - 2**2039, {2**2038: True}]
+    assert values.unpack(values.pack("value", longest)) == longest
+    too_long = [2**2039, -(2**2040), {2**20_000: 1}, enum.IntEnum("E", {"A": 2**2039}).A]
+    for value in too_long:
+        with pytest.raises(CheckpointError, match=r"the_name\[0\].* is an int of \d+ bits"):
+            values.pack("the_name", [value])
+
+
 def test_numpy_arrays_are_refused() -> None:
     import numpy as np
 
