@@ -5,7 +5,7 @@
     plain tensor     on all writers: shared by rows among them
     anything else    a plain value, written by the first writer
     Held             a plain tensor, Piece or value that only some ranks have: the same, among the
-        writers of these
+        writers of these; as a whole by the first of them, if it need not be alike on all
 
 "Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line
 of bytes is cut into equal parts, at the beginning of a row. So the parts are even and no rank needs
@@ -72,10 +72,14 @@ class Pieces(tuple[Any, ...]):
 
 @dataclass(frozen=True)
 class Held:
-    """A plain tensor, a Piece or a plain value of which `holders`, and no others, have a copy."""
+    """A plain tensor, a Piece or a plain value of which `holders`, and no others, have a copy.
+
+    `is_alike` False: a tensor that may be another one, or missing, on each of them.
+    """
 
     value: Any
     holders: tuple[int, ...]
+    is_alike: bool = True
 
 
 def divide(
@@ -96,7 +100,10 @@ def divide(
             holders, content = _holders(name, value, rank, writers)
             if isinstance(content, Piece):
                 _check(name, content)
-                if isinstance(value, Piece):
+                if isinstance(value, Held) and not value.is_alike:
+                    # not in a line that all of them cut alike
+                    pieces += [(name, content)] if holders and rank == holders[0] else []
+                elif isinstance(value, Piece):
                     pieces.append((name, content))
                 else:
                     shared.setdefault(holders, []).append((name, content))

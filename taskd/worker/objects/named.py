@@ -40,3 +40,9 @@ class Named:
             for path, part in module.named_modules()
             for key in part._non_persistent_buffers_set
         }
+
+    @cached_property
+    def optional(self) -> set[str]:
+        """Of `distinct`, what is a cache and nothing else under another name."""
+        needed = {id(tensor) for name, tensor in self.tensors.items() if name not in self.caches}
+        return {name for name, tensor in self.distinct.items() if id(tensor) not in needed}

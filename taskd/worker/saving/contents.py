@@ -23,7 +23,7 @@ from taskd.worker.state.logbook import logbook_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -79,9 +79,12 @@ def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) ->
     flattened = {
         name: flat.flatten(holding, Named(holding.roles)) for name, holding in states.items()
     }
+    found = {name: tensors_of for name, (tensors_of, _) in flattened.items()}
+    plain = {name: plain_of for name, (_, plain_of) in flattened.items()}
+    caches = {cache for plain_of in plain.values() for cache in plain_of["caches"]}
     return {
-        **tensors(life, states, {name: found for name, (found, _) in flattened.items()}, writers),
-        **values(life, states, {name: plain for name, (_, plain) in flattened.items()}, writers),
+        **tensors(life, states, found, caches, writers),
+        **values(life, states, plain, writers),
     }
 
 
@@ -89,9 +92,13 @@ def tensors(
     life: Life,
     states: Mapping[str, Holding],
     found: Mapping[str, Mapping[str, torch.Tensor]],
+    caches: Collection[str],
     writers: Sequence[int],
 ) -> dict[str, Any]:
-    """The tensors of `shared`. `found`: of each state, as `flat.flatten` gives them."""
+    """The tensors of `shared`.
+
+    `found`: of each state, as `flat.flatten` gives them. `caches`: which of them, `flat.caches`.
+    """
     named: dict[str, Any] = {}
     for state, holding in states.items():
         of_id, of_shard = map(tuple, _holders(life, holding, writers))
@@ -100,7 +107,11 @@ def tensors(
             named[name] = (
                 tensor
                 if is_distributed(tensor)
-                else Held(tensor, of_shard if name.startswith(divided) else of_id)
+                else Held(
+                    tensor,
+                    of_shard if name.startswith(divided) else of_id,
+                    is_alike=name not in caches,
+                )
             )
     return named
 

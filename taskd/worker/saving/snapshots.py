@@ -154,7 +154,7 @@ class Snapshots:
         # made anew each time
         further: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tables}
         plain = {
-            name: flat.plain(holding, tables[name].memories, further[name])
+            name: flat.plain(holding, tables[name].named, tables[name].memories, further[name])
             for name, holding in states.items()
         }
         if self._inventory is None or self._inventory.tables != tables or any(further.values()):
@@ -175,14 +175,19 @@ class Snapshots:
     ) -> Inventory:
         life, states = self._life, self._life.records.states
         found = {name: {**table.tensors, **further[name]} for name, table in tables.items()}
+        caches = {
+            cache
+            for name, holding in states.items()
+            for cache in flat.caches(holding, tables[name].named)
+        }
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, Place] = {}
         for name, item in contents.tensors(
-            life, states, found, tuple(range(life.world_size))
+            life, states, found, caches, tuple(range(life.world_size))
         ).items():
             held = item if isinstance(item, Held) else Held(item, ())
             tensors[name] = local(held.value)
-            places[name] = self._place(name, held.value, held.holders)
+            places[name] = self._place(name, held)
         changing = [
             name
             for state, holding in states.items()
@@ -191,9 +196,11 @@ class Snapshots:
         where = contents.directory_of(states).absolute(), tuple(sorted(states))
         return Inventory(tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, where)
 
-    def _place(self, name: str, tensor: torch.Tensor, holders: tuple[int, ...]) -> Place:
+    def _place(self, name: str, held: Held) -> Place:
+        tensor: torch.Tensor = held.value
         if not is_distributed(tensor):
-            return Place(tuple(tensor.shape), (0,) * tensor.dim(), tensor.dtype, holders)
+            shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
+            return Place(shape, offsets, tensor.dtype, held.holders, held.is_alike)
         key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)
         # the mesh lives as long as the model, and this as long as the entry
         if key not in self._places:

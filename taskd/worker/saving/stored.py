@@ -35,13 +35,15 @@ log = logging.getLogger(__name__)
 class Place(NamedTuple):
     """Where a tensor of a snapshot belongs.
 
-    The global shape, where the local part begins in it, and the ranks that have the same part.
+    The global shape, where the local part begins in it, and the ranks that have the same part, or
+    one of their own (`taskd.checkpoint.pieces.Held`).
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     dtype: torch.dtype
     holders: tuple[int, ...]
+    is_alike: bool = True
 
 
 class StoredSnapshot:
@@ -115,7 +117,8 @@ class StoredSnapshot:
         """
         return {
             **{
-                name: Held(self._piece(name), place.holders) for name, place in self._places.items()
+                name: Held(self._piece(name), place.holders, place.is_alike)
+                for name, place in self._places.items()
             },
             **self._values,
         }
@@ -127,15 +130,19 @@ class StoredSnapshot:
 
         `orphaned`: all such ranks, and who writes for them.
         """
+
+        def is_first(holders: Collection[int]) -> bool:
+            return rank == min(set(holders) & set(orphaned))
+
         found: dict[str, Any] = {}
         for name, place in self._places.items():
-            if not set(place.holders) & set(writers):
+            if not set(place.holders) & set(writers) and (
+                place.is_alike or is_first(place.holders)
+            ):
                 found[name] = self._piece(name)
         for name, held in self._values.items():
             # values are written once
-            if not set(held.holders) & set(writers) and rank == min(
-                set(held.holders) & set(orphaned)
-            ):
+            if not set(held.holders) & set(writers) and is_first(held.holders):
                 found[name] = Held(held.value, (orphaned[rank],))
         return found
 

@@ -14,6 +14,9 @@ two. Knows no files.
 of the model has is another tensor. So has each shard of FSDP1, whose `shard_id` says which one it
 is. Of a ZeroRedundancyOptimizer each rank has the memory of some parameters, so all ranks together
 have each name once.
+
+Buffers that are no part of a state_dict (caches: tables of a rotary embedding, masks) are in it,
+and are read where they fit: a forward pass may make them, and make them anew for a longer input.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def flatten(holding: Holding, named: Named) -> tuple[dict[str, torch.Tensor], di
         StateError: an optimizer that cannot be taken apart.
     """
     found = tensors(holding, named)
-    return found, plain(holding, memories(holding, named), found)
+    return found, plain(holding, named, memories(holding, named), found)
 
 
 def tensors(holding: Holding, named: Named) -> dict[str, torch.Tensor]:
@@ -108,7 +111,10 @@ def memories(holding: Holding, named: Named) -> dict[str, dict[str, Any]]:
 
 
 def plain(
-    holding: Holding, memories: dict[str, dict[str, Any]], further: dict[str, torch.Tensor]
+    holding: Holding,
+    named: Named,
+    memories: dict[str, dict[str, Any]],
+    further: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Everything but tensors. `memories`: as `memories`.
 
@@ -135,7 +141,13 @@ def plain(
         "values": dict(roles.values),
         "optimizers": optimizers,
         "states": states,
+        "caches": sorted(caches(holding, named)),
     }
+
+
+def caches(holding: Holding, named: Named) -> set[str]:
+    """Those of the tensors that need not be the same on all ranks, nor fit when they are read."""
+    return {f"{label(holding)}.{name}" for name in named.optional}
 
 
 def targets(
@@ -146,7 +158,7 @@ def targets(
 ) -> dict[str, torch.Tensor]:
     """Where a checkpoint's tensors are to be read into.
 
-    The objects' own where there are any, new memory elsewhere.
+    The objects' own where there are any, new memory elsewhere. Without caches that do not fit.
 
     Args:
         plain: what `flatten` gave besides the tensors.
@@ -166,6 +178,11 @@ def targets(
         for name in shapes
         if name.startswith(f"{prefix}.") and (name in wanted or not name.startswith(divided))
     }
+    # as in a recovery in place: what is one in either of them
+    for name in caches(holding, named).union(plain.get("caches", ())):
+        if name not in wanted or shapes.get(name) != _form(wanted[name]):
+            wanted.pop(name, None)
+            saved_names.discard(name)
     for name in sorted(saved_names ^ set(wanted)):
         raise _misfit(
             holding,
@@ -179,6 +196,11 @@ def targets(
                 f"and {tuple(tensor.shape)} here",
             )
     return wanted
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Global shape and dtype, as of a checkpoint's tensors."""
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _other_targets(

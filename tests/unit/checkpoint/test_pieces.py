@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from taskd.checkpoint import values
-from taskd.checkpoint.pieces import MAX_PIECE_BYTES, Piece, divide, own_memory
+from taskd.checkpoint.pieces import MAX_PIECE_BYTES, Held, Piece, divide, own_memory
 from taskd.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -50,6 +50,25 @@ def test_plain_values_are_written_by_the_first_writer_alone() -> None:
     state = {"rate": 0.1, "weight": torch.ones(2)}
     assert divide(state, 3, (3, 1))[1] == [("rate", 0.1)]
     assert divide(state, 1, (3, 1))[1] == []
+
+
+def test_what_need_not_be_alike_is_written_by_one_and_divides_nothing_else() -> None:
+    """Its size on one rank says nothing of that on another, and it may be missing there."""
+    weight, written = torch.arange(64.0).view(16, 4), []
+    for rank, sizes in enumerate([(3,), (500, 7), ()]):
+        caches = {
+            f"a{index}": Held(torch.ones(size), (1, 2), is_alike=False)
+            for index, size in enumerate(sizes)
+        }
+        written.append(
+            divide({**caches, "weight": weight} if rank else {"weight": weight}, rank, (0, 1, 2))[0]
+        )
+    assert [[name for name, _ in found] for found in written] == [
+        ["weight"],
+        ["a0", "a1", "weight"],
+        ["weight"],
+    ]
+    assert torch.equal(torch.cat([found[-1][1].tensor for found in written]), weight)
 
 
 def test_large_tensors_are_cut_so_that_memory_stays_bounded() -> None:

@@ -52,6 +52,20 @@ class Block(nn.Module):
         return x + self.second(hidden) * self.scale.sum()
 
 
+class Masked(nn.Module):
+    """A mask that is no part of a state_dict, made in a forward pass, on each rank as it needs."""
+
+    def __init__(self, needed):
+        super().__init__()
+        self.needed = needed
+        self.register_buffer("first", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        for name in ("first", "late"):
+            self.register_buffer(name, torch.ones(self.needed), persistent=False)
+        return x
+
+
 def _raise(*_):
     raise Stop
 
@@ -81,6 +95,8 @@ def build(kind, mesh_name="dp"):
             model,
             mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", mesh_name)),
         )
+    elif kind == "grown":
+        model = nn.Sequential(Masked(8 + rank), model)
     elif kind in FSDP1:
         model = _wrap(model, kind)
     elif kind in ("tp", "tp_fsdp"):
@@ -153,7 +169,7 @@ def _wrap(model, kind):
 
 def shard_id_of(kind):
     """Two stages of a model, each on two ranks that see the same data."""
-    return dist.get_rank() % 2 if kind == "stages" else None
+    return dist.get_rank() % 2 if kind in ("stages", "grown") else None
 
 
 def shard_blocks(model, **options):

@@ -165,7 +165,8 @@ def test_values_of_its_own_and_of_a_rank_that_has_gone_further() -> None:
 
 def test_values_from_a_snapshot() -> None:
     source, target = holding(**ALL), holding(here=META, there=META, late=0.0)
-    plain = flat.plain(source, flat.memories(source, Named(source.roles)), {})
+    named = Named(source.roles)
+    plain = flat.plain(source, named, flat.memories(source, named), {})
     kept = pickle.loads(devices.dumps(plain, PROTOCOL))
     flat.load(target, Named(target.roles), kept, {})
     assert kinds(target) == WHERE

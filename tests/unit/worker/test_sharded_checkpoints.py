@@ -18,6 +18,7 @@ KINDS = [
     "zero_pairs",
     "buckets",
     "stages",
+    "grown",
     "flat",
     "flat_kept_orig",
     "flat_hybrid_orig",
@@ -107,7 +108,7 @@ def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_anothe
     ("ddp", {0: 1}), ("fsdp", {1: 0, 2: 3}), ("fsdp", {1: 3, 2: 3}), ("hsdp", {0: 1, 2: 1}),
     ("tp_fsdp", {3: 0}), ("zero", {0: 2}), ("zero_pairs", {1: 0, 3: 0}),
     ("stages", {1: 2, 3: 2}), ("stages", {1: 2, 3: 0}), ("flat", {1: 0, 2: 3}),
-    ("flat_orig", {3: 0}), ("flat_hybrid", {0: 1, 2: 1}),
+    ("flat_orig", {3: 0}), ("flat_hybrid", {0: 1, 2: 1}), ("grown", {1: 2, 3: 0}),
 ])  # fmt: skip
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
