@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from taskd.worker.objects import kinds
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -61,6 +63,11 @@ def beside(value: Any, own: Any) -> Any:
     return _placed(value, own, lambda tensor, other: (tensor if other is None else other).device)
 
 
+def at_parameter(value: Any, parameter: torch.Tensor) -> Any:
+    """What comes from a checkpoint and is memory of a parameter: where torch puts it, beside it."""
+    return _placed(value, None, lambda *_: parameter.device)
+
+
 def _placed(
     value: Any, own: Any, device_for: Callable[[torch.Tensor, torch.Tensor | None], torch.device]
 ) -> Any:
@@ -69,9 +76,10 @@ def _placed(
         if device == value.device:
             return value
         return value.detach().to(device).requires_grad_(value.requires_grad)
-    if type(value) is dict:
+    if kinds.is_known(value):
         of_key = own if isinstance(own, dict) else {}
-        return {key: _placed(item, of_key.get(key), device_for) for key, item in value.items()}
+        items = {key: _placed(item, of_key.get(key), device_for) for key, item in value.items()}
+        return kinds.dict_as(value, items)
     if type(value) in (list, tuple):
         is_alike = isinstance(own, (list, tuple)) and len(own) == len(value)
         in_order = own if is_alike else [None] * len(value)

@@ -14,6 +14,11 @@ from typing import Any
 _KINDS = (OrderedDict, Counter)
 
 
+def is_known(value: Any) -> bool:
+    """Whether it is a dict that `dict_as` makes again as what it is."""
+    return type(value) is dict or type(value) in _KINDS
+
+
 def dict_as(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` as a dict of the kind that `original` is; a plain one if that is not known."""
     return type(original)(items) if type(original) in _KINDS else items

@@ -132,6 +132,7 @@ def read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) -> 
     plain = values[name]
     plain["values"] = devices.beside(plain["values"], holding.roles.values)
     targets = flat.targets(holding, named, plain, held.tensors)
+    flat.place_memories(named, plain)
     load(checkpoint.path, targets, ())
     flat.load(holding, named, plain, targets)
     if layouts in values:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.errors import StateError
-from taskd.worker.objects.devices import to_own_device
+from taskd.worker.objects.devices import at_parameter, to_own_device
 from taskd.worker.objects.kinds import dict_as
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
@@ -279,6 +279,16 @@ def _kept(holding: Holding, named: Named, role: str) -> list[str]:
     return [named.names[id(parameter)] for parameter in parameters_of(keeper)]
 
 
+def place_memories(named: Named, plain: dict[str, Any]) -> None:
+    """Of a checkpoint: put tensors that lie deeper in the memory of optimizers beside parameters.
+
+    Those of LBFGS are in lists. `plain`: what has fitted `targets`.
+    """
+    for saved in plain["optimizers"].values():
+        for owner, entries in saved["state"].items():
+            saved["state"][owner] = at_parameter(entries, named.tensors[owner])
+
+
 def load(
     holding: Holding, named: Named, plain: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -289,7 +299,8 @@ def load(
         memory, kept = memory_of(optimizer), _kept(holding, named, role)
         memory.clear()
         for owner in (owner for owner in kept if owner in saved["state"]):
-            memory[parameters[owner]] = dict(saved["state"][owner])
+            parameter = parameters[owner]
+            memory[parameter] = to_own_device(saved["state"][owner], None, (parameter,))
         for name, owner, key in _memory(holding, kept, role, saved, tensors):
             memory.setdefault(parameters[owner], {})[key] = tensors[name]
         for group, remembered in zip(optimizer.param_groups, saved["groups"], strict=True):
@@ -315,11 +326,14 @@ def names_of_buffers(holding: Holding, named: Named) -> list[str]:
 def _room(
     name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]
 ) -> torch.Tensor:
-    """Memory for one tensor of an optimizer's state."""
+    """Memory for one tensor of an optimizer's state.
+
+    A single number is a count of steps in most cases, which torch keeps in host memory.
+    """
     shape, dtype = shapes[name]
     if tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    on_device = any(
+    on_device = len(shape) > 0 or any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
     return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -7,6 +7,7 @@ the device "meta", to which any tensor can be moved.
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from taskd.checkpoint.values import pack, unpack
 from taskd.worker.objects import devices
 from taskd.worker.objects.named import Named
-from taskd.worker.objects.roles import Roles
+from taskd.worker.objects.roles import Roles, tensors_in
 from taskd.worker.restore.manifest import describe
 from taskd.worker.restore.restoration import _load_part
 from taskd.worker.restore.targets import Targets
@@ -170,6 +171,93 @@ def test_values_from_a_snapshot() -> None:
     kept = pickle.loads(devices.dumps(plain, PROTOCOL))
     flat.load(target, Named(target.roles), kept, {})
     assert kinds(target) == WHERE
+
+
+# ---------------------------------------------------------------- memory of optimizers
+
+
+class Histories(torch.optim.SGD):
+    """Keeps tensors in a list, as LBFGS does, and one of another shape than the parameter."""
+
+    def keep(self, **more: Any) -> None:
+        parameter = self.param_groups[0]["params"][0]
+        self.state[parameter] = {"count": 1, "step": torch.tensor(1.0), **more}
+
+
+def with_histories(device: str, **memory: Any) -> Holding:
+    model = nn.Linear(2, 2, bias=False, device=device)
+    optimizer = Histories(model.parameters(), lr=0.1)
+    if memory:
+        optimizer.keep(**memory)
+    return Holding("train", Roles.sort("train", {"model": model, "opt": optimizer}))
+
+
+def taken(source: Holding) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:
+    tensors, plain = flat.flatten(source, Named(source.roles))
+    return tensors, plain, {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}
+
+
+def memory_of(found: Holding) -> dict[str, Any]:
+    return next(iter(found.roles.optimizers["opt"].state.values()))
+
+
+def test_memory_from_a_checkpoint_lies_beside_its_parameter() -> None:
+    """But for the number of steps, which torch keeps in host memory."""
+    deep = {"dirs": [torch.ones(4), (torch.ones(1), 3)], "more": OrderedDict(a=torch.ones(()))}
+    _, plain, shapes = taken(with_histories("cpu", flat=torch.ones(4), **deep))
+    target, plain = with_histories("meta"), unpack(pack("x", plain))
+    named = Named(target.roles)
+    rooms = flat.targets(target, named, plain, shapes)
+    flat.place_memories(named, plain)
+    flat.load(target, named, plain, rooms)
+    found = memory_of(target)
+    assert found["flat"].is_meta
+    assert found["dirs"][0].is_meta
+    assert found["dirs"][1][0].is_meta
+    assert found["more"]["a"].is_meta
+    assert (found["step"].device.type, found["count"], found["dirs"][1][1]) == ("cpu", 1, 3)
+    assert type(found["more"]) is OrderedDict
+
+
+def test_memory_from_a_snapshot_lies_where_it_was() -> None:
+    source = with_histories("cpu", dirs=[from_device(1.0), torch.ones(1)])
+    _, plain, shapes = taken(source)
+    target, plain = with_histories("meta"), pickle.loads(devices.dumps(plain, PROTOCOL))
+    named = Named(target.roles)
+    flat.load(target, named, plain, flat.targets(target, named, plain, shapes))
+    assert [one.device.type for one in memory_of(target)["dirs"]] == ["meta", "cpu"]
+
+
+def test_lbfgs_from_a_checkpoint(job: Job, tmp_path: Any) -> None:
+    """All of its memory is where the parameters are, in the first step as in the last."""
+    job.life.job_id = "job"
+    job.resume(None)
+    seen: list[Any] = []
+
+    def entry(device: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1, device=device)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=tmp_path)
+        if state.restore().source == "nothing":
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])).square().sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            state.commit()
+            state.save()
+        memory = next(iter(optimizer.state.values()))
+        seen.append({one.device.type for one in tensors_in(memory) if one.dim()})
+        seen.append({one.device.type for one in tensors_in([memory["old_dirs"], memory["ro"]])})
+
+    job.enter(entry, "cpu")
+    job.resume(None)
+    job.enter(entry, "meta")
+    assert seen == [{"cpu"}] * 2 + [{"meta"}] * 2
 
 
 def test_values_from_a_black_box_in_a_checkpoint() -> None:
