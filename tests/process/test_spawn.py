@@ -86,6 +86,12 @@ if __name__ == "__main__":
     with multiprocessing.get_context("{context}").Pool(2) as pool:
         print([item.value for item in pool.map(work, [Local(1), Local(2)])])
 """
+POOLS = """
+import numpy, torch
+from taskd.agent.spawning import libraries
+paths = {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line}
+print(torch.get_num_threads(), [libraries._blas_call(path, "get") for path in sorted(paths)])
+"""
 LOADER = """
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -123,6 +129,8 @@ PACKAGE = {
 PROGRAMS = {
     "probe": script(PROBE, "a", "b c", OMP_NUM_THREADS="1", EXTRA="x"),
     "probe two threads": script(PROBE, OMP_NUM_THREADS="2"),
+    "pools": script(POOLS),
+    "pools of two threads": script(POOLS, OMP_NUM_THREADS="2"),
     "probe by absolute path": Program({"main.py": PLACE_PROBE}, ("-u", "@/main.py")),
     "probe by dotted path": Program({"main.py": PLACE_PROBE}, ("-u", "./main.py")),
     "probe in a folder": Program({"sub/main.py": PLACE_PROBE}, ("-u", "sub/main.py")),
@@ -358,6 +366,26 @@ def _run_ours(
 def _comparable(name: str, text: str) -> Any:
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
     return json.loads(text) if name.startswith("probe") and text.startswith("{") else text
+
+
+@pytest.mark.parametrize("variable", ["MKL", "OPENBLAS", "GOTO"])
+def test_libraries_have_the_number_of_threads_that_is_meant_for_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Torchrun sets OMP_NUM_THREADS to 1 for its workers, which these variables precede."""
+    monkeypatch.setenv(f"{variable}_NUM_THREADS", "2")
+    names = ("probe", "pools", "pools of two threads")
+    folders = {name: tmp_path.resolve() / name.replace(" ", "_") for name in names}
+    plain = {
+        name: _collect(folders[name], _run_plainly(_prepare(PROGRAMS[name], folders[name])))
+        for name in names
+    }
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    ours = _run_ours("exec", folders, scratch)
+    for name in names[1:]:
+        assert ours[name].note is None, name  # it was forked warm
+        assert ours[name].stdout == plain[name].stdout, name
 
 
 @pytest.mark.parametrize("mode", ["fork", "exec"])

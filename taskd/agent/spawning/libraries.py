@@ -43,6 +43,7 @@ _BLAS_NAMES = (
     "openblas_{}_num_threads64_",
     "openblas_{}_num_threads",
 )
+_BLAS_PREFIXES = ("OPENBLAS", "GOTO")  # of its own variable; the second one is older
 
 
 # What torchrun sets for each worker. A pod may have variables of these names, with other values.
@@ -118,17 +119,36 @@ def refresh(environment: dict[str, str], blas: dict[str, int]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()
-    wanted = environment.get("OMP_NUM_THREADS", "")
-    threads = int(wanted) if wanted.isdecimal() and int(wanted) > 0 else None
-    if torch is not None and threads is not None and torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    for library, usual in blas.items():
-        if (threads or usual) > 1:
-            _blas_call(library, "set", threads or usual)
+    _size_pools(environment, blas)
     finalizers = sys.modules.get("multiprocessing.util")
     if finalizers is not None:
         finalizers._finalizer_registry.clear()
     free_what_is_counted()
+
+
+def _size_pools(environment: dict[str, str], blas: dict[str, int]) -> None:
+    """Give libraries the number of threads that they would read in a fresh interpreter.
+
+    OMP_NUM_THREADS, which torchrun sets to 1 where nobody has set it, unless one of their own
+    precedes it. Those were the same when the warm process loaded them (`warmth`).
+    """
+    threads = _count(environment, "OMP_NUM_THREADS")
+    torch = sys.modules.get("torch")
+    if torch is not None and threads is not None:
+        is_of_mkl = torch.backends.mkl.is_available() and _count(environment, "MKL_NUM_THREADS")
+        if not is_of_mkl and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+    if any(_count(environment, f"{name}_NUM_THREADS") for name in _BLAS_PREFIXES):
+        threads = None
+    for library, usual in blas.items():
+        if (threads or usual) > 1:
+            _blas_call(library, "set", threads or usual)
+
+
+def _count(environment: dict[str, str], name: str) -> int | None:
+    """A number of threads; None where libraries look further: there is none, or it is no number."""
+    value = environment.get(name, "").strip()
+    return int(value) if value.isdecimal() and int(value) > 0 else None
 
 
 def free_what_is_counted() -> None:
@@ -165,7 +185,7 @@ def quiet_blas() -> dict[str, int]:
     Called in the forkserver; `refresh` gives each worker the number that is its own.
 
     Returns:
-        By library: how many threads it had, as it read OMP_NUM_THREADS when it was loaded.
+        By library: how many threads it had, as it read the environment when it was loaded.
     """
     if "numpy" not in sys.modules:
         return {}

@@ -34,6 +34,7 @@ READ_AT_START = (
     "KMP_",
     "MKL_",
     "OPENBLAS_",
+    "GOTO_",
     "MALLOC_",
     "GLIBC_",
     "TORCH",
