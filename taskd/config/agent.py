@@ -22,6 +22,7 @@ from taskd.config.names import (
     MANAGER_ENV,
     NATIVE_ENV,
     NODE_MEMORY_ENV,
+    NUMERIC_NAMES_ENV,
     PRELOAD_ENV,
     PROCESS_ENABLE_ENV,
     SPARE_ENV,
@@ -113,7 +114,9 @@ class AgentConfig:
         `job_id` is what to use when MINDX_TASK_ID is not set.
         """
         preload, learns_preload = _preload(environment)
-        interrupt_signal(environment)  # its workers read it, and it is refused here
+        # its workers read these, and they are refused here
+        interrupt_signal(environment)
+        switch(environment, NUMERIC_NAMES_ENV, default=True)
         if not keeps_secret:
             check_secret(environment)
         managers = manager_addresses(environment, master_addr or rendezvous_host or DEFAULT_HOST)

@@ -143,6 +143,7 @@ def test_an_agent_takes_its_settings_from_the_environment() -> None:
     ("key", "value"),
     [
         ("TASKD_NATIVE", "0"),
+        ("TASKD_NUMERIC_NAMES", "no"),
         ("TASKD_FORKSERVER", "maybe"),
         ("TASKD_PRELOAD", "os; rm"),
         ("TASKD_MANAGER_ADDR", "tcp://x"),
