@@ -439,3 +439,19 @@ int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t
     append(area, &call, &index);
     return 0;
 }
+
+int taskd_collectives_forget(uint64_t id)
+{
+    struct record *self = atomic_load(&record);
+    struct taskd_collectives *area = area_of(self);
+    if (area == NULL)
+        return -ENOENT;
+    if (id == 0)
+        return -EINVAL; /* means a free place */
+    lock(self);
+    uint32_t place = find_id(area, id);
+    if (place != NOWHERE)
+        remove_at(self, area, place);
+    unlock(self);
+    return 0;
+}

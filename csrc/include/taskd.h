@@ -35,7 +35,7 @@ extern "C" {
 #define TASKD_API __attribute__((visibility("default")))
 
 /* Raised when a function below changes or the layout does; Python refuses any other number. */
-#define TASKD_ABI_VERSION 3
+#define TASKD_ABI_VERSION 4
 
 /* ---- Layout of a black box ------------------------------------------------------------------ */
 
@@ -251,8 +251,8 @@ TASKD_API int taskd_is_preloaded(void);
  * per process; -EBUSY. */
 TASKD_API int taskd_collectives_start(int box_fd);
 
-/* Forgets all communicators: those of an earlier generation never complete. This and the next two:
- * -ENOENT if the record was not started. */
+/* Forgets all communicators: those of an earlier generation never complete. This and the next
+ * three: -ENOENT if the record was not started. */
 TASKD_API int taskd_collectives_reset(void);
 
 /* For backends without C symbols (gloo): what the runtime saw of a communicator. `name` may be "".
@@ -262,6 +262,9 @@ TASKD_API int taskd_collectives_see(uint64_t id, const char *name, int64_t enter
 /* ... and of one call, which is appended to the ring. Times as in struct taskd_call. */
 TASKD_API int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t bytes,
                                     int64_t enter_ns, int64_t leave_ns);
+
+/* A communicator that was seen is destroyed: its entry is free. 0 as well if there is none. */
+TASKD_API int taskd_collectives_forget(uint64_t id);
 
 /* getnameinfo() called by `library` ("libtorch_cpu.so", already loaded) asks no name server from
  * now on, see names.c. 0, or -ENOENT, -ENOSYS as for taskd_waits_hook. */

@@ -131,6 +131,10 @@ def collectives_add(
     )
 
 
+def collectives_forget(uint64_t communicator):
+    _check("taskd_collectives_forget", c.taskd_collectives_forget(communicator))
+
+
 def names_numeric(str library not None):
     _check("taskd_names_numeric", c.taskd_names_numeric(library.encode()))
 

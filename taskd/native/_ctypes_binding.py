@@ -12,7 +12,7 @@ from typing import Any
 from taskd.errors import NativeLibraryError
 from taskd.native.library import LIBRARY_PATH
 
-BUILT_FOR_ABI = 3  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
+BUILT_FOR_ABI = 4  # TASKD_ABI_VERSION in csrc/include/taskd.h; a test compares
 
 _INT, _LONG, _WORD = ctypes.c_int, ctypes.c_int64, ctypes.c_uint64
 _TEXT, _ADDRESS, _SIZE = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t
@@ -59,6 +59,7 @@ collectives_start = _checked("collectives_start", _INT)
 collectives_reset = _checked("collectives_reset")
 collectives_see = _checked("collectives_see", _WORD, _TEXT, _LONG, _LONG)
 collectives_add = _checked("collectives_add", _WORD, _TEXT, _LONG, _LONG, _LONG, _LONG)
+collectives_forget = _checked("collectives_forget", _WORD)
 names_numeric = _checked("names_numeric", _TEXT)
 # The caller answers for the addresses.
 copy_checksummed = _function("copy_checksummed", _ADDRESS, _ADDRESS, _SIZE, returns=_WORD)

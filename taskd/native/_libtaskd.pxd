@@ -27,6 +27,7 @@ cdef extern from "taskd.h" nogil:
         int64_t enter_ns,
         int64_t leave_ns,
     ) noexcept
+    int taskd_collectives_forget(uint64_t id) noexcept
     int taskd_names_numeric(const char *library) noexcept
     uint64_t taskd_copy_checksummed(void *destination, const void *source, size_t count) noexcept
     uint64_t taskd_checksum(const void *source, size_t count) noexcept

@@ -175,6 +175,11 @@ def add(
     _record("collectives_add", communicator, name, number, size, enter_ns, leave_ns)
 
 
+def forget(communicator: int) -> None:
+    """One that the runtime saw is destroyed: its place in the record is free for another."""
+    _record("collectives_forget", communicator)
+
+
 def _record(what: str, *arguments: int | str) -> None:
     """Not started, or no room: the record is the poorer for it, the training is not."""
     binding = library.load()

@@ -51,6 +51,7 @@ class Binding(Protocol):
     def collectives_add(  # noqa: D102
         self, communicator: int, name: str, number: int, size: int, enter_ns: int, leave_ns: int
     ) -> None: ...
+    def collectives_forget(self, communicator: int) -> None: ...  # noqa: D102
     def names_numeric(self, library: str) -> None: ...  # noqa: D102
     def copy_checksummed(self, destination: int, source: int, count: int) -> int: ...  # noqa: D102
     def checksum(self, source: int, count: int) -> int: ...  # noqa: D102

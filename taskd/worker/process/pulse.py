@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from taskd.worker.life import Life
-    from taskd.worker.process.groups import Groups
+    from taskd.worker.process.groups import Groups, Opened
 
 BEAT_S = 0.25
 _STALLED_S = 0.4  # sooner than the agent begins to ask
@@ -52,6 +52,9 @@ class Pulse:
         self._open: set[int] = set()  # later ones that are in the black box as begun
         self._is_waiting = self._is_debugged = False
         self._seen: dict[str, tuple[int, int]] = {}  # counters at the last beat
+        # of the present generation's groups: number in torch -> identity
+        self._listed: dict[str, int] = {}
+        self._listed_of: Opened | None = None
         self._sends = False  # the counters contain more than collectives
         # by identity: counter, last collective begun, last one complete
         self._numbers: dict[int, tuple[int, int, int]] = {}
@@ -95,6 +98,7 @@ class Pulse:
         first, and is then the last one begun and the first one not the last one complete.
         """
         names = dict(self._groups.gloo_names)
+        self._forget_destroyed(names)
         seen = (
             {number: counts for number, counts in flight.counters().items() if number in names}
             if names
@@ -104,6 +108,19 @@ class Pulse:
             if self._seen.get(number) != counts and not self._sends:
                 collectives.see(self.identity(names[number]), names[number], *counts)
         self._seen = seen
+
+    def _forget_destroyed(self, names: dict[str, str]) -> None:
+        """There is room for 64 groups: those that the script has destroyed leave it to others.
+
+        Those of a generation that is left stay until the next one begins.
+        """
+        opened = self._groups.opened
+        if opened is not self._listed_of:
+            self._listed, self._listed_of = {}, opened
+        for number in self._listed.keys() - names.keys():
+            collectives.forget(self._listed.pop(number))
+        for number in names.keys() - self._listed.keys():
+            self._listed[number] = self.identity(names[number])
 
     def _add_calls(self, *, is_stalled: bool) -> bool:
         """Calls that are complete, once each and in order.

@@ -118,11 +118,13 @@ static void test_before_the_start_and_refusals(int box)
     CHECK(taskd_collectives_reset() == -ENOENT);
     CHECK(taskd_collectives_see(1, "", 0, 0) == -ENOENT);
     CHECK(taskd_collectives_add(1, "", 0, 0, 0, 0) == -ENOENT);
+    CHECK(taskd_collectives_forget(1) == -ENOENT);
     CHECK(taskd_collectives_start(-1) == -EBADF);
     CHECK(taskd_collectives_start(small) == -EINVAL);
     CHECK(taskd_collectives_start(box) == 0); /* one that was refused may try again */
     CHECK(taskd_collectives_start(box) == -EBUSY);
     CHECK(taskd_collectives_see(0, "", 0, 0) == -EINVAL);
+    CHECK(taskd_collectives_forget(0) == -EINVAL);
     close(small);
 }
 
@@ -131,6 +133,10 @@ static void test_the_table(void)
     for (uint64_t id = 1; id <= TASKD_COMMUNICATORS; id++)
         CHECK(taskd_collectives_see(id, "a name that is too long for its place", 3, 2) == 0);
     CHECK(taskd_collectives_see(TASKD_COMMUNICATORS + 1, "", 0, 0) == -ENOSPC);
+    CHECK(taskd_collectives_forget(TASKD_COMMUNICATORS + 1) == 0); /* there is none */
+    CHECK(taskd_collectives_forget(3) == 0 && area->communicators[2].id == 0);
+    CHECK(taskd_collectives_see(TASKD_COMMUNICATORS + 1, "", 9, 9) == 0);
+    CHECK(area->communicators[2].id == TASKD_COMMUNICATORS + 1);
     CHECK(taskd_collectives_see(7, "", 5, 4) == 0); /* one that is known finds its place */
     CHECK(area->communicators[6].id == 7 && area->communicators[6].entered == 5 &&
           area->communicators[6].left == 4);

@@ -6,6 +6,7 @@ Real ranks with two groups, after a recovery, which also send to each other.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -123,3 +124,37 @@ def test_a_sleep_is_none(tmp_path: pathlib.Path) -> None:
 def test_a_debugger_is_seen(tmp_path: pathlib.Path) -> None:
     wait = "sys.stdin = open(r); breakpoint()"
     assert run(tmp_path, wait)[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, True]
+
+
+def test_groups_that_the_script_destroys_leave_their_place_to_later_ones() -> None:
+    """One for each evaluation: the 65th was not there, and who hung in it was not found."""
+    script = """if True:
+    import os, torch, torch.distributed as dist
+    from taskd.native import collectives
+    from taskd.native.black_box import BlackBox
+    from taskd.worker.life import Life
+    from taskd.worker.process.groups import Groups
+    from taskd.worker.process.pulse import Pulse
+    box = BlackBox.create()
+    box.begin(os.getpid(), 0)
+    collectives.start(box)
+    groups = Groups(0, 0)
+    groups.install(lambda call: call())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    pulse = Pulse(Life(0, 1, 0, box), groups)
+    dist.all_reduce(torch.ones(1))
+    for _ in range(70):
+        group = dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=group)
+        pulse._count()
+        dist.destroy_process_group(group)
+    last = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=last)
+    pulse._count()
+    found = {group.name: group.entered for group in collectives.Collectives(box).communicators()}
+    assert found == {"0": 1, last.group_name: 1}, found
+    groups.retire()
+    pulse._count()
+    assert len(collectives.Collectives(box).communicators()) == 2
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
