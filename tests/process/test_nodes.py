@@ -211,11 +211,13 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
         # of the two, the second one may come so late that the first one does not see it
         why = r"[12]/3 clients joined\." if backend == "static" else r"\(RendezvousTimeoutError\)\."
         told = f"taskd: the nodes of --nnodes=3 have not met at 127.0.0.1:{job.master_port}: "
-        for finished in ended:
-            assert finished.last_line.startswith(told)
-            assert finished.last_line.endswith(
-                " Start a torchrun for each node, all with the same --nnodes and the same address."
-            )
+        with_nodes = "all with the same --nnodes and the same address."
+        for number, finished in enumerate(ended):
+            last = finished.last_line
+            assert last.startswith(told)
+            # with c10d the store goes with the first one, and the second one may see that first
+            is_left = backend == "c10d" and number == 1 and "Nobody answers there: " in last
+            assert is_left or last.endswith(f" Start a torchrun for each node, {with_nodes}")
             assert "Traceback" not in finished.output
         assert re.search(f"{why} Start", ended[0].last_line)
         assert not job.facts()
