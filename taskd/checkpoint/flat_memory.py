@@ -41,7 +41,8 @@ _LOOK_S = 0.05  # between two looks at which parts have come
 class Origin:
     """Of whom a snapshot is, and where it goes if the job has to end.
 
-    `attempt`: the same on all ranks since they started, and never used before by this job.
+    `attempt`: the same on all ranks since they started, and never used before by this job. A
+    snapshot from which a restarted group goes on keeps that under which it was made.
     """
 
     directory: str
@@ -118,7 +119,9 @@ def save(arenas: Mapping[int, Arenas], fault: str, clock: Clock, wait_s: float) 
     steps = common_steps(arenas)
     if not steps:
         return None
-    origin, _ = open_snapshot(next(iter(arenas.values())), steps[0])
+    # A step of before a restart is of another attempt, by which others know it as well.
+    origins = [open_snapshot(next(iter(arenas.values())), step)[0] for step in steps]
+    origin = origins[0]
     writers = tuple(range(origin.world_size))
     is_alone = set(writers) <= set(arenas)
     # Others may have an older step alone, and then need this process's part of it.
@@ -127,10 +130,10 @@ def save(arenas: Mapping[int, Arenas], fault: str, clock: Clock, wait_s: float) 
         return Saved(steps[0], written)
     drafts = [
         Draft(
-            Path(origin.directory), origin.job, Kind.DUMP, step, f"{origin.attempt}-end", writers,
-            origin.generation, origin.world_size, fault=fault,
+            Path(own.directory), own.job, Kind.DUMP, step, f"{own.attempt}-end", writers,
+            own.generation, own.world_size, fault=fault,
         )
-        for step in (steps[:1] if is_alone else steps)
+        for step, own in [*zip(steps, origins, strict=True)][: 1 if is_alone else None]
     ]  # fmt: skip
     try:
         for draft in drafts:

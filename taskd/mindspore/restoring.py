@@ -33,12 +33,17 @@ _TOKEN_BITS = 30
 
 @dataclass(frozen=True)
 class Found:
-    """From where. `state` None: from the beginning."""
+    """From where. `state` None: from the beginning.
+
+    `kept_until`: the newest step whose snapshot may stay in the memory of the node. If not all
+    ranks have that of `step`, it is made anew by all: under one attempt, or it is never complete.
+    """
 
     step: int
     state: Flat | None
     where: str
     attempt: str  # the same on all ranks, and new
+    kept_until: int
 
 
 def find(arenas: Arenas, directory: Path, job: str, agreement: Agreement) -> Found:
@@ -59,8 +64,8 @@ def find(arenas: Arenas, directory: Path, job: str, agreement: Agreement) -> Fou
         state, where = _read(step, arenas, disk, agreement.rank, is_memory=is_memory)
         is_whole = all(row[0] for row in agreement.gather([int(state is not None)]))
         if is_whole:
-            return Found(step, state, where, attempt)
-    return Found(0, None, "the beginning", attempt)
+            return Found(step, state, where, attempt, step if is_memory else step - 1)
+    return Found(0, None, "the beginning", attempt, _NONE)
 
 
 def _on_disk(directory: Path, job: str, agreement: Agreement) -> dict[int, Checkpoint]:

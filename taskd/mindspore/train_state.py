@@ -145,7 +145,7 @@ class TrainState:
         found = find(self._arenas, self._directory, job, agreement)
         if found.state is not None:
             self._take_over(found.state, found.step)
-        self._arenas.forget_after(found.step if found.state is not None else -1)
+        self._arenas.forget_after(found.kept_until)
         generation = 0 if held is None else held.generation
         self._origin = Origin(
             os.fspath(self._directory), job, found.attempt, agreement.world_size, generation,

@@ -10,7 +10,7 @@ import re
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from taskd.checkpoint.flat import Flat, Layout
 from taskd.checkpoint.flat_memory import Origin
 from taskd.checkpoint.names import Kind
 from taskd.errors import ArenaError, CheckpointError, CorruptCheckpointError
+from taskd.mindspore import restoring
 from taskd.native.arena_repeated import Repeated
 from taskd.native.arenas import Arenas
 from taskd.testing.clock import FakeClock
@@ -37,8 +38,8 @@ def content(step: int, rank: int) -> bytes:
     return struct.pack("=4d8b", step, rank, 0, 0, *range(8))
 
 
-def origin(directory: pathlib.Path, ranks: int = 2) -> Origin:
-    return Origin(str(directory), "job", "attempt", ranks, 0, "mindspore 2.10.0")
+def origin(directory: pathlib.Path, ranks: int = 2, attempt: str = "attempt") -> Origin:
+    return Origin(str(directory), "job", attempt, ranks, 0, "mindspore 2.10.0")
 
 
 class Rank:
@@ -52,6 +53,14 @@ class Rank:
         self.writer = Repeated(arena.memory, flat_memory.STATE, 40, rest, None)
         for step in steps:
             self.take(step)
+
+    def restart(self, where: Origin) -> None:
+        """Go on in this memory as a process that follows."""
+        arena = self.arenas.all()[-1]
+        assert arena.memory is not None
+        rest = flat_memory.describe(where, {"batches": "7"}, flat_memory.encode_layout(LAYOUT))
+        last = next(iter(arena.versions()), None)
+        self.writer = Repeated(arena.memory, flat_memory.STATE, 40, rest, last)
 
     def take(self, step: int) -> None:
         def fill(room: memoryview) -> None:
@@ -239,6 +248,53 @@ def test_processes_that_hold_a_rank_each_meet_at_the_newest_complete_step(
     assert saved.step == 4
     (found,) = folder.scan(tmp_path, "job", is_full=True).valid
     assert found.manifest.version == 4
+
+
+@pytest.mark.parametrize("further", [0, 1])
+def test_processes_meet_at_a_step_of_before_a_restart(
+    tmp_path, made: list[Rank], further: int
+) -> None:
+    """One has committed a step since, which the other one is still in."""
+    made += [Rank(rank, origin(tmp_path), 3, 4) for rank in (0, 1)]
+    made[further].restart(origin(tmp_path, attempt="restarted"))
+    made[further].take(5)
+    flat_memory.save(held(made[1]), "SIGTERM", FakeClock(), 1.0)
+    saved = flat_memory.save(held(made[0]), "SIGTERM", FakeClock(), 0.0)
+    assert saved == flat_memory.Saved(4, tmp_path / "dump-000000000004")
+    assert not folder.problems(tmp_path / "dump-000000000004", is_full=True)
+
+
+class Two:
+    """How rank 0 agrees with rank 1, which has these steps, in memory and on the disk."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, memory: list[int], disk: list[int]) -> None:
+        self.memory, self.disk = memory, disk
+
+    def gather(self, own: list[int]) -> list[list[int]]:
+        if len(own) == 1:
+            return [own, [1]]
+        other = [-1] * len(own)
+        other[: len(self.memory)] = self.memory
+        other[4 : 4 + len(self.disk)] = self.disk
+        return [own, other]
+
+
+@pytest.mark.parametrize(
+    ("memory", "disk", "step", "left"),
+    [([4, 3], [4], 4, (3, 4)), ([], [4], 4, (3,)), ([], [], 0, ())],
+)
+def test_a_snapshot_that_some_ranks_take_anew_is_taken_anew_by_all(
+    tmp_path, made: list[Rank], memory: list[int], disk: list[int], step: int, left: tuple[int, ...]
+) -> None:
+    """Else parts of one step would be of two attempts, and never come together."""
+    made.append(Rank(0, origin(tmp_path), 3, 4))
+    if disk:
+        publish(tmp_path, 4, ranks=2)
+    found = restoring.find(made[0].arenas, tmp_path, "job", cast("Any", Two(memory, disk)))
+    made[0].arenas.forget_after(found.kept_until)
+    assert (found.step, made[0].arenas.versions()) == (step, left)
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_published(
