@@ -30,7 +30,7 @@ from typing import Any
 from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
 from taskd.worker import internals
-from taskd.worker.process.aborting import abort_groups, open_sockets
+from taskd.worker.process.aborting import abort_groups, open_sockets, without_scripts
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
 from taskd.worker.process.replaced import Replaced
@@ -278,7 +278,7 @@ class Groups:
         What is opened from here on is not the creation's, and the thread that created may wait as
         ever.
         """
-        opened.sockets.update(_newer(open_sockets(), opened.before or {}))
+        opened.sockets.update(_created(opened))
         opened.before = None
         if self._waits is not None:
             self._waits.forgive([opened.creator])
@@ -297,7 +297,7 @@ class Groups:
                 sockets.update(_newer(open_sockets(), opened.before_store))
             # blocked while connecting to a peer, waiting for one to connect, or in the store
             if opened.before is not None:
-                sockets.update(_newer(open_sockets(), opened.before))
+                sockets.update(_created(opened))
                 sockets.update(opened.store_sockets)
                 if self._waits is not None:
                     self._waits.expire([opened.creator])
@@ -430,6 +430,12 @@ def _thread_name(tid: int) -> str | None:
 def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:
     """The sockets of `now` that were not there before."""
     return {fd: name for fd, name in now.items() if before.get(fd) != name}
+
+
+def _created(opened: Opened) -> dict[int, str]:
+    """The sockets of the creation in progress."""
+    newer = _newer(open_sockets(), opened.before or {})
+    return without_scripts(newer, opened.store_sockets)
 
 
 def _backends(groups: list[Any]) -> list[Any]:

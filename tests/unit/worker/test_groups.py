@@ -13,6 +13,7 @@ import types
 import pytest
 
 from taskd.errors import Interrupted
+from taskd.worker.process import aborting
 from taskd.worker.process import groups as module
 from taskd.worker.process.groups import Groups
 
@@ -39,6 +40,8 @@ def test_a_creation_whose_end_was_interrupted_claims_no_later_sockets(groups, mo
 
     def interrupted(_opened) -> None:
         made.extend(pair())
+        for end in made:
+            end.set_inheritable(True)  # as what gloo opens
         raise Interrupted("a second time, while the first unwinds")
 
     monkeypatch.setattr(groups, "_finish_creation", interrupted)
@@ -305,3 +308,53 @@ def test_modules_that_were_imported_before_have_the_wrappers_too(monkeypatch) ->
         groups.uninstall()
     assert (own.begin, own.end, own.helper) == functions
     assert device_mesh.init_process_group is dist.init_process_group is own.begin
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_connections_of_the_script_stay_that_another_thread_opens_meanwhile(
+    groups, *, is_over: bool
+) -> None:
+    """A keep-alive connection was cut at the next fault, and its rank failed by itself."""
+    from torch.distributed import GroupMember
+
+    # the script's own; and what gloo and the store open, which no Python object has
+    ours = []
+
+    def create() -> tuple[int, None]:
+        ours.extend(pair())
+        for is_inherited in (True, False):
+            end, peer = pair()
+            end.set_inheritable(is_inherited)
+            ours.extend((end.detach(), peer))
+        if not is_over:
+            groups.abort(groups.opened)
+        return GroupMember.NON_GROUP_MEMBER, None
+
+    groups._watched(create)()
+    groups.abort(groups.opened)
+    end, other, native, native_peer, copy, copy_peer = ours
+    try:
+        assert (native_peer.recv(1), copy_peer.recv(1)) == (b"", b"")
+        end.sendall(b"x")
+        assert other.recv(1) == b"x"
+    finally:
+        for each in (end, other, native_peer, copy_peer):
+            each.close()
+        os.close(native)
+        os.close(copy)
+
+
+def test_more_connections_to_the_store_are_told_without_a_look_at_all_objects(
+    groups, monkeypatch
+) -> None:
+    """With NCCL each group has one, and a job a hundred groups."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first, second = (socket.create_connection(server.getsockname()) for _ in range(2))
+        with first, second:
+            named = {
+                end.fileno(): os.readlink(f"/proc/self/fd/{end.fileno()}")
+                for end in (first, second)
+            }
+            later = {second.fileno(): named[second.fileno()]}
+            monkeypatch.setattr(aborting.gc, "get_objects", lambda: pytest.fail("it has looked"))
+            assert aborting.without_scripts(later, named) == later
