@@ -401,15 +401,26 @@ int taskd_collectives_reset(void)
     return 0;
 }
 
-int taskd_collectives_see(uint64_t id, const char *name, int64_t entered, int64_t left)
+/* The table, locked, to look for this communicator in it. */
+static int lock_for(uint64_t id, struct record **self, struct taskd_collectives **area)
 {
-    struct record *self = atomic_load(&record);
-    struct taskd_collectives *area = area_of(self);
-    if (area == NULL)
+    *self = atomic_load(&record);
+    *area = area_of(*self);
+    if (*area == NULL)
         return -ENOENT;
     if (id == 0)
         return -EINVAL; /* means a free place */
-    lock(self);
+    lock(*self);
+    return 0;
+}
+
+int taskd_collectives_see(uint64_t id, const char *name, int64_t entered, int64_t left)
+{
+    struct record *self;
+    struct taskd_collectives *area;
+    int error = lock_for(id, &self, &area);
+    if (error)
+        return error;
     uint32_t place = find_id(area, id);
     if (place == NOWHERE)
         place = insert(self, area, NULL, id, name, -1);
@@ -442,13 +453,11 @@ int taskd_collectives_add(uint64_t id, const char *name, int64_t number, int64_t
 
 int taskd_collectives_forget(uint64_t id)
 {
-    struct record *self = atomic_load(&record);
-    struct taskd_collectives *area = area_of(self);
-    if (area == NULL)
-        return -ENOENT;
-    if (id == 0)
-        return -EINVAL; /* means a free place */
-    lock(self);
+    struct record *self;
+    struct taskd_collectives *area;
+    int error = lock_for(id, &self, &area);
+    if (error)
+        return error;
     uint32_t place = find_id(area, id);
     if (place != NOWHERE)
         remove_at(self, area, place);

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 60
+ELECTING = {
+    "TASKD_RECOVER_STRATEGY": "recover",
+    "TASKD_MANAGER": "auto",
+    "TASKD_FAULT_TIMEOUT": "6",
+    "SLEEP_S": "0.05",
+}
 NODES = 4
 HELD = "0@9:step:told-go-on"  # nobody goes on from there before those who are to vote are known
 
@@ -50,11 +56,8 @@ def test_the_manager_is_lost_with_its_node(
         env["TASKD_SECRET_FILE"] = str(tmp_path / "secret")
     with harness.job(
         tmp_path,
-        TASKD_RECOVER_STRATEGY="recover",
-        TASKD_MANAGER="auto",
-        TASKD_FAULT_TIMEOUT="6",
+        **ELECTING,
         STEPS="80",
-        SLEEP_S="0.05",
         FAULTS=HELD,
         **env,
     ) as job:
@@ -87,11 +90,8 @@ def test_a_manager_was_started_again_before_its_host_is_lost(
     """Spares have come and gone before that; one has taken a place since: it has a vote, too."""
     with harness.job(
         tmp_path,
-        TASKD_RECOVER_STRATEGY="recover",
-        TASKD_MANAGER="auto",
-        TASKD_FAULT_TIMEOUT="6",
+        **ELECTING,
         STEPS="300",
-        SLEEP_S="0.05",
         FAULTS=HELD,
     ) as job:
         manager = job.start_manager()
