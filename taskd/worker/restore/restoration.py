@@ -334,14 +334,12 @@ def _note_version(life: Life, holding: Holding, *, is_fresh: bool) -> None:
     """
     version, logbook = life.records.version, logbook_of(life)
     assert version is not None
-    parts = parts_of(life.records.states)
-    is_last = life.records.missing <= {holding.name}
-    if is_fresh and is_last:
-        logbook.write_committed(version, parts)
-    elif not is_fresh:
-        logbook.write_restored(version, parts)
+    is_noted = not is_fresh or life.records.missing <= {holding.name}
+    if is_noted:
+        write = logbook.write_committed if is_fresh else logbook.write_restored
+        write(version, parts_of(life.records.states))
     if life.box is not None:
-        if is_last or not is_fresh:
+        if is_noted:
             life.box.mark_version(version)
         life.mark(Phase.STEP)
 

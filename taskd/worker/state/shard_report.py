@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def report_shard(life: Life, *, cause: str) -> None:
-    """Tell it if it has changed. In a restore() not before the last one, as far as is known."""
+    """Tell it if it has changed."""
     records = life.records
     shard = ";".join(
         f"{name}={holding.shard}"
@@ -29,7 +29,7 @@ def report_shard(life: Life, *, cause: str) -> None:
 
 
 def report_restored(life: Life) -> None:
-    """The same at the end of a restore(), unless others are to follow."""
+    """The same at the end of a restore(), unless others are to follow, as far as is known."""
     records = life.records
     if not records.missing and not any(holding.shard for holding in records.parked.values()):
         report_shard(life, cause="restored")
