@@ -78,6 +78,8 @@ class Saver:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_left = False  # the drafts of the attempts before this one
+        # Its own part is written: it waits for those of others, at most `limit_s`.
+        self.awaits_others = False
         self.published: Path | None = None  # the newest, on the rank that publishes
         self.problem: str = ""  # why the last one was not written or published, "" if it was
 
@@ -139,6 +141,7 @@ class Saver:
         self._stop.set()
 
     def _begin(self, target: Callable[..., None], *arguments: object) -> None:
+        self.awaits_others = False
         self._thread = threading.Thread(
             target=target, args=arguments, name="taskd-saver", daemon=True
         )
@@ -190,10 +193,12 @@ class Saver:
 
     def _publish(self, draft: Draft) -> None:
         deadline = time.monotonic() + self._limit_s
+        self.awaits_others = True
         while missing := draft.missing():
             if self._stop.wait(_LOOK_S) or time.monotonic() > deadline:
                 draft.withdraw()
                 raise CheckpointError(
                     f"{draft}: given up: no part of rank {', '.join(map(str, missing))}"
                 )
+        self.awaits_others = False
         self.published = publish(draft, self._keep)

@@ -236,6 +236,30 @@ def test_a_process_that_waits_for_something_outside(start, call: str) -> None:
     looked_at(start(f"print('ready', flush=True); {call}"), Activity.DISK)
 
 
+def test_a_process_one_of_whose_threads_waits_for_a_disk(start) -> None:
+    """The main thread waits for a thread that writes a large file to its end (fsync).
+
+    Here for one that the kernel holds in the same state, until the child that it made ends.
+    """
+    program = start("""if True:
+        import ctypes, platform, signal, threading, time
+        number, libc = {"x86_64": 56, "aarch64": 220}[platform.machine()], ctypes.CDLL(None)
+        def wait_uninterruptibly(clone_vfork=0x4000):
+            if libc.syscall(number, clone_vfork | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+                time.sleep(1000)
+        threading.Thread(target=wait_uninterruptibly, daemon=True).start()
+        print("ready", flush=True)
+        threading.Event().wait()""")
+    mark = looked_at(program, Activity.DISK)
+    pid = program.process.pid
+    states = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/stat", encoding="ascii") as file:
+            states.append(file.read().rpartition(")")[2].split()[0])
+    assert sorted(states) == ["D", "S"]
+    assert mark.still_s > 0.4
+
+
 def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> None:
     """It writes a file bit by bit, with pauses of 1.5 s by the clock of the looks."""
     program = start("""if True:

@@ -36,6 +36,11 @@ class Activity:
     threads_io: int  # ... by the other threads
     threads: "dict[int, Thread]" = field(default_factory=dict)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a thread, main or other, waits for a disk."""
+        return any(thread.is_blocked for thread in self.threads.values())
+
     def longest_runnable_s(self, earlier: "Activity") -> float:
         """Seconds since `earlier` for which the busiest thread ran or waited for a processor."""
         elapsed_s = self.looked_at - earlier.looked_at
@@ -56,6 +61,9 @@ class Thread:
     runnable_s: float = 0.0  # on a processor, or waiting for one; a wait counts when it is over
     sleeps: int = 0  # how often it gave its processor up
     is_ready: bool = False  # it runs or waits for a processor now
+    is_blocked: bool = (
+        False  # in the kernel (state D): it waits for a disk or a network file system
+    )
 
     def runnable_since(self, earlier: "Thread", elapsed_s: float) -> float:
         """How many of the `elapsed_s` seconds since that look it ran or waited for a processor."""
@@ -159,10 +167,12 @@ def _threads(pid: int) -> dict[int, Thread]:
         with suppress(OSError):  # it has ended since
             on, waited = _schedstat(f"/proc/{pid}/task/{name}")
             lines = _status(f"/proc/{pid}/task/{name}")
+            state = lines["State"].strip()[0]
             found[int(name)] = Thread(
                 (on + waited) / 1e9,
                 int(lines["voluntary_ctxt_switches"]),
-                lines["State"].strip()[0] == "R",
+                is_ready=state == "R",
+                is_blocked=state == "D",
             )
     return found
 

@@ -193,12 +193,10 @@ class Vitals:
             return Activity.UNKNOWN, 0.0
         if tracer or worker.box.is_debugged:
             return Activity.TRACED, 0.0
-        return (
-            (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, state, activity)
-        )
+        return (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, activity)
 
     def _compare(
-        self, life: tuple[int, int], pid: int, state: str, activity: kernel.Activity
+        self, life: tuple[int, int], pid: int, activity: kernel.Activity
     ) -> tuple[str, float]:
         """As `_look_closer`: what it has done since it stalled, or was last seen to be active."""
         earlier, known = self._activity.setdefault(life, (activity, Activity.UNKNOWN))
@@ -215,6 +213,6 @@ class Vitals:
         ):
             self._activity[life] = (activity, Activity.BUSY)  # and is it still?
             return Activity.BUSY, 0.0
-        if state == "D" or kernel.waits_outside(pid):
+        if activity.is_blocked or kernel.waits_outside(pid):
             return Activity.DISK, 0.0
         return Activity.ASLEEP, earlier.looked_at if known == Activity.BUSY else 0.0

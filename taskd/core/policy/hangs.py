@@ -23,8 +23,9 @@ what it does meanwhile is not known.
 Limits are learnt: a multiple of the longest of the recent steps, within bounds. The longest step is
 that of the rank whose longest is shortest, because the steps of the others contain waiting for
 somebody's checkpoint. Checkpoints, evaluations and the first steps of a generation have limits of
-their own. Each hang at a version that had one already has a limit that is longer by a factor:
-whatever takes long there and is no hang gets its time.
+their own; whoever is seen to work in one of the first two has the longest of all. Each hang at a
+version that had one already has a limit that is longer by a factor: whatever takes long there and
+is no hang gets its time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -345,18 +346,19 @@ class HangDetector:
     def _limit(self, one: _Observation, longest: _Longest) -> float:
         """How long this rank may stay where it is."""
         timeouts, mark, step_s = self._timeouts, one.mark, longest.step_s
+        # unknown: nobody has looked long enough yet
+        is_busy = mark.activity in (Activity.BUSY, Activity.UNKNOWN) and not one.is_locked
+        works = is_busy or mark.activity == Activity.DISK
         if mark.phase in longest.long_s:
-            long_s = longest.long_s[mark.phase]
+            # What was short was another file perhaps: a small one, that was read at the start.
+            long_s = 0.0 if works else longest.long_s[mark.phase]
             learned_s = STEP_FACTOR * long_s if long_s > 0 else timeouts.hang_ceiling_s
             return self._bound(learned_s, timeouts.hang_busy_s, mark.version)
         if step_s is None or mark.phase in _SETTING_UP:
             return self._bound(timeouts.start_s, timeouts.hang_busy_s, mark.version)
-        is_outside = mark.phase == "data" or mark.activity == Activity.DISK
-        # unknown: nobody has looked long enough yet
-        is_busy = mark.activity in (Activity.BUSY, Activity.UNKNOWN) and not one.is_locked
         # It waited when last seen, or nothing in it gets to run: an overloaded machine does this.
         is_doubtful = mark.is_waiting or mark.frozen_s >= LOCKED_S
-        may_take_long = is_outside or is_busy or is_doubtful
+        may_take_long = works or is_doubtful or mark.phase == "data"
         at_least = timeouts.hang_busy_s if may_take_long else timeouts.hang_floor_s
         return self._bound(STEP_FACTOR * step_s, at_least, mark.version)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,11 @@ from taskd.checkpoint.save import write
 from taskd.checkpoint.saver import Saver
 from taskd.checkpoint.values import Packed, pack
 from taskd.errors import CheckpointError, StateError, TaskdError
+from taskd.native.black_box import Phase
 from taskd.worker.saving import contents
 from taskd.worker.saving.grace import check_grace
 from taskd.worker.state.agreement import Agreement
-from taskd.worker.state.phases import checkpointing
+from taskd.worker.state.phases import checkpointing, renew
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # how soon an interrupt is noticed while the disk is waited for
+_RENEWED_S = 10.0  # how often a rank says that it waits for others, and is no hang itself
 
 
 class Periodic:
@@ -132,8 +135,12 @@ class Periodic:
         if self._saver.wait(0):
             return
         with checkpointing():
+            renewed_at = time.monotonic()
             while not self._saver.wait(_LOOK_S):
-                pass
+                now = time.monotonic()
+                if self._saver.awaits_others and now - renewed_at >= _RENEWED_S:
+                    renewed_at = now
+                    renew(Phase.CHECKPOINT)
 
     def abandon(self) -> None:
         """The entry is over, perhaps because a rank is dead whose part would be waited for."""

@@ -46,6 +46,14 @@ def during(phase: Phase) -> Iterator[None]:
             life.mark(before)
 
 
+def renew(phase: Phase) -> None:
+    """The main thread is in `phase` still, and goes on there: its limit begins anew."""
+    life = current()
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and life is not None and life.box is not None and life.box.marked_phase is phase:
+        life.mark(phase)
+
+
 @contextmanager
 def checkpointing() -> Iterator[None]:
     """The block writes or reads a checkpoint: it may take long, and is no hang.

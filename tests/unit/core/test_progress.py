@@ -152,7 +152,7 @@ def test_a_rank_that_waited_when_it_last_spoke_gets_time() -> None:
 
 
 def test_a_checkpoint_of_all_with_a_call_left_open_is_not_the_network() -> None:
-    saving = {"phase": "checkpoint", "checkpoint_s": 60.0}
+    saving = {"phase": "checkpoint", "checkpoint_s": 60.0, "activity": Activity.ASLEEP}
     assert judge(*(waiting(rank, 31.0, **saving) for rank in range(4))) is None
     assert judge(*(waiting(rank, 301.0, **saving) for rank in range(4))) is not None
 
@@ -176,7 +176,21 @@ def test_a_victim_that_has_waited_only_for_a_moment_proves_nothing() -> None:
         ({"phase": "checkpoint"}, 1800.0),
         ({"phase": "checkpoint", "checkpoint_s": 200.0}, 600.0),
         ({"phase": "checkpoint", "checkpoint_s": 1.0}, 300.0),
+        # A small file was read at the start, and a large one is written now.
+        ({"phase": "checkpoint", "checkpoint_s": 1.0, "activity": Activity.BUSY}, 1800.0),
+        ({"phase": "checkpoint", "checkpoint_s": 1.0, "activity": Activity.DISK}, 1800.0),
+        ({"phase": "checkpoint", "checkpoint_s": 1.0, "activity": Activity.UNKNOWN}, 1800.0),
+        (
+            {
+                "phase": "checkpoint",
+                "checkpoint_s": 1.0,
+                "activity": Activity.BUSY,
+                "python_s": 2.0,
+            },
+            300.0,
+        ),
         ({"phase": "evaluation"}, 1800.0),
+        ({"phase": "evaluation", "evaluation_s": 1.0, "activity": Activity.BUSY}, 1800.0),
         ({"phase": "evaluation", "evaluation_s": 200.0}, 600.0),
         ({"phase": "entered"}, 600.0),
         ({"slowest_s": 0.0}, 600.0),  # it has not done two steps yet

@@ -265,6 +265,30 @@ def test_a_rank_that_waits_for_its_disk_or_copies_is_in_a_checkpoint(job, tmp_pa
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_publisher_that_waits_for_the_parts_of_others_goes_on(job, tmp_path, monkeypatch):
+    """Their disk may be slow: it is asleep for as long as they write, and gives up by itself."""
+    box, missing = job.life.box, Draft.missing
+
+    def missing_until_it_went_on(draft):
+        if box.phase is Phase.CHECKPOINT and box.progress_at not in seen:
+            seen.append(box.progress_at)
+        return [7] if len(seen) < 5 else missing(draft)
+
+    seen = []
+    monkeypatch.setattr(Draft, "missing", missing_until_it_went_on)
+    monkeypatch.setattr("taskd.worker.saving.periodic._RENEWED_S", 0.0)
+
+    def entry():
+        state = TrainState(model=nn.Linear(2, 2), checkpoint_dir=tmp_path, checkpoint_every=1)
+        state.restore()
+        state.commit()
+        job.life.saving.periodic.wait()
+
+    job.enter(entry)
+    assert len(seen) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
+
+
 def test_ranks_without_a_group_are_told_to_make_one(tmp_path):
     job = Job(0, 2)
     job.resume(None)
