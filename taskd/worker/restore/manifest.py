@@ -73,16 +73,17 @@ def describe(
     roles = holding.roles
     metas: list[Meta] = []
     tensors: list[torch.Tensor] = []
-    slots: dict[int, Slot] = {}  # by id(tensor): one that hangs in two places is sent once
+    # By id(tensor): one that hangs in two places is sent once. With the tensor itself: the id of a
+    # copy that a state_dict() has made is free for the next one as soon as nobody has it.
+    slots: dict[int, tuple[torch.Tensor, Slot]] = {}
 
     def pack(label: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            slot = slots.get(id(value))
-            if slot is None:
-                slot = slots[id(value)] = Slot(len(tensors))
+            if id(value) not in slots:
+                slots[id(value)] = value, Slot(len(tensors))
                 tensors.append(shards.local(value).detach())
                 metas.append(meta_of(label, value))
-            return slot
+            return slots[id(value)][1]
         if isinstance(value, dict):
             packed = {key: pack(f"{label}.{key}", item) for key, item in value.items()}
             return kinds.dict_as(value, packed)
