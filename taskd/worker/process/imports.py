@@ -16,6 +16,8 @@ import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from taskd.worker.process.replaced import namespace
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -61,7 +63,7 @@ def _report() -> dict[str, Any]:
 
 def _place(module: ModuleType) -> str | None:
     """The file of a module, or the folder of a package that has none. Runs no code of it."""
-    found = getattr(module, "__dict__", {})
+    found = namespace(module)
     if isinstance(found.get("__file__"), str):
         return str(found["__file__"])
     with suppress(TypeError):

@@ -12,6 +12,17 @@ from types import ModuleType
 from typing import Any
 
 
+def namespace(module: Any) -> dict[str, Any]:
+    """What an entry of sys.modules has by name; nothing, if it is no module. Runs no code of it.
+
+    A lazy one (`importlib.util.LazyLoader`) is executed as soon as it is asked for an attribute,
+    `__dict__` too, and what it raises then is not for us.
+    """
+    if not issubclass(type(module), ModuleType):  # `isinstance` asks it
+        return {}
+    return vars(ModuleType)["__dict__"].__get__(module) or {}
+
+
 class Replaced:
     """What was replaced, until it is put back."""
 
@@ -26,9 +37,7 @@ class Replaced:
         by_id = {id(function): wrapper for function, wrapper in wrappers.items()}
         wanted = by_id.keys()
         for module in list(sys.modules.values()):
-            if not isinstance(module, ModuleType):
-                continue
-            names = vars(module)
+            names = namespace(module)
             # a hundred thousand in a process with torch alone: most modules have none
             if wanted.isdisjoint(map(id, tuple(names.values()))):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import socket
@@ -92,6 +93,30 @@ def test_a_report_arrives_once_after_the_first_step(
     assert places["json"] == json.__file__
     assert places["odd"] is None
     assert os.read(report.fd, 1) == b""  # its end is closed
+
+
+def test_a_report_executes_no_module_that_waits_for_its_first_use(
+    report: Report, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an optional one raised was the end of the report."""
+    path = tmp_path / "optional.py"
+    path.write_text("raise OSError('a library of the system is missing')\n")
+    spec = importlib.util.spec_from_file_location("optional", path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "optional", module)
+    imports = Imports(os.dup(report.writer))
+    report.hand_over()
+    imports.note_step()
+    imports.report_if_due()
+    found = report.read()
+    assert found
+    assert dict(found["modules"])["optional"] == str(path)
+    with pytest.raises(OSError, match="is missing"):
+        _ = module.anything
 
 
 def test_a_report_in_pieces_is_put_together(report: Report) -> None:

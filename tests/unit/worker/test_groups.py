@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import importlib.util
 import os
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from taskd.errors import Interrupted
 from taskd.worker.process import aborting
 from taskd.worker.process import groups as module
 from taskd.worker.process.groups import Groups
+from taskd.worker.process.replaced import Replaced
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -308,6 +310,46 @@ def test_modules_that_were_imported_before_have_the_wrappers_too(monkeypatch) ->
         groups.uninstall()
     assert (own.begin, own.end, own.helper) == functions
     assert device_mesh.init_process_group is dist.init_process_group is own.begin
+
+
+def lazy_module(name: str, path: str, monkeypatch) -> types.ModuleType:
+    """As `importlib.util` documents lazy imports: it is executed when something of it is read."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_module_is_executed_that_waits_for_its_first_use(monkeypatch, tmp_path) -> None:
+    """What an optional one raised that nobody used ended the script."""
+    path = tmp_path / "optional.py"
+    path.write_text("raise OSError('a library of the system is missing')\n")
+    lazy_module("optional", str(path), monkeypatch)
+
+    class Pretender:
+        """As proxies do: it says that it is of the class of something else."""
+
+        __class__ = types.ModuleType  # type: ignore[assignment]
+
+        @property
+        def __dict__(self):
+            pytest.fail("its code was run")
+
+    monkeypatch.setitem(sys.modules, "pretender", Pretender())
+    own = types.ModuleType("own")
+    own.name = open_now
+    monkeypatch.setitem(sys.modules, "own", own)
+    replaced = Replaced()
+    replaced.put({open_now: pair})
+    assert own.name is pair
+    replaced.put_back()
+    assert own.name is open_now
+    with pytest.raises(OSError, match="is missing"):
+        _ = sys.modules["optional"].anything
 
 
 @pytest.mark.parametrize("is_over", [True, False])
