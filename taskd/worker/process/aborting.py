@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -22,13 +24,19 @@ def open_sockets() -> dict[int, str]:
     """
     found: dict[int, str] = {}
     for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:  # closed since the listing, the listing's own descriptor among them
-            continue
-        if target.startswith("socket:"):
-            found[int(entry)] = target
+        name = _kernel_name(int(entry))
+        # None: closed since the listing, the listing's own descriptor among them
+        if name is not None and name.startswith("socket:"):
+            found[int(entry)] = name
     return found
+
+
+def _kernel_name(fd: int) -> str | None:
+    """None: it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return None
 
 
 def without_scripts(sockets: dict[int, str], store: dict[int, str]) -> dict[int, str]:
@@ -41,12 +49,34 @@ def without_scripts(sockets: dict[int, str], store: dict[int, str]) -> dict[int,
     closed_on_exec = {fd for fd in sockets if _is_closed_on_exec(fd)}
     if not closed_on_exec:
         return sockets
-    stores = {_peer(fd) for fd in store}
+    stores = {_peer(fd) for fd, name in store.items() if _kernel_name(fd) == name} - {None}
     doubtful = {fd for fd in closed_on_exec if _peer(fd) not in stores}
     if not doubtful:
         return sockets
-    scripts = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
-    return {fd: name for fd, name in sockets.items() if fd not in doubtful & scripts}
+    scripts = doubtful & _of_objects()
+    return {fd: name for fd, name in sockets.items() if fd not in scripts}
+
+
+def of_store(sockets: dict[int, str], port: int | None) -> dict[int, str]:
+    """Of those that appeared while a store was reached: without those of the script.
+
+    `port`: to which the store has connected meanwhile. If one of them alone leads there, it is the
+    store's, and only others can be of the script.
+    """
+    there = {fd: name for fd, name in sockets.items() if _leads_to(fd, port)}
+    return without_scripts(sockets, there if len(there) == 1 else {})
+
+
+def _of_objects() -> set[int]:
+    """The descriptors that Python's sockets and the connections of multiprocessing have."""
+    kinds = (socket.socket, Connection)
+    found = set()
+    for each in gc.get_objects():
+        if issubclass(type(each), kinds):
+            kind = socket.socket if issubclass(type(each), socket.socket) else Connection
+            with suppress(OSError, AttributeError):  # closed, or just being made
+                found.add(kind.fileno(each))
+    return found
 
 
 def _is_closed_on_exec(fd: int) -> bool:
@@ -54,6 +84,11 @@ def _is_closed_on_exec(fd: int) -> bool:
         return bool(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
     except OSError:  # closed meanwhile
         return False
+
+
+def _leads_to(fd: int, port: int | None) -> bool:
+    peer = _peer(fd)
+    return isinstance(peer, tuple) and peer[1] == port
 
 
 def _peer(fd: int) -> Any:
@@ -74,7 +109,7 @@ def shut_down_sockets(sockets: dict[int, str]) -> int:
     count = 0
     for fd, name in sorted(sockets.items()):
         try:
-            if os.readlink(f"/proc/self/fd/{fd}") != name:
+            if _kernel_name(fd) != name:
                 continue
             with socket.socket(fileno=os.dup(fd)) as duplicate:
                 if (

@@ -30,7 +30,7 @@ from typing import Any
 from taskd.native.names import use_numeric_names
 from taskd.native.waits import Waits
 from taskd.worker import internals
-from taskd.worker.process.aborting import abort_groups, open_sockets, without_scripts
+from taskd.worker.process.aborting import abort_groups, of_store, open_sockets, without_scripts
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
 from taskd.worker.process.replaced import Replaced
@@ -97,6 +97,8 @@ class Groups:
         self._under_way: dict[int, threading.Thread] = {}  # aborts, see `abort_groups`
         self._retired: list[tuple[int, Opened]] = []
         self._replaced = Replaced()
+        # to which the rendezvous in progress has connected; None: not known
+        self._store_port: int | None = None
         self._excepthook = sys.excepthook  # beneath that of torch
 
     def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
@@ -113,11 +115,11 @@ class Groups:
 
         @functools.wraps(original_rendezvous)
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            before = open_sockets()
+            before, self._store_port = open_sockets(), None
             for store, rank, world_size in original_rendezvous(*args, **kwargs):
                 with self._lock:
-                    now = open_sockets()
-                    self.opened.store_sockets.update(_newer(now, before))
+                    newer = _newer(open_sockets(), before)
+                    self.opened.store_sockets.update(of_store(newer, self._store_port))
                 yield self._prefixed(store), rank, world_size
 
         @functools.wraps(original_init)
@@ -168,7 +170,9 @@ class Groups:
             **named: Any,
         ) -> Any:
             def create(timeout: timedelta) -> Any:
-                return original(hostname, port, rank, world_size, timeout, *more, **named)
+                store = original(hostname, port, rank, world_size, timeout, *more, **named)
+                self._store_port = port
+                return store
 
             if self.generation == self._store_generation or (rank == 0 and not is_agents()):
                 return create(timeout)
@@ -278,7 +282,7 @@ class Groups:
         What is opened from here on is not the creation's, and the thread that created may wait as
         ever.
         """
-        opened.sockets.update(_created(opened))
+        opened.sockets.update(_opened_since(opened.before or {}, opened))
         opened.before = None
         if self._waits is not None:
             self._waits.forgive([opened.creator])
@@ -294,10 +298,10 @@ class Groups:
             opened.device_work.begin_abort()
             sockets = dict(opened.sockets)
             if opened.before_store is not None:
-                sockets.update(_newer(open_sockets(), opened.before_store))
+                sockets.update(_opened_since(opened.before_store, opened))
             # blocked while connecting to a peer, waiting for one to connect, or in the store
             if opened.before is not None:
-                sockets.update(_created(opened))
+                sockets.update(_opened_since(opened.before, opened))
                 sockets.update(opened.store_sockets)
                 if self._waits is not None:
                     self._waits.expire([opened.creator])
@@ -432,10 +436,9 @@ def _newer(now: dict[int, str], before: dict[int, str]) -> dict[int, str]:
     return {fd: name for fd, name in now.items() if before.get(fd) != name}
 
 
-def _created(opened: Opened) -> dict[int, str]:
-    """The sockets of the creation in progress."""
-    newer = _newer(open_sockets(), opened.before or {})
-    return without_scripts(newer, opened.store_sockets)
+def _opened_since(before: dict[int, str], opened: Opened) -> dict[int, str]:
+    """The sockets of the creation in progress, or of the way to the store."""
+    return without_scripts(_newer(open_sockets(), before), opened.store_sockets)
 
 
 def _backends(groups: list[Any]) -> list[Any]:
