@@ -20,5 +20,13 @@ def is_known(value: Any) -> bool:
 
 
 def dict_as(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """`items` as a dict of the kind that `original` is; a plain one if that is not known."""
-    return type(original)(items) if type(original) in _KINDS else items
+    """`items` as a dict of the kind that `original` is; a plain one if that is not known.
+
+    With the attributes of an OrderedDict: the state_dict of a module has `_metadata`.
+    """
+    if type(original) not in _KINDS:
+        return items
+    made = type(original)(items)
+    if type(original) is OrderedDict:  # of others, pickle forgets them
+        vars(made).update(vars(original))
+    return made

@@ -105,6 +105,20 @@ def test_what_comes_back_is_of_the_kind_that_was_given(way: Any) -> None:
     assert rates(target, 8) == rates(source, 8)
 
 
+@pytest.mark.parametrize("way", ["another rank", "snapshot"])
+def test_what_is_an_attribute_of_an_ordered_dict_comes_back_with_it(way: str) -> None:
+    """The state_dict of a module has the versions of its parts there, which loading asks for."""
+    source, target = build(), build()
+    best = nn.BatchNorm1d(2).state_dict()
+    assert best._metadata[""] == {"version": 2}  # type: ignore[attr-defined]
+    source.roles.values["best"] = best
+    source.roles.replicas["average"].kept = nn.BatchNorm1d(2).state_dict()
+    WAYS[way](source, target)
+    for found in (target.roles.values["best"], target.roles.replicas["average"].kept):
+        assert type(found) is OrderedDict
+        assert found._metadata == best._metadata  # type: ignore[attr-defined]
+
+
 def test_what_an_optimizer_keeps_is_of_the_kind_that_it_gave() -> None:
     class Counting(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
