@@ -83,9 +83,8 @@ def _placed(
     if type(value) in (list, tuple):
         is_alike = isinstance(own, (list, tuple)) and len(own) == len(value)
         in_order = own if is_alike else [None] * len(value)
-        return type(value)(
-            _placed(item, other, device_for) for item, other in zip(value, in_order, strict=True)
-        )
+        pairs = zip(value, in_order, strict=True)
+        return kinds.sequence_as(value, (_placed(item, other, device_for) for item, other in pairs))
     return value
 
 

@@ -1,4 +1,4 @@
-"""Dicts that are made again with other content and stay what they were.
+"""Dicts, lists and tuples that are made again with other content and stay what they were.
 
 What an object gave in its state_dict is what it may rely on when it gets that back: MultiStepLR
 asks its milestones, a Counter, for what no dict has.
@@ -7,7 +7,12 @@ asks its milestones, a Counter, for what no dict has.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 # Those that a checkpoint keeps as well (`taskd.checkpoint.values`), and that need nothing but their
 # content: the function of a defaultdict could not be sent or saved.
@@ -22,11 +27,19 @@ def is_known(value: Any) -> bool:
 def dict_as(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` as a dict of the kind that `original` is; a plain one if that is not known.
 
-    With the attributes of an OrderedDict: the state_dict of a module has `_metadata`.
+    With `_metadata`, which torch adds to the state_dict of a module: the versions of its parts.
     """
     if type(original) not in _KINDS:
         return items
-    made = type(original)(items)
-    if type(original) is OrderedDict:  # of others, pickle forgets them
-        vars(made).update(vars(original))
+    made: Any = type(original)(items)
+    metadata = getattr(original, "_metadata", None)
+    if metadata is not None and type(original) is OrderedDict:
+        made._metadata = metadata
     return made
+
+
+def sequence_as(original: Sequence[Any], items: Iterable[Any]) -> Sequence[Any]:
+    """`items` as a list or tuple, whichever `original` is; what has names is a plain tuple then."""
+    if isinstance(original, torch.Size):
+        return torch.Size(items)
+    return list(items) if isinstance(original, list) else tuple(items)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.worker.objects import shards
-from taskd.worker.objects.kinds import dict_as
+from taskd.worker.objects.kinds import dict_as, sequence_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -185,7 +185,7 @@ class OwnState:
                 return parameter if key is None else shards.memory_of(part)[parameter][key]
             return dict_as(tree, {key: self._unmarked(value) for key, value in tree.items()})
         if isinstance(tree, (list, tuple)):
-            return type(tree)(self._unmarked(value) for value in tree)
+            return sequence_as(tree, (self._unmarked(value) for value in tree))
         return tree
 
 
@@ -199,8 +199,8 @@ def _marked(tree: Any, kept: dict[int, list[Any]]) -> Any:
         return tree if mark is None else {_KEPT: mark}
     if isinstance(tree, dict):
         return dict_as(tree, {key: _marked(value, kept) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_marked(value, kept) for value in tree)
+    if isinstance(tree, (list, tuple)):
+        return sequence_as(tree, (_marked(value, kept) for value in tree))
     return tree
 
 

@@ -21,7 +21,7 @@ import torch
 from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import units
-from taskd.worker.objects.kinds import dict_as
+from taskd.worker.objects.kinds import dict_as, sequence_as
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:
         return (
             value
             if all(part is item for part, item in zip(parts, value, strict=True))
-            else type(value)(parts)
+            else sequence_as(value, parts)
         )
     return value
 

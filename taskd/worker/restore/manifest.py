@@ -88,11 +88,7 @@ def describe(
             packed = {key: pack(f"{label}.{key}", item) for key, item in value.items()}
             return kinds.dict_as(value, packed)
         if isinstance(value, (list, tuple)):
-            return (
-                [pack(label, item) for item in value]
-                if isinstance(value, list)
-                else tuple(pack(label, item) for item in value)
-            )
+            return kinds.sequence_as(value, (pack(label, item) for item in value))
         return value
 
     manifest = Manifest(

@@ -163,9 +163,9 @@ class Targets:
                 if isinstance(present, (list, tuple)) and len(present) == len(packed)
                 else [None] * len(packed)
             )
-            return type(packed)(
-                self._unpack(item, known, like)
-                for item, known in zip(packed, known_items, strict=True)
+            items_in_order = zip(packed, known_items, strict=True)
+            return kinds.sequence_as(
+                packed, (self._unpack(item, known, like) for item, known in items_in_order)
             )
         return packed
 

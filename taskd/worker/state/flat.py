@@ -27,7 +27,7 @@ import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects.devices import at_parameter, to_own_device
-from taskd.worker.objects.kinds import dict_as
+from taskd.worker.objects.kinds import dict_as, sequence_as
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.objects.shards import is_distributed, memory_of
@@ -352,8 +352,9 @@ def _take_tensors(tree: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
         items = {key: _take_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
         return dict_as(tree, items)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(
-            _take_tensors(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)
+        return sequence_as(
+            tree,
+            (_take_tensors(value, f"{path}.{index}", tensors) for index, value in enumerate(tree)),
         )
     return tree
 
@@ -366,7 +367,7 @@ def _put_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
             else dict_as(tree, {key: _put_tensors(value, tensors) for key, value in tree.items()})
         )
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_put_tensors(value, tensors) for value in tree)
+        return sequence_as(tree, (_put_tensors(value, tensors) for value in tree))
     return tree
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -117,6 +117,27 @@ def test_what_is_an_attribute_of_an_ordered_dict_comes_back_with_it(way: str) ->
     for found in (target.roles.values["best"], target.roles.replicas["average"].kept):
         assert type(found) is OrderedDict
         assert found._metadata == best._metadata  # type: ignore[attr-defined]
+
+
+class Window(NamedTuple):
+    """What an average may keep of its last steps."""
+
+    length: int
+    weights: torch.Tensor
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_tuples_with_names_come_back_as_tuples(way: Any) -> None:
+    source, target = build(), build()
+    shape = torch.Size([2, 3])
+    source.roles.replicas["average"].kept = {"window": Window(3, torch.arange(9000)), "of": shape}
+    way(source, target)
+    kept = target.roles.replicas["average"].kept
+    length, weights = kept["window"]
+    assert length == 3
+    assert torch.equal(weights, torch.arange(9000))
+    assert type(kept["window"]) is tuple
+    assert (type(kept["of"]), kept["of"]) == (torch.Size, shape)
 
 
 def test_what_an_optimizer_keeps_is_of_the_kind_that_it_gave() -> None:
