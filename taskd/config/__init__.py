@@ -22,7 +22,7 @@ from taskd.config.job import (
     strategies,
 )
 from taskd.config.log import LogConfig
-from taskd.config.manager import HangConfig, ManagerConfig
+from taskd.config.manager import ManagerConfig
 from taskd.config.names import *  # noqa: F403
 from taskd.config.paths import (
     CLUSTER_INFO,
@@ -51,7 +51,6 @@ __all__ = [
     "RELAY_PORT",
     "AgentConfig",
     "CallbackAgentConfig",
-    "HangConfig",
     "LogConfig",
     "ManagerConfig",
     "RelayConfig",

@@ -74,14 +74,14 @@ def bind_address(environment: Environment = os.environ, otherwise: str = DEFAULT
     return join_address(host, port)
 
 
-def refuse_the_internet(environment: Environment, address: str, secret: bytes | None) -> None:
+def refuse_the_internet(environment: Environment, address: str, *, has_secret: bool) -> None:
     """Raise `ConfigError` for a manager that everybody could reach and speak to.
 
     Not for private addresses (RFC 1918, 4193, 6598): what runs without a secret there goes on.
     """
     host = split_address(BIND_ADDR_ENV, address, MANAGER_PORT)[0]
     is_public = _is_literal(host) and ipaddress.ip_address(host).is_global
-    if not is_public or secret is not None or switch(environment, INSECURE_ENV, default=False):
+    if not is_public or has_secret or switch(environment, INSECURE_ENV, default=False):
         return
     raise refusal(
         BIND_ADDR_ENV if environment.get(BIND_ADDR_ENV) else POD_IP_ENV,

@@ -11,6 +11,7 @@ from taskd.config.job import (
     DEFAULT_RESCHEDULE_S,
     fault_timeout,
     grace,
+    process_enable,
     reschedule,
     strategies,
 )
@@ -24,7 +25,6 @@ from taskd.config.names import (
     NODE_MEMORY_ENV,
     NUMERIC_NAMES_ENV,
     PRELOAD_ENV,
-    PROCESS_ENABLE_ENV,
     SPARE_ENV,
 )
 from taskd.config.secret import check_secret, secret
@@ -177,4 +177,4 @@ def _name_of_host() -> str:
 
 def is_patch_enabled(environment: Environment = os.environ) -> bool:
     """Whether torchrun is to be patched: only if TASKD_PROCESS_ENABLE says "on"."""
-    return environment.get(PROCESS_ENABLE_ENV, "").strip().lower() == "on"
+    return process_enable(environment) == "on"

@@ -11,6 +11,7 @@ from taskd.config.names import (
     HIGH_AVAILABILITY_ENV,
     IN_PLACE_ENV,
     JOB_ID_ENV,
+    PROCESS_ENABLE_ENV,
     RESCHEDULE_ENV,
     STRATEGY_ENV,
 )
@@ -28,6 +29,11 @@ STRATEGY_ANNOTATION, RESCHEDULE_ANNOTATION = "recover-strategy", "wait-reschedul
 def job_id(environment: Environment = os.environ, otherwise: str | None = None) -> str:
     """Name of the job, for those who have no runtime that knows better."""
     return utf8(JOB_ID_ENV, environment.get(JOB_ID_ENV) or otherwise or DEFAULT_JOB_ID)
+
+
+def process_enable(environment: Environment) -> str:
+    """TASKD_PROCESS_ENABLE, as all who read it take it: " ON" is "on"; "": nobody says it."""
+    return environment.get(PROCESS_ENABLE_ENV, "").strip().lower()
 
 
 def fault_timeout(environment: Environment) -> float:

@@ -13,6 +13,7 @@ from taskd.config.job import (
     grace,
     job_id,
     named_strategies,
+    process_enable,
     reschedule,
 )
 from taskd.config.log import LogConfig
@@ -25,7 +26,7 @@ from taskd.config.names import (
     PROCESS_ENABLE_ENV,
 )
 from taskd.config.paths import DEFAULT_PROFILING_SWITCH, profiling_switch
-from taskd.config.secret import secret
+from taskd.config.secret import check_secret, secret
 from taskd.config.values import (
     Environment,
     Settings,
@@ -101,18 +102,25 @@ class ManagerConfig:
 
     @classmethod
     def load(
-        cls, config: Settings | None = None, environment: Environment = os.environ
+        cls,
+        config: Settings | None = None,
+        environment: Environment = os.environ,
+        *,
+        keeps_secret: bool = True,
     ) -> "ManagerConfig":
         """From the dict of `init_taskd_manager` and the environment.
 
         The keys of `IGNORED` are accepted and decide nothing.
+        `keeps_secret`: False: it is checked only, by a process that will be forked.
         """
         config = checked(config)
         for key in ("plugin_dir", "fault_recover", "taskd_enable"):
             typed(config, key, str, "a string")
         if not isinstance(config.get("cluster_infos", {}), dict | list):
             raise refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
-        refuse_the_internet(environment, bind_address(environment), secret(environment))
+        has_secret = check_secret(environment)
+        refuse_the_internet(environment, bind_address(environment), has_secret=has_secret)
+        enabled = {PROCESS_ENABLE_ENV: process_enable(environment)}
         names, source = named_strategies(
             environment, typed(config, "recover_strategy", str, "names separated by commas")
         )
@@ -120,11 +128,11 @@ class ManagerConfig:
             job_id=typed(config, "job_id", str, "a string") or job_id(environment),
             bind_address=bind_address(environment),
             fault_timeout_s=fault_timeout(environment),
-            secret=secret(environment),
+            secret=secret(environment) if keeps_secret else None,
             log=LogConfig.load(environment),
             node_count=count(config, "node_nums"),
             ranks_per_node=count(config, "proc_per_node"),
-            is_enabled=switch(environment, PROCESS_ENABLE_ENV, default=True),
+            is_enabled=switch(enabled, PROCESS_ENABLE_ENV, default=True),
             hang=HangConfig.load(environment),
             profiling_switch=profiling_switch(
                 environment, typed(config, "profiling_switch", str, "a path")

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from taskd.config.addresses import MANAGER_PORT, address_of
 from taskd.config.agent import AgentConfig
+from taskd.config.job import process_enable
 from taskd.config.launcher import restart_limit
 from taskd.config.names import (
     DOOR_ENV,
@@ -47,7 +48,7 @@ class MsrunConfig:
             ConfigError: a value is wrong, or TaskD is switched off.
         """
         config = checked(config)
-        if environment.get(PROCESS_ENABLE_ENV, "").strip().lower() == "off":
+        if process_enable(environment) == "off":
             raise ConfigError(
                 f"{PROCESS_ENABLE_ENV} is off: msrun looks after its processes itself"
             )

@@ -19,11 +19,15 @@ def secret(environment: Environment) -> bytes | None:
     return None if content is None else bytes(content).strip()
 
 
-def check_secret(environment: Environment) -> None:
-    """The same check, for a process of which workers are forked: nothing of it stays in memory."""
+def check_secret(environment: Environment) -> bool:
+    """The same check, for a process of which workers are forked: nothing of it stays in memory.
+
+    Returns whether there is one.
+    """
     content = _read(environment)
     if content is not None:
         _wipe(content)
+    return content is not None
 
 
 def exposure(environment: Environment = os.environ) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from taskd.config import AgentConfig, HangConfig
+from taskd.config import AgentConfig, ManagerConfig
 from taskd.config.launcher import keep_collectives, restart_limit
 from taskd.errors import ConfigError
 from taskd.native.names import use_numeric_names
@@ -86,7 +86,7 @@ def wrap_launch_agent(original: Callable[..., Any]) -> Callable[..., Any]:
         # forkserver is there: workers, which are forks of it, must not have it in their memory.
         settings = AgentConfig.load(keeps_secret=False)
         if settings.starts_manager:
-            HangConfig.load()
+            ManagerConfig.load({}, keeps_secret=False)
         if settings.replaces_nodes:
             config = deferred(config)
         keep_collectives(torch.__version__)

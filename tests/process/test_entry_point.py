@@ -128,7 +128,11 @@ def test_of_two_installations_the_log_says_which_one_is_used(script: pathlib.Pat
 
 
 def test_a_wrong_setting_is_told_before_anything_runs(script: pathlib.Path) -> None:
-    for wrong in ("fault_timeout=soon", "hang_floor=soon", "manager=maybe"):
+    """Those that only a manager reads, too: it would not start, and nothing would be recovered."""
+    for wrong in (
+        "fault_timeout=soon", "hang_floor=soon", "manager=maybe", "after_dump=Restart",
+        "bind_addr=8.8.8.8",
+    ):  # fmt: skip
         done = start(
             [
                 sys.executable,

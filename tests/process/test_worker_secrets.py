@@ -57,7 +57,7 @@ def test_workers_and_replacements_have_neither_the_secret_nor_its_path(
     env = {"TASKD_SECRET_FILE": str(path), "TASKD_FORKSERVER": forkserver}
     with harness.job(tmp_path, **env) as job:
         job.start_manager().wait_text("listens on", LIMIT_S)
-        agent = job.start_agent("secretless.py", nproc=2)
+        agent = job.start_agent("secretless.py", nproc=2, TASKD_MANAGER="auto")  # checks more
         first = started(job, 2)
         agent.wait_text("joined the manager", LIMIT_S)
         os.kill(first[0]["pid"], signal.SIGKILL)

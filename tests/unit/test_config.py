@@ -326,9 +326,17 @@ def test_wrong_settings_of_an_agent_of_callbacks_are_named(settings: dict, key: 
     ("value", "is_on"), [("on", True), ("off", False), ("ON", True), ("", False), (None, False)]
 )
 def test_the_patch_is_enabled_by_on_alone(value: str | None, is_on: bool) -> None:
-    assert (
-        config.is_patch_enabled({} if value is None else {"TASKD_PROCESS_ENABLE": value}) is is_on
-    )
+    environment = {} if value is None else {"TASKD_PROCESS_ENABLE": value}
+    assert config.is_patch_enabled(environment) is is_on
+
+
+@pytest.mark.parametrize(
+    ("value", "is_on"), [("on", True), ("off", False), ("ON", True), (" on ", True), ("Off", False)]
+)
+def test_the_manager_and_the_patch_read_the_switch_alike(value: str, is_on: bool) -> None:
+    environment = {"TASKD_PROCESS_ENABLE": value}
+    assert ManagerConfig.load({}, environment).is_enabled is is_on
+    assert config.is_patch_enabled(environment) is is_on
 
 
 # Not settings: what torch says to its processes, and what an agent hands to those it starts.

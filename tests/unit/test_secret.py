@@ -101,7 +101,9 @@ def test_a_manager_listens_on_a_public_address_with_a_secret_only(
     else:
         ManagerConfig.load({}, {"POD_IP": address})
     ManagerConfig.load({}, {"POD_IP": address, "TASKD_INSECURE": "on"})
-    ManagerConfig.load({}, {"POD_IP": address, "TASKD_SECRET_FILE": str(secret)})
+    environment = {"POD_IP": address, "TASKD_SECRET_FILE": str(secret)}
+    assert ManagerConfig.load({}, environment).secret is not None
+    assert ManagerConfig.load({}, environment, keeps_secret=False).secret is None
 
 
 def test_a_new_secret_is_its_owner_s_and_replaces_nothing(tmp_path: pathlib.Path, capsys) -> None:

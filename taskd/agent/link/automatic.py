@@ -209,9 +209,11 @@ class AutomaticManager:
         elif status not in (automatic.EXIT_LEFT, automatic.EXIT_PORT_TAKEN):
             log.error(
                 "the manager of node %d ended with %d and is not started again: training goes on "
-                "without one. manager.log says why it ended",
+                "without one. %s says why it ended",
                 self._node_rank,
                 status,
+                # which has not come so far as to write a log
+                "The line before" if status == automatic.EXIT_WRONG_SETTINGS else "manager.log",
             )
         self._process = None
         return None
