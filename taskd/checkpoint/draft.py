@@ -133,6 +133,16 @@ class Draft:
         """The file by which a rank hands its part over."""
         return self.path / f"rank-{rank}.json"
 
+    def is_gone(self) -> bool:
+        """Whether its publisher, which had this rank's part of it, has published or removed it."""
+        try:
+            os.stat(self.path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # not known
+        return False
+
     # ------------------------------------------------------------ publisher
 
     def missing(self) -> list[int]:

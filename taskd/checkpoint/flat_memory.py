@@ -136,10 +136,7 @@ def save(arenas: Mapping[int, Arenas], fault: str, clock: Clock, wait_s: float) 
         for step, own in [*zip(steps, origins, strict=True)][: 1 if is_alone else None]
     ]  # fmt: skip
     try:
-        for draft in drafts:
-            for rank, held in sorted(arenas.items()):
-                _, state = open_snapshot(held, draft.version)
-                flat.write(draft, rank, _named(state, draft))
+        _write_parts(drafts, arenas)
     except (ArenaError, CheckpointError):
         for draft in drafts if drafts[0].publisher in arenas else []:
             draft.withdraw()
@@ -157,6 +154,27 @@ def _written(origin: Origin, step: int) -> Path | None:
         if is_its and not folder.problems(one.path, is_full=True):
             return one.path
     return None
+
+
+def _write_parts(drafts: list[Draft], arenas: Mapping[int, Arenas]) -> None:
+    """Those of these ranks, of the newest step first.
+
+    Where another process publishes, it may find all parts of that step before this one has written
+    the older one, which is removed then: nobody needs it any more.
+    """
+    newest = drafts[0]
+    for draft in drafts:
+        if draft is not newest and newest.is_gone():
+            return
+        try:
+            for rank, held in sorted(arenas.items()):
+                _, state = open_snapshot(held, draft.version)
+                flat.write(draft, rank, _named(state, draft))
+        except CheckpointError:
+            if draft is newest or not (newest.is_gone() or draft.is_gone()):
+                raise
+        if draft is not newest and newest.is_gone():
+            draft.withdraw()  # its folder may have been made again
 
 
 def _named(state: Flat, draft: Draft) -> Flat:

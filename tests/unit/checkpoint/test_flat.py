@@ -250,6 +250,53 @@ def test_processes_that_hold_a_rank_each_meet_at_the_newest_complete_step(
     assert found.manifest.version == 4
 
 
+@pytest.mark.parametrize(
+    ("method", "step", "is_before"),
+    [("hand_over", 5, False), ("join", 4, True), ("join", 4, False), ("hand_over", 4, True)],
+)
+def test_an_older_step_that_is_removed_because_the_newest_is_whole_is_no_failure(
+    tmp_path, made: list[Rank], monkeypatch: pytest.MonkeyPatch, method: str, step: int,
+    *, is_before: bool,
+) -> None:  # fmt: skip
+    """The publisher has waited for nothing but this rank's part of the newest one."""
+    where = origin(tmp_path)
+    made += [Rank(0, where, 4, 5), Rank(1, where, 4, 5)]
+    original, published = getattr(Draft, method), []
+
+    def publish_meanwhile(draft: Draft, rank: int, *others: bytes) -> None:
+        is_it = (rank, draft.version) == (1, step) and not published
+        if not (is_it and is_before):
+            original(draft, rank, *others)
+        if is_it:
+            published.append(flat_memory.save(held(made[0]), "SIGTERM", FakeClock(), 0.0))
+        if is_it and is_before:
+            original(draft, rank, *others)
+
+    monkeypatch.setattr(Draft, method, publish_meanwhile)
+    saved = flat_memory.save(held(made[1]), "SIGTERM", FakeClock(), 1.0)
+    assert saved == flat_memory.Saved(5, None)
+    assert published == [flat_memory.Saved(5, tmp_path / "dump-000000000005")]
+    assert not folder.problems(tmp_path / "dump-000000000005", is_full=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["dump-000000000005"]
+
+
+def test_an_older_step_for_which_there_is_no_room_is_a_failure(
+    tmp_path, made: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has published the newest one: it may never be whole."""
+    made.append(Rank(1, origin(tmp_path), 4, 5))
+    original = Draft.join
+
+    def has_no_room(draft: Draft, rank: int) -> None:
+        original(draft, rank)
+        if draft.version == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Draft, "join", has_no_room)
+    with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+        flat_memory.save(held(made[0]), "SIGTERM", FakeClock(), 1.0)
+
+
 @pytest.mark.parametrize("further", [0, 1])
 def test_processes_meet_at_a_step_of_before_a_restart(
     tmp_path, made: list[Rank], further: int
