@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
 _BEGUN = re.compile(r"(?:publisher|writer|left|rank)-(\d{1,9})(?:[-.].+)?")
+_BULK = re.compile(r"__(\d{1,9})_\d{1,9}\.(?:distcp|safetensors)|user\.(\d{1,9})")
 _LEFT = re.compile(r"left-\d{1,9}")
 # Everything that a draft can hold. A folder with anything else in it is left alone.
 _OURS = re.compile(
@@ -178,11 +179,33 @@ class Draft:
             ) and not manifest.is_file_of_checkpoint(name):
                 files.remove(self.path / name)
 
+    def give_way(self, rank: int, successor: "Draft") -> None:
+        """Make room for `successor`, which this rank is about to write: this one is void.
+
+        It goes as a whole, by one rename, unless a writer of the new one may still be writing into
+        it. Then that one's part is left to it; what this rank and those that write no more have
+        written goes, and their marks stay, so that the last one sees that nobody is left. Where a
+        part is missing, nobody publishes. Raises nothing.
+        """
+        try:
+            busy = {*self.missing()} & {*successor.absent()} - {rank}
+            if not busy:
+                self.withdraw()
+                return
+            for name in os.listdir(self.path):
+                match = _BULK.fullmatch(name)
+                owner = int(match[1] or match[2]) if match else None
+                if owner is not None and (owner == rank or owner not in successor.writers):
+                    files.remove(self.path / name)
+        except (CheckpointError, FileNotFoundError):
+            return  # another one has removed it
+        except OSError as error:
+            log.warning("%s: %s could not be removed: %s", self, self.path, error)
+
     def withdraw(self) -> None:
         """Give it up: nothing of it is left.
 
-        For the publisher, when all others have begun, or when there are none any more. Raises
-        nothing.
+        When all others have begun, or when there are none any more. Raises nothing.
         """
         try:
             discard(self.path, self.kind, self.version, self.job)

@@ -6,6 +6,7 @@ What is in it is `taskd.worker.saving.contents`, files are `taskd.checkpoint`'s 
 is the manager's.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -138,6 +139,8 @@ class Dumping:
         self._life = life
         self._job_id = job_id
         self._draft: Draft | None = None
+        self._begun: list[Draft] = []  # all into which this process has begun to write,
+        self._attempt = ""  # those of other attempts are void
         self._carried: Holding | None = None  # whose carrier has written
         self._began = 0.0  # monotonic time at which this rank began to write
         self._answers: dict[object, tuple[str, str]] = {}  # to the orders of one dump, as obeyed
@@ -171,6 +174,7 @@ class Dumping:
         life, saving = self._life, self._life.saving
         records = life.records
         self._draft, self._carried, self._began = None, None, time.monotonic()
+        self._give_way(order)
         if life.world_rank not in order.writers:
             return "", ""
         is_live = (
@@ -206,9 +210,19 @@ class Dumping:
         )
         owners = _add_what_others_left(order, life, state, own)
         self._draft = draft
+        self._begun.append(draft)
         write(draft, life.world_rank, state, own, self._user_files(order.version, is_live=is_live))
         del owners
         return WRITTEN, ""
+
+    def _give_way(self, order: commands.Dump) -> None:
+        """What was written in vain must not take up the room: a writer has died since."""
+        self._attempt = order.attempt
+        for void in self._begun:
+            successor = dataclasses.replace(
+                void, version=order.version, attempt=order.attempt, writers=order.writers
+            )
+            void.give_way(self._life.world_rank, successor)
 
     def _write_carried(self, order: commands.Dump, holding: Holding) -> tuple[str, str]:
         """By who has the content: nothing of it is in files of ours."""
@@ -248,6 +262,9 @@ class Dumping:
     def _publish(self, order: commands.Publish) -> tuple[str, str]:
         draft, self._draft = self._draft, None
         carried, self._carried = self._carried, None
+        for void in self._begun:
+            if void.attempt != self._attempt:  # all have come to this one: nobody writes there
+                void.withdraw()
         if order.rank != self._life.world_rank:
             return "", ""
         if order.withdraw:

@@ -273,6 +273,19 @@ def test_an_order_that_the_manager_repeats_is_obeyed_once_and_answered_again(job
     assert said == [("written", ""), ("written", ""), published, published]
 
 
+def test_what_is_written_anew_because_a_writer_has_died_is_not_there_twice(job, tmp_path):
+    job.enter(Training(tear=5, folder=tmp_path))
+    dumping, said = Dumping(job.life, "job"), []
+    for attempt, writers in (("1", (0, 1, 2)), ("2", (0, 1)), ("3", (0,))):
+        said.append(dumping.obey(commands.Dump("", 1, 10, writers, 3, "a test", attempt)))
+        (part,) = tmp_path.glob(".*/__0_0.distcp")
+        assert part.parent.name.endswith(f"-{attempt}")
+    assert said == [("written", "")] * 3
+    assert len(list(tmp_path.iterdir())) == 1
+    assert dumping.obey(commands.Publish("", 1, 0, 0, 0))[0] == "published"
+    assert [path.name for path in tmp_path.iterdir()] == ["dump-000000000010"]
+
+
 def test_too_little_memory_in_a_recovery_costs_snapshots_only(job, monkeypatch, caplog):
     job.enter(Training(every=100, stop=6))
     job.resume(12)
