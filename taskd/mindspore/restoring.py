@@ -94,7 +94,7 @@ def _read(
     try:
         if is_memory:
             return flat_memory.open_snapshot(arenas, step)[1], "the memory of the node"
-        return flat.read(disk[step], rank), str(disk[step].path)
+        return flat.read(disk[step], rank), f"{disk[step].path} of job {disk[step].manifest.job}"
     except (ArenaError, CheckpointError) as error:
         log.warning("rank %d: step %d is passed over: %s", rank, step, error)
         return None, ""

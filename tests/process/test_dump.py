@@ -289,7 +289,8 @@ def test_a_damaged_dump_is_passed_over_for_the_one_before(
             f"read version 5 from {older.path}"
         }
         assert (
-            f"taskd: restoring step 5 from {older.path}: the newest whole checkpoint"
+            f"taskd: restoring step 5 of job test-job from {older.path}: "
+            "the newest whole checkpoint"
         ) in finished.output
         assert f"passed over {newest.path.name}: rank " in finished.output
         assert job.digests() == reference()

@@ -131,7 +131,7 @@ def gone_on(training: Training, job: int, version: int, expected: dict[int, str]
     """From the checkpoint, to the digest of a run that nothing has befallen."""
     about = training.end(job)
     assert (about["JobState"], about["ExitCode"]) == ("COMPLETED", "0:0"), training.text[-6000:]
-    assert f"restoring step {version} from" in training.text
+    assert f"restoring step {version} of job {NAME} from" in training.text
     assert training.digests() == expected
     steps = [(fact["rank"], fact["step"]) for fact in training.facts("committed")]
     assert len(steps) == len(set(steps))

@@ -64,9 +64,10 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
                 _warn_if_exposed(directory, path)
                 manifest = checkpoint.manifest
                 _say(
-                    f"restoring step {manifest.version} from {path}: the newest whole checkpoint, "
-                    f"a {manifest.kind.value} one, saved by {len(manifest.writers)} of "
-                    f"{manifest.world_size} ranks at {manifest.saved_at}{_skipped(passed_over)}"
+                    f"restoring step {manifest.version} of job {life.job_id} from {path}: the "
+                    f"newest whole checkpoint, a {manifest.kind.value} one, saved by "
+                    f"{len(manifest.writers)} of {manifest.world_size} ranks at "
+                    f"{manifest.saved_at}{_skipped(passed_over)}"
                 )
             return checkpoint
         passed_over.append((path, problems[0]))

@@ -340,6 +340,8 @@ def test_a_snapshot_that_some_ranks_take_anew_is_taken_anew_by_all(
     if disk:
         publish(tmp_path, 4, ranks=2)
     found = restoring.find(made[0].arenas, tmp_path, "job", cast("Any", Two(memory, disk)))
+    if step and not memory:
+        assert found.where == f"{tmp_path}/step-000000000004 of job job"
     made[0].arenas.forget_after(found.kept_until)
     assert (found.step, made[0].arenas.versions()) == (step, left)
 
