@@ -218,7 +218,7 @@ class Dumping:
     def _give_way(self, order: commands.Dump) -> None:
         """What was written in vain must not take up the room: a writer has died since."""
         self._attempt = order.attempt
-        for void in self._begun:
+        for void in (draft for draft in self._begun if draft.attempt != order.attempt):
             successor = dataclasses.replace(
                 void, version=order.version, attempt=order.attempt, writers=order.writers
             )
