@@ -27,6 +27,7 @@ from taskd.config.secret import without_secret
 from taskd.errors import ForkserverError
 from taskd.native.black_box import BlackBox
 from taskd.native.box_payloads import TAKEN_OVER
+from taskd.torchrun import binding
 from taskd.transport.channel import Channel
 
 if TYPE_CHECKING:
@@ -95,13 +96,14 @@ class TaskdContext(PContext):
         life_fd: int,
         memory: MemoryFolder,
         waits_for_orders: bool = False,
+        numa_options: Any = None,
         entrypoint: str,
         **torch_arguments: Any,
     ) -> None:
         """`bootstraps`: for each local rank what the runtime needs.
 
         `life_fd`: read end of the agent's life pipe. `memory`: where arenas are, the context's from
-        now on. `waits_for_orders`: `start` starts nobody.
+        now on. `waits_for_orders`: `start` starts nobody. `numa_options`: torch's own.
         """
         super().__init__(entrypoint=entrypoint, **torch_arguments)
         self.spawner = spawner
@@ -114,6 +116,7 @@ class TaskdContext(PContext):
         self._life_fd = life_fd
         self._memory = memory
         self._waits_for_orders = waits_for_orders
+        self._prefixes = [binding.prefix_of(rank, numa_options) for rank in range(self.nprocs)]
         self._clock = MonotonicClock()
 
     # ------------------------------------------------------------------ for the agent's loop
@@ -301,6 +304,7 @@ class TaskdContext(PContext):
             worker=worker.bootstrap,
             ignored=processes.ignored_signals(),
             blocked=tuple(sorted(pthread_sigmask(SIG_BLOCK, ()))),
+            prefix=self._prefixes[local_rank],
         )
 
     def _retire(self, worker: LocalWorker) -> None:

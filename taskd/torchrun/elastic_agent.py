@@ -409,10 +409,9 @@ class TaskdElasticAgent(LocalElasticAgent):
 
     def _start_processes(self, **arguments: Any) -> PContext:
         """In the place of torch's function of this name."""
-        if not is_supported(arguments["entrypoint"]) or arguments.get("numa_options") is not None:
+        if not is_supported(arguments["entrypoint"]):
             return _start_processes(**arguments)
-        for name in ("start_method", "numa_options"):  # no business of the context's
-            arguments.pop(name, None)
+        arguments.pop("start_method", None)  # no business of the context's
         assert self.launch is not None
         bootstraps = {
             local_rank: self.bootstrap(

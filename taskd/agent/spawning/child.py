@@ -63,7 +63,8 @@ def _execute(request: SpawnRequest, worker: dict[str, Any] | None) -> NoReturn:
         environment[program.WORKER_ENV] = json.dumps({**worker, "pid": os.getpid()})
     for descriptor in request.fds.values():
         os.set_inheritable(descriptor, True)
-    os.execve(sys.executable, [sys.executable, *request.argv], environment)
+    command = [*request.prefix, sys.executable, *request.argv]
+    os.execvpe(command[0], command, environment)
 
 
 def keep_only(wanted: tuple[int, ...]) -> None:

@@ -31,6 +31,7 @@ def start(request: SpawnRequest) -> subprocess.Popen[bytes]:
     if worker is not None:
         environment[WORKER_ENV] = json.dumps(worker)
         command[1:1] = ["-I", "-S", "-c", _WITH_OWN_PID]
+    command[:0] = request.prefix
     with contextlib.ExitStack() as files:
         streams = [
             None if path is None else files.enter_context(open(path, "ab", buffering=0))

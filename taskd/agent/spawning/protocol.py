@@ -30,7 +30,8 @@ class SpawnRequest:
     ("channel", "box", "previous", "life", …) to descriptors; the sender keeps its own copies.
     `worker` is the bootstrap of the runtime without the descriptor numbers; None starts the script
     without a runtime. `ignored` and `blocked` are the signals that torchrun ignores and blocks: a
-    fresh interpreter would inherit that.
+    fresh interpreter would inherit that. `prefix` is a command that executes the interpreter
+    ("numactl", "--physcpubind=0-7").
     """
 
     token: int
@@ -47,6 +48,7 @@ class SpawnRequest:
     worker: dict[str, Any] | None = None
     ignored: tuple[int, ...] = ()
     blocked: tuple[int, ...] = ()
+    prefix: tuple[str, ...] = ()
 
     def bootstrap(self) -> dict[str, Any] | None:
         """`worker` with the descriptors, as the runtime gets it; None without a runtime."""
@@ -246,7 +248,9 @@ def request_from(message: dict[str, Any], descriptors: list[int]) -> SpawnReques
         raise ForkserverError(
             "too many open files in the forkserver: the descriptors of a worker did not fit"
         )
-    tuples = {name: tuple(message[name]) for name in ("argv", "own", "ignored", "blocked")}
+    tuples = {
+        name: tuple(message[name]) for name in ("argv", "own", "ignored", "blocked", "prefix")
+    }
     fds = dict(zip(message["fds"], descriptors, strict=True))
     return SpawnRequest(**{**message, **tuples, "fds": fds})
 

@@ -69,6 +69,8 @@ def why_not_warm(request: SpawnRequest, environment: Mapping[str, str]) -> str |
     """
     if request.kind != "python":
         return "asked for"
+    if request.prefix:
+        return f"its interpreter is executed by {request.prefix[0]}"
     program = parse(request.argv)
     if program is None:
         return "the command line is not a script or a module"
