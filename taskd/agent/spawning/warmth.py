@@ -67,6 +67,14 @@ def why_not_warm(request: SpawnRequest, environment: Mapping[str, str]) -> str |
 
     `environment`: what this process was executed with.
     """
+    try:
+        return _difference(request, environment)
+    except OSError as error:  # who knows what is there: an interpreter sees for itself
+        return str(error)
+
+
+def _difference(request: SpawnRequest, environment: Mapping[str, str]) -> str | None:
+    """As `why_not_warm`. Raises OSError."""
     if request.kind != "python":
         return "asked for"
     if request.prefix:

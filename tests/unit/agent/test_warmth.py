@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from taskd.agent.spawning.protocol import SpawnRequest
 from taskd.agent.spawning.warmth import why_not_warm
 from taskd.config.launcher import keep_collectives
+from tests.descriptors import none_free
 
 if TYPE_CHECKING:
     import pathlib
@@ -36,6 +38,30 @@ def test_what_torch_reads_when_it_is_imported_does(tmp_path: pathlib.Path) -> No
     assert why_not_warm(request, {}) == (
         "TORCH_LOGS differs from what the warm process was started with"
     )
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_a_directory_that_cannot_be_listed_is_for_a_fresh_interpreter(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It may be another user's, with mode 0711: plain torchrun starts the script there."""
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def refused(path: str) -> list[str]:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    reason = why_not_warm(SpawnRequest(1, (str(script),), {}), {})
+    assert reason == f"[Errno {number}] {os.strerror(number)}: '{tmp_path}'"
+
+
+def test_a_script_that_cannot_be_opened_is_too(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with none_free():
+        reason = why_not_warm(SpawnRequest(1, (str(script),), {}), {})
+    assert reason == f"[Errno {errno.EMFILE}] {os.strerror(errno.EMFILE)}: '{script}'"
 
 
 def test_a_locale_that_python_has_set_for_itself_does_not() -> None:
