@@ -320,12 +320,8 @@ class TaskdContext(PContext):
     # ------------------------------------------------------------------ for torch's own loop
 
     def pids(self) -> dict[int, int]:
-        """Process ids by local rank."""
-        return {
-            local_rank: worker.pid
-            for local_rank, worker in self.workers.items()
-            if worker.pid is not None
-        }
+        """Process ids by local rank; 0: there is no process yet, or could not be one."""
+        return {local_rank: worker.pid or 0 for local_rank, worker in self.workers.items()}
 
     def _poll(self) -> RunProcsResult | None:
         """All ended well, or one did not: then the others are closed and the failures told.

@@ -259,9 +259,6 @@ class TaskdElasticAgent(LocalElasticAgent):
         """
         self._is_plain = True
         self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - self.restarts_used)
-        if self._pcontext is not None:
-            for local_rank, pid in self._pcontext.pids().items():
-                self._worker_group.workers[local_rank].id = pid
         return super()._invoke_run(role)
 
     def close(self) -> None:
@@ -338,6 +335,9 @@ class TaskdElasticAgent(LocalElasticAgent):
             raise SystemExit(f"taskd: {text}") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self.context is not None:  # torch gives up where these are not what it knows
+            for local_rank, pid in self.context.pids().items():
+                worker_group.workers[local_rank].id = pid
         result = super()._monitor_workers(worker_group)
         if self._is_plain and result.is_failed() and self._remaining_restarts > 0:
             # the first is the cause, the others were closed
