@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,6 +163,40 @@ def test_a_stopped_forkserver_is_replaced_and_no_worker_of_its_comes_late(shop: 
         assert shop.await_reply(Exited, ended).status == 7
     assert shop.runs() == [shop.await_reply(Started, first).pid, started.pid]
     assert not [reply for reply in shop.replies if isinstance(reply, StartFailed)]
+
+
+def test_one_that_takes_no_request_is_killed_and_its_workers_go_on(
+    shop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stopped while it is asked for a worker whose arguments are more than the connection holds."""
+    first = shop.spawn()
+    shop.wait_until(shop.runs, "the first worker")
+    (worker,) = shop.runs()
+    with socket.socket(fileno=os.dup(shop.spawner.forkserver.fd)) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
+    stopped = shop.stop_forkserver()
+    second = shop.spawn(argv=("-u", str(shop.script), *["a" * 100] * 10_000))
+    third = shop.spawn()
+    for token in (second, third):
+        shop.await_reply(Started, token)
+    assert shop.pid != stopped
+    assert stopped not in harness.descendants(os.getpid())
+    assert not shop.of(Exited, first)
+    assert worker in harness.descendants(os.getpid())
+    assert f"(pid {stopped}) does not take requests" in caplog.text
+    (shop.folder / "end").touch()
+    assert shop.await_reply(Exited, first).status == 7
+
+
+def test_what_one_had_said_before_it_took_no_request_is_not_lost(shop: Workshop) -> None:
+    first = shop.spawn()
+    shop.wait_until(shop.runs, "the first worker")
+    (pidfd,) = [started.pidfd for started in shop.of(Started, first)]
+    (shop.folder / "end").touch()
+    select.select([pidfd], [], [], DEADLINE_S)
+    select.select([shop.spawner.forkserver.fd], [], [], DEADLINE_S)  # it tells the end
+    shop.spawner.forkserver.alive = False  # as when the next request was not taken
+    assert shop.await_reply(Exited, first).status == 7
 
 
 def test_the_end_of_a_worker_is_told_though_the_forkserver_is_stopped(shop: Workshop) -> None:

@@ -64,6 +64,7 @@ class Forkserver:
         self.mode = mode
         self.reason = reason
         self.alive = True
+        self.fate = "is gone"  # what became of it, once it is not alive
         self.is_ready = False  # it has imported what it is to import, and answers at once
         self.imported: Imported | None = None  # by the first worker
         self._is_reaped = False
@@ -118,6 +119,8 @@ class Forkserver:
         try:
             self._wire.send(message, descriptors)
         except OSError as error:
+            if not isinstance(error, BrokenPipeError | ConnectionResetError):
+                self.fate = f"does not take requests ({error.strerror}): it is killed"
             self.alive = False
             raise ForkserverError(
                 f"the forkserver (pid {self.pid}) does not take requests: {error}"
@@ -128,8 +131,9 @@ class Forkserver:
 
         Sets `alive` to False when the forkserver is gone.
         """
-        if not self.alive:
-            return []
+        return self._receive() if self.alive else []
+
+    def _receive(self) -> list[Reply]:
         replies: list[Reply] = []
         while messages := self._wire.receive(wait=False):
             for reply in (reply_from(message, descriptors) for message, descriptors in messages):
@@ -156,12 +160,14 @@ class Forkserver:
     def kill(self) -> list[Reply]:
         """End it alone, at once: its workers become our children.
 
-        Returns what it had said before.
+        It may be gone. Returns what it had said before.
         """
+        if self._is_reaped:
+            return []
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._await_end(_CLOSE_TIMEOUT_S)
-        said = self.read()
+        said = self._receive()
         self.close()
         return said
 

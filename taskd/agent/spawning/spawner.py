@@ -122,10 +122,9 @@ class Spawner:
                 is_stopped=is_stopped,
             )
             if reason is not None:
-                found += self._take(self.forkserver.kill())
-                self._lost(f"{reason}: it is killed")
+                found += self._lost(f"{reason}: it is killed")
         elif self._why_none is None:
-            self._lost("is gone")
+            found += self._lost(self.forkserver.fate)
         found += self._reap()
         self._hand_over()
         return found + self._start_directly()
@@ -151,6 +150,8 @@ class Spawner:
 
     def _hand_over(self) -> None:
         """One request at a time: what it has not been asked yet, another one can be asked."""
+        if not self.forkserver.alive and self._why_none is None:
+            return  # `read` says so first: its workers have to become ours
         if not (
             self._waiting
             and self._asked is None
@@ -190,10 +191,14 @@ class Spawner:
                 poll.register(worker.pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
-    def _lost(self, what: str) -> None:
-        """Its workers are our children now; what it was asked for did not happen."""
+    def _lost(self, what: str) -> list[Reply]:
+        """Its workers are our children now; what it was asked for did not happen.
+
+        It must not outlive that: it would end them when it sees that nobody listens. Returns what
+        it had said before.
+        """
         log.warning("the forkserver (pid %d) %s; its workers go on", self.forkserver.pid, what)
-        self.forkserver.close()
+        said = self._take(self.forkserver.kill())
         for worker in self._workers.values():
             worker.is_ours = True
         if self._asked is not None:
@@ -201,6 +206,7 @@ class Spawner:
             self._asked = None
         self._limits.died(self._clock.now())
         self._has_forkserver()
+        return said
 
     def _has_forkserver(self) -> bool:
         """Whether there is one; starts one if that is worth a try."""
