@@ -2,11 +2,12 @@
 
 A pod is evicted, and the platform waits a while before SIGKILL. Owns the handler; what follows is
 decided in `taskd.core.node.draining`. The end is that of plain torchrun: its own handler,
-which stops the workers.
+which stops the workers, or what the signal does without one.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from typing import TYPE_CHECKING, Any
@@ -56,13 +57,20 @@ class Drain:
             signal.signal(signal.SIGTERM, self._former)
 
     def end_at_once(self) -> None:
-        """Torchrun's own way: its handler raises."""
+        """Torchrun's own way."""
         self.state.cancel()
-        if callable(self._former):
-            self._former(signal.SIGTERM, None)
+        self._pass_on(signal.SIGTERM, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.state.ask(MonotonicClock().now()):
             self._writer.send(b"!")  # ends the wait of the loop
-        elif callable(self._former):
+        else:
+            self._pass_on(number, frame)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Torchrun's handler raises; without one (`--signals-to-handle`) the signal is its end."""
+        if callable(self._former):
             self._former(number, frame)
+        elif self._former is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
