@@ -7,31 +7,46 @@ which stops the workers, or what the signal does without one.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
+import threading
 from typing import TYPE_CHECKING, Any
 
 from taskd.clock import MonotonicClock
 from taskd.core.node.draining import Draining
+from taskd.errors import TaskdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+log = logging.getLogger(__name__)
+
 
 class Drain:
-    """Use as a context manager, in the main thread. `grace_s` None: leave SIGTERM alone."""
+    """Use as a context manager. `grace_s` None: leave SIGTERM alone.
+
+    Outside the main thread it comes from training processes alone.
+    """
 
     def __init__(self, grace_s: float | None) -> None:
         self.state = Draining(grace_s or 0.0)
-        self._is_on = grace_s is not None
+        self._is_on = grace_s is not None  # the handler is in place, within the context
+        self._has_none = False  # it cannot be
         self._former: Callable[[int, FrameType | None], Any] | int | None = None
         self._reader, self._writer = socket.socketpair()
 
     def __enter__(self) -> Drain:  # noqa: PYI034
         for end in (self._reader, self._writer):
             end.setblocking(False)
+        if self._is_on and threading.current_thread() is not threading.main_thread():
+            self._is_on, self._has_none = False, True
+            log.warning(
+                "SIGTERM to this process does not save the job: its agent is not in the main "
+                "thread, where Python handles signals"
+            )
         if self._is_on:
             self._former = signal.signal(signal.SIGTERM, self._handle)
         return self
@@ -57,8 +72,10 @@ class Drain:
             signal.signal(signal.SIGTERM, self._former)
 
     def end_at_once(self) -> None:
-        """Torchrun's own way."""
+        """Torchrun's own way. Raises TaskdError where nobody can handle the signal."""
         self.state.cancel()
+        if self._has_none:
+            raise TaskdError(f"{self.state.detail}, and the job was not saved in time")
         self._pass_on(signal.SIGTERM, None)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from taskd.agent.drain import Drain
+from taskd.errors import TaskdError
 
 # A torchrun that is asked to end twice in `with`; "there" if it lives on.
 PROGRAM = """
@@ -50,3 +54,33 @@ def test_what_was_there_before_has_the_last_word(
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status, done.stderr
     assert done.stdout.split() == said.split()
+
+
+def test_outside_the_main_thread_the_agent_does_without_the_signal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Torch registers none of its handlers there. A training process may tell of SIGTERM still."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def serve() -> None:
+        with Drain(5.0) as drain:
+            assert signal.getsignal(signal.SIGTERM) is before
+            drain.state.hear(0.0, "SIGTERM to rank 0")
+            with pytest.raises(
+                TaskdError, match="SIGTERM to rank 0, and the job was not saved in time"
+            ):
+                drain.end_at_once()
+            assert not drain.state.is_asked
+            drain.finish()
+            assert signal.getsignal(signal.SIGTERM) is before
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(serve).result()
+    assert "SIGTERM to this process does not save the job" in caplog.text
+
+
+def test_where_nothing_is_saved_the_signal_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Drain(None) as drain:
+        assert signal.getsignal(signal.SIGTERM) is before
+        drain.end_at_once()
