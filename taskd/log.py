@@ -122,7 +122,7 @@ def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
         min(logging.getLevelName(config.file_level), logging.getLevelName(config.std_level))
     )
     log.propagate = False
-    if config.to_std:
+    if config.to_std and sys.stderr is not None:
         _add(logging.StreamHandler(sys.stderr), config.std_level, identity)
     problem = make_directory(config.directory)
     if problem is None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from taskd import streams
 from taskd.agent.spawning import processes
 from taskd.clock import MonotonicClock
 from taskd.config import job
@@ -141,8 +142,7 @@ class Command:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"taskd: {text}\n")
-    sys.stderr.flush()
+    streams.tell(f"taskd: {text}\n")
 
 
 def _parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:

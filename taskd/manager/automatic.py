@@ -10,6 +10,7 @@ import socket
 import sys
 
 from taskd import log as log_setup
+from taskd import streams
 from taskd.config import ManagerConfig
 from taskd.core.policy import automatic
 from taskd.errors import AddressTakenError, ConfigError
@@ -28,7 +29,7 @@ def main() -> None:
     try:
         config = dataclasses.replace(ManagerConfig.load({"job_id": job_id}), bind_address=address)
     except ConfigError as error:
-        sys.stderr.write(f"taskd: the manager of job {job_id} cannot start: {error}\n")
+        streams.tell(f"taskd: the manager of job {job_id} cannot start: {error}\n")
         sys.exit(automatic.EXIT_WRONG_SETTINGS)
     identity = log_setup.setup(config.log, job_id=job_id, role="manager")
     starter = Starter(socket.socket(fileno=int(descriptor)), int(node_rank))

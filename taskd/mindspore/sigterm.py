@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import select
-import sys
 import threading
 from typing import TYPE_CHECKING
 
+from taskd import streams
 from taskd.checkpoint import flat_memory
 from taskd.clock import MonotonicClock
 from taskd.errors import TaskdError
@@ -60,4 +60,4 @@ class SaveAtTheEnd:
             said = f"step {saved.step} is saved with the other ranks"
         else:
             said = f"step {saved.step} is saved in {saved.path}"
-        sys.stderr.write(f"taskd: rank {self._rank}: SIGTERM: {said}\n")
+        streams.tell(f"taskd: rank {self._rank}: SIGTERM: {said}\n")

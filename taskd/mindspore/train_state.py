@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from taskd import streams
 from taskd.checkpoint.flat_memory import Origin
 from taskd.config import checkpoint_directory, job_id
 from taskd.config.job import grace
@@ -183,8 +183,7 @@ class TrainState:
 
     def _say(self, found: Found) -> None:
         what = "starts at" if found.state is None else "goes on after"
-        sys.stderr.write(f"taskd: rank {self._rank} {what} step {found.step}, from {found.where}\n")
-        sys.stderr.flush()
+        streams.tell(f"taskd: rank {self._rank} {what} step {found.step}, from {found.where}\n")
 
     # ------------------------------------------------------------------ commit
 
@@ -234,7 +233,7 @@ class TrainState:
         rows = self._agreement.gather(self._spacing.own())
         if self._spacing.adopt(rows) and self._rank == 0:
             step, took = min(row[0] for row in rows) / 1e3, max(row[1] for row in rows) / 1e3
-            sys.stderr.write(
+            streams.tell(
                 f"taskd: from step {self.step} on there is a snapshot every {self._spacing.steps} "
                 f"steps: it takes {took:.2f} ms, beside {step:.1f} ms of a step\n"
             )

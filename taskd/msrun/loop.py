@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import taskd
 from taskd import log as log_setup
+from taskd import streams
 from taskd.agent.drain import Drain
 from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Outcome, Service
@@ -67,7 +67,7 @@ def run(callbacks: Callbacks, config: MsrunConfig) -> None:
         said = _end(host, outcome, known.grace_s, clock)
     if outcome.kind != "succeeded":
         line = f"taskd: job {known.job_id} has ended: {outcome.reason}{said}"
-        sys.stderr.write(f"{log_setup.one_line(line)}\n")
+        streams.tell(f"{log_setup.one_line(line)}\n")
         raise SystemExit(EXIT_SAVED if said.startswith(_SAVED) else EXIT_FAILED)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 from typing import TYPE_CHECKING
 
 import taskd
 from taskd import log as log_setup
+from taskd import streams
 from taskd.agent.drain import Drain
 from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Service
@@ -140,4 +140,4 @@ def _say_at_the_end(job_id: str, reason: str) -> None:
     The reason of the whole job is to be the last line.
     """
     line = log_setup.one_line(f"taskd: job {job_id} has ended: {reason}")
-    atexit.register(sys.stderr.write, f"{line}\n")
+    atexit.register(streams.tell, f"{line}\n")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import stat
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -118,3 +121,30 @@ def test_a_thing_is_said_once_and_the_memory_of_it_is_bounded() -> None:
         True,
         False,
     ]
+
+
+SAYS = "from taskd import streams; streams.tell('a line\\n'); streams.flush(); print('there')"
+
+
+@pytest.mark.parametrize("how", ["closed", "unread", "by the script"])
+def test_a_line_for_nobody_is_no_error(how: str) -> None:
+    """Stderr is closed from the start, its reader is gone, or the script has closed it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    shell = 'exec "$0" -c "$1"' + (" 2>&-" if how == "closed" else "")
+    before = "import sys; sys.stderr.close(); " if how == "by the script" else ""
+    command = ["sh", "-c", shell, sys.executable, before + SAYS]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, check=False, timeout=60)
+    os.close(writer)
+    assert done.stdout == b"there\n"
+
+
+def test_the_last_line_of_a_job_leaves_the_exit_code_alone() -> None:
+    """With `2>&-` there is no stderr at all."""
+    program = (
+        "from taskd.torchrun.loop import EXIT_DUMPED, _say_at_the_end\n"
+        "_say_at_the_end('job', 'it was saved')\n"
+        "raise SystemExit(EXIT_DUMPED)"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 2

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Sequence
 
 import taskd
+from taskd import streams
 from taskd.agent.spawning import processes, server
 from taskd.agent.spawning.protocol import (
     Forked,
@@ -243,9 +244,7 @@ def _interpreter_options() -> list[str]:
 
 
 def _fork(ours: socket.socket, theirs: socket.socket, preload: str) -> int:
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        if stream is not None:
-            stream.flush()  # else the copy prints it again
+    streams.flush()  # else the copy prints it again
     pid = os.fork()
     if pid:
         return pid

@@ -13,6 +13,8 @@ import types
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from taskd import streams
+
 WORKER_ENV = "TASKD_WORKER"  # bootstrap as JSON, for a worker that starts as a fresh interpreter
 
 
@@ -113,16 +115,16 @@ def _report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
+        streams.tell(f"{error.code}\n")
         return 1
     trace = _without_our_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     try:
         sys.excepthook(type(error), error, trace)
     except BaseException as second:  # noqa: BLE001
-        print("Error in sys.excepthook:", file=sys.stderr)
+        streams.tell("Error in sys.excepthook:\n")
         sys.__excepthook__(type(second), second, _without_our_frames(second))
-        print("\nOriginal exception was:", file=sys.stderr)
+        streams.tell("\nOriginal exception was:\n")
         sys.__excepthook__(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
         return _end_by_sigint()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import ConfigError, IncurableError, StateError
+from taskd.streams import flush, tell
 from taskd.worker.exceptions.communication import is_communication_error
 from taskd.worker.exceptions.device import why_broken
 from taskd.worker.exceptions.signature import signature
@@ -90,9 +90,8 @@ class Verdict:
             broken,
         )
         self.report_uncaught(error)
-        traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        tell("".join(traceback.format_exception(error)))
+        flush()
         os._exit(1)
 
     def report_uncaught(self, error: BaseException) -> None:

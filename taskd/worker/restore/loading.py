@@ -9,7 +9,6 @@ Knows no plan of a recovery.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from taskd.checkpoint import files, folder
 from taskd.checkpoint.load import contents, load
 from taskd.errors import CheckpointError, StateError
+from taskd.streams import tell
 from taskd.worker.objects import devices, units
 from taskd.worker.saving.contents import directory_of, name_of_layouts, name_of_rank, name_of_state
 from taskd.worker.state import buckets, flat
@@ -203,5 +203,4 @@ def _skipped(passed_over: list[tuple[Path, str]]) -> str:
 
 def _say(text: str) -> None:
     """To the user, in every case: the log of a training process is the script's."""
-    sys.stderr.write(f"taskd: {text}\n")
-    sys.stderr.flush()
+    tell(f"taskd: {text}\n")
