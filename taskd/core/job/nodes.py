@@ -188,6 +188,8 @@ def _after_goodbye(job: JobState) -> Commands:
         return []
     if membership.is_complete or job.phase is JobPhase.RELEASED:
         return end(job, succeeded=True, reason="every node succeeded")
+    if job.phase is not JobPhase.JOINING:  # nobody has been waited for any more, see `join_overdue`
+        return end(job, succeeded=True, reason="every node that joined succeeded")
     # An earlier manager knew the others, or they are late.
     job.join_by = job.now + job.timeouts.agent_lease_s
     return []

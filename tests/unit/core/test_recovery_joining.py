@@ -369,6 +369,18 @@ class TestANewManager:
         assert job.worker(ev.WorkerFinished, 0) == []
         assert job.send(ev.AgentLeft, 0, "succeeded", "")[0].succeeded
 
+    def test_all_processes_had_ended_when_it_came_and_the_agent_leaves_late(self, manager) -> None:
+        """The other nodes have left: nobody is waited for any more when the last one goes."""
+        job = manager(nodes=2, per_node=1)
+        job.register(0, Report(0, 0, "lost", True, 9))
+        job.register(0, Report(0, 0, "finished", True, 9))
+        job.hear_all_until(120.0)
+        assert job.tick(at=131.0) == []
+        assert job.machine.phase is JobPhase.RUNNING
+        (end,) = job.send(ev.AgentLeft, 0, "succeeded", "")
+        assert end.succeeded
+        assert end.reason == "every node that joined succeeded"
+
     def test_some_returned_and_the_others_are_not_here(self, manager) -> None:
         job = manager(nodes=2, per_node=2)
         job.register(0)
