@@ -23,6 +23,7 @@ from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.extra_states import ExtraStates
+from taskd.worker.objects.nesting import NestingScheduler, carried
 from taskd.worker.objects.own_state import (
     OwnState,
     has_own_state,
@@ -86,8 +87,9 @@ class Roles:
         ):
             raise StateError(_unsupported(state_name, role, value))
         else:
-            self._kind_of(value)[role] = value
-            check_loader(f"TrainState({state_name!r}): {role}", value)
+            label, kind = f"TrainState({state_name!r}): {role}", self._kind_of(value)
+            kind[role] = carried(label, value) if kind is self.schedulers else value
+            check_loader(label, value)
 
     def _add_within(self, state_name: str) -> None:
         """What optimizers hold of others, and keep beside, see `taskd.worker.objects.own_state`."""
@@ -165,7 +167,8 @@ class Roles:
         """The object or plain value called `role`. Raises KeyError."""
         for kind in (self.values, *self._kinds):
             if role in kind:
-                return kind[role]
+                value = kind[role]
+                return value.scheduler if isinstance(value, NestingScheduler) else value
         raise KeyError(role)
 
     @property

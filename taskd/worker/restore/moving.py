@@ -15,6 +15,7 @@ import torch
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.named import Named
+from taskd.worker.objects.nesting import NestingScheduler
 from taskd.worker.objects.own_state import OwnState
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
@@ -53,7 +54,7 @@ def move(old: Holding, new: Holding, named: Named, *, is_kept: bool) -> None:
         before, now = getattr(old.roles, kind), getattr(new.roles, kind)
         for role, value in now.items():
             is_same = value is before[role] or (
-                isinstance(value, OwnState) and value.is_of_same(before[role])
+                isinstance(value, (OwnState, NestingScheduler)) and value.is_of_same(before[role])
             )
             if not is_same:
                 label = f"TrainState({new.name!r}): {role}"
