@@ -104,7 +104,7 @@ def carried(label: str, scheduler: Any) -> Any:
         StateError: its state has what cannot be carried; the text says what to do.
     """
     nesting = NestingScheduler(label, scheduler)
-    what = _problem_of(nesting.state_dict())
+    what = problem_of(nesting.state_dict())
     if what:
         message = (
             f"{label}: the state_dict() of this {type(scheduler).__qualname__} cannot be carried: "
@@ -138,7 +138,7 @@ class _Search(pickle.Pickler):
             raise _FoundError(type(value).__qualname__)
 
 
-def _problem_of(state: Any) -> str:
+def problem_of(state: Any) -> str:
     """What of it cannot be carried, or ""."""
     for key, value in state.items() if isinstance(state, dict) else [("all of it", state)]:
         try:

@@ -23,6 +23,7 @@ from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import shards, units
 from taskd.worker.objects.extra_states import ExtraStates
+from taskd.worker.objects.module_state import ModuleState, check_metrics
 from taskd.worker.objects.nesting import NestingScheduler, carried
 from taskd.worker.objects.own_state import (
     OwnState,
@@ -74,9 +75,7 @@ class Roles:
             self.values[role] = value
         elif isinstance(value, nn.Module):
             module = self.modules[role] = _checked_module(state_name, role, unwrap(value))
-            extra = ExtraStates.of(f"TrainState({state_name!r}): {role}", module, _is_bare)
-            if extra is not None:  # small, and the same on every rank
-                self.schedulers[f"{role}.extra"] = extra
+            self._add_beside(f"TrainState({state_name!r}): {role}", role, module)
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers[role] = _checked_optimizer(state_name, role, unwrap_optimizer(value))
         elif isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
@@ -90,6 +89,16 @@ class Roles:
             label, kind = f"TrainState({state_name!r}): {role}", self._kind_of(value)
             kind[role] = carried(label, value) if kind is self.schedulers else value
             check_loader(label, value)
+
+    def _add_beside(self, label: str, role: str, module: nn.Module) -> None:
+        """What a module has beside parameters and buffers."""
+        extra = ExtraStates.of(label, module, _is_bare)
+        if extra is not None:  # small, and the same on every rank
+            self.schedulers[f"{role}.extra"] = extra
+        own = ModuleState.of(label, module)
+        if own is not None:  # a rank's alone if it is small, as that of any other object
+            self._kind_of(own)[f"{role}.own"] = own
+        check_metrics(label, module)
 
     def _add_within(self, state_name: str) -> None:
         """What optimizers hold of others, and keep beside, see `taskd.worker.objects.own_state`."""
