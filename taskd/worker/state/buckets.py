@@ -325,12 +325,6 @@ def _device_of(group: Any) -> torch.device:
 # ---------------------------------------------------------------- learning a layout
 
 
-def _parameters_of(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    """The parameters as the reducer numbers them."""
-    parameters, _ = ddp._build_params_for_reducer()
-    return list(parameters)
-
-
 def _learn(life: Life, ddp: DistributedDataParallel, order: int) -> None:
     """Note in which order the first backward pass with communication produces the gradients.
 
@@ -352,7 +346,9 @@ class _FirstBackward:
 
     def __init__(self, life: Life, ddp: DistributedDataParallel, order: int) -> None:
         self._life, self._ddp, self._order = life, weakref.ref(ddp), order
-        self._parameters = _parameters_of(ddp)
+        # as the reducer numbers them; a sparse gradient has a bucket of its own
+        parameters, expects_sparse = ddp._build_params_for_reducer()
+        self._parameters, self._expects_sparse = list(parameters), list(expects_sparse)
         self._arrived: list[int] = []
         # With a static graph DDP looks at the second pass, after it counted in the first one.
         self._passes_to_skip = 1 if ddp.static_graph else 0
@@ -390,7 +386,7 @@ class _FirstBackward:
         buckets, _ = dist._compute_bucket_assignment_by_size(
             [self._parameters[index] for index in self._arrived],
             limits,
-            [False] * len(self._arrived),
+            self._expects_sparse,  # looked up by the number of the parameter
             self._arrived,
         )
         layout = Layout(
