@@ -66,6 +66,7 @@ class Roles:
         for role, value in objects.items():
             roles._add(state_name, role, value)
         roles._add_within(state_name)
+        roles._check_layouts(state_name)
         roles._check_units(state_name)
         shards.prepare_caches()
         return roles
@@ -116,6 +117,26 @@ class Roles:
                     self.optimizers[name] = _checked_optimizer(state_name, name, inner)
             if is_own:
                 self.replicas[f"{role}.own"] = OwnState(optimizer, [*within.values()])
+
+    def _check_layouts(self, state_name: str) -> None:
+        """What has no memory of one piece can be kept, but not sent to another rank.
+
+        Gradients are no state: they may be sparse.
+        """
+        tensors = [*self.named_tensors().items()]
+        for role, replica in self.replicas.items():
+            tensors += [(f"{role}.state_dict()", one) for one in tensors_in(replica.state_dict())]
+        for name, tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+                message = (
+                    f"TrainState({state_name!r}): {name} is a tensor with the layout {kind}, "
+                    "which cannot be sent to a rank that is replaced: register its dense parts "
+                    "(indices and values) instead and put it together where it is used; or, if "
+                    "it does not change, keep it in a plain attribute, not in a buffer, that every "
+                    "rank builds itself"
+                )
+                raise StateError(message)
 
     def _check_units(self, state_name: str) -> None:
         """FSDP1.

@@ -211,3 +211,91 @@ class TestMistakes:
         job.resume(0)
         with pytest.raises(StateError, match=r"model\.weight was written to"):
             job.enter(entry)
+
+
+def with_buffer(tensor, **options):
+    model = nn.Linear(2, 2)
+    model.register_buffer("far", tensor, **options)
+    return {"model": model}
+
+
+class LargeObject:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {"tensor": self.tensor, "dense": torch.zeros(8192)}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+class TestLayouts:
+    """What has not one piece of memory can be kept, but not sent: before, at the first death."""
+
+    @pytest.mark.filterwarnings("ignore:(Sparse|The PyTorch API of nested):UserWarning")
+    @pytest.mark.parametrize(
+        ("objects", "named"),
+        [
+            (lambda: with_buffer(torch.eye(2).to_sparse()), "model.far .* sparse_coo"),
+            (lambda: with_buffer(torch.eye(2).to_sparse_csr()), "model.far .* sparse_csr"),
+            (
+                lambda: with_buffer(torch.eye(2).to_sparse(), persistent=False),
+                "model.far .* sparse_coo",
+            ),
+            (
+                lambda: with_buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+                "model.far .* nested",
+            ),
+            (
+                lambda: {"model": nn.ParameterList([torch.eye(2).to_sparse()])},
+                "model.0 .* sparse_coo",
+            ),
+            (
+                lambda: {
+                    "optimizer": torch.optim.SGD(
+                        [torch.eye(2).to_sparse().requires_grad_()], lr=0.1
+                    )
+                },
+                "optimizer.parameter 0 .* sparse_coo",
+            ),
+            (
+                lambda: {"average": LargeObject(torch.eye(2).to_sparse())},
+                r"average.state_dict\(\) .* sparse_coo",
+            ),
+        ],
+    )
+    def test_others_than_strided_are_refused(self, job, objects, named):
+        with pytest.raises(StateError, match=named) as raised:
+            job.enter(lambda: TrainState(**objects()))
+        assert "keep it in a plain attribute" in str(raised.value)
+
+    def test_sparse_gradients_are_not(self, job):
+        def entry():
+            model = nn.Embedding(4, 2, sparse=True)
+            optimizer = torch.optim.SparseAdam(list(model.parameters()))
+            model(torch.tensor([1])).sum().backward()
+            state = TrainState(model=model, optimizer=optimizer)
+            state.restore()
+            optimizer.step()
+            state.commit()
+            return model.weight.grad.is_sparse
+
+        assert job.enter(entry)[0]
+
+    def test_what_the_text_says_works(self, job):
+        def entry():
+            model = with_buffer(torch.eye(2).to_sparse().indices())["model"]
+            model.register_buffer("values", torch.ones(2))
+            model.whole = torch.eye(2).to_sparse()
+            TrainState(model=model, small=Small(torch.eye(2).to_sparse())).restore()
+            return True
+
+        assert job.enter(entry)[0]
+
+
+class Small(LargeObject):
+    """Each rank's own, and never sent."""
+
+    def state_dict(self):
+        return {"tensor": self.tensor}
