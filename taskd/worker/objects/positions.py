@@ -120,10 +120,12 @@ class Positions:
 
 
 def check_loader(label: str, value: Any) -> None:
-    """Warn of a loader that will go on with its first sample, although it carries a position.
+    """Warn of a loader of torchdata that will give other samples, although it carries a position.
 
-    torchdata takes a sampler that has a state_dict for one that goes on where it was, and skips
-    nothing itself.
+    It takes a sampler that has a state_dict for one that goes on where it was, and skips nothing
+    itself. And it draws a seed for its workers from `generator=` when a pass begins, behind the
+    order of that pass; to go on it draws that order again, and the seed not in its place: if both
+    come from one generator, that of the next pass is another one.
     """
     if not _is_of_torchdata(value):
         return
@@ -142,6 +144,21 @@ def check_loader(label: str, value: Any) -> None:
             "%s: its sampler %s has a state_dict(), and begins each pass with the first sample "
             "all the same: after a fault samples come twice. Take StatefulDistributedSampler of "
             "torchdata, or a sampler without state_dict() and the epoch as a plain value",
+            label,
+            type(sampler).__qualname__,
+        )
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    if (
+        value.generator is not None
+        and getattr(sampler, "generator", None) is value.generator
+        and module is not None
+        and getattr(type(sampler), "__iter__", None) is module.RandomSampler.__iter__
+    ):
+        log.warning(
+            "%s: it and its %s draw from one generator: after a fault each later pass has another "
+            "order than without it. Leave generator= out (torch.manual_seed() before the loader is "
+            "made decides the order then), or take a DistributedSampler or a "
+            "StatefulDistributedSampler",
             label,
             type(sampler).__qualname__,
         )

@@ -349,3 +349,76 @@ def test_a_sampler_whose_state_is_no_position_is_named(job, caplog):
         "TrainState('EpochSampler'): loader: its sampler "
         "EpochSampler has a state_dict(), and begins each pass"
     )
+
+
+def drawing_loader(kind):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    generator, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    options = {
+        "shuffle": {"shuffle": True},
+        "shuffle, generator": {"shuffle": True, "generator": generator},
+        "sampler, generator": {
+            "sampler": RandomSampler(Ids(), generator=generator),
+            "generator": generator,
+        },
+        "sampler alone": {"sampler": RandomSampler(Ids(), generator=generator)},
+        "each its own": {
+            "sampler": RandomSampler(Ids(), generator=generator),
+            "generator": other,
+        },
+        "in order, generator": {"generator": generator},
+    }[kind]
+    return stateful.StatefulDataLoader(Ids(), batch_size=BATCH, **options)
+
+
+def drawn_ids(kind, stops):
+    job, trained = Job(), {}
+
+    def entry():
+        torch.manual_seed(3)
+        loader = drawing_loader(kind)
+        state = TrainState(loader=loader, epoch=0)
+        state.restore()
+        for _ in range(state.epoch, 3):
+            for batch in loader:
+                if state.step in stops:
+                    stops.remove(state.step)
+                    raise Stop
+                trained[state.step] = batch.tolist()
+                state.commit()
+            state.epoch += 1
+        return trained
+
+    job.resume(None)
+    result, report = job.enter(entry)
+    while result is None:
+        job.resume(report.version)
+        result, report = job.enter(entry)
+    job.close()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_exact"),
+    [
+        ("shuffle", True),
+        ("shuffle, generator", False),
+        ("sampler, generator", False),
+        ("sampler alone", True),
+        ("each its own", True),
+        ("in order, generator", True),
+    ],
+)
+def test_a_loader_and_a_sampler_with_one_generator_are_named(kind, is_exact, caplog):
+    """The next pass of such a one has another order, by torchdata itself."""
+    expected = drawn_ids(kind, [])
+    lines = [record.getMessage() for record in caplog.records]
+    assert (drawn_ids(kind, [3]) == expected) is is_exact
+    assert len(lines) == (not is_exact)
+    if lines:
+        assert lines[0].startswith(
+            "TrainState('train'): loader: it and its RandomSampler draw from one generator: after "
+            "a fault each later pass"
+        )
