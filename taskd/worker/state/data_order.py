@@ -77,7 +77,7 @@ def _version_if_drawn(loader: Any) -> int | None:
     ):
         return None
     generator = _generator_of(loader)
-    if generator is None or _is_registered(life, loader):
+    if generator is None or (_is_registered(life, loader) and not _draws_anew(loader)):
         return None
     state = generator.get_state()
     if _is_just_seeded(life, generator, state) or _is_kept(life, state):
@@ -87,16 +87,20 @@ def _version_if_drawn(loader: Any) -> int | None:
 
 def _generator_of(loader: Any) -> torch.Generator | None:
     """What the loader draws its order from. None: it draws none, as far as is known here."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = (
-        getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
-    )
+    found = _sampler_of(loader)
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
     drawing = _DRAWING if module is None else {*_DRAWING, module.RandomSampler.__iter__}
     if getattr(type(found), "__iter__", None) not in drawing:
         return None
     generator: torch.Generator | None = getattr(found, "generator", None)
     return torch.default_generator if generator is None else generator
+
+
+def _sampler_of(loader: Any) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return (
+        getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
+    )
 
 
 def _is_registered(life: Life, loader: Any) -> bool:
@@ -109,6 +113,19 @@ def _is_registered(life: Life, loader: Any) -> bool:
     return any(
         value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values())
         for value in carried
+    )
+
+
+def _draws_anew(loader: Any) -> bool:
+    """Whether a loader of torchdata carries how far it is in an order, but not the order.
+
+    It does with a sampler of torch, which knows nothing of that.
+    """
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return (
+        module is not None
+        and isinstance(loader, module.StatefulDataLoader)
+        and getattr(type(_sampler_of(loader)), "__iter__", None) in _DRAWING
     )
 
 

@@ -221,6 +221,42 @@ def test_a_loader_that_carries_its_order_is_registered(registered, caplog):
     assert len(said(caplog)) == (not registered)
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_one_that_carries_how_far_it_is_but_not_its_order_is_named(seeded, caplog):
+    """Torchdata skips what a sampler of torch gives, which draws from another place by then."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def entry(stops):
+        torch.manual_seed(3)
+        loader = stateful.StatefulDataLoader(Ids(), BATCH, sampler=RandomSampler(Ids()))
+        state = TrainState(epoch=0, loader=loader)
+        state.restore()
+        for epoch in range(state.epoch, 2):
+            if seeded:
+                torch.manual_seed(7 + epoch)
+            for batch in loader:
+                if state.step in stops:
+                    stops.remove(state.step)
+                    raise Stop
+                trained[state.step] = batch.tolist()
+                state.commit()
+            state.epoch += 1
+        return dict(trained)
+
+    runs = []
+    for stops in ([], [2, STEPS + 3]):
+        job, trained = Job(), {}
+        job.resume(None)
+        result, report = job.enter(entry, stops)
+        while result is None:
+            job.resume(report.version)
+            result, report = job.enter(entry, stops)
+        job.close()
+        runs.append(result)
+        assert len(said(caplog)) == (not seeded)
+    assert (runs[0] == runs[1]) is seeded
+
+
 def test_persistent_workers_begin_a_new_pass_each_time(caplog):
     def entry():
         loader = DataLoader(Ids(), BATCH, shuffle=True, num_workers=1, persistent_workers=True)
