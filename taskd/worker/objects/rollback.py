@@ -3,25 +3,34 @@
 Parameters and optimizer memory change only inside `optimizer.step()`, which is never interrupted
 before `commit()`. Everything else that a step may touch earlier is small and remembered here:
 hyperparameters of param groups, scheduler and scaler state, and the module buffers that change in
-the forward pass (running statistics). Knows neither black box nor plan.
+the forward pass (running statistics), as well as parameters that something else than an optimizer
+writes (`taskd.worker.objects.untrained`). Knows neither black box nor plan.
 """
 
 from __future__ import annotations
 
 import pickle
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from taskd.worker import internals
-from taskd.worker.objects import shards
+from taskd.worker.objects import memory, shards
+from taskd.worker.objects.memory import Kept
 from taskd.worker.objects.own_state import OwnState
 from taskd.worker.objects.roles import Roles, tensors_in
 from taskd.worker.objects.scalers import read_scaler, write_scaler
+from taskd.worker.objects.untrained import Untrained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
 
 _LOOKED_AT = 32  # tensors of an average, at each commit
+# Contents that no version counter tells of are compared at commits 1, 2, 4, ... of an entry, and
+# then at each that is a multiple of this: what it costs a device is spread over so many steps.
+_COMPARED_EVERY = 1024
 
 
 def _silent_kinds() -> tuple[type[nn.Module], ...]:
@@ -34,22 +43,6 @@ def _silent_kinds() -> tuple[type[nn.Module], ...]:
     return nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
-class _Buffer:
-    """One buffer.
-
-    Where it hangs, what it was at the last commit, and a copy if it is known to change.
-    """
-
-    __slots__ = ("copy", "is_distributed", "key", "module", "name", "tensor", "version")
-
-    def __init__(self, name: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-        self.name, self.module, self.key, self.tensor = name, module, key, tensor
-        self.version = tensor._version
-        # then copies are made of its local tensor
-        self.is_distributed = shards.is_distributed(tensor)
-        self.copy: torch.Tensor | None = None
-
-
 class Rollback:
     """Remembers at each commit, rolls back when the state is parked."""
 
@@ -58,25 +51,39 @@ class Rollback:
         self._groups: dict[str, list[dict[str, Any]]] = {}
         self._schedulers: dict[str, bytes] = {}
         self._scalers: dict[str, dict[str, Any]] = {}
-        self._moving: list[_Buffer] = []  # change in the forward pass: copied at every commit
-        self._still: list[_Buffer] = []  # have not changed so far: only their version is looked at
+        self._moving: list[Kept] = []  # change in the forward pass: copied at every commit
+        self._still: list[Kept] = []  # have not changed so far: only their version is looked at
+        self.untrained = Untrained(roles)
+        self._commits = 0  # in this entry
         # One parameter per optimizer: it tells an update by an optimizer that was not registered.
         self._probes: list[tuple[torch.Tensor, int]] = []
         # Average weights: parameters that no registered optimizer has, and objects that hold large
         # tensors. Whoever writes them does so by himself. The sum of their version counters.
         self._followers: dict[str, list[weakref.ref[torch.Tensor]]] = {}
         self._followed: dict[str, int] = {}
+        # The largest of each, and a sample of it: `.data` is written past the counters.
+        self._largest: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._samples: dict[str, torch.Tensor | None] = {}
         self._scheduler_items = list(roles.schedulers.items())
         self._optimizer_items = list(roles.optimizers.items())
 
     # ------------------------------------------------------------ remembering
 
-    def begin(self) -> None:
+    def begin(
+        self,
+        known: Collection[str] = (),
+        others: Callable[[], Iterable[Roles]] = tuple,
+    ) -> None:
         """At restore().
 
         Copy every buffer once, for it is not known yet which ones the forward pass changes.
+
+        Args:
+            known: names of `untrained.moving` in the entry before.
+            others: what the other TrainStates hold by now.
         """
         self._moving, self._still, seen = [], [], set()
+        self._commits = 0
         for role, module in self._roles.modules.items():
             for path, part in module.named_modules():
                 for key, tensor in part._buffers.items():
@@ -84,16 +91,33 @@ class Rollback:
                         continue
                     seen.add(id(tensor))
                     name = ".".join(word for word in (role, path, key) if word)
-                    buffer = _Buffer(name, part, key, tensor)
+                    buffer = Kept(name, part, key, tensor, is_parameter=False)
                     buffer.copy = shards.local(tensor).detach().clone()
                     (self._moving if isinstance(part, _silent_kinds()) else self._still).append(
                         buffer
                     )
-        self._followers = self._find_followers()
+        followers = self._find_followers()
+        self.untrained.begin(
+            {id(one) for each in followers.values() for one in each}, known, others
+        )
+        self._followers = {
+            role: [
+                weakref.ref(one)
+                for one in found[:: 1 + len(found) // _LOOKED_AT]
+                if not one.is_inference()
+            ]
+            for role, found in followers.items()
+            if found
+        }
+        self._largest = {
+            role: weakref.ref(max(found, key=torch.Tensor.numel))
+            for role, found in followers.items()
+            if found
+        }
         self._remember_small()
         self._probes = []  # DDP may still broadcast its first weights into the parameters
 
-    def _find_followers(self) -> dict[str, list[weakref.ref[torch.Tensor]]]:
+    def _find_followers(self) -> dict[str, list[torch.Tensor]]:
         owned = {
             id(parameter)
             for optimizer in self._roles.optimizers.values()
@@ -108,34 +132,45 @@ class Rollback:
         for role, replica in self._roles.replicas.items():
             if not isinstance(replica, OwnState):  # that changes with its optimizer
                 tensors[role] = list(tensors_in(replica.state_dict()))
-        return {
-            role: [
-                weakref.ref(one)
-                for one in found[:: 1 + len(found) // _LOOKED_AT]
-                if not one.is_inference()
-            ]
-            for role, found in tensors.items()
-            if found
-        }
+        return tensors
 
     def _versions(self, role: str) -> int:
         """Grows with each write. Copies that a state_dict() made are gone, and do not count."""
         found = (one() for one in self._followers[role])
         return sum(tensor._version for tensor in found if tensor is not None)
 
-    def touched_followers(self) -> list[str]:
+    def _sample(self, role: str) -> torch.Tensor | None:
+        largest = self._largest[role]()
+        return None if largest is None else memory.sample_of(shards.local(largest))
+
+    def touched_followers(self, *, is_seldom: bool = False) -> list[str]:
         """The roles of averages that were written since the last commit.
 
-        No copy of them is kept: each stays as it is, with all of its buffers.
+        No copy of them is kept: each stays as it is, with all of its buffers. `is_seldom`: contents
+        are compared behind some commits only, as a device has to be waited for.
         """
-        return [role for role, before in self._followed.items() if self._versions(role) != before]
+        touched = [
+            role for role, before in self._followed.items() if self._versions(role) != before
+        ]
+        if not is_seldom or _is_due(self._commits):
+            others = [
+                role
+                for role in self._samples
+                if role not in touched and self._largest[role]() is not None
+            ]
+            now = [self._sample(role) for role in others]
+            before = [self._samples[role] for role in others]
+            touched += [others[index] for index in memory.changed(before, now)]
+        return touched
 
     def remember(self) -> None:
         """At commit(): a few microseconds without buffers that change."""
+        self._commits += 1
         if self._still:
             self._sort_buffers()
         if self._moving:
-            self._copy_moving()
+            memory.copy_all(self._moving)
+        self.untrained.remember(is_due=_is_due(self._commits))
         self._remember_small()
 
     def _remember_small(self) -> None:
@@ -147,10 +182,12 @@ class Rollback:
                 # capturable optimizers: the scheduler writes into it
                 if type(rate) is not float and isinstance(rate, torch.Tensor):
                     group["lr"] = rate.clone()
-            if groups and groups[0]["params"]:
-                parameter = groups[0]["params"][0]
-                self._probes.append((parameter, parameter._version))
+            for parameter in groups[0]["params"] if groups else ():
+                if parameter.requires_grad:
+                    self._probes.append((parameter, parameter._version))
+                    break
         self._followed = {role: self._versions(role) for role in self._followers}
+        self._samples = {role: self._sample(role) for role in self._largest}
         for role, scheduler in self._scheduler_items:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
@@ -160,8 +197,7 @@ class Rollback:
         """Copy always what changed since the last commit, and the others of its modules."""
         changed: set[int] = set()
         for buffer in self._still:
-            now = buffer.module._buffers.get(buffer.key)
-            if now is not buffer.tensor or now._version != buffer.version:
+            if buffer.is_written():
                 changed.add(id(buffer.module))
             elif buffer.copy is not None:
                 buffer.copy = None  # it stood still for a step: its memory is given back
@@ -169,33 +205,6 @@ class Rollback:
             return
         self._moving += [buffer for buffer in self._still if id(buffer.module) in changed]
         self._still = [buffer for buffer in self._still if id(buffer.module) not in changed]
-
-    def _copy_moving(self) -> None:
-        copies, tensors = [], []
-        for buffer in self._moving:
-            now = buffer.module._buffers[buffer.key]
-            if now is None:
-                buffer.tensor = buffer.copy = None  # type: ignore[assignment]
-                continue
-            buffer.tensor, buffer.version = now, now._version
-            own = shards.local(now) if buffer.is_distributed else now
-            if (
-                buffer.copy is None
-                or buffer.copy.shape != own.shape
-                or buffer.copy.dtype != own.dtype
-            ):
-                buffer.copy = torch.empty_like(own)
-            copies.append(buffer.copy)
-            tensors.append(own)
-        if copies:
-            with torch.no_grad():
-                if internals.has(
-                    "the copies of several tensors at once", (torch, "_foreach_copy_")
-                ):
-                    torch._foreach_copy_(copies, tensors)  # one call for all
-                    return
-                for copy, own in zip(copies, tensors, strict=True):
-                    copy.copy_(own)
 
     @property
     def has_moving(self) -> bool:
@@ -209,7 +218,7 @@ class Rollback:
         """
         found = []
         for buffer in self._moving:
-            now = buffer.module._buffers.get(buffer.key)
+            now = buffer.now()
             if now is not None:
                 found.append((buffer.name, shards.local(now) if buffer.is_distributed else now))
         return found
@@ -227,7 +236,7 @@ class Rollback:
                     "parameters were changed since the last commit() by something that is not a "
                     "registered optimizer"
                 )
-        problem = self._roll_back_buffers()
+        problem = self._roll_back_buffers() or self.untrained.roll_back()
         for role, optimizer in self._roles.optimizers.items():
             for group, remembered in zip(optimizer.param_groups, self._groups[role], strict=False):
                 write_group(group, remembered)
@@ -244,20 +253,18 @@ class Rollback:
         for buffer in (*self._moving, *self._still):
             if id(buffer.module) in kept:
                 continue
-            now = buffer.module._buffers.get(buffer.key)
-            is_touched = now is not buffer.tensor or (
-                now is not None and now._version != buffer.version
-            )
             if buffer.copy is not None and buffer.tensor is not None:
-                with torch.no_grad():
-                    shards.local(buffer.tensor).copy_(buffer.copy)
-                buffer.module._buffers[buffer.key] = buffer.tensor
-            elif is_touched:
+                buffer.put_back()
+            elif buffer.is_written():
                 problem = problem or (
                     f"buffer {buffer.name} changed for the first time since the "
                     "last commit() and no copy of it was kept"
                 )
         return problem
+
+
+def _is_due(commits: int) -> bool:
+    return not commits & (commits - 1) or not commits % _COMPARED_EVERY
 
 
 def write_group(group: dict[str, Any], remembered: dict[str, Any]) -> None:

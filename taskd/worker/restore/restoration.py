@@ -78,7 +78,7 @@ def restore(life: Life, holding: Holding) -> Restored:
         restored = _recover(life, holding, named, life.plan.version)
     if before is not None:
         _check_positions(life, holding, before)
-    holding.rollback.begin()
+    _begin_rollback(life, holding, before)
     holding.part = holding.encode(is_in_step=False)
     hooks.attach(holding)
     _note_version(life, holding, is_fresh=restored.source in ("nothing", "checkpoint"))
@@ -99,6 +99,15 @@ def restore(life: Life, holding: Holding) -> Restored:
         restored,
     )
     return restored
+
+
+def _begin_rollback(life: Life, holding: Holding, before: Holding | None) -> None:
+    """`before`: the state as it was parked."""
+    known = [] if before is None else before.rollback.untrained.moving
+    holding.rollback.begin(
+        {kept.name for kept in known},
+        lambda: [other.roles for other in life.records.states.values() if other is not holding],
+    )
 
 
 def _is_first(life: Life) -> bool:

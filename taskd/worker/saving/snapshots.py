@@ -42,14 +42,15 @@ log = logging.getLogger(__name__)
 class Inventory(NamedTuple):
     """The tensors of an entry, from one snapshot to the next.
 
-    `places`: pickled, by name. `changing`: those that a forward pass may change. `where`: its
-    checkpoints are, and its TrainStates.
+    `places`: pickled, by name. `changing`: those that a forward pass may change, of which `moving`
+    are parameters. `where`: its checkpoints are, and its TrainStates.
     """
 
     tables: dict[str, Table]
     tensors: dict[str, torch.Tensor]
     places: bytes
     changing: list[str]
+    moving: int
     where: tuple[Path, tuple[str, ...]]
 
 
@@ -157,9 +158,14 @@ class Snapshots:
             name: flat.plain(holding, tables[name].named, tables[name].memories, further[name])
             for name, holding in states.items()
         }
-        if self._inventory is None or self._inventory.tables != tables or any(further.values()):
-            self._inventory = self._take_inventory(tables, further)
         kept = self._inventory
+        if (
+            kept is None
+            or kept.tables != tables
+            or kept.moving != _moving(states)
+            or any(further.values())
+        ):
+            kept = self._inventory = self._take_inventory(tables, further)
         values = contents.values(life, states, plain, everybody)
         rest = devices.dumps(
             (kept.places, values, logbook_of(life).blob(version), kept.where), extras.PROTOCOL
@@ -191,10 +197,12 @@ class Snapshots:
         changing = [
             name
             for state, holding in states.items()
-            for name in flat.names_of_buffers(holding, tables[state].named)
+            for name in flat.names_of_changing(holding, tables[state].named)
         ]
         where = contents.directory_of(states).absolute(), tuple(sorted(states))
-        return Inventory(tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, where)
+        return Inventory(
+            tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, _moving(states), where
+        )
 
     def _place(self, name: str, held: Held) -> Place:
         tensor: torch.Tensor = held.value
@@ -224,3 +232,8 @@ class Snapshots:
         """
         self._copier.wait()
         self._copier.close()
+
+
+def _moving(states: Mapping[str, Holding]) -> int:
+    """How many parameters were seen to change without an optimizer: more and more of them."""
+    return sum(len(holding.rollback.untrained.moving) for holding in states.values())

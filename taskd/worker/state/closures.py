@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from taskd.worker.life import current
-from taskd.worker.objects import shards
+from taskd.worker.objects import memory, shards
 from taskd.worker.objects.own_state import Look, optimizers_within
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.state.step import begin_update
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from taskd.worker.state.holding import Holding
-
-_SAMPLED = 64  # elements of each parameter that are compared, where versions do not tell all
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -51,16 +49,17 @@ class Unwritten:
         now = self._look()
         return (
             now[0] == self._before[0]
-            and all(map(torch.equal, now[1], self._before[1]))
+            and not memory.changed(self._before[1], now[1])
             and (now[2] is None or now[2].is_as(self._before[2]))
         )
 
-    def _look(self) -> tuple[list[tuple[int, int]], list[torch.Tensor], Any]:
+    def _look(self) -> tuple[list[tuple[int, int]], list[torch.Tensor | None], Any]:
         parameters = [shards.local(parameter) for parameter in parameters_of(self._optimizer)]
         if self._is_known:
-            return [(id(tensor), tensor._version) for tensor in parameters], [], None
-        versions = [(id(tensor), tensor._version) for tensor in (*parameters, *self._memory())]
-        samples = [tensor.detach().reshape(-1)[:_SAMPLED].clone() for tensor in parameters]
+            return [(id(tensor), memory.version_of(tensor)) for tensor in parameters], [], None
+        written = (*parameters, *self._memory())
+        versions = [(id(tensor), memory.version_of(tensor)) for tensor in written]
+        samples = [memory.sample_of(tensor) for tensor in parameters]
         return versions, samples, Look(self._optimizer)
 
     def _memory(self) -> Iterator[torch.Tensor]:

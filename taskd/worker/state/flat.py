@@ -311,15 +311,19 @@ def load(
     roles.values = to_own_device(plain["values"], roles.values, parameters.values())
 
 
-def names_of_buffers(holding: Holding, named: Named) -> list[str]:
-    """The tensors that a forward pass may change."""
-    buffers = {
+def names_of_changing(holding: Holding, named: Named) -> list[str]:
+    """The tensors that a forward pass may change.
+
+    Buffers, and parameters that were seen to change without an optimizer.
+    """
+    changing = {
         id(buffer) for module in holding.roles.modules.values() for buffer in module.buffers()
     }
+    changing |= {id(kept.tensor) for kept in holding.rollback.untrained.moving}
     return [
         f"{label(holding)}.{name}"
         for name, tensor in named.distinct.items()
-        if id(tensor) in buffers
+        if id(tensor) in changing
     ]
 
 

@@ -181,7 +181,9 @@ class Holding:
 
     def check_followers(self) -> None:
         """Warn, once, of what was changed between a commit and the step that begins now."""
-        touched = [] if self._is_follower_reported else self.rollback.touched_followers()
+        if self._is_follower_reported:
+            return
+        touched = self.rollback.touched_followers(is_seldom=True)
         if touched:
             self._is_follower_reported = True
             log.warning(

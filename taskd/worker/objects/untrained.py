@@ -1,0 +1,174 @@
+"""Parameters that no optimizer trains, in modules in which others are trained.
+
+Most are frozen and never change. But a forward pass may write them (the key encoder of MoCo, the
+target network of BYOL, in one module with what is trained), and then an interrupted step must not
+leave that behind. Which ones are written is seen from one commit to the next; these are copied at
+every commit from then on, as buffers are that change. Until then what was written is noticed when
+the state is parked, which is then torn. Knows no wholly untrained roles: `Rollback` has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from taskd.worker.objects import memory, units
+from taskd.worker.objects.memory import Kept
+from taskd.worker.objects.roles import parameters_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from taskd.worker.objects.roles import Roles
+
+log = logging.getLogger(__name__)
+
+# Whose counters are looked at in one commit: the frozen base of an adapter has hundreds.
+_LOOKED_AT = 32
+
+
+class Untrained:
+    """Those of one TrainState in one entry."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+        self._others: Callable[[], Iterable[Roles]] = tuple
+        self._still: list[Kept] = []  # have not changed so far
+        self.moving: list[Kept] = []  # copied at every commit
+        self._uncopied: list[Kept] = []  # change, and there was no memory for a copy
+        self._has_committed = False
+        self._next = 0  # which of `_still` is looked at next
+
+    def begin(
+        self,
+        followers: Collection[int],
+        known: Collection[str],
+        others: Callable[[], Iterable[Roles]] = tuple,
+    ) -> None:
+        """At restore().
+
+        Args:
+            followers: parameters (by id) of roles that stay as they are.
+            known: names of those that were `moving` in the entry before.
+            others: what the other TrainStates hold by now.
+        """
+        self._others = others
+        self._still, self.moving, self._uncopied = [], [], []
+        self._has_committed, self._next = False, 0
+        seen = {*followers, *self._trained()}
+        for role, module in self._roles.modules.items():
+            if units.has_any([module]):  # what FSDP1 shards is written where it likes
+                continue
+            for path, part in module.named_modules():
+                for key, tensor in part._parameters.items():
+                    if tensor is None or id(tensor) in seen:
+                        continue
+                    seen.add(id(tensor))
+                    if tensor.requires_grad and self._roles.steppers:
+                        continue  # an optimizer that is not torch's does not tell what it has
+                    name = ".".join(word for word in (role, path, key) if word)
+                    kept = Kept(name, part, key, tensor, is_parameter=True)
+                    (self.moving if name in known else self._still).append(kept)
+        for kept in self._still:
+            kept.note()
+        self._copy(self.moving)
+
+    def _trained(self) -> set[int]:
+        """Parameters (by id) that an optimizer writes, also that of another TrainState."""
+        return {
+            id(parameter)
+            for roles in (self._roles, *self._others())
+            for optimizer in roles.optimizers.values()
+            for parameter in parameters_of(optimizer)
+            if parameter.requires_grad or parameter in optimizer.state
+        }
+
+    def remember(self, *, is_due: bool) -> None:
+        """At commit(). `is_due`: the contents are to be compared, too."""
+        if self._still:
+            self._sort(is_due=is_due)
+        if self.moving:
+            self._copy(self.moving)
+        for kept in self._uncopied:
+            kept.note()
+        self._has_committed = True
+
+    def _sort(self, *, is_due: bool) -> None:
+        """Find what was written since the last commit: it is copied from now on."""
+        looked = self._still
+        if not is_due:
+            looked = looked[self._next : self._next + _LOOKED_AT]
+            self._next += _LOOKED_AT
+            if self._next >= len(self._still):
+                self._next = 0
+            if not any(kept.is_written() or kept.is_elsewhere() for kept in looked):
+                return
+        written = self._written(looked, is_due=is_due)
+        if not written:
+            return
+        gone, trained = {id(kept) for kept in written}, self._trained()
+        self._still = [kept for kept in self._still if id(kept) not in gone]
+        # what the script has thawed is written by its optimizer
+        self.moving += [kept for kept in written if id(kept.tensor) not in trained]
+
+    def _written(self, looked: list[Kept], *, is_due: bool) -> list[Kept]:
+        """Those whose content was written, or may have been.
+
+        Before the first commit DDP may spread its first weights, which raises version counters and
+        changes nothing. Memory that moves about (weights that wait on another device) is no
+        evidence either: from then on only the content counts.
+        """
+        found, compared = [], []
+        for kept in looked:
+            if self._has_committed and kept.is_written():
+                found.append(kept)
+            elif is_due or kept.is_elsewhere():
+                compared.append(kept)
+        samples = [kept.sample_now() for kept in compared]
+        differing = memory.changed([kept.sample for kept in compared], samples)
+        found += [compared[index] for index in differing]
+        for kept in compared:
+            if not self._has_committed:
+                kept.note()
+            elif kept.is_elsewhere():
+                kept.pointer = None
+        return found
+
+    def _copy(self, wanted: list[Kept]) -> None:
+        """Where there is no memory for the copies, training goes on without them."""
+        try:
+            memory.copy_all(wanted)
+        except torch.OutOfMemoryError as error:
+            log.warning(
+                "%s and %d other parameters are written between commits although no optimizer "
+                "trains them, and there is no memory for copies (%s): if a fault finds them "
+                "changed, this rank needs the copy of another one",
+                wanted[0].name,
+                len(wanted) - 1,
+                str(error).partition("\n")[0],
+            )
+            self.moving = []
+            self._uncopied += wanted
+            for kept in wanted:
+                kept.copy = None
+
+    def roll_back(self) -> str:
+        """Make them what they were at the last commit. Returns "", or which one cannot be."""
+        for kept in self.moving:
+            if kept.copy is not None:
+                kept.put_back()
+        still = [*self._still, *self._uncopied]
+        written = [kept for kept in still if self._has_committed and kept.is_written()]
+        samples = [kept.sample_now() for kept in still]
+        written += [still[i] for i in memory.changed([kept.sample for kept in still], samples)]
+        if written:
+            trained = self._trained()
+            written = [kept for kept in written if id(kept.tensor) not in trained]
+        if not written:
+            return ""
+        return (
+            f"parameter {written[0].name}, which no registered optimizer trains, was written since "
+            "the last commit() and no copy of it was kept"
+        )
