@@ -51,7 +51,7 @@ LOST = {
     "the memory of torch's generator": "each commit takes 0.1 ms more",
     "whether an optimizer is complete": "one that is not is found at its first step only",
     "the copies of several tensors at once": "each commit takes longer if the model has buffers",
-    "the buffers of batch norm": "running statistics of modules of one's own are not rolled back",
+    "the buffers of batch norm": "those of one's own are known from the first commit on",
 }
 _said: set[str] = set()
 

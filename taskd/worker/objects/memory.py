@@ -63,6 +63,20 @@ def changed(before: Sequence[torch.Tensor | None], now: Sequence[torch.Tensor | 
     return found
 
 
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether every byte of the content is. Waits for the device."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (_is_strided(one) and _is_strided(other)):
+        return True  # as far as can be told
+    if one.stride() != other.stride():
+        one, other = one.contiguous(), other.contiguous()
+    with torch.no_grad():
+        return torch.equal(
+            _flat(one.detach()).view(torch.uint8), _flat(other.detach()).view(torch.uint8)
+        )
+
+
 def _is_strided(tensor: torch.Tensor) -> bool:
     """Whether it is a plain piece of memory, and no class that makes its own of each operation."""
     return (

@@ -36,7 +36,7 @@ _COMPARED_EVERY = 1024
 def _silent_kinds() -> tuple[type[nn.Module], ...]:
     """Batch norm writes its running statistics without raising their version counter.
 
-    Until torch 2.15 at least: they are always copied.
+    Until torch 2.15 at least: they are always copied. Others that do so are found by their content.
     """
     if internals.has("the buffers of batch norm", (nn.modules.batchnorm, "_NormBase")):
         return (nn.modules.batchnorm._NormBase,)
@@ -195,16 +195,33 @@ class Rollback:
 
     def _sort_buffers(self) -> None:
         """Copy always what changed since the last commit, and the others of its modules."""
-        changed: set[int] = set()
-        for buffer in self._still:
-            if buffer.is_written():
-                changed.add(id(buffer.module))
-            elif buffer.copy is not None:
-                buffer.copy = None  # it stood still for a step: its memory is given back
-        if not changed:
-            return
-        self._moving += [buffer for buffer in self._still if id(buffer.module) in changed]
-        self._still = [buffer for buffer in self._still if id(buffer.module) not in changed]
+        changed = {id(buffer.module) for buffer in self._still if buffer.is_written()}
+        if _is_due(self._commits):
+            changed |= {id(buffer.module) for buffer in self._written_silently()}
+        if changed:
+            self._moving += [buffer for buffer in self._still if id(buffer.module) in changed]
+            self._still = [buffer for buffer in self._still if id(buffer.module) not in changed]
+        if self._commits == 1:
+            for buffer in self._still:  # it stood still for a step: its memory is given back
+                buffer.copy, buffer.sample = None, buffer.sample_now()
+
+    def _written_silently(self) -> list[Kept]:
+        """Of those that stood still by their counters: whose content is another one.
+
+        Kernels that torch or others call from a forward pass need not raise the counters of what
+        they write. Before the first commit there is a copy of everything.
+        """
+        still = [buffer for buffer in self._still if not buffer.is_written()]
+        if self._commits <= 1:
+            return [
+                buffer
+                for buffer in still
+                if buffer.copy is not None
+                and not memory.is_same(buffer.copy, buffer.own(buffer.tensor))
+            ]
+        samples = [buffer.sample_now() for buffer in still]
+        differing = memory.changed([buffer.sample for buffer in still], samples)
+        return [still[index] for index in differing]
 
     @property
     def has_moving(self) -> bool:
@@ -247,20 +264,22 @@ class Rollback:
         return problem
 
     def _roll_back_buffers(self) -> str:
-        problem, modules = "", self._roles.modules
+        modules = self._roles.modules
         touched = self.touched_followers()
         kept = {id(part) for role in touched if role in modules for part in modules[role].modules()}
         for buffer in (*self._moving, *self._still):
-            if id(buffer.module) in kept:
-                continue
-            if buffer.copy is not None and buffer.tensor is not None:
+            if buffer.copy is not None and id(buffer.module) not in kept:
                 buffer.put_back()
-            elif buffer.is_written():
-                problem = problem or (
+        if not self._commits:
+            return ""  # there were copies of all
+        written = [buffer for buffer in self._still if buffer.is_written()]
+        for buffer in (*written, *self._written_silently()):
+            if id(buffer.module) not in kept:
+                return (
                     f"buffer {buffer.name} changed for the first time since the "
                     "last commit() and no copy of it was kept"
                 )
-        return problem
+        return ""
 
 
 def _is_due(commits: int) -> bool:
