@@ -105,8 +105,8 @@ class Kept:
     """
 
     __slots__ = (
-        "copy", "is_distributed", "is_parameter", "key", "module", "name", "place", "pointer",
-        "sample", "tensor", "version",
+        "copy", "is_dict", "is_distributed", "is_parameter", "key", "module", "name", "place",
+        "pointer", "sample", "tensor", "version",
     )  # fmt: skip
 
     def __init__(
@@ -114,7 +114,9 @@ class Kept:
     ) -> None:
         self.name, self.module, self.key, self.tensor = name, module, key, tensor
         self.is_parameter = is_parameter
+        # those of torch.jit's modules look like a dict, but have no get()
         self.place: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        self.is_dict = isinstance(self.place, dict)
         # then copies are made of its local tensor
         self.is_distributed = shards.is_distributed(tensor)
         self.version = version_of(tensor)
@@ -129,16 +131,18 @@ class Kept:
         """
         if self.is_parameter and self.is_distributed:
             return self.tensor
-        return self.place.get(self.key)
+        if self.is_dict:
+            return self.place.get(self.key)
+        return self.place[self.key] if self.key in self.place else None  # noqa: SIM401
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The memory of it that this rank holds."""
         return shards.local(tensor) if self.is_distributed else tensor
 
     def is_written(self) -> bool:
-        """Whether it is another one, or its counter has moved."""
+        """Whether it is another one, or its counter has moved, or it has none."""
         now = self.now()
-        return now is not self.tensor or now._version != self.version
+        return now is not self.tensor or self.version < 0 or now._version != self.version
 
     def is_elsewhere(self) -> bool:
         """Whether its memory is another one: `.data` was assigned to."""
@@ -164,7 +168,10 @@ class Kept:
         copy = self.copy
         assert copy is not None
         own = self.own(self.tensor)
-        if own.shape != copy.shape or own.dtype != copy.dtype or own.device != copy.device:
+        if own.is_inference():  # torch lets nobody write there now
+            new = copy.clone()
+            self.tensor = nn.Parameter(new, requires_grad=False) if self.is_parameter else new
+        elif own.shape != copy.shape or own.dtype != copy.dtype or own.device != copy.device:
             own.data = copy.clone()  # `.data` was given another one
         else:
             with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 
 from taskd.worker.objects import shards
 from taskd.worker.objects.kinds import dict_as, sequence_as
+from taskd.worker.objects.memory import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -215,7 +216,7 @@ def _is_equal(left: Any, right: Any) -> bool:
 def _seen(tree: Any) -> Any:
     """`tree` as it is now, to be compared: tensors by identity and version."""
     if isinstance(tree, torch.Tensor):
-        return id(tree), tree._version
+        return id(tree), version_of(tree)
     if isinstance(tree, dict):
         return [(_seen(key), _seen(value)) for key, value in tree.items()]
     if type(tree) in (list, tuple):

@@ -93,9 +93,8 @@ class Rollback:
                     name = ".".join(word for word in (role, path, key) if word)
                     buffer = Kept(name, part, key, tensor, is_parameter=False)
                     buffer.copy = shards.local(tensor).detach().clone()
-                    (self._moving if isinstance(part, _silent_kinds()) else self._still).append(
-                        buffer
-                    )
+                    is_moving = isinstance(part, _silent_kinds()) or tensor.is_inference()
+                    (self._moving if is_moving else self._still).append(buffer)
         followers = self._find_followers()
         self.untrained.begin(
             {id(one) for each in followers.values() for one in each}, known, others
@@ -184,7 +183,7 @@ class Rollback:
                     group["lr"] = rate.clone()
             for parameter in groups[0]["params"] if groups else ():
                 if parameter.requires_grad:
-                    self._probes.append((parameter, parameter._version))
+                    self._probes.append((parameter, memory.version_of(parameter)))
                     break
         self._followed = {role: self._versions(role) for role in self._followers}
         self._samples = {role: self._sample(role) for role in self._largest}
@@ -248,7 +247,7 @@ class Rollback:
         Returns "" or why that is not possible.
         """
         for parameter, version in self._probes:
-            if parameter._version != version:
+            if memory.version_of(parameter) != version:
                 return (
                     "parameters were changed since the last commit() by something that is not a "
                     "registered optimizer"

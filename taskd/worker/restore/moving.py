@@ -14,6 +14,7 @@ import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
+from taskd.worker.objects.memory import version_of
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.nesting import NestingScheduler
 from taskd.worker.objects.own_state import OwnState
@@ -157,7 +158,7 @@ def _check_mesh_is_new(state_name: str, name: str, tensor: torch.Tensor) -> None
 
 def _check_untouched(old: Holding, state_name: str, name: str, tensor: torch.Tensor) -> None:
     parked_version = old.parked_versions.get(id(tensor))
-    if parked_version is not None and tensor._version != parked_version:
+    if parked_version is not None and version_of(tensor) != parked_version:
         message = (
             f"TrainState({state_name!r}): {name} was written to after the fault and before "
             "restore(): the trained values are gone. Build the model inside the recoverable "

@@ -37,6 +37,7 @@ class Table:
         self.named = Named(roles)
         self.tensors = flat.tensors(holding, self.named)
         self.memories = flat.memories(holding, self.named)
+        # those of torch.jit's modules are none, but have keys() and values()
         self._dicts: list[dict[Any, Any]] = []
         for module in (part for root in self._roots for part in root.modules()):
             self._dicts += [module._parameters, module._buffers, module._modules]
@@ -81,8 +82,8 @@ class Table:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         memories = map(shards.memory_of, self._optimizers)
         return chain(
-            *self._dicts,
-            *map(dict.values, self._dicts),
+            *(each.keys() for each in self._dicts),
+            *(each.values() for each in self._dicts),
             memories,
             groups,
             *(group["params"] for group in groups),

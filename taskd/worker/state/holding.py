@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from taskd.worker.objects import devices, shards
+from taskd.worker.objects import devices, memory, shards
 from taskd.worker.objects.identity import identity_of
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.positions import Positions
@@ -218,7 +218,7 @@ class Holding:
         for module in self.roles.modules.values():
             reason = reason or shards.problem_of(module)
         self.parked_versions = {
-            id(tensor): tensor._version
+            id(tensor): memory.version_of(tensor)
             for tensor in self.drop_gradients().tensors.values()
             if isinstance(tensor, torch.nn.Parameter)
         }

@@ -28,10 +28,11 @@ def attach(holding: Holding) -> None:
     """Hook the objects: a forward pass ends, an optimizer begins. `Holding.detach` ends it."""
     for module in holding.roles.modules.values():
         end = _ForwardEnd(holding)
-        holding.removers += [
-            module.register_forward_pre_hook(_ForwardBegin(holding)).remove,
-            module.register_forward_hook(end).remove,
-        ]
+        if not isinstance(module, torch.jit.ScriptModule):  # which takes none
+            holding.removers += [
+                module.register_forward_pre_hook(_ForwardBegin(holding)).remove,
+                module.register_forward_hook(end).remove,
+            ]
         holding.removers += _follow_backward(module, holding, end)
     begin = functools.partial(_begin_step, holding)
     for optimizer in holding.roles.optimizers.values():
@@ -119,6 +120,8 @@ def _follow_backward(
     module: torch.nn.Module, holding: Holding, end: _ForwardEnd
 ) -> list[Callable[[], None]]:
     """Of a compiled module nothing is seen of the forward pass: its first gradient tells its end.
+
+    Nor of a scripted one.
 
     That of one parameter, which comes once in each backward pass (of several micro-batches the last
     counts), before all gradients can have reached the other ranks. `end`: tells, where it is

@@ -10,6 +10,10 @@ import torch.nn.functional as F  # noqa: N812
 from job import Job, Stop, digest
 from torch import nn
 
+from taskd.core.commands import Move
+from taskd.native.arenas import Arenas
+from taskd.worker.objects.roles import Roles
+from taskd.worker.objects.rollback import Rollback
 from taskd.worker.train_state import TrainState
 
 
@@ -120,3 +124,118 @@ def test_what_is_not_a_number_stands_still(job) -> None:
     plain, _ = train(job, Empty)
     again, report = train(Job(), Empty, (0, 1, 2, 5))
     assert (again, report.clean) == (plain, True)
+
+
+class Masked(nn.Module):
+    """Makes its mask anew for a longer input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.mask):
+            self.mask = torch.arange(float(len(x)))
+        return (self.line(x).sum(1) + self.mask[: len(x)]).square().mean()
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_a_validation_in_inference_mode_may_replace_a_buffer(job, is_outside) -> None:
+    """Such a tensor has no version counter, and is written in that mode only."""
+    torch.manual_seed(0)
+    outside, left = Masked(), [3]
+
+    def entry() -> str:
+        model = outside if is_outside else Masked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = TrainState(model=model, optimizer=optimizer)
+        source = str(state.restore())
+        while state.step < 5:
+            model(torch.rand(2, 4)).backward()
+            if left and state.step == left[0]:
+                left.pop()
+                with torch.inference_mode():
+                    model(torch.rand(8, 4))
+                raise Stop
+            optimizer.step()
+            state.commit()
+            if state.step == 1:
+                with torch.inference_mode():
+                    model(torch.rand(6, 4))
+                assert model.mask.is_inference()
+        return source
+
+    result, report = job.enter(entry)
+    assert (result, report.version, report.clean) == (None, 3, True)
+    held = job.life.records.parked["train"].roles.modules["model"].mask
+    assert held.tolist() == [0, 1, 2, 3, 4, 5]
+    assert not held.is_inference()
+    job.resume(3)
+    assert job.enter(entry)[0] == "kept in memory at version 3"
+
+
+def test_an_inference_tensor_that_was_there_before() -> None:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rollback = Rollback(Roles.sort("train", {"model": model, "optimizer": optimizer}))
+    rollback.begin()
+    rollback.remember()
+    with torch.inference_mode():
+        model.table.add_(1)
+    assert rollback.roll_back() == ""
+    assert model.table.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("is_top", [True, False])
+@pytest.mark.parametrize("kind", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_modules_of_torch_jit(job, kind, is_top) -> None:
+    def build() -> nn.Module:
+        within = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        made = (
+            torch.jit.script(within)
+            if kind == "script"
+            else torch.jit.trace(within, torch.rand(4, 3))
+        )
+        return made if is_top else nn.Sequential(made)
+
+    def run(job: Job, stops: list[int], *, is_moved: bool = False) -> Any:
+        job.life.saving.arenas = Arenas.create()
+        job.resume(None)
+
+        def entry() -> bytes:
+            torch.manual_seed(0)
+            model = build()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            state = TrainState(model=model, optimizer=optimizer, snapshot_every=1)
+            state.restore()
+            while state.step < 5:
+                optimizer.zero_grad()
+                loss = (model(torch.rand(4, 3)) - 1).square().mean()
+                loss.backward()
+                if stops and state.step == stops[0]:
+                    stops.pop(0)
+                    raise Stop
+                optimizer.step()
+                state.commit()
+            return digest(model)
+
+        while True:
+            result, report = job.enter(entry)
+            if result is not None:
+                job.life.saving.arenas.close()
+                return result
+            assert report.clean, report
+            if is_moved:
+                job.replace()
+                job.resume(report.version, {0: Move(0, snapshot=report.version)})
+            else:
+                job.resume(report.version)
+
+    plain = run(job, [])
+    assert run(Job(), [0, 2, 3, 3]) == plain
+    assert run(Job(), [3], is_moved=True) == plain
