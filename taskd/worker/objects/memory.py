@@ -77,6 +77,19 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         )
 
 
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `source` into the memory of `target`, which may repeat some of it (`expand()`).
+
+    Raises RuntimeError: torch does not write there, as into an inference tensor.
+    """
+    with torch.no_grad():
+        if target.layout is torch.strided and target.shape == source.shape:
+            for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+                if not stride and size > 1:
+                    target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+        target.copy_(source)
+
+
 def _is_strided(tensor: torch.Tensor) -> bool:
     """Whether it is a plain piece of memory, and no class that makes its own of each operation."""
     return (
@@ -174,8 +187,7 @@ class Kept:
         elif own.shape != copy.shape or own.dtype != copy.dtype or own.device != copy.device:
             own.data = copy.clone()  # `.data` was given another one
         else:
-            with torch.no_grad():
-                own.copy_(copy)
+            overwrite(own, copy)
         if not (self.is_parameter and self.is_distributed):
             self.place[self.key] = self.tensor
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from taskd.worker.objects.memory import overwrite
+
 if TYPE_CHECKING:
     from taskd.worker.restore.manifest import Meta
 
@@ -143,4 +145,4 @@ def _put(
         whole = staged[index] = torch.empty(size, dtype=torch.uint8, device=target.device)
     whole[start:end].copy_(data)
     if end == size:
-        target.copy_(staged.pop(index).view(target.dtype).view(target.shape))
+        overwrite(target, staged.pop(index).view(target.dtype).view(target.shape))

@@ -14,7 +14,7 @@ import torch
 
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
-from taskd.worker.objects.memory import version_of
+from taskd.worker.objects.memory import overwrite, version_of
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.nesting import NestingScheduler
 from taskd.worker.objects.own_state import OwnState
@@ -113,7 +113,7 @@ def _move_tensors(old: Holding, new: Holding, named: Named, *, is_kept: bool) ->
             ):
                 target.data = source.data
             else:
-                target.copy_(source)
+                overwrite(target, source)
     return meshes
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from taskd.worker.objects import devices, kinds, shards
+from taskd.worker.objects.memory import overwrite
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
 from taskd.worker.restore.manifest import Manifest, Meta, Slot, meta_of
@@ -192,9 +193,8 @@ class Targets:
     def finish(self) -> None:
         """All bytes are here: put hyperparameters and the state of everything else in place."""
         holding, manifest = self._holding, self._manifest
-        with torch.no_grad():
-            for received, target in self._staged:
-                target.copy_(received)
+        for received, target in self._staged:
+            overwrite(target, received)
         for role, (groups, _, _) in manifest.optimizers.items():
             optimizer = holding.roles.optimizers[role]
             memory = shards.memory_of(optimizer)

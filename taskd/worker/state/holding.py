@@ -174,10 +174,8 @@ class Holding:
                 continue
             tensor = shards.local(named.tensors[name])
             if data and tensor.numel() * tensor.element_size() == len(data):
-                with torch.no_grad():
-                    tensor.copy_(
-                        torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape)
-                    )
+                content = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
+                memory.overwrite(tensor, content.view(tensor.shape))
 
     def check_followers(self) -> None:
         """Warn, once, of what was changed between a commit and the step that begins now."""
@@ -202,9 +200,7 @@ class Holding:
         """
         self.detach()
         reason = self.problem or (
-            "between optimizer.step() and commit()"
-            if self.is_half_way
-            else self.rollback.roll_back()
+            "between optimizer.step() and commit()" if self.is_half_way else self._roll_back()
         )
         touched = [] if self.is_half_way or reason else self.rollback.touched_followers()
         if touched:
@@ -224,6 +220,16 @@ class Holding:
         }
         self.problem = reason
         return reason
+
+    def _roll_back(self) -> str:
+        try:
+            return self.rollback.roll_back()
+        except Exception as error:
+            log.debug("TrainState(%r) cannot be rolled back", self.name, exc_info=True)
+            return (
+                "what the interrupted step has changed could not be set back "
+                f"({type(error).__name__}: {error})"
+            )
 
     def detach(self) -> None:
         """Take the hooks off again: objects built outside the function live on."""

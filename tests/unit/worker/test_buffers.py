@@ -12,8 +12,11 @@ from torch import nn
 
 from taskd.core.commands import Move
 from taskd.native.arenas import Arenas
+from taskd.worker.objects.memory import overwrite
 from taskd.worker.objects.roles import Roles
 from taskd.worker.objects.rollback import Rollback
+from taskd.worker.restore import chunks
+from taskd.worker.restore.manifest import meta_of
 from taskd.worker.train_state import TrainState
 
 
@@ -239,3 +242,56 @@ def test_modules_of_torch_jit(job, kind, is_top) -> None:
     plain = run(job, [])
     assert run(Job(), [0, 2, 3, 3]) == plain
     assert run(Job(), [3], is_moved=True) == plain
+
+
+class Repeated(nn.Linear):
+    """A buffer that has one row of memory for all of its rows."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("rows", torch.arange(3.0).expand(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.rows
+
+
+@pytest.mark.parametrize("stops", [(0,), (1, 1, 3)])
+def test_a_buffer_that_repeats_its_memory(job, stops) -> None:
+    plain, _ = train(job, Repeated)
+    again, report = train(Job(), Repeated, stops)
+    assert (again, report.clean) == (plain, True)
+
+
+def test_it_is_written_and_received_in_place() -> None:
+    rows, content = torch.zeros(3).expand(2, 4, 3), torch.rand(3).expand(2, 4, 3)
+    overwrite(rows, content)
+    assert torch.equal(rows, content)
+    assert rows.stride() == (0, 0, 1)
+    rows = torch.zeros(3).expand(2, 4, 3)
+    data = chunks._flat_bytes(content)
+    chunks._put(rows, {}, 0, (0, data.numel()), data)
+    assert torch.equal(rows, content)
+    assert meta_of("rows", rows).shape == (2, 4, 3)
+
+
+def test_what_cannot_be_rolled_back_tears_the_copy_and_no_process(job, caplog) -> None:
+    class Bad(torch.optim.lr_scheduler.LambdaLR):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("base_lrs")
+
+    def entry() -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = Bad(optimizer, lambda _: 1.0)
+        state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+        state.restore()
+        other = TrainState("other", model=nn.Linear(2, 2))
+        other.restore()
+        raise Stop
+
+    _, report = job.enter(entry)
+    assert (report.version, report.clean) == (0, False)
+    said = "what the interrupted step has changed could not be set back (KeyError: 'base_lrs')"
+    assert report.reason == f"TrainState 'train': {said}"
+    assert "the copy of version 0 is torn" in caplog.text
+    assert set(job.life.records.parked) == {"train", "other"}
