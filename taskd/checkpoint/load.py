@@ -176,6 +176,9 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
             f"is {source.dtype}, {tuple(source.shape)} in the file; its "
             f"metadata say {target.dtype}, {tuple(target.shape)}"
         )
+    for dimension, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        if not stride and size > 1:  # it repeats its memory, which is written once
+            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
     with torch.no_grad():
         target.copy_(source)
 

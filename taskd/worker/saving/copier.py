@@ -26,6 +26,7 @@ import torch
 from taskd.errors import ArenaError, StateError
 from taskd.native.arena import PIECE_BYTES, Arena, Held, Snapshot, Writer
 from taskd.native.arena_index import room_for, room_for_rest
+from taskd.worker.objects.memory import overwrite
 from taskd.worker.saving.staging import Staging, mark
 
 log = logging.getLogger(__name__)
@@ -330,7 +331,7 @@ def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
             else:
                 host = torch.empty(place.shape, dtype=place.dtype)
                 snapshot.copy_out(name, host.data_ptr())
-                place.copy_(host)
+                overwrite(place, host)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -295,3 +295,37 @@ def test_what_cannot_be_rolled_back_tears_the_copy_and_no_process(job, caplog) -
     assert report.reason == f"TrainState 'train': {said}"
     assert "the copy of version 0 is torn" in caplog.text
     assert set(job.life.records.parked) == {"train", "other"}
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
+def test_it_is_read_by_a_new_process(job, tmp_path, way) -> None:
+    job.life.job_id = "job"
+    job.life.saving.arenas = Arenas.create()
+    job.resume(None)
+
+    def entry(steps: int) -> tuple[str, list[Any]]:
+        model = Repeated()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"snapshot_every": 1} if way == "snapshot" else {"checkpoint_every": 1}
+        state = TrainState(model=model, optimizer=optimizer, checkpoint_dir=tmp_path, **options)
+        source = str(state.restore()).split(" from ")[0]
+        while state.step < steps:
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.rows[0] += 1
+            state.commit()
+        if job.life.saving.periodic is not None:
+            job.life.saving.periodic.wait()
+        return source, model.rows.tolist()
+
+    job.enter(entry, 2)
+    job.replace()
+    job.life.job_id = "job"
+    if way == "snapshot":
+        job.resume(2, {0: Move(0, snapshot=2)})
+    else:
+        job.resume(None)
+    found = ("loaded version 2" if way == "snapshot" else "read version 2", [[2.0, 3.0, 4.0]] * 4)
+    assert job.enter(entry, 2)[0] == found
+    job.life.saving.arenas.close()
