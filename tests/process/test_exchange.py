@@ -85,6 +85,24 @@ def test_ranks_that_are_one_version_behind_receive_the_newest(version):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", ["assigned", "through data", "in place"])
+def test_averages_in_the_model_are_those_of_the_version(variant):
+    """One is written in each forward pass, one behind each optimizer step.
+
+    Ranks are replaced, are behind, and are stopped again in the step after that.
+    """
+    faults = [
+        {"version": 2, "victims": [1]},
+        {"version": 3, "victims": [1], "behind": [1, 2]},
+        {"version": 4, "victims": [0]},
+        {"version": 4, "victims": []},
+        {"version": 6, "victims": [], "torn": [0]},
+    ]
+    got = launch(3, "train", variant=variant, faults=faults)
+    assert digests(got) == digests(plain(3, variant=variant))
+
+
+@pytest.mark.slow
 def test_a_torn_copy_is_replaced():
     got = launch(2, "train", faults=[{"version": 3, "victims": [], "torn": [1]}])
     assert digests(got) == digests(plain(2))

@@ -9,7 +9,21 @@ import random
 import sys
 from pathlib import Path
 
+FOLLOWING = ("assigned", "through data", "in place")
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def _follow(variant, target, source):
+    """An average of another layer, past every optimizer."""
+    import torch
+
+    if variant == "assigned":
+        target.data = target.data * 0.9 + source.data * 0.1
+    elif variant == "through data":
+        target.data.mul_(0.9).add_(source.data, alpha=0.1)
+    elif variant == "in place":
+        with torch.no_grad():
+            target.mul_(0.9).add_(source, alpha=0.1)
 
 
 def _make(variant, seed):
@@ -34,6 +48,7 @@ def _make(variant, seed):
             self.register_buffer("cache", torch.zeros(1), persistent=False)
             self.register_buffer("updates", torch.zeros(1))
             self.heat = 1.0
+            self.layers[2].bias.requires_grad = variant not in FOLLOWING
 
         def get_extra_state(self):
             return {"heat": self.heat}
@@ -41,7 +56,11 @@ def _make(variant, seed):
         def set_extra_state(self, state):
             self.heat = state["heat"]
 
+        def follow(self, name):
+            _follow(variant, getattr(self.layers[2], name), getattr(self.layers[3], name))
+
         def forward(self, x):
+            self.follow("weight")
             x = x * self.heat
             for index in (3, 1, 5, 6, 0, 4, 2):
                 x = torch.relu(self.layers[index](x)) + x
@@ -231,6 +250,7 @@ class Rank:
         self.schedule.step(random.random())
         ddp.module.heat *= 0.9
         ddp.module.updates += 1
+        ddp.module.follow("bias")
         state.commit()
         if now:
             raise Stop
