@@ -182,7 +182,7 @@ class Rollback:
                 if type(rate) is not float and isinstance(rate, torch.Tensor):
                     group["lr"] = rate.clone()
             for parameter in groups[0]["params"] if groups else ():
-                if parameter.requires_grad:
+                if parameter.requires_grad and id(parameter) not in self.untrained.normed:
                     self._probes.append((parameter, memory.version_of(parameter)))
                     break
         self._followed = {role: self._versions(role) for role in self._followers}

@@ -4,7 +4,9 @@ Most are frozen and never change. But a forward pass may write them (the key enc
 target network of BYOL, in one module with what is trained), and then an interrupted step must not
 leave that behind. Which ones are written is seen from one commit to the next; these are copied at
 every commit from then on, as buffers are that change. Until then what was written is noticed when
-the state is parked, which is then torn. Knows no wholly untrained roles: `Rollback` has them.
+the state is parked, which is then torn. The table of an embedding with `max_norm` is trained, and
+is one of them all the same: its forward pass writes the rows that it looks up. Knows no wholly
+untrained roles: `Rollback` has them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from taskd.worker.objects import memory, units
 from taskd.worker.objects.memory import Kept
@@ -37,6 +40,7 @@ class Untrained:
         self._others: Callable[[], Iterable[Roles]] = tuple
         self._still: list[Kept] = []  # have not changed so far
         self.moving: list[Kept] = []  # copied at every commit
+        self.normed: set[int] = set()  # the tables (by id) of embeddings with max_norm
         self._uncopied: list[Kept] = []  # change, and there was no memory for a copy
         self._has_committed = False
         self._next = 0  # which of `_still` is looked at next
@@ -57,7 +61,13 @@ class Untrained:
         self._others = others
         self._still, self.moving, self._uncopied = [], [], []
         self._has_committed, self._next = False, 0
-        seen = {*followers, *self._trained()}
+        self.normed = {
+            id(part.weight)
+            for module in self._roles.modules.values()
+            for part in module.modules()
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+        }
+        seen = {*followers, *(self._trained() - self.normed)}
         for role, module in self._roles.modules.items():
             if units.has_any([module]):  # what FSDP1 shards is written where it likes
                 continue
@@ -70,7 +80,8 @@ class Untrained:
                         continue  # an optimizer that is not torch's does not tell what it has
                     name = ".".join(word for word in (role, path, key) if word)
                     kept = Kept(name, part, key, tensor, is_parameter=True)
-                    (self.moving if name in known else self._still).append(kept)
+                    is_moving = name in known or id(tensor) in self.normed
+                    (self.moving if is_moving else self._still).append(kept)
         for kept in self._still:
             kept.note()
         self._copy(self.moving)
@@ -164,11 +175,11 @@ class Untrained:
         samples = [kept.sample_now() for kept in still]
         written += [still[i] for i in memory.changed([kept.sample for kept in still], samples)]
         if written:
-            trained = self._trained()
+            trained = self._trained() - self.normed
             written = [kept for kept in written if id(kept.tensor) not in trained]
         if not written:
             return ""
         return (
-            f"parameter {written[0].name}, which no registered optimizer trains, was written since "
-            "the last commit() and no copy of it was kept"
+            f"parameter {written[0].name} was written by something else than a registered "
+            "optimizer since the last commit(), and no copy of it was kept"
         )
