@@ -28,6 +28,7 @@ class Entry:
     file: str
     offset_bytes: int
     length_bytes: int
+    digest: str = ""  # of what others may have written, too: theirs must be equal
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ to ask another one.
 import ctypes
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +33,16 @@ MAX_PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a tensor of `global_shape`: the box of the shape of `tensor` at `offsets`."""
+    """Part of a tensor of `global_shape`: the box of the shape of `tensor` at `offsets`.
+
+    `may_repeat`: others may write the same piece, and it is not known whether theirs has the same
+    content: it is compared when the checkpoint is published.
+    """
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
+    may_repeat: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Piece":
@@ -129,6 +134,8 @@ def _holders(
             return (), None
         holders = holders_of(name, value, rank)
     content = Piece.of(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, DTensor) and may_repeat(value, rank, writers):
+        content = replace(content, may_repeat=True)
     return tuple(writer for writer in writers if writer in holders), content
 
 
@@ -171,6 +178,16 @@ def holders_of(name: str, tensor: DTensor, rank: int) -> tuple[int, ...]:
             "as Piece.of(tensor)"
         )
     return tuple(sorted(ranks))
+
+
+def may_repeat(tensor: DTensor, rank: int, writers: Collection[int]) -> bool:
+    """Whether some of `writers` are not on its mesh.
+
+    They may have a mesh of the same form, beside it. What they have under the same name is the same
+    (replicas of a tensor-parallel model) or another thing (the next stage of a pipeline): the
+    meshes do not tell.
+    """
+    return not {*writers}.issubset(_ranks_on(tensor.device_mesh, rank).reshape(-1).tolist())
 
 
 def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
@@ -219,9 +236,8 @@ def _split(piece: Piece) -> Iterator[Piece]:
 def _rows(piece: Piece, first: int, last: int) -> Piece:
     if not piece.tensor.dim() or (first == 0 and last == piece.tensor.shape[0]):
         return piece
-    return Piece(
-        piece.global_shape, (piece.offsets[0] + first, *piece.offsets[1:]), piece.tensor[first:last]
-    )
+    offsets = (piece.offsets[0] + first, *piece.offsets[1:])
+    return replace(piece, offsets=offsets, tensor=piece.tensor[first:last])
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -90,11 +90,24 @@ def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
     )
 
 
+def _check_same(
+    draft: Draft, first: int, entry: parts.Entry, second: int, other: parts.Entry
+) -> None:
+    """Of a piece that the ranks `first` and `second` have written."""
+    if entry.digest and other.digest and entry.digest != other.digest:
+        raise CheckpointError(
+            f"{draft}: {entry.name} differs between rank {first} and rank {second}: are they parts "
+            "of different models, as the stages of a pipeline are? Give the TrainState a shard_id "
+            "that is the same on the ranks of one part alone"
+        )
+
+
 def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
     """What DCP needs to find every piece. Raises CheckpointError: the parts are no whole."""
     seen: dict[str, tuple[object, ...]] = {}
     info = internal(filesystem, "_StorageInfo")
     storage: dict[MetadataIndex, Any] = {}
+    written: dict[MetadataIndex, tuple[int, parts.Entry]] = {}
     plans: list[SavePlan] = []
     for part in read:
         items = []
@@ -121,7 +134,9 @@ def _metadata(draft: Draft, read: list[parts.Part]) -> Metadata:
                     f"{draft}: {entry.name} was given by two ranks: values of "
                     "one rank need a name of their own"
                 )
-            # Two ranks may have written the same piece: either will do.
+            # Two ranks may have written the same piece: either will do, if they are equal.
+            first = written.setdefault(item.index, (part.rank, entry))
+            _check_same(draft, *first, part.rank, entry)
             storage[item.index] = info(entry.file, entry.offset_bytes, entry.length_bytes)
             items.append(item)
         plans.append(SavePlan(items))

@@ -12,11 +12,12 @@ decided in pieces.py.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +54,15 @@ class _Plan:
     items: dict[MetadataIndex, WriteItem]
     pieces: dict[MetadataIndex, Piece]
     values: dict[MetadataIndex, bytes]
+    digests: dict[MetadataIndex, str] = field(default_factory=dict)  # of pieces that may repeat
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         if item.index in self.values:
             return io.BytesIO(self.values[item.index])
-        return own_memory(self.pieces[item.index].tensor)
+        piece = self.pieces[item.index]
+        if piece.may_repeat:
+            self.digests[item.index] = _digest(piece.tensor)
+        return own_memory(piece.tensor)
 
     @property
     def size_bytes(self) -> int:
@@ -158,10 +163,18 @@ def _write(draft: Draft, rank: int, plan: _Plan, files: HashedFiles) -> tuple[pa
         results = writer.write_data(
             SavePlan(list(plan.items.values()), storage_data=prefix), plan
         ).wait()
-    return tuple(_entry(plan.items[result.index], result.storage_data) for result in results)
+    return tuple(
+        _entry(plan.items[result.index], result.storage_data, plan.digests.get(result.index, ""))
+        for result in results
+    )
 
 
-def _entry(item: WriteItem, place: Any) -> parts.Entry:
+def _digest(tensor: torch.Tensor) -> str:
+    memory = own_memory(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(memoryview(memory.numpy())).hexdigest()
+
+
+def _entry(item: WriteItem, place: Any, digest: str) -> parts.Entry:
     where = (place.relative_path, place.offset, place.length)
     data = item.tensor_data
     if data is None:
@@ -174,6 +187,7 @@ def _entry(item: WriteItem, place: Any) -> parts.Entry:
         tuple(data.size),
         dtype,
         *where,
+        digest,
     )
 
 

@@ -51,9 +51,10 @@ class TrainState:
 
         Several TrainStates in one function need different names.
 
-        `shard_id` is for frameworks that split a model into plain tensors: the same text (at most
-        64 bytes) or number on the ranks that hold the same part. Without it the part is found from
-        DTensors, FSDP1 and ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
+        `shard_id` is for the stages of a pipeline, however each is sharded within, and for
+        frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number
+        on the ranks that hold the same part. Without it the part is found from DTensors, FSDP1 and
+        ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
         and looked for, those of all TrainStates of the function: one of them may say it; default
         TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`:
         write one after so many commits, while training goes on (0: none), and keep the newest

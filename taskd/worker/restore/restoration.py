@@ -22,6 +22,7 @@ from taskd.core.commands import Move
 from taskd.native.black_box import Phase
 from taskd.worker.life import Life
 from taskd.worker.objects import devices
+from taskd.worker.objects.identity import Identity
 from taskd.worker.objects.named import Named
 from taskd.worker.restore import exchange, loading, moving
 from taskd.worker.restore.manifest import Manifest
@@ -30,6 +31,7 @@ from taskd.worker.saving.periodic import Periodic
 from taskd.worker.saving.snapshots import Snapshots
 from taskd.worker.state import hooks, own_extras
 from taskd.worker.state.agreement import Agreement
+from taskd.worker.state.comparison import Comparison
 from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
 from taskd.worker.state.keeping import keeping_of
@@ -78,6 +80,9 @@ def restore(life: Life, holding: Holding) -> Restored:
         restored = _recover(life, holding, named, life.plan.version)
     if before is not None:
         _check_positions(life, holding, before)
+    holding.comparison = Comparison(
+        holding.name, Identity(holding.shard_id, holding.shard), holding.roles, named
+    )
     _begin_rollback(life, holding, before)
     holding.part = holding.encode(is_in_step=False)
     hooks.attach(holding)

@@ -73,9 +73,11 @@ def shared(life: Life, states: Mapping[str, Holding], writers: Sequence[int]) ->
     Tensors (not copied) and plain values, as `Held` or as DTensors.
 
     Raises:
-        StateError: an optimizer that cannot be taken apart, or a part of the state that none of
-            `writers` has.
+        StateError: an optimizer that cannot be taken apart, a part of the state that none of
+            `writers` has, or parts without a `shard_id` that tells them apart.
     """
+    for holding in states.values():
+        _check_names(holding)
     flattened = {
         name: flat.flatten(holding, Named(holding.roles)) for name, holding in states.items()
     }
@@ -133,6 +135,19 @@ def values(
     if layouts:
         named[name_of_layouts(states.values())] = Held(layouts, tuple(whole))
     return named
+
+
+def _check_names(holding: Holding) -> None:
+    comparison = holding.comparison
+    if comparison is not None and comparison.other_names is not None:
+        first, second = comparison.other_names
+        message = (
+            f"TrainState({holding.name!r}) cannot be saved: rank {first} and rank {second} have "
+            "tensors of other names than each other, so that no rank could read it again. Give "
+            "the TrainState a shard_id that is the same on the ranks of one part alone, for "
+            "example the number of the stage of a pipeline"
+        )
+        raise StateError(message)
 
 
 def own(life: Life, version: int) -> dict[str, Any]:

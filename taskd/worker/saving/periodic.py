@@ -14,6 +14,7 @@ import functools
 import logging
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +122,7 @@ class Periodic:
         pieces, values = divide(state, life.world_rank, self._writers)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
-            copied.setdefault(name, []).append(
-                Piece(piece.global_shape, piece.offsets, _copied(piece.tensor))
-            )
+            copied.setdefault(name, []).append(replace(piece, tensor=_copied(piece.tensor)))
         shares: dict[str, Any] = {name: Pieces(parts) for name, parts in copied.items()}
         return {
             **{name: Held(Packed(pack(name, value)), (life.world_rank,)) for name, value in values},

@@ -12,7 +12,7 @@ import logging
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from taskd.checkpoint.pieces import Held, Piece, holders_of
+from taskd.checkpoint.pieces import Held, Piece, holders_of, may_repeat
 from taskd.errors import ArenaError, StateError, TaskdError
 from taskd.native.arena import capacity_for
 from taskd.native.arena_copy import is_mirrored, may_go_on
@@ -212,12 +212,13 @@ class Snapshots:
         key = (id(tensor.device_mesh), tensor.placements, tensor.shape, tensor.dtype)
         # the mesh lives as long as the model, and this as long as the entry
         if key not in self._places:
-            piece = Piece.of(tensor)
+            piece, here = Piece.of(tensor), self._life.world_rank
             self._places[key] = Place(
                 piece.global_shape,
                 piece.offsets,
                 tensor.dtype,
-                holders_of(name, tensor, self._life.world_rank),
+                holders_of(name, tensor, here),
+                may_repeat=may_repeat(tensor, here, range(self._life.world_size)),
             )
         return self._places[key]
 

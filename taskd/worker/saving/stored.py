@@ -44,6 +44,7 @@ class Place(NamedTuple):
     dtype: torch.dtype
     holders: tuple[int, ...]
     is_alike: bool = True
+    may_repeat: bool = False  # as of `taskd.checkpoint.pieces.Piece`
 
 
 class StoredSnapshot:
@@ -179,7 +180,7 @@ class StoredSnapshot:
             if entry.length
             else torch.empty(0, dtype=place.dtype)
         )
-        return Piece(place.shape, place.offsets, tensor.view(entry.shape))
+        return Piece(place.shape, place.offsets, tensor.view(entry.shape), place.may_repeat)
 
 
 def find(life: Life, version: int) -> StoredSnapshot:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from taskd.worker.objects.roles import Roles
     from taskd.worker.state.carrier import Carrier
+    from taskd.worker.state.comparison import Comparison
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Holding:
         # of the plain tensors; what part of the state this is, "": all of it
         self.shard_id, self.shard = identity_of(roles, shard_id)
         self.peers = Peers()  # known once restore() is complete
+        self.comparison: Comparison | None = None  # from restore() on
         self.world: tuple[int, ...] = ()  # as `Life.active`, from restore() on
         self.on_dump: list[Callable[[Path], object]] = []
         self.carrier: Carrier | None = None  # who has the content, if it is not in `roles`

@@ -58,7 +58,12 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
         keeping.wait_for_ward((life.records.version or 0) + 1)
     is_first = is_ours or not interrupts.is_held
     if is_first and life.world_size > 1 and life.records.is_sharded:
-        agreed = vote(life, holding.name, agrees=snapshots is None or snapshots.may_replace())
+        agreed = vote(
+            life,
+            holding.name,
+            agrees=snapshots is None or snapshots.may_replace(),
+            comparison=holding.comparison,
+        )
         if snapshots is not None:
             snapshots.is_allowed = agreed
     interrupts.is_held = True

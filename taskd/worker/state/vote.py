@@ -19,18 +19,22 @@ from taskd.errors import StateError
 
 if TYPE_CHECKING:
     from taskd.worker.life import Life
+    from taskd.worker.state.comparison import Comparison
 
 
-def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
+def vote(
+    life: Life, name: str, *, agrees: bool = True, comparison: Comparison | None = None
+) -> bool:
     """Wait until all ranks of the default group are here; whether all of them agree.
 
     Interrupts are held off from here to the commit.
 
     What it is that they agree to is the caller's; it travels with the vote, so it costs nothing. A
     rank at which the vote broke, and that steps because it has passed for others, says that they do
-    not. `name`: of the TrainState.
+    not. `name`: of the TrainState. `comparison`: of its replicas, travels with the vote as well.
 
     Raises:
+        StateError: two ranks would count as replicas of each other, and are none.
         taskd.Interrupted: the vote has passed for nobody, and a recovery waits for this process.
         RuntimeError: as the first, if the job ends with it.
     """
@@ -39,7 +43,7 @@ def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
     if not dist.is_initialized():
         return agrees
     try:
-        answer = _ask_all(life, name, agrees=agrees)
+        answer = _ask_all(life, name, agrees=agrees, comparison=comparison)
         if isinstance(answer, bool):
             return answer
         if life.supervisor.has_passed(answer):
@@ -51,20 +55,30 @@ def vote(life: Life, name: str, *, agrees: bool = True) -> bool:
     raise answer
 
 
-def _ask_all(life: Life, name: str, *, agrees: bool) -> bool | RuntimeError:
+def _ask_all(
+    life: Life, name: str, *, agrees: bool, comparison: Comparison | None
+) -> bool | RuntimeError:
     """What they say, or what ended the vote early."""
+    own = [1.0, float(agrees)]
+    row = None if comparison is None else comparison.row()
+    if row is not None:  # each rank adds its own to zeros
+        before, behind = dist.get_rank(), dist.get_world_size() - dist.get_rank() - 1
+        own += [0.0] * (len(row) * before) + row + [0.0] * (len(row) * behind)
     life.interrupts.is_voting = True
     try:
-        counts = torch.tensor([1.0, float(agrees)], device=wire_device(name))
+        counts = torch.tensor(own, device=wire_device(name))
         dist.all_reduce(counts)
         # on a device the all-reduce has only been begun, and an abort may end it without an error
-        here, agreed = counts.tolist()
+        here, agreed, *rows = counts.tolist()
     except RuntimeError as error:
         return error
     finally:
         life.interrupts.is_voting = False
     if here != dist.get_world_size():
         return RuntimeError(f"TrainState({name!r}): the vote before the optimizer step was aborted")
+    if comparison is not None and row is not None:
+        size = len(row)
+        comparison.conclude([rows[at : at + size] for at in range(0, len(rows), size)])
     return bool(agreed == here)
 
 
