@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from taskd.errors import StateError
 from taskd.worker.objects import shards, units
 
 if TYPE_CHECKING:
-    import torch
-
     from taskd.worker.objects.roles import Roles
 
 _MAX_TEXT = 64  # of a shard's identity: it travels with every report of a rank
@@ -37,13 +37,14 @@ def identity_of(roles: Roles, shard_id: str | int | None = None) -> Identity:
     (the stages of a pipeline) need a `shard_id`; what is found within that part is added to it.
 
     Raises:
-        StateError: a tensor with a Partial placement; a `shard_id` that is too long, or neither
-            text nor number.
+        StateError: a tensor with a Partial placement, or that holds others; a `shard_id` that is
+            too long, or neither text nor number.
     """
     part = _joined(_checked(shard_id), *units.places_of(roles.modules))
     places: dict[str, None] = {}  # an ordered set
     details: list[str] = []
     for name, tensor in roles.named_tensors().items():
+        _check_class(name, tensor)
         _note(name, tensor, places, details)
     for role, optimizer in roles.optimizers.items():
         if shards.is_zero(optimizer):
@@ -55,6 +56,8 @@ def identity_of(roles: Roles, shard_id: str | int | None = None) -> Identity:
         known = set(places)
         for value in optimizer.state.values():
             for key, item in value.items() if isinstance(value, dict) else ():
+                if isinstance(item, torch.Tensor):
+                    _check_class(f"{role}.state.{key}", item)
                 if shards.is_distributed(item) and not known.issuperset(
                     shards.places(item.device_mesh, tuple(item.placements))
                 ):
@@ -79,6 +82,12 @@ def _note(name: str, tensor: torch.Tensor, places: dict[str, None], details: lis
     if sharding is not None and sharding.place:
         places.update(dict.fromkeys(shards.places(tensor.device_mesh, sharding.placements)))
         details.append(f"{name} {sharding.without_replicas()}")
+
+
+def _check_class(name: str, tensor: torch.Tensor) -> None:
+    """Other tensors that cannot be sent may be none that anybody needs."""
+    if shards.is_of_others(tensor):
+        raise StateError(f"{name} cannot be carried: it {shards.problem_of_memory(tensor)}")
 
 
 def _checked(shard_id: str | int | None) -> str:

@@ -77,6 +77,32 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return own
 
 
+def is_of_others(tensor: torch.Tensor) -> bool:
+    """Whether the memory that this rank holds of it is that of tensors within.
+
+    Of a class that acts on each operation, that is. One that adds methods or attributes alone has
+    the memory of a tensor.
+    """
+    return type(local(tensor)).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def problem_of_memory(tensor: torch.Tensor) -> str:
+    """Why the bytes that this rank holds of it are not all that it is, or ""."""
+    own = local(tensor)
+    if is_of_others(tensor):
+        return (
+            f"is a {type(own).__name__}, whose content is in tensors within it: keep plain tensors "
+            "in modules and in the memory of optimizers, and make such a one of them in the "
+            "forward pass"
+        )
+    if own.layout is not torch.strided or own.is_quantized or own.is_nested:
+        return (
+            f"is a tensor with layout {own.layout} and dtype {own.dtype}: only dense ones can be "
+            "sent; keep the tensors that it is made of"
+        )
+    return ""
+
+
 def sharding_of(tensor: torch.Tensor, name: str = "a tensor") -> Sharding | None:
     """How the DTensor lies on its mesh; None for a plain tensor.
 

@@ -55,6 +55,9 @@ def send(
     tensors: list[torch.Tensor] = []
     if is_present:
         manifest, tensors = describe(holding, named, version, told or Told())
+    if manifest.problem:
+        problem = f"rank {dist.get_rank()} cannot send it: {manifest.problem}"
+        manifest = Manifest(version, is_present, problem=problem)
     manifest.held = held
     try:
         data = devices.dumps(manifest, 5)

@@ -66,31 +66,50 @@ class Manifest:
     metas: list[Meta] = field(default_factory=list)
 
 
+class _Tensors:
+    """Those of one TrainState, numbered: what takes their place in the manifest."""
+
+    def __init__(self) -> None:
+        self.metas: list[Meta] = []
+        self.found: list[torch.Tensor] = []
+        self.problem = ""  # why one of them cannot be sent
+        # By id(tensor): one that hangs in two places is sent once. With the tensor itself: the id
+        # of a copy that a state_dict() has made is free for the next one as soon as nobody has it.
+        self._slots: dict[int, tuple[torch.Tensor, Slot]] = {}
+
+    def pack(self, label: str, value: Any) -> Any:
+        """`value` with slots for its tensors."""
+        if isinstance(value, torch.Tensor):
+            return self._slot(label, value)
+        if isinstance(value, dict):
+            packed = {key: self.pack(f"{label}.{key}", item) for key, item in value.items()}
+            return kinds.dict_as(value, packed)
+        if isinstance(value, (list, tuple)):
+            return kinds.sequence_as(value, (self.pack(label, item) for item in value))
+        return value
+
+    def _slot(self, label: str, tensor: torch.Tensor) -> Slot | None:
+        if id(tensor) not in self._slots:
+            problem = shards.problem_of_memory(tensor)
+            if problem:
+                self.problem = self.problem or f"{label} {problem}"
+                return None
+            self._slots[id(tensor)] = tensor, Slot(len(self.found))
+            self.found.append(shards.local(tensor).detach())
+            self.metas.append(meta_of(label, tensor))
+        return self._slots[id(tensor)][1]
+
+
 def describe(
     holding: Holding, named: Named, version: int, told: Told
 ) -> tuple[Manifest, list[torch.Tensor]]:
-    """The manifest of this rank's copy, and the tensors that its slots number."""
+    """The manifest of this rank's copy, and the tensors that its slots number.
+
+    With a `problem` if there is a tensor that cannot be sent.
+    """
     roles = holding.roles
-    metas: list[Meta] = []
-    tensors: list[torch.Tensor] = []
-    # By id(tensor): one that hangs in two places is sent once. With the tensor itself: the id of a
-    # copy that a state_dict() has made is free for the next one as soon as nobody has it.
-    slots: dict[int, tuple[torch.Tensor, Slot]] = {}
-
-    def pack(label: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in slots:
-                slots[id(value)] = value, Slot(len(tensors))
-                tensors.append(shards.local(value).detach())
-                metas.append(meta_of(label, value))
-            return slots[id(value)][1]
-        if isinstance(value, dict):
-            packed = {key: pack(f"{label}.{key}", item) for key, item in value.items()}
-            return kinds.dict_as(value, packed)
-        if isinstance(value, (list, tuple)):
-            return kinds.sequence_as(value, (pack(label, item) for item in value))
-        return value
-
+    tensors = _Tensors()
+    pack = tensors.pack
     manifest = Manifest(
         version,
         is_present=True,
@@ -99,7 +118,7 @@ def describe(
         values=dict(roles.values),
         told=told,
         caches=named.caches,
-        metas=metas,
+        metas=tensors.metas,
     )
     manifest.named = {name: pack(name, tensor) for name, tensor in named.tensors.items()}
     for role, optimizer in roles.optimizers.items():
@@ -121,7 +140,8 @@ def describe(
         )
     for role, value in roles.others.items():
         manifest.states[role] = pack(role, value.state_dict())
-    return manifest, tensors
+    manifest.problem = tensors.problem
+    return manifest, tensors.found
 
 
 def meta_of(label: str, tensor: torch.Tensor) -> Meta:

@@ -3,8 +3,13 @@
 import time
 
 import torch
+from torch import nn
 
-from taskd.worker.restore import chunks
+from taskd.errors import StateError
+from taskd.worker.objects.named import Named
+from taskd.worker.objects.roles import Roles
+from taskd.worker.restore import chunks, exchange
+from taskd.worker.state.holding import Holding
 
 CPU = torch.device("cpu")
 
@@ -18,3 +23,40 @@ def swap_bytes(member, messages):
     began = time.process_time()
     received = [chunks.receive_bytes(0, CPU) for _ in messages]
     return received == messages, time.process_time() - began
+
+
+def hold(**objects):
+    return Holding("train", Roles.sort("train", objects))
+
+
+def exchange_state(member, build, change):
+    """Rank 1 receives the state of rank 0, which `change` has changed. Returns what both said.
+
+    `build()`: a module. With the buffers and parameters of the receiver.
+    """
+    model = build()
+    if member.rank == 0:
+        change(model)
+    holding = hold(model=model)
+    named = Named(holding.roles)
+    try:
+        if member.rank == 0:
+            exchange.send(holding, named, 1, 1, is_present=True)
+        else:
+            exchange.receive(holding, named, 0)
+    except StateError as error:
+        return str(error), None
+    return "", {name: tensor.tolist() for name, tensor in Named(holding.roles).tensors.items()}
+
+
+class Buffers(nn.Module):
+    """With the buffers `first` and `second`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.zeros(2))
+
+
+def send_sparse(model):
+    model.first = torch.eye(2).to_sparse()
