@@ -143,10 +143,9 @@ def spans(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape = tuple(tensor.shape)
     if not is_distributed(tensor):
         return shape, (0,) * len(shape)
-    found = internals.attempt("the place of a local tensor", lambda: _place_of(tensor))
-    if found is None:
-        raise StateError(f"where a part of {sharding_of(tensor)} lies cannot be said on this torch")
-    local_shape, offsets = found
+    sharding = sharding_of(tensor)
+    assert sharding is not None
+    local_shape, offsets = _place_in(sharding, tensor.device_mesh)
     own = tuple(local(tensor).shape)
     if own != tuple(local_shape) and local(tensor).numel():
         message = (
@@ -157,12 +156,22 @@ def spans(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, tuple(offsets) if offsets else shape
 
 
-def _place_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+def _place_in(sharding: Sharding, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's part, and the index of its first element."""
 
-    return compute_local_shape_and_global_offset(  # type: ignore[no-any-return]
-        tuple(tensor.shape), tensor.device_mesh, tensor.placements
-    )
+    def place() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        from torch.distributed.tensor._utils import (  # noqa: PLC0415
+            compute_local_shape_and_global_offset,
+        )
+
+        return compute_local_shape_and_global_offset(  # type: ignore[no-any-return]
+            sharding.shape, mesh, sharding.placements
+        )
+
+    found = internals.attempt("the place of a local tensor", place)
+    if found is None:
+        raise StateError(f"where a part of {sharding} lies cannot be said on this torch")
+    return found
 
 
 def wrap(own: torch.Tensor, sharding: Sharding, mesh: Any) -> torch.Tensor:
@@ -178,6 +187,59 @@ def wrap(own: torch.Tensor, sharding: Sharding, mesh: Any) -> torch.Tensor:
             shape=torch.Size(sharding.shape),
             stride=sharding.stride,
         )
+
+
+def placements_beside(tensor: torch.Tensor, parameter: torch.Tensor) -> list[str] | None:
+    """How a DTensor lies on the mesh of its parameter, as text.
+
+    For each dimension of the mesh "=" (as the parameter), "R" (replicated), or "S" and the number
+    of the dimension that is sharded. None: on another mesh, in another way, or no DTensor.
+    """
+    if not (is_distributed(tensor) and is_distributed(parameter)):
+        return None
+    from torch.distributed.tensor import Shard  # noqa: PLC0415
+
+    found: list[str] = []
+    for own, other in zip(tensor.placements, parameter.placements, strict=False):
+        if own == other:
+            found.append("=")
+        elif own.is_replicate() or type(own) is Shard:
+            found.append("R" if own.is_replicate() else f"S{own.dim}")
+    is_all = len(found) == len(tensor.placements)
+    return found if is_all and tensor.device_mesh == parameter.device_mesh else None
+
+
+def room_beside(
+    parameter: Any, placements: list[str], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A DTensor without content on the mesh of a parameter.
+
+    `placements`: as of `placements_beside`. If that mesh had another number of dimensions, it is
+    sharded as the parameter where it has the sharded dimension in the same size.
+    """
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+
+    mesh, others = parameter.device_mesh, tuple(parameter.placements)
+    if len(placements) != len(others):
+        is_alike = len(shape) == parameter.dim()
+        placements = [
+            "=" if is_alike and _has_same_size(shape, parameter, other) else "R" for other in others
+        ]
+    made = tuple(
+        other if text == "=" else Replicate() if text == "R" else Shard(int(text[1:]))
+        for text, other in zip(placements, others, strict=True)
+    )
+    sharding = Sharding(
+        shape, torch.empty(shape, device="meta").stride(), made, mesh_text(mesh), ""
+    )
+    size, _ = _place_in(sharding, mesh)
+    own = torch.empty(size, dtype=dtype, device=local(parameter).device)
+    return wrap(own, sharding, mesh)
+
+
+def _has_same_size(shape: tuple[int, ...], parameter: torch.Tensor, placement: Any) -> bool:
+    """Of the dimension that a placement shards."""
+    return placement.is_shard() and shape[placement.dim] == parameter.shape[placement.dim]
 
 
 def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:

@@ -30,7 +30,12 @@ from taskd.worker.objects.devices import at_parameter, to_own_device
 from taskd.worker.objects.kinds import dict_as, sequence_as
 from taskd.worker.objects.roles import parameters_of
 from taskd.worker.objects.rollback import write_group
-from taskd.worker.objects.shards import is_distributed, memory_of
+from taskd.worker.objects.shards import (
+    is_distributed,
+    memory_of,
+    placements_beside,
+    room_beside,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -87,7 +92,8 @@ def tensors(holding: Holding, named: Named) -> dict[str, torch.Tensor]:
 def memories(holding: Holding, named: Named) -> dict[str, dict[str, Any]]:
     """Of each optimizer, by role.
 
-    The names of its parameters by group, and its memory with None in place of the tensors.
+    The names of its parameters by group, and its memory with None in place of the tensors. Of
+    DTensors in it that have not the shape of their parameter, how they lie on its mesh.
     """
     owners, found = named.names, {}
     for role, optimizer in holding.roles.optimizers.items():
@@ -106,7 +112,24 @@ def memories(holding: Holding, named: Named) -> dict[str, dict[str, Any]]:
             [owners[id(parameter)] for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-        found[role] = {"groups": groups, "state": state, "is_divided": is_divided}
+        found[role] = {
+            "groups": groups,
+            "state": state,
+            "is_divided": is_divided,
+            "placements": _placements(memory, owners),
+        }
+    return found
+
+
+def _placements(memory: dict[Any, Any], owners: dict[int, str]) -> dict[str, dict[str, list[str]]]:
+    """By the name of the parameter and the key. Row statistics are such tensors."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for parameter, entries in memory.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                placements = placements_beside(value, parameter)
+                if placements is not None:
+                    found.setdefault(owners[id(parameter)], {})[key] = placements
     return found
 
 
@@ -243,8 +266,11 @@ def _optimizer_targets(
         ]
         if [group["params"] for group in saved["groups"]] != own_groups:
             raise _misfit(holding, f"{role} has other parameter groups")
-        for name, owner, _ in _memory(holding, _kept(holding, named, role), role, saved, shapes):
-            wanted[name] = _room(name, named.distinct[owner], own, shapes)
+        # a checkpoint of an earlier version does not have them
+        placements = saved.get("placements", {})
+        for name, owner, key in _memory(holding, _kept(holding, named, role), role, saved, shapes):
+            known = placements.get(owner, {}).get(key)
+            wanted[name] = _room(name, named.distinct[owner], own, shapes, known)
     return wanted
 
 
@@ -328,15 +354,23 @@ def names_of_changing(holding: Holding, named: Named) -> list[str]:
 
 
 def _room(
-    name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]
+    name: str,
+    parameter: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    shapes: dict[str, Any],
+    placements: list[str] | None,
 ) -> torch.Tensor:
     """Memory for one tensor of an optimizer's state.
+
+    `placements`: of a DTensor that has not the shape of the parameter.
 
     A single number is a count of steps in most cases, which torch keeps in host memory.
     """
     shape, dtype = shapes[name]
     if tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if placements is not None and is_distributed(parameter):
+        return room_beside(parameter, placements, tuple(shape), dtype)
     on_device = len(shape) > 0 or any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )

@@ -66,6 +66,26 @@ class Masked(nn.Module):
         return x
 
 
+class Rows(torch.optim.Optimizer):
+    """Keeps a mean of the squared gradient for each row of a matrix."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                square = parameter.grad.square()
+                if parameter.dim() > 1:
+                    square = square.mean(-1, keepdim=True)
+                memory = self.state[parameter]
+                if not memory:
+                    memory["mean"] = torch.zeros_like(square)
+                memory["mean"].lerp_(square, 0.1)
+                parameter.add_(parameter.grad / (memory["mean"].sqrt() + 1e-3), alpha=-group["lr"])
+
+
 def _raise(*_):
     raise Stop
 
@@ -79,7 +99,7 @@ def build(kind, mesh_name="dp"):
     torch.manual_seed(7 + (shard_id_of(kind) or 0))
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))
     data = rank if shard_id_of(kind) is None else shard_id_of(kind)
-    if kind in ("fsdp", "warm", "offload", "mixed", "kept"):
+    if kind in ("fsdp", "warm", "offload", "mixed", "kept", "rows"):
         options = {
             "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
             "kept": {"reshard_after_forward": False},
@@ -126,7 +146,13 @@ def build(kind, mesh_name="dp"):
         )
     # its parameters lie on several meshes, or are plain
     foreach = False if kind.startswith("tp") else None
-    return model, torch.optim.Adam(model.parameters(), lr=0.01, foreach=foreach), data
+    parameters = model.parameters()
+    optimizer = (
+        Rows(parameters, 0.01)
+        if kind == "rows"
+        else torch.optim.Adam(parameters, lr=0.01, foreach=foreach)
+    )
+    return model, optimizer, data
 
 
 # Strategy, use_orig_params, more.
