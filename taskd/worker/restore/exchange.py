@@ -88,7 +88,7 @@ def receive(holding: Holding, named: Named, source: int) -> Manifest:
     device = wire_device(holding.name)
     manifest: Manifest = pickle.loads(receive_bytes(source, device))  # noqa: S301
     problem = manifest.problem or (
-        misfit(manifest, holding, named, source) if manifest.is_present else ""
+        _misfit(manifest, holding, named, source) if manifest.is_present else ""
     )
     verdict = problem and (
         f"TrainState({holding.name!r}) of rank {source} cannot be received by rank "
@@ -103,3 +103,12 @@ def receive(holding: Holding, named: Named, source: int) -> Manifest:
     receive_tensors(manifest.metas, targets.tensors, source, device)
     targets.finish()
     return manifest
+
+
+def _misfit(manifest: Manifest, holding: Holding, named: Named, source: int) -> str:
+    """Why it does not fit, or "": then buffers that are one tensor are the same as there."""
+    problem = misfit(manifest, holding, named, source)
+    if problem:
+        return problem
+    same = named.align({name: slot.index for name, slot in manifest.named.items()})
+    return same and f"{same} on rank {dist.get_rank()}, and two on rank {source}"

@@ -70,19 +70,7 @@ def _move_tensors(old: Holding, new: Holding, named: Named, *, is_kept: bool) ->
     """Returns which DeviceMesh took the place of which."""
     before = Named(old.roles)
     parked, fresh, caches = before.tensors, named.tensors, before.caches | named.caches
-    missing, added = (
-        sorted(parked.keys() - fresh.keys() - caches),
-        sorted(fresh.keys() - parked.keys() - caches),
-    )
-    if missing or added:
-        has, has_not = (
-            ("parked state has", "newly built objects have")
-            if missing
-            else ("newly built objects have", "parked state has")
-        )
-        what = f"the {has} {(missing or added)[0]}, the {has_not} not"
-        message = f"TrainState({new.name!r}): {what}: build the same model in every entry"
-        raise StateError(message)
+    _check_names(new.name, parked, named, caches)
     meshes: dict[Any, Any] = {}
     fixed = _fixed(new.roles)
     with torch.no_grad():
@@ -115,6 +103,33 @@ def _move_tensors(old: Holding, new: Holding, named: Named, *, is_kept: bool) ->
             else:
                 overwrite(target, source)
     return meshes
+
+
+def _check_names(
+    state_name: str, parked: dict[str, torch.Tensor], named: Named, caches: set[str]
+) -> None:
+    """The same names; and buffers that were one tensor, or several, are that again."""
+    fresh = named.tensors
+    missing, added = (
+        sorted(parked.keys() - fresh.keys() - caches),
+        sorted(fresh.keys() - parked.keys() - caches),
+    )
+    if missing or added:
+        has, has_not = (
+            ("parked state has", "newly built objects have")
+            if missing
+            else ("newly built objects have", "parked state has")
+        )
+        what = f"the {has} {(missing or added)[0]}, the {has_not} not"
+        message = f"TrainState({state_name!r}): {what}: build the same model in every entry"
+        raise StateError(message)
+    one = named.align({name: id(tensor) for name, tensor in parked.items()})
+    if one:
+        message = (
+            f"TrainState({state_name!r}): {one} now, and were two before the fault: build the same "
+            "model in every entry"
+        )
+        raise StateError(message)
 
 
 def _fixed(roles: Roles) -> set[int]:

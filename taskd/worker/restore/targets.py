@@ -108,11 +108,18 @@ class Targets:
         own = named.tensors
         self._near, self._meshes = own.values(), _meshes_of(own)
         self._default_device = next((t.device for t in own.values()), torch.device("cpu"))
+        placed: dict[int, torch.Tensor] = {}
         for name, slot in manifest.named.items():
             meta = manifest.metas[slot.index]
             target = shards.local(own[name]) if name in own else None
             if target is None or tuple(target.shape) != meta.shape:
                 continue
+            room = tensors[slot.index]
+            if room is not None:  # one tensor there
+                if placed[slot.index] is not target:  # and several here
+                    self._staged.append((room, target))
+                continue
+            placed[slot.index] = target
             if target.dtype == meta.dtype:
                 tensors[slot.index] = target.detach()
             else:

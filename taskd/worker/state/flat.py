@@ -165,6 +165,7 @@ def plain(
         "optimizers": optimizers,
         "states": states,
         "caches": sorted(caches(holding, named)),
+        "shared": named.shared,
     }
 
 
@@ -192,6 +193,16 @@ def targets(
             role.
     """
     prefix = label(holding)
+    # a checkpoint of an earlier version does not say which names were of one tensor
+    shared = plain.get("shared", {})
+    named.align(
+        {
+            name: shared.get(
+                name, name if f"{prefix}.{name}" in shapes else named.names[id(tensor)]
+            )
+            for name, tensor in named.tensors.items()
+        }
+    )
     wanted = {f"{prefix}.{name}": tensor for name, tensor in named.distinct.items()}
     wanted.update(_optimizer_targets(holding, named, plain["optimizers"], shapes))
     wanted.update(_other_targets(holding, plain["states"], shapes))

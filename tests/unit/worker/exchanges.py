@@ -60,3 +60,33 @@ class Buffers(nn.Module):
 
 def send_sparse(model):
     model.first = torch.eye(2).to_sparse()
+
+
+class OneBuffer(Buffers):
+    """One tensor for both, as it is built."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = self.first
+
+
+class OneParameter(nn.Module):
+    """One parameter for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.zeros(2))
+
+
+def make_one(model):
+    """Both buffers are one tensor, with other content."""
+    model.first = model.second = torch.tensor([3.0, 4.0])
+
+
+def make_two(model):
+    """They are two."""
+    model.first, model.second = torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0])
+
+
+def make_two_parameters(model):
+    model.second = nn.Parameter(torch.ones(2))
