@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from taskd.worker.objects import shards
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
 
@@ -66,6 +68,26 @@ class Named:
         self._put(wrong & places.keys(), others, places)
         return ""
 
+    def unfold(self) -> None:
+        """Give buffers memory for each of their elements, so that they can be written to.
+
+        Those that an expand() made have one for several.
+        """
+        folded = {name: id(one) for name, one in self.tensors.items() if _is_folded(one)}
+        made: dict[int, torch.Tensor] = {}
+        for name, (part, attribute) in self._places_of(folded, folded).items():
+            key = folded[name]
+            if key not in made:
+                made[key] = self.tensors[name].detach().contiguous()
+            part._buffers[attribute] = self.tensors[name] = made[key]
+        if folded:
+            self._forget()
+
+    def _forget(self) -> None:
+        """The tensors are other ones now."""
+        vars(self).pop("distinct", None)
+        vars(self).pop("names", None)
+
     def _unlike(self, others: Mapping[str, Hashable]) -> set[str]:
         """Names whose tensor has another first name here than elsewhere."""
         here: dict[int, str] = {}
@@ -117,8 +139,7 @@ class Named:
             if (other.shape, other.dtype, other.device) == (own.shape, own.dtype, own.device):
                 part._buffers[attribute] = self.tensors[name] = other
         if names:
-            vars(self).pop("distinct", None)
-            vars(self).pop("names", None)
+            self._forget()
 
     @cached_property
     def caches(self) -> set[str]:
@@ -135,3 +156,10 @@ class Named:
         """Of `distinct`, what is a cache and nothing else under another name."""
         needed = {id(tensor) for name, tensor in self.tensors.items() if name not in self.caches}
         return {name for name, tensor in self.distinct.items() if id(tensor) not in needed}
+
+
+def _is_folded(tensor: torch.Tensor) -> bool:
+    """Whether one element in memory is several of the tensor."""
+    return not shards.is_distributed(tensor) and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

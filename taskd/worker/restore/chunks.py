@@ -45,8 +45,14 @@ def receive_bytes(peer: int, device: torch.device) -> bytes:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a flat byte tensor: a view if it is contiguous, else a copy."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """The tensor's content as a flat byte tensor: a view if it is laid out so, else a copy."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether its content is its memory, in order."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _chunks(sizes: list[int]) -> list[list[tuple[int, int, int]]]:
@@ -119,7 +125,7 @@ def _post(
     """Start receiving a chunk, into the target itself if that is contiguous."""
     index, start, end = chunk[0]
     target = targets[index]
-    if len(chunk) == 1 and target.is_contiguous() and target.device == device:
+    if len(chunk) == 1 and _is_flat(target) and target.device == device:
         data = _flat_bytes(target)[start:end]
     else:
         data = torch.empty(
@@ -138,7 +144,7 @@ def _put(
     """Put received bytes `span` of tensor `index` in place."""
     start, end = span
     size = target.numel() * target.element_size()
-    if target.is_contiguous():
+    if _is_flat(target):
         place = _flat_bytes(target)[start:end]
         if place.data_ptr() != data.data_ptr():
             place.copy_(data)

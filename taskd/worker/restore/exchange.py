@@ -99,6 +99,7 @@ def receive(holding: Holding, named: Named, source: int) -> Manifest:
         raise StateError(verdict)
     if not manifest.is_present:
         return manifest
+    named.unfold()
     targets = Targets(manifest, holding, named)
     receive_tensors(manifest.metas, targets.tensors, source, device)
     targets.finish()

@@ -203,6 +203,7 @@ def targets(
             for name, tensor in named.tensors.items()
         }
     )
+    named.unfold()
     wanted = {f"{prefix}.{name}": tensor for name, tensor in named.distinct.items()}
     wanted.update(_optimizer_targets(holding, named, plain["optimizers"], shapes))
     wanted.update(_other_targets(holding, plain["states"], shapes))

@@ -135,7 +135,8 @@ class Holding:
         read: dict[str, bytes] = {}
         total = 0
         for name, tensor in self.rollback.moving_buffers():
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+            if tensor.device.type != "cpu" or not is_flat:
                 continue
             size = tensor.numel() * tensor.element_size()
             total += size

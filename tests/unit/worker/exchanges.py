@@ -90,3 +90,19 @@ def make_two(model):
 
 def make_two_parameters(model):
     model.second = nn.Parameter(torch.ones(2))
+
+
+class Views(nn.Module):
+    """Buffers whose content is not their memory in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("conjugate", torch.zeros(2, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.zeros(2, dtype=torch.complex64).conj().imag)
+        self.register_buffer("expanded", torch.ones(1).expand(3))
+
+
+def fill_views(model):
+    number = torch.tensor([1 + 2j, 3 + 4j])
+    model.conjugate, model.negative = number.conj(), number.conj().imag
+    model.expanded = torch.full((1,), 5.0).expand(3)

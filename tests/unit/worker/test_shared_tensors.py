@@ -1,4 +1,4 @@
-"""Names that are one tensor in one copy of the state and several in the other."""
+"""Names that are one tensor in one copy of the state and several in the other; and views."""
 
 import exchanges
 import pytest
@@ -11,7 +11,13 @@ from taskd.worker.state import flat
 
 ONE = {"model.first": [3.0, 4.0], "model.second": [3.0, 4.0]}
 TWO = {"model.first": [1.0, 1.0], "model.second": [2.0, 2.0]}
+VIEWS = {
+    "model.conjugate": [1 - 2j, 3 - 4j],
+    "model.negative": [-2.0, -4.0],
+    "model.expanded": [5.0, 5.0, 5.0],
+}
 CASES = [
+    (exchanges.Views, exchanges.fill_views, VIEWS),
     (exchanges.Buffers, exchanges.make_one, ONE),
     (exchanges.OneBuffer, exchanges.make_two, TWO),
     (exchanges.OneBuffer, exchanges.make_one, ONE),
