@@ -19,6 +19,7 @@ from taskd.config.job import (
 from taskd.config.log import LogConfig
 from taskd.config.names import (
     AFTER_DUMP_ENV,
+    BIND_ADDR_ENV,
     HANG_CEILING_ENV,
     HANG_DETECTION_ENV,
     HANG_FLOOR_ENV,
@@ -111,7 +112,7 @@ class ManagerConfig:
         """From the dict of `init_taskd_manager` and the environment.
 
         The keys of `IGNORED` are accepted and decide nothing.
-        `keeps_secret`: False: it is checked only, by a process that will be forked.
+        `keeps_secret`: False: it is checked only, by a torchrun, of which workers are forked.
         """
         config = checked(config)
         for key in ("plugin_dir", "fault_recover", "taskd_enable"):
@@ -119,7 +120,9 @@ class ManagerConfig:
         if not isinstance(config.get("cluster_infos", {}), dict | list):
             raise refusal("cluster_infos", config["cluster_infos"], "a dict or a list of dicts")
         has_secret = check_secret(environment)
-        refuse_the_internet(environment, bind_address(environment), has_secret=has_secret)
+        # For a torchrun it is not known yet whether a manager of its own will listen at its pod's.
+        if keeps_secret or environment.get(BIND_ADDR_ENV):
+            refuse_the_internet(environment, bind_address(environment), has_secret=has_secret)
         enabled = {PROCESS_ENABLE_ENV: process_enable(environment)}
         names, source = named_strategies(
             environment, typed(config, "recover_strategy", str, "names separated by commas")

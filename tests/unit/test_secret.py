@@ -10,6 +10,7 @@ import pytest
 from taskd import keys
 from taskd.config import AgentConfig, ManagerConfig
 from taskd.config.secret import exposure, without_secret
+from taskd.errors import ConfigError
 from tests.unit.test_config import refusal
 
 if TYPE_CHECKING:
@@ -104,6 +105,13 @@ def test_a_manager_listens_on_a_public_address_with_a_secret_only(
     environment = {"POD_IP": address, "TASKD_SECRET_FILE": str(secret)}
     assert ManagerConfig.load({}, environment).secret is not None
     assert ManagerConfig.load({}, environment, keeps_secret=False).secret is None
+
+
+def test_a_torchrun_takes_the_public_address_of_its_pod_whoever_is_the_manager() -> None:
+    """It may listen elsewhere, or this job has one node and it listens on the loopback address."""
+    ManagerConfig.load({}, {"POD_IP": "2600::1"}, keeps_secret=False)
+    with pytest.raises(ConfigError, match="TASKD_BIND_ADDR"):
+        ManagerConfig.load({}, {"TASKD_BIND_ADDR": "[2600::1]:9601"}, keeps_secret=False)
 
 
 def test_a_new_secret_is_its_owner_s_and_replaces_nothing(tmp_path: pathlib.Path, capsys) -> None:

@@ -108,7 +108,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         strides = tensor.stride()
         order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         tensor = tensor.permute(order)
-    return tensor.resolve_conj().resolve_neg().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    # that of a single element may be any, and no tensor of bytes can be made of it then
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 class Kept:

@@ -1,7 +1,9 @@
 """What a module's own state_dict() gives beside parameters, buffers and extra states.
 
 A metric is one: it counts in plain attributes, which its class writes into its state_dict() and
-reads from it again. That is carried as an object with a state_dict of its own.
+reads from it again. That is carried as an object with a state_dict of its own, each rank's alone.
+Of a module that has parameters or buffers as well, it is not: asking for all of it within each step
+would cost time, and giving it back would load these too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from taskd.checkpoint.values import pack
+from taskd.errors import CheckpointError
 from taskd.worker.objects import shards, units
+from taskd.worker.objects.kinds import dict_as
 from taskd.worker.objects.nesting import problem_of
 
 if TYPE_CHECKING:
@@ -28,11 +33,18 @@ _NAMED = 5  # in a warning: a large model may have thousands
 
 
 class ModuleState:
-    """Of the parts of one module that have any, by their path."""
+    """Of the parts of one module that may have any, by their path.
 
-    def __init__(self, parts: Mapping[str, nn.Module], known: Mapping[str, set[str]]) -> None:
+    Which ones these are is a matter of their classes, so that it is the same in each entry.
+    """
+
+    def __init__(
+        self, label: str, parts: Mapping[str, nn.Module], known: Mapping[str, set[str]]
+    ) -> None:
+        self._label = label
         self._parts = parts
         self._known = known  # of each part, the names of what is carried in another way
+        self._failed: set[str] = set()
 
     @classmethod
     def of(cls, label: str, module: nn.Module) -> ModuleState | None:
@@ -51,32 +63,31 @@ class ModuleState:
             own, problem = _own_of(part, names)
             if problem:
                 problems.setdefault(problem, []).append(path or type(part).__qualname__)
-            elif own:
+            elif _may_be_asked(part):
                 parts[path], known[path] = part, names
             covered |= {f"{start}{name}" for name in own}
         for problem, paths in problems.items():
-            log.warning(
-                "%s: what %s has in its state_dict() beside parameters and buffers is not carried, "
-                "as %s: after a fault it is as the script builds it",
-                label,
-                _some(reversed(paths)),
-                problem,
-            )
-        return cls(parts, known) if parts else None
+            _warn(label, _some(reversed(paths)), problem)
+        return cls(label, parts, known) if parts else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What each part has of its own."""
-        return {path: self._own(path, part.state_dict()) for path, part in self._parts.items()}
+        """What each part has of its own. One that fails, which did not at first, is left out."""
+        found = {}
+        for path, part in self._parts.items():
+            own, problem = _own_of(part, self._known[path])
+            if not problem:
+                found[path] = own
+            elif path not in self._failed:
+                self._failed.add(path)
+                _warn(self._label, path or type(part).__qualname__, problem)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each part its own back: with all else as it is now, to a method that may ask for it.
-
-        Nothing else is written to if nn.Module's own method looks for it.
-        """
+        """Give each part its own back, with that of the parts within as it is now."""
         for path, part in self._parts.items():
-            if path not in state:  # of a checkpoint that was written before it was there
+            if path not in state:  # not carried, or of a checkpoint from before it was
                 continue
-            own = dict(state[path])
+            own = state[path]
             if _has_other(part, _TAKE[:1]):
                 own = {**part.state_dict(), **own}
             accepted = inspect.signature(part.load_state_dict).parameters.values()
@@ -85,8 +96,15 @@ class ModuleState:
             else:
                 part.load_state_dict(own)
 
-    def _own(self, path: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in state.items() if name not in self._known[path]}
+
+def _warn(label: str, who: str, problem: str) -> None:
+    log.warning(
+        "%s: what %s has in its state_dict() beside parameters and buffers is not carried, as %s: "
+        "after a fault it is as the script builds it",
+        label,
+        who,
+        problem,
+    )
 
 
 def check_metrics(label: str, module: nn.Module) -> None:
@@ -136,20 +154,27 @@ def _carried_names(part: nn.Module) -> set[str]:
     }
 
 
-def _own_of(part: nn.Module, names: set[str]) -> tuple[dict[str, Any], str]:
-    """What a part has beside `names`, which grow by other names of the same tensors.
+def _may_be_asked(part: nn.Module) -> bool:
+    """Whether it has a way to take its own back, and nothing that is carried in another way."""
+    has_tensors = any(True for _ in part.parameters()) or any(True for _ in part.buffers())
+    return not has_tensors and (_has_other(part, _TAKE) or bool(part._load_state_dict_pre_hooks))
 
-    And why it cannot be carried, or "".
-    """
+
+def _own_of(part: nn.Module, names: set[str]) -> tuple[dict[str, Any], str]:
+    """What a part has beside `names`, and why it cannot be carried, or ""."""
     try:
         state: Any = part.state_dict()
     except Exception as error:  # noqa: BLE001 - code of the user's class
         return {}, f"that method fails ({type(error).__name__}: {error})"
     if not isinstance(state, dict):
         return {}, f"that is a {type(state).__qualname__}, and not a dict"
-    tensors = {_place(tensor) for tensor in (*part.parameters(), *part.buffers())}
-    names |= {name for name, value in state.items() if _place(value) in tensors - {None}}
-    own = {name: value for name, value in state.items() if name not in names}
+    tensors = {_place(tensor) for tensor in (*part.parameters(), *part.buffers())} - {None}
+    items = {
+        name: value
+        for name, value in state.items()
+        if name not in names and _place(value) not in tensors
+    }
+    own = dict_as(state, items)
     return own, _problem(part, own) if own else ""
 
 
@@ -164,6 +189,13 @@ def _place(value: Any) -> Any:
 def _problem(part: nn.Module, own: dict[str, Any]) -> str:
     if not _has_other(part, _TAKE) and not part._load_state_dict_pre_hooks:
         return "it has no load_state_dict() of its own"
-    if any(shards.is_distributed(parameter) for parameter in part.parameters()):
-        return "its parameters are sharded, and asking for it within a step would shard them again"
-    return problem_of(own)
+    if not _may_be_asked(part):
+        return "it has parameters or buffers, too: keep it in a module without, or in an object"
+    problem = problem_of(own)
+    if problem:
+        return problem
+    try:
+        pack("it", own)
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -97,8 +97,8 @@ class Roles:
         if extra is not None:  # small, and the same on every rank
             self.schedulers[f"{role}.extra"] = extra
         own = ModuleState.of(label, module)
-        if own is not None:  # a rank's alone if it is small, as that of any other object
-            self._kind_of(own)[f"{role}.own"] = own
+        if own is not None:
+            self.positions[f"{role}.own"] = own
         check_metrics(label, module)
 
     def _add_within(self, state_name: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _LOOKED_AT = 32  # tensors of an average, at each commit
 # Contents that no version counter tells of are compared at commits 1, 2, 4, ... of an entry, and
 # then at each that is a multiple of this: what it costs a device is spread over so many steps.
-_COMPARED_EVERY = 1024
+_COMPARED_EVERY = 128
 
 
 def _silent_kinds() -> tuple[type[nn.Module], ...]:
@@ -53,6 +53,7 @@ class Rollback:
         self._scalers: dict[str, dict[str, Any]] = {}
         self._moving: list[Kept] = []  # change in the forward pass: copied at every commit
         self._still: list[Kept] = []  # have not changed so far: only their version is looked at
+        self._absent: list[tuple[str, nn.Module, str]] = []  # are None: name, module, key
         self.untrained = Untrained(roles)
         self._commits = 0  # in this entry
         # One parameter per optimizer: it tells an update by an optimizer that was not registered.
@@ -82,15 +83,19 @@ class Rollback:
             known: names of `untrained.moving` in the entry before.
             others: what the other TrainStates hold by now.
         """
-        self._moving, self._still, seen = [], [], set()
+        self._moving, self._still, self._absent = [], [], []
+        seen: set[int] = set()
         self._commits = 0
         for role, module in self._roles.modules.items():
             for path, part in module.named_modules():
                 for key, tensor in part._buffers.items():
-                    if tensor is None or id(tensor) in seen:
+                    name = ".".join(word for word in (role, path, key) if word)
+                    if tensor is None:
+                        self._absent.append((name, part, key))
+                        continue
+                    if id(tensor) in seen:
                         continue
                     seen.add(id(tensor))
-                    name = ".".join(word for word in (role, path, key) if word)
                     buffer = Kept(name, part, key, tensor, is_parameter=False)
                     buffer.copy = shards.local(tensor).detach().clone()
                     is_moving = isinstance(part, _silent_kinds()) or tensor.is_inference()
@@ -165,6 +170,8 @@ class Rollback:
     def remember(self) -> None:
         """At commit(): a few microseconds without buffers that change."""
         self._commits += 1
+        if self._absent:
+            self._find_made()
         if self._still:
             self._sort_buffers()
         if self._moving:
@@ -191,6 +198,21 @@ class Rollback:
             self._schedulers[role] = pickle.dumps(scheduler.state_dict(), 5)
         for role, scaler in self._roles.scalers.items():
             self._scalers[role] = read_scaler(scaler)
+
+    def _find_made(self) -> None:
+        """Buffers that were None, and are none any more: a forward pass makes them."""
+        made = {
+            (name, key): (part, tensor)
+            for name, part, key in self._absent
+            if (tensor := part._buffers[key]) is not None
+        }
+        if not made:
+            return
+        self._absent = [one for one in self._absent if (one[0], one[2]) not in made]
+        self._moving += [
+            Kept(name, part, key, tensor, is_parameter=False)
+            for (name, key), (part, tensor) in made.items()
+        ]
 
     def _sort_buffers(self) -> None:
         """Copy always what changed since the last commit, and the others of its modules."""
@@ -267,8 +289,15 @@ class Rollback:
         touched = self.touched_followers()
         kept = {id(part) for role in touched if role in modules for part in modules[role].modules()}
         for buffer in (*self._moving, *self._still):
-            if buffer.copy is not None and id(buffer.module) not in kept:
+            if id(buffer.module) in kept:
+                continue
+            if buffer.copy is not None:
                 buffer.put_back()
+            elif buffer.tensor is None:  # there was none
+                buffer.place[buffer.key] = None
+        for _, module, key in self._absent:
+            if id(module) not in kept:
+                module._buffers[key] = None
         if not self._commits:
             return ""  # there were copies of all
         written = [buffer for buffer in self._still if buffer.is_written()]

@@ -46,8 +46,9 @@ def receive_bytes(peer: int, device: torch.device) -> bytes:
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's content as a flat byte tensor: a view if it is laid out so, else a copy."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # the stride of a single element may be any
+    return plain.as_strided(plain.shape, (1,)).view(torch.uint8)
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:

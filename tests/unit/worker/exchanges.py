@@ -29,15 +29,18 @@ def hold(**objects):
     return Holding("train", Roles.sort("train", objects))
 
 
-def exchange_state(member, build, change):
+def exchange_state(member, build, change, *, is_late=False):
     """Rank 1 receives the state of rank 0, which `change` has changed. Returns what both said.
 
-    `build()`: a module. With the buffers and parameters of the receiver.
+    `build()`: a module. With the buffers and parameters of the receiver. `is_late`: changed when it
+    is held already.
     """
     model = build()
-    if member.rank == 0:
+    if member.rank == 0 and not is_late:
         change(model)
     holding = hold(model=model)
+    if member.rank == 0 and is_late:
+        change(model)
     named = Named(holding.roles)
     try:
         if member.rank == 0:
@@ -58,7 +61,11 @@ class Buffers(nn.Module):
         self.register_buffer("second", torch.zeros(2))
 
 
-def send_sparse(model):
+def exchange_late(member, build, change):
+    return exchange_state(member, build, change, is_late=True)
+
+
+def make_sparse(model):
     model.first = torch.eye(2).to_sparse()
 
 

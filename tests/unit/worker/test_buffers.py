@@ -129,6 +129,80 @@ def test_what_is_not_a_number_stands_still(job) -> None:
     assert (again, report.clean) == (plain, True)
 
 
+class Single(nn.Module):
+    """A buffer, and a frozen parameter, of one element, whose stride is another one than 1."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        memory = torch.ones(max(1, stride))
+        self.register_buffer("scale", memory.as_strided((1,), (stride,)))
+        self.shift = nn.Parameter(memory.clone().as_strided((1,), (stride,)), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+def test_the_stride_of_a_single_element_may_be_any(job, stride) -> None:
+    plain, _ = train(job, lambda: Single(stride))
+    again, report = train(Job(), lambda: Single(stride), (1, 3))
+    assert (again, report.clean) == (plain, True)
+    assert chunks._flat_bytes(Single(stride).scale).tolist() == [0, 0, 128, 63]
+
+
+class Forgetful(nn.Module):
+    """Has no hidden state between the steps."""
+
+    def __init__(self, hidden: torch.Tensor | None) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.register_buffer("hidden", hidden, persistent=False)
+        self.line.weight.register_hook(lambda _: setattr(self, "hidden", None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.line(x) if self.hidden is None else self.line(x) + self.hidden
+        self.hidden = out.detach()[0]
+        return out
+
+
+@pytest.mark.parametrize("hidden", [torch.zeros(3), None])
+def test_a_buffer_that_was_none_is_none_again(job, hidden) -> None:
+    plain, _ = train(job, lambda: Forgetful(hidden))
+    again, report = train(Job(), lambda: Forgetful(hidden), (0, 2, 4))
+    assert (again, report.clean) == (plain, True)
+
+
+class Recurrent(nn.Module):
+    """Makes its hidden state in its first step, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.register_buffer("hidden", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.line(x) if self.hidden is None else self.line(x) + self.hidden
+        self.hidden = out.detach()[0].clone()
+        return out
+
+
+def test_a_buffer_that_a_step_makes_is_rolled_back() -> None:
+    module, x = Recurrent(), torch.ones(1, 3)
+    rollback = Rollback(Roles.sort("train", {"model": module}))
+    rollback.begin()
+    module(x)
+    assert rollback.roll_back() == ""
+    assert module.hidden is None
+    module(x)
+    rollback.remember()
+    committed = module.hidden.clone()
+    module(x)
+    assert not torch.equal(module.hidden, committed)
+    assert rollback.roll_back() == ""
+    assert torch.equal(module.hidden, committed)
+
+
 class Masked(nn.Module):
     """Makes its mask anew for a longer input."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import Any
 
 import pytest
@@ -31,22 +32,6 @@ class Total(nn.Module):
 
     def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
         self.total = state["total"]
-
-
-class Beside(Total):
-    """Beside parameters, which its load_state_dict() asks for too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(2, 1)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {**nn.Module.state_dict(self, *args, **kwargs), "total": self.total}
-
-    def load_state_dict(self, state: Any, strict: bool = True) -> None:  # type: ignore[override]
-        state = dict(state)
-        self.total = state.pop("total")
-        nn.Module.load_state_dict(self, state)
 
 
 class Hooked(Total):
@@ -88,7 +73,7 @@ class Within(nn.Module):
         return {name: value for name, value in state.items() if "bias" not in name}
 
 
-KINDS = {"alone": Total, "beside": Beside, "hooked": Hooked, "within": Within}
+KINDS = {"alone": Total, "hooked": Hooked, "within": Within}
 
 
 def counted(metric: Any) -> Any:
@@ -166,17 +151,60 @@ def test_a_rank_that_is_replaced_has_its_own(world: Any, kind: str) -> None:
     assert left[0] != right[0]
 
 
-def test_a_large_one_is_held_by_several() -> None:
-    metric = Total()
-    metric.total = torch.ones(8192)
-    roles = Roles.sort("train", {"metric": metric})
-    assert "metric.own" in roles.replicas
-    other = Total()
-    other.total = torch.zeros(8192)
-    Roles.sort("train", {"metric": other}).load_others(
-        {"metric.own": roles.replicas["metric.own"].state_dict()}
-    )
-    assert torch.equal(other.total, torch.ones(8192))
+def test_a_large_one_is_that_of_the_commit_too(job: Any) -> None:
+    class Table(Hooked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torch.zeros(100, 100)
+
+    def entry() -> Any:
+        metric = Table()
+        state = TrainState(model=nn.Linear(1, 1), metric=metric)
+        state.restore()
+        before = float(metric.total.sum())
+        if state.step:
+            return before, len(metric.seen)
+        for step in range(2):
+            metric.update(torch.ones(()))
+            if step:
+                raise Stop
+            state.commit()
+        return None
+
+    _, report = job.enter(entry)
+    job.resume(report.version)
+    assert job.enter(entry)[0] == (10_000.0, 1)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_one_that_was_built_outside_keeps_its_own(job: Any, is_late: bool) -> None:
+    """Whether it has anything of its own is no matter of the entry: it may come with a step."""
+
+    class Late(Hooked):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            if self.seen or not is_late:
+                super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    metric = Late()
+
+    def entry() -> Any:
+        state = TrainState(model=nn.Linear(1, 1), metric=metric)
+        state.restore()
+        if state.step == 2:
+            return counted(metric)
+        metric.update(torch.ones(()))
+        state.commit()
+        metric.update(torch.ones(()))
+        if state.step == 1:
+            raise Stop
+        return None
+
+    _, report = job.enter(entry)
+    assert report.clean
+    job.resume(report.version)
+    left, report = job.enter(entry)
+    assert counted(metric) == (3.0, [1.0, 1.0, 1.0])
+    assert left is None
 
 
 class Filtering(nn.Linear):
@@ -195,6 +223,22 @@ class Odd(Total):
         if isinstance(self.value, Exception):
             raise self.value
         return self.value
+
+
+class Beside(Total):
+    """Beside parameters, which its load_state_dict() asks for too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {**nn.Module.state_dict(self, *args, **kwargs), "total": self.total}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> None:  # type: ignore[override]
+        state = dict(state)
+        self.total = state.pop("total")
+        nn.Module.load_state_dict(self, state)
 
 
 class Untaken(nn.Module):
@@ -230,6 +274,39 @@ def test_what_cannot_be_carried_is_named(
     )
 
 
+def test_beside_parameters_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Asking for it in each step would mean to ask for all of the parameters."""
+    roles = Roles.sort("train", {"model": Beside()})
+    assert not roles.positions
+    assert "as it has parameters or buffers, too: keep it in a module without" in caplog.text
+
+
+def test_what_could_not_be_saved_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    metric = Odd()
+    metric.value = {"on": dt.date(2026, 1, 1)}
+    roles = Roles.sort("train", {"metric": metric})
+    assert not roles.positions
+    assert "is a datetime.date, which could not be loaded without running code" in caplog.text
+
+
+def test_one_that_fails_later_is_left_out_and_named_once(
+    job: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    metric = Odd()
+    metric.value = {"count": 1}
+
+    def entry() -> int:
+        state = TrainState(model=nn.Linear(1, 1), metric=metric)
+        state.restore()
+        metric.value = {"count": lambda: 1}
+        for _ in range(3):
+            state.commit()
+        return state.step
+
+    assert job.enter(entry)[0] == 3
+    assert caplog.text.count("what Odd has in its state_dict()") == 1
+
+
 def test_many_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     Roles.sort("train", {"model": nn.Sequential(*(Untaken() for _ in range(9)))})
     (record,) = caplog.records
@@ -262,7 +339,7 @@ def test_states_that_are_not_persistent_are_named(caplog: pytest.LogCaptureFixtu
     assert caplog.text == ""
     left_out = LikeTorchmetrics(is_persistent=False)
     roles = Roles.sort("train", {"model": nn.ModuleDict({"loss": left_out})})
-    assert not roles.positions
+    assert roles.positions["model.own"].state_dict() == {"loss": {}}
     assert (
         "TrainState('train'): model: loss counts in states that are not persistent" in caplog.text
     )

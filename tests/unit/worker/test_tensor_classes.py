@@ -62,7 +62,7 @@ def test_what_has_the_memory_of_a_tensor_is_carried():
 
 @pytest.mark.slow
 def test_a_sparse_tensor_is_refused_by_both_ranks_before_anything_is_sent(world):
-    """It may be one that no rank needs from another: it is not refused at once."""
-    said = world.run(exchanges.exchange_state, exchanges.Buffers, exchanges.send_sparse, size=2)
+    """It came when the TrainState was there, which would have refused it."""
+    said = world.run(exchanges.exchange_late, exchanges.Buffers, exchanges.make_sparse, size=2)
     for text, _ in said:
         assert "rank 0 cannot send it: model.first is a tensor with layout torch.sparse_coo" in text
