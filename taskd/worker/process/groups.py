@@ -33,6 +33,7 @@ from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, of_store, open_sockets, without_scripts
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
+from taskd.worker.process.registered import forget_all, registered
 from taskd.worker.process.replaced import Replaced
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Opened:
     store_sockets: dict[int, str] = field(default_factory=dict)
     # sockets before the creation in progress; None: none in progress
     before: dict[int, str] | None = None
+    before_threads: set[int] = field(default_factory=set)  # the same of kernel threads
     creator: int = 0  # the kernel thread of the creation in progress
     # the same as `before` of a store that is being connected
     before_store: dict[int, str] | None = None
@@ -198,23 +200,36 @@ class Groups:
                 outermost = opened.before is None
                 if outermost:
                     opened.before, opened.creator = open_sockets(), threading.get_native_id()
-            threads = _threads()
+                    opened.before_threads = _threads()
             try:
                 created = original(*args, **kwargs)
+                group = created[0] if isinstance(created, tuple) else created
+                if group != GroupMember.NON_GROUP_MEMBER:
+                    with self._lock:
+                        self._add(opened, group)
             finally:
                 if outermost:
                     self._finish_creation(opened)
-            with self._lock:
-                opened.threads |= _threads() - threads  # they name themselves a moment later
-                group = created[0] if isinstance(created, tuple) else created
-                if group != GroupMember.NON_GROUP_MEMBER:
-                    opened.groups.append(group)
-                    opened.device_work.add(group)
-                    self._number(group)
             self.created_at = time.monotonic()
             return created
 
         return new_process_group_helper
+
+    def _add(self, opened: Opened, group: Any) -> None:
+        """Under the lock: a group was created, or torch has found one that was there (by a tag)."""
+        if not any(each is group for each in opened.groups):
+            opened.groups.append(group)
+            opened.device_work.add(group)
+            self._number(group)
+
+    def _unknown(self) -> list[Any]:
+        """Under the lock: groups of this generation that torch has, and nobody has told us of.
+
+        The end of their creation was interrupted.
+        """
+        known = {id(group) for _, old in self._retired for group in old.groups}
+        known.update(map(id, self.opened.groups))
+        return [group for group in registered() if id(group) not in known]
 
     def _forgotten(self, original: Callable[..., None]) -> Callable[..., None]:
         """`destroy_process_group`, after which nothing here keeps what it has destroyed."""
@@ -283,6 +298,7 @@ class Groups:
         ever.
         """
         opened.sockets.update(_opened_since(opened.before or {}, opened))
+        opened.threads |= _threads() - opened.before_threads  # they name themselves a moment later
         opened.before = None
         if self._waits is not None:
             self._waits.forgive([opened.creator])
@@ -308,6 +324,8 @@ class Groups:
             if with_store and opened.device_work.is_used:
                 sockets.update(opened.store_sockets)
             groups, threads = list(opened.groups), _gloo_threads(opened.threads)
+            if opened is self.opened:
+                groups += self._unknown()
         with self._ending:
             backends = [] if opened.is_retired else _backends(groups)
             abort_groups(backends, sockets, self._under_way)
@@ -336,11 +354,7 @@ class Groups:
             former = [opened for _, opened in self._retired if not opened.is_retired]
             for opened in former:
                 opened.is_retired = True
-            if dist.is_initialized():
-                _forget_all(is_on_device=any(opened.device_work.is_used for opened in former))
-        # A creation that was aborted half-way leaves its name and count behind; names must agree on
-        # all ranks.
-        internals.attempt("the numbers of process groups", _number_anew)
+            forget_all(is_on_device=any(opened.device_work.is_used for opened in former))
 
     def await_abort(self, limit_s: float) -> None:
         """Before `retire`, where groups on a device are to be aborted by the runtime thread."""
@@ -352,6 +366,8 @@ class Groups:
         An abort of theirs that is repeated does not meet what is created from here on.
         """
         with self._lock:
+            for group in self._unknown():  # torch would be the last to have it, and free it
+                self._add(self.opened, group)
             old, self.opened = self.opened, Opened()
             self.gloo_names = {}
             # the end of a creation was interrupted itself; sockets made from here on are not its
@@ -384,28 +400,6 @@ class Groups:
             old.groups.clear()  # frees them: joins their threads
             self._waits.forgive(threads)
         self._retired = kept
-
-
-def _forget_all(*, is_on_device: bool) -> None:
-    """Torch has no groups any more. Those on a device are not ended in good order.
-
-    That would wait for what they have been asked for, which never comes.
-    """
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
-
-    if is_on_device and hasattr(c10d, "_abort_process_group"):
-        c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
-
-
-def _number_anew() -> None:
-    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
-
-    world = c10d._world
-    world.pg_names.clear()
-    world.group_count = 0
 
 
 def _threads() -> set[int]:

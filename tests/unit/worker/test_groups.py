@@ -17,6 +17,7 @@ from taskd.errors import Interrupted
 from taskd.worker.process import aborting
 from taskd.worker.process import groups as module
 from taskd.worker.process.groups import Groups
+from taskd.worker.process.registered import registered
 from taskd.worker.process.replaced import Replaced
 
 
@@ -85,6 +86,78 @@ def test_groups_that_are_set_aside_are_still_known_and_their_abort_meets_no_late
     finally:
         groups.retire()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("by", ["a creation", "a destruction"])
+def test_after_an_interrupt_while_torch_has_no_default_group_groups_are_made_as_ever(
+    groups, monkeypatch, by: str
+) -> None:
+    """Their names were still registered: each further attempt was refused, and the job ended."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    def interrupt(*_given) -> None:
+        raise Interrupted("while torch had groups, and no default one")
+
+    def make() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    with monkeypatch.context() as patch:
+        if by == "a creation":
+            patch.setattr(groups, "_finish_creation", interrupt)
+        else:
+            make()
+            update = c10d._update_default_pg
+            patch.setattr(c10d, "_update_default_pg", lambda pg: interrupt(update(pg)))
+        with pytest.raises(Interrupted):
+            make() if by == "a creation" else dist.destroy_process_group()
+    assert not dist.is_initialized()
+    (left,) = registered()
+    opened = groups.opened
+    groups.retire()
+    groups.begin(1)
+    assert opened.groups == [left], "it is kept until its threads rest"
+    try:
+        make()
+        assert registered() == [dist.group.WORLD]
+        assert dist.group.WORLD.group_name == "0"
+        dist.all_reduce(torch.ones(1))
+        tagged = c10d._find_pg_by_ranks_and_tag("", [0])
+        assert tagged is dist.group.WORLD
+    finally:
+        groups.retire()
+
+
+def test_a_group_is_aborted_and_kept_that_was_registered_and_not_told_of(
+    groups, monkeypatch
+) -> None:
+    """The end of its creation was interrupted: only torch had it, which then freed it."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world, register = dist.group.WORLD, c10d._register_process_group
+
+    def interrupted(name, group) -> None:
+        register(name, group)
+        raise Interrupted("between two lines of torch")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(c10d, "_register_process_group", interrupted)
+        with pytest.raises(Interrupted):
+            dist.new_group([0])
+    (left,) = [group for group in registered() if group is not world]
+    aborted: list[object] = []
+    monkeypatch.setattr(module, "abort_groups", lambda backends, *_: aborted.append(backends))
+    opened = groups.opened
+    groups.abort(opened)
+    groups.retire()
+    assert [*map(id, opened.groups)] == [id(world), id(left)]
+    groups.abort(groups.opened)
+    assert [len(backends) for backends in aborted] == [
+        len(module._backends([world, left])), 0
+    ], "those of the generation before are not in the next one"  # fmt: skip
 
 
 @pytest.mark.parametrize(("generation", "key"), [(3, "x"), (4, "taskd/4/x")])
