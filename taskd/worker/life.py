@@ -130,6 +130,9 @@ class Interrupts:
     is_held: bool = False  # from the vote before optimizer.step(), or from that, to commit()
     is_voting: bool = False  # in that vote
     pending: str | None = None  # reason of an interrupt that has not been raised yet
+    # The main thread is interrupted even if it is on its way out and cleans up; the runtime's.
+    is_urgent: bool = False
+    has_cut: bool = False  # that has happened, and nobody has said it yet
 
     def release(self) -> None:
         """Nothing is half-way. Raises the interrupt that was held back, if any."""

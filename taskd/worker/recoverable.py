@@ -18,6 +18,7 @@ from taskd.worker.exceptions.text import drop_frames
 from taskd.worker.life import current
 from taskd.worker.process import runtime as runtime_module
 from taskd.worker.process.handlers import Handlers
+from taskd.worker.process.interrupt import forget
 from taskd.worker.process.orders import Where
 from taskd.worker.process.runtime import Runtime
 
@@ -186,7 +187,7 @@ def _enter(
     handlers.replace()
     with orders.condition:
         orders.where = Where.WAITING
-    life.interrupts.pending = None
+    forget(life)
     return outcome
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 from taskd.config.signals import usable_interrupt_signal
+from taskd.errors import Interrupted
+from taskd.worker.exceptions.communication import is_communication_error
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from taskd.worker.life import Interrupts
+    from taskd.worker.life import Interrupts, Life
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +40,48 @@ def _is_in_collective(frame: FrameType | None) -> bool:
     )
 
 
-class MainThreadInterrupter:
-    """Raises `Interrupted` in the main thread, but not in the middle of two things.
+def _is_leaving() -> bool:
+    """Whether the main thread cleans up, on its way out of the step.
 
-    While the optimizer is writing: then `commit()` raises it. And within a collective: if that does
-    not fail by itself when the groups are aborted, the signal that the runtime sends after each
-    abort raises it behind it.
+    In `finally`, `__exit__` or `except`, because of an earlier interrupt or a collective that
+    broke. It puts things back there (weights, for which averages were swapped in), and half of that
+    is worse than nothing.
+    """
+    error = sys.exc_info()[1]
+    if error is None:
+        return False
+    if is_communication_error(error):
+        return True
+    seen: set[int] = set()
+    # what is raised meanwhile has it as its context, also if that is not to be shown
+    while error is not None and id(error) not in seen:
+        if isinstance(error, Interrupted):
+            return True
+        seen.add(id(error))
+        error = error.__context__
+    return False
+
+
+def forget(life: Life) -> None:
+    """The main thread has left the function: there is nothing to be raised any more."""
+    interrupts = life.interrupts
+    interrupts.pending = None
+    if interrupts.has_cut:
+        interrupts.has_cut = False
+        log.warning(
+            "rank %d: what the script does on its way out (finally, __exit__, except) took so long "
+            "after a fault that it was interrupted: weights that it was putting back may be wrong",
+            life.rank,
+        )
+
+
+class MainThreadInterrupter:
+    """Raises `Interrupted` in the main thread, but not in the middle of three things.
+
+    While the optimizer is writing: then `commit()` raises it. Within a collective: if that does not
+    fail by itself when the groups are aborted, the signal that the runtime sends after each abort
+    raises it behind it. And while the script cleans up, unless that takes so long that it is
+    urgent.
     """
 
     def __init__(self, interrupts: Interrupts) -> None:
@@ -84,4 +123,8 @@ class MainThreadInterrupter:
             or _is_in_collective(frame)
         ):
             return
+        if _is_leaving():
+            if not interrupts.is_urgent:
+                return
+            interrupts.has_cut = True
         interrupts.release()

@@ -6,6 +6,7 @@ decided by `taskd.core.policy.unwinding`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -32,6 +33,11 @@ _QUIET_S = 0.03
 _FINISH_S = 0.5
 _AGAIN_S = 0.05  # between two tries of an abort
 _TRIES = 5
+# What the script does on its way out (puts weights back, closes files) is left alone for so long:
+# copies of many gigabytes take less. It may as well wait for something that never comes, or be a
+# loop in an `except`, and is to end before the rank is taken for one that does not leave its step.
+_CLEANUP_S = 5.0
+_LATE_S = 1.0  # between two interrupts of a main thread that five have not made leave
 # Within this an abort has been carried out, if there is to be one.
 ABORTED_S = 2 * _FINISH_S
 
@@ -44,7 +50,8 @@ class PendingAbort:
     generation: int
     reason: str
     due: float
-    tries: int = _TRIES
+    tries: int = _TRIES  # 0: the main thread alone is still to be made to leave
+    urgent_at: float = math.inf  # from then on the script's cleaning up is interrupted, too
 
 
 class Unwinding:
@@ -88,6 +95,7 @@ class Unwinding:
                 finish_step=command.finish_step,
             )
             orders.may_finish = course is Course.FINISH
+            life.interrupts.is_urgent = False
             if orders.is_inside and course is Course.LEAVE:
                 self._interrupter.interrupt(command.reason)
             orders.condition.notify_all()
@@ -99,7 +107,9 @@ class Unwinding:
         if course is not Course.FINISH and not is_retired:
             wait_s = _FINISH_S if course is Course.CATCH_UP else _QUIET_S
             due = time.monotonic() + wait_s
-            self._abort = PendingAbort(opened, command.generation, command.reason, due)
+            self._abort = PendingAbort(
+                opened, command.generation, command.reason, due, urgent_at=due + _CLEANUP_S
+            )
 
     def until_due_s(self) -> float | None:
         """When `carry_out_if_due` has something to do; None: nothing is pending."""
@@ -114,19 +124,20 @@ class Unwinding:
             is_inside = self._is_inside(abort)
         # the first try has aborted what can be: what keeps the main thread now is something else
         is_stuck = is_inside and abort.tries < _TRIES and not self._life.keeps_groups
-        self._groups.abort(abort.opened, with_store=is_stuck)
+        if abort.tries:
+            self._groups.abort(abort.opened, with_store=is_stuck)
         # Under the lock, as in `begin`: the main thread must not have left the function in between,
         # or it would find an interrupt of an earlier generation pending when it is in again.
         with orders.condition:
-            if self._is_inside(abort):
+            is_inside = self._is_inside(abort)
+            if is_inside:
+                self._life.interrupts.is_urgent = time.monotonic() >= abort.urgent_at
                 self._interrupter.interrupt(abort.reason)
                 self._stop_device(abort)
         # A thread that was just beginning to wait would sleep a quarter of a second longer.
-        self._abort = (
-            replace(abort, due=time.monotonic() + _AGAIN_S, tries=abort.tries - 1)
-            if abort.tries > 1
-            else None
-        )
+        tries = max(0, abort.tries - 1)
+        due = time.monotonic() + (_AGAIN_S if tries else _LATE_S)
+        self._abort = replace(abort, due=due, tries=tries) if tries or is_inside else None
 
     def _is_inside(self, abort: PendingAbort) -> bool:
         """Whether the main thread is still in the step that is to be left. Under the condition."""
