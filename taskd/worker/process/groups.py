@@ -33,7 +33,7 @@ from taskd.worker import internals
 from taskd.worker.process.aborting import abort_groups, of_store, open_sockets, without_scripts
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
-from taskd.worker.process.registered import forget_all, registered
+from taskd.worker.process.registered import forget_all, name_ranks, registered
 from taskd.worker.process.replaced import Replaced
 
 log = logging.getLogger(__name__)
@@ -129,6 +129,8 @@ class Groups:
             def make() -> None:
                 self._take_hook_off()
                 original_init(*args, **kwargs)
+                world = c10d.GroupMember.WORLD
+                name_ranks(_backends([world]), world.size())
 
             around_init(make)
 

@@ -7,15 +7,34 @@ then torch has a group of which nobody else knows, and perhaps no default group.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from taskd.worker import internals
+from taskd.worker.process.aborting import unwrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def registered() -> list[Any]:
     """The groups that torch has. From any thread; does not import torch."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return list(getattr(world, "pg_map", ()))
+
+
+def name_ranks(backends: Iterable[Any], size: int) -> None:
+    """Of a new default group of this size: its backends know who is in it.
+
+    Torch gives them no ranks, which means all. But then it knows only the first group that a
+    process has made for one of all, and kills the process when a later one is split (pytorch
+    192106 and 192109, in 2.13).
+    """
+    for backend in backends:
+        with suppress(AttributeError, RuntimeError):  # it has no options, or no ranks in them
+            options = unwrapped(backend).options
+            if not options.global_ranks_in_group:
+                options.global_ranks_in_group = list(range(size))
 
 
 def forget_all(*, is_on_device: bool) -> None:

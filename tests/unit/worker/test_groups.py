@@ -17,7 +17,7 @@ from taskd.errors import Interrupted
 from taskd.worker.process import aborting
 from taskd.worker.process import groups as module
 from taskd.worker.process.groups import Groups
-from taskd.worker.process.registered import registered
+from taskd.worker.process.registered import name_ranks, registered
 from taskd.worker.process.replaced import Replaced
 
 
@@ -158,6 +158,31 @@ def test_a_group_is_aborted_and_kept_that_was_registered_and_not_told_of(
     assert [len(backends) for backends in aborted] == [
         len(module._backends([world, left])), 0
     ], "those of the generation before are not in the next one"  # fmt: skip
+
+
+def test_the_default_group_is_one_of_all_ranks_however_many_there_were_before(groups) -> None:
+    """A split of any but the first one of a process ended it with SIGSEGV (torch 2.13)."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        groups.retire()
+        assert options.global_ranks_in_group == [0]
+
+
+def test_backends_that_have_no_options_or_no_ranks_in_them_are_left_as_they_are() -> None:
+    class Refusing:
+        @property
+        def options(self) -> object:
+            raise RuntimeError("this backend has no options")
+
+    kept = types.SimpleNamespace(options=types.SimpleNamespace(global_ranks_in_group=[3, 5]))
+    without = types.SimpleNamespace(options=types.SimpleNamespace())
+    name_ranks([Refusing(), object(), without, kept], 2)
+    assert kept.options.global_ranks_in_group == [3, 5]
+    assert vars(without.options) == {}
 
 
 @pytest.mark.parametrize(("generation", "key"), [(3, "x"), (4, "taskd/4/x")])
